@@ -1,0 +1,147 @@
+"""TOML + overrides -> a validated config, and back. Every failure is one sentence that names the option and the fix."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from llamarl.config.errors import ConfigError
+from llamarl.config.ref import Ref
+from llamarl.config.schema import RunConfig, Section
+from llamarl.config.sft import SftConfig
+
+S = TypeVar("S", bound=Section)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run that `path` describes, with overrides such as `["--trainer.learning_rate", "1e-5", "--steps=10"]`.
+
+    Raises:
+        ConfigError: file, key, type or combination is wrong.
+    """
+    config = _load(path, overrides, RunConfig)
+    if config.model.warm_start:  # written relative to the TOML that names it
+        warm_start = (Path(path).parent / config.model.warm_start).resolve()
+        config = config.model_copy(update={"model": config.model.model_copy(update={"warm_start": str(warm_start)})})
+    return config
+
+
+def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
+    """The warm start that `path` describes. Raises ConfigError."""
+    return _load(path, overrides, SftConfig)
+
+
+def _load(path: str | Path, overrides: Sequence[str], schema: type[S]) -> S:
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for key, value in _pairs(overrides):
+        _set(data, key, value)
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, schema)) from None
+
+
+def _pairs(overrides: Sequence[str]) -> list[tuple[str, Any]]:
+    """`--a.b 1` and `--a.b=1` -> [("a.b", 1)]. Values are TOML; what is no TOML is a string."""
+    pairs, rest = [], list(overrides)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or len(word) == 2:
+            raise ConfigError(f"`{word}` is not an override; write --section.key value")
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise ConfigError(f"`{word}` has no value; write {word} VALUE")
+            text = rest.pop(0)
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        pairs.append((key.replace("-", "_"), value))
+    return pairs
+
+
+def _set(data: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        child = data.setdefault(section, {})
+        if isinstance(child, str):  # a Ref written by its name alone: `loss = "aipo"` and `--trainer.loss.rho 8`
+            child = data[section] = {"name": child}
+        if not isinstance(child, dict):
+            raise ConfigError(f"`--{key}`: `{section}` is a value, not a section")
+        data = child
+    data[last] = value
+
+
+def _explain(error: ValidationError, schema: type[Section]) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = list(_section_at(schema, first["loc"][:-1]).model_fields)
+        near = get_close_matches(str(first["loc"][-1]), known, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
+        return f"unknown option `{where}`; {hint}"
+    if first["type"] == "missing":
+        return f"`{where}` is missing; set it in the file or with --{where} VALUE"
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    return f"`{where} = {first['input']!r}`: {first['msg'][0].lower()}{first['msg'][1:]}"
+
+
+def _section_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
+    for part in location:
+        annotation = schema.model_fields[str(part)].annotation
+        options = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+        schema = next(kind for kind in options if issubclass(kind, BaseModel))
+    return schema
+
+
+def dump_toml(config: Section) -> str:
+    """The fully resolved config as TOML that loads to the same config."""
+    return "\n".join(_toml_lines(config.model_dump(exclude_none=True), ())) + "\n"
+
+
+def _toml_lines(table: dict[str, Any], path: tuple[str, ...]) -> list[str]:
+    lines = [f"{key} = {_toml_value(value)}" for key, value in table.items() if not _is_section(value)]
+    for key, value in table.items():
+        if _is_section(value):
+            lines += ["", f"[{'.'.join((*path, key))}]", *_toml_lines(value, (*path, key))]
+    return lines
+
+
+def _is_section(value: Any) -> bool:
+    return isinstance(value, dict) and "name" not in value
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            escaped = "".join(_ESCAPES.get(char, char) for char in value)
+            return f'"{escaped}"'
+        case int() | float():
+            return repr(value)
+        case list() | tuple():
+            return f"[{', '.join(_toml_value(item) for item in value)}]"
+        case dict():
+            return f"{{{', '.join(f'{key} = {_toml_value(item)}' for key, item in value.items())}}}"
+        case Ref():
+            return _toml_value(value.model_dump())
+    raise TypeError(f"no TOML form for {type(value).__name__}")
+
+
+_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"} | {
+    chr(code): f"\\u{code:04x}" for code in (*range(9), 11, 12, *range(14, 32), 127)
+}

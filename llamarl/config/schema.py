@@ -1,0 +1,195 @@
+"""Every setting of a run, with its unit, its default and the reason for it. Frozen after validation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from llamarl.config.ref import Ref
+
+
+class Section(BaseModel):
+    """Unknown keys are errors, and nothing changes after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    path: str
+    """Hugging Face folder: `config.json`, `model.safetensors`, `tokenizer.json`."""
+    warm_start: str = ""
+    """An SFT TOML that makes `path` when it is missing (relative to this file); empty: `path` must exist."""
+
+
+class DataConfig(Section):
+    train: Ref
+    """Prompt source, for example `{name = "jsonl", path = "train.jsonl"}`."""
+    eval: Ref | None = None
+    """Held-out prompt source; without it there is no evaluation."""
+    template: str = "{question}\n"
+    """Prompt text with `{field}` places, or `chat` for the tokenizer's own chat template."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Longest prompt, in tokens."""
+    overlong_prompts: Literal["skip", "refuse"] = "skip"
+    """Skip and count prompts over `max_prompt_tokens`, or refuse to start."""
+
+
+class RolloutConfig(Section):
+    prompts_per_step: int = Field(default=16, ge=1)
+    """P: groups that one optimizer step consumes."""
+    group_size: int = Field(default=8, ge=1)
+    """G: attempts per prompt."""
+    max_staleness: int = Field(default=1, ge=0)
+    """S, in optimizer steps: at most (S + 1) * P groups are active. 0 is exactly synchronous."""
+    window: int = Field(default=1, ge=1)
+    """W, in groups: up to W - 1 younger groups may pass a slow one; staleness is then at most S + ceil((W - 1) / P)."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Longest response, in tokens."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits when sampling; the trainer uses the same."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; 1 is off, which keeps importance ratios exact."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k most likely tokens; 0 is off."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Drop tokens below this share of the most likely one; 0 is off."""
+
+
+class GeneratorConfig(Section):
+    replicas: int = Field(default=1, ge=1)
+    """Independent generators, each with its own process and weights."""
+    max_running: int = Field(default=128, ge=1)
+    """Rollouts that one replica decodes at once; the rest wait in its queue."""
+    prefill_tokens: int = Field(default=2048, ge=1)
+    """Prompt tokens that join one engine step at most; longer prompts are prefilled in chunks."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads per replica; trainer and generators together should not exceed the cores."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Weights and KV cache."""
+    device: str = "cpu"
+    """`cpu` or `cuda`."""
+
+
+class TrainerConfig(Section):
+    loss: Ref = Ref(name="aipo")
+    """File in `algorithms/losses`."""
+    advantage: Ref = Ref(name="group_mean")
+    """File in `algorithms/advantages`."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak step size of AdamW."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled decay, on matrices only."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the second moment; 0.95 forgets old gradients sooner, as RL gradients drift."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Clip the global gradient norm to this."""
+    microbatch_tokens: int = Field(default=8192, ge=1)
+    """Tokens of one forward and backward; bounds memory, does not change the gradient."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute type; master weights stay float32."""
+    device: str = "cpu"
+    """`cpu` or `cuda`."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A non-finite loss or gradient ends the run, or skips that step and counts it."""
+
+
+class RewardConfig(Section):
+    parts: list[Ref] = Field(default_factory=lambda: [Ref(name="gsm8k")], min_length=1)
+    """Files in `rewards`; with several, the reward is their weighted sum."""
+    weights: list[float] = []
+    """One weight per part; empty means 1 for each."""
+    max_invalid_share: float = Field(default=0.5, gt=0, le=1)
+    """Stop the run when a step has a larger share of invalid rewards than this: the grader is broken, not the policy."""
+
+
+class EvalConfig(Section):
+    every_steps: int = Field(default=0, ge=0)
+    """Evaluate during training each so many steps, beside it; 0: only before and after."""
+    max_prompts: int = Field(default=256, ge=1)
+    """Held-out prompts taken, from the front."""
+    samples: int = Field(default=1, ge=1)
+    """Responses per prompt; with more than one, pass@k is reported too."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0 is greedy."""
+
+
+class CheckpointConfig(Section):
+    every_steps: int = Field(default=50, ge=0)
+    """Save each so many steps, and always at the end; 0: only at the end."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints kept."""
+
+
+class ClusterConfig(Section):
+    kind: Literal["monarch", "inline"] = "monarch"
+    """Where executors run: Monarch processes, or all in this process."""
+    placement: Literal["disaggregated", "colocated"] = "disaggregated"
+    """Own devices per executor, or (the baseline to beat) the same devices for all, phases in turn."""
+    start_timeout_s: float = Field(default=120, gt=0)
+    """Longest wait for an executor to start and load its model."""
+    call_timeout_s: float = Field(default=600, gt=0)
+    """Longest wait for one call to an executor, for example a train step."""
+    stall_timeout_s: float = Field(default=300, gt=0)
+    """No rollout, reward or train step finished for so long: the run says who waits for whom, and ends."""
+    shutdown_timeout_s: float = Field(default=8, gt=0)
+    """Longest wait for executors to end by themselves; then they are killed."""
+
+
+class ScreenConfig(Section):
+    kind: Literal["auto", "live", "lines", "none"] = "auto"
+    """`live` draws, `lines` prints one line per step; `auto` is live on a terminal."""
+    completions: int = Field(default=2, ge=0)
+    """Completions shown at a time, with reward and advantage."""
+
+
+class RunConfig(Section):
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Folder name of the run."""
+    output: str = "runs"
+    """Folder that holds run folders."""
+    seed: int = Field(default=0, ge=0)
+    """Seeds data order, sampling noise and initial weights."""
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps."""
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    reward: RewardConfig = Field(default_factory=lambda: RewardConfig())
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    screen: ScreenConfig = ScreenConfig()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> RunConfig:
+        rollout = self.rollout
+        active = (rollout.max_staleness + 1) * rollout.prompts_per_step
+        if rollout.window > active:
+            raise ValueError(
+                f"rollout.window = {rollout.window} is larger than the {active} groups that can be active "
+                f"((max_staleness + 1) * prompts_per_step); lower the window or raise max_staleness"
+            )
+        if rollout.group_size == 1 and self.trainer.advantage.name.startswith("group_"):
+            raise ValueError(
+                f"rollout.group_size = 1 with trainer.advantage = {self.trainer.advantage.name!r}: "
+                "the group mean of one rollout is its own reward, so nothing is learnt; use a group_size of 2 or more"
+            )
+        if self.cluster.placement == "colocated" and rollout.max_staleness > 0:
+            raise ValueError(
+                f"cluster.placement = 'colocated' runs phases in turn and needs rollout.max_staleness = 0, "
+                f"not {rollout.max_staleness}"
+            )
+        if self.reward.weights and len(self.reward.weights) != len(self.reward.parts):
+            raise ValueError(
+                f"reward.weights has {len(self.reward.weights)} numbers for {len(self.reward.parts)} parts; give one each"
+            )
+        return self

@@ -1,0 +1,59 @@
+"""Settings of a supervised warm start (`llamarl sft`): makes a small base model from scratch, tokenizer included."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from llamarl.config.ref import Ref
+from llamarl.config.schema import Section
+
+
+class ShapeConfig(Section):
+    """Shape of a model made from scratch."""
+
+    family: Literal["llama", "qwen2", "qwen3"] = "llama"
+    """Architecture."""
+    hidden_size: int = Field(default=128, ge=1)
+    """Width, D."""
+    num_layers: int = Field(default=3, ge=1)
+    """Decoder layers."""
+    num_heads: int = Field(default=4, ge=1)
+    """Query heads, H."""
+    num_kv_heads: int = Field(default=2, ge=1)
+    """Key/value heads."""
+    intermediate_size: int = Field(default=384, ge=1)
+    """Width of the MLP."""
+    vocab_size: int = Field(default=331, ge=260)
+    """Upper bound of the tokenizer's vocabulary; 256 bytes and the special tokens are the least."""
+    max_position_embeddings: int = Field(default=512, ge=1)
+    """Context, in tokens."""
+    init_std: float = Field(default=0.06, gt=0)
+    """Standard deviation of initial weights."""
+
+
+class SftConfig(Section):
+    """A warm start."""
+
+    output: str
+    """Hugging Face folder to write (relative paths: to the working folder)."""
+    source: Ref
+    """Problem source with worked solutions, for example `{name = "running_total", error_rate = 0.65}`."""
+    template: str = "{question}\n"
+    """Prompt text, as in the run that follows."""
+    seed: int = 0
+    """Seeds data and weights."""
+    shape: ShapeConfig = ShapeConfig()
+    steps: int = Field(default=700, ge=1)
+    """Optimizer steps."""
+    rows: int = Field(default=16, ge=1)
+    """Packed rows per step."""
+    row_tokens: int = Field(default=256, ge=1)
+    """Tokens per packed row."""
+    muon_learning_rate: float = Field(default=0.02, gt=0)
+    """Muon, on the layers' matrices."""
+    adamw_learning_rate: float = Field(default=0.008, gt=0)
+    """AdamW, on embeddings and norms."""
+    threads: int = Field(default=2, ge=1)
+    """CPU threads; nothing else runs during a warm start."""

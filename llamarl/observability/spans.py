@@ -1,0 +1,69 @@
+"""Spans: what each executor did when. The run accounts for its own wall time with them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """One stretch of work."""
+
+    name: str
+    """Kind of work: generate, score, train, weight_sync, evaluate, start."""
+    start_s: float
+    """Seconds since the epoch (monotonic within a process)."""
+    end_s: float
+
+
+_EPOCH_OFFSET_S = time.time() - time.monotonic()
+
+
+def now_s() -> float:
+    """Seconds since the epoch; never runs backwards within a process."""
+    return time.monotonic() + _EPOCH_OFFSET_S
+
+
+class SpanLog:
+    """Spans of one process, thread-safe. A span that continues the last one (same name, gap under `join_s`) extends it."""
+
+    def __init__(self, join_s: float = 0.002) -> None:
+        self._join_s = join_s
+        self._lock = threading.Lock()
+        self._spans: list[Span] = []
+
+    @contextmanager
+    def record(self, name: str) -> Iterator[None]:
+        start_s = now_s()
+        try:
+            yield
+        finally:
+            self.add(Span(name, start_s, now_s()))
+
+    def add(self, span: Span) -> None:
+        with self._lock:
+            last = self._spans[-1] if self._spans else None
+            if last and last.name == span.name and span.start_s - last.end_s < self._join_s:
+                self._spans[-1] = Span(span.name, last.start_s, span.end_s)
+            else:
+                self._spans.append(span)
+
+    def drain(self) -> list[Span]:
+        """The spans since the last drain."""
+        with self._lock:
+            spans, self._spans = self._spans, []
+        return spans
+
+
+def covered_s(spans: Iterable[Span], start_s: float, end_s: float) -> float:
+    """Seconds of [start_s, end_s] that at least one span covers."""
+    covered, reached = 0.0, start_s
+    for span in sorted(spans, key=lambda span: span.start_s):
+        begin, end = max(span.start_s, reached), min(span.end_s, end_s)
+        if end > begin:
+            covered += end - begin
+            reached = end
+    return covered
