@@ -137,6 +137,14 @@ class RewardResult:
     """The reward; 0.0 for INVALID, where it must not be used."""
     reason: str = ""
     """Short and for people: `no #### line`, `grader timed out after 3 s CPU`."""
+    first_part: RewardResult | None = None
+    """Of a weighted sum: what its first part said, which alone decides whether the response is right."""
+
+    @property
+    def is_right(self) -> bool:
+        """Scored above 0. An invalid result is not right: nobody has proved it."""
+        judged = self.first_part or self
+        return judged.outcome is Outcome.SCORE and judged.value > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

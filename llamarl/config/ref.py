@@ -54,8 +54,8 @@ def build(ref: Ref, family: str, option: str) -> Any:
         ConfigError: unknown name, unknown option, or an option of the wrong type.
     """
     cls = _find_class(ref.name, family, option)
-    if not dataclasses.is_dataclass(cls):
-        raise TypeError(f"{ref.name} must be a dataclass: its fields are its options")
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        raise ConfigError(f"`{option} = {ref.name!r}` must be a dataclass: its fields are its options")
     settable = {field.name for field in dataclasses.fields(cls) if field.init}
     unknown = sorted(set(ref.options) - settable)
     if unknown:
@@ -67,12 +67,18 @@ def build(ref: Ref, family: str, option: str) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in (option, *first["loc"]))
+        if first["type"] == "missing":
+            raise ConfigError(f"`{where}` is missing; `{ref.name}` needs it") from None
+        if first["type"] == "value_error":  # raised by the part itself
+            raise ConfigError(f"`{where} = {ref.name!r}`: {first['ctx']['error']}") from None
         raise ConfigError(f"`{where} = {first['input']!r}`: {first['msg']}") from None
 
 
-def _find_class(name: str, family: str, option: str) -> type:
+def _find_class(name: str, family: str, option: str) -> Any:
     if ":" in name:
         module_name, _, class_name = name.partition(":")
+        if not all(part.isidentifier() for part in (*module_name.split("."), class_name)):
+            raise ConfigError(f"`{option} = {name!r}` is not of the form `package.module:Class`")
         try:
             return getattr(importlib.import_module(module_name), class_name)
         except (ImportError, AttributeError) as error:

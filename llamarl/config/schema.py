@@ -102,7 +102,7 @@ class TrainerConfig(Section):
 
 class RewardConfig(Section):
     parts: list[Ref] = Field(default_factory=lambda: [Ref(name="gsm8k")], min_length=1)
-    """Files in `rewards`; with several, the reward is their weighted sum."""
+    """Files in `rewards`; with several, the reward is their weighted sum and the first alone decides what is right."""
     weights: list[float] = []
     """One weight per part; empty means 1 for each."""
     max_invalid_share: float = Field(default=0.5, gt=0, le=1)

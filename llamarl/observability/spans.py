@@ -28,7 +28,7 @@ def now_s() -> float:
 
 
 class SpanLog:
-    """Spans of one process, thread-safe. A span that continues the last one (same name, gap under `join_s`) extends it."""
+    """Spans of one process, thread-safe. One that continues the last one (same name, gap under `join_s`) joins it."""
 
     def __init__(self, join_s: float = 0.002) -> None:
         self._join_s = join_s
@@ -47,7 +47,7 @@ class SpanLog:
         with self._lock:
             last = self._spans[-1] if self._spans else None
             if last and last.name == span.name and span.start_s - last.end_s < self._join_s:
-                self._spans[-1] = Span(span.name, last.start_s, span.end_s)
+                self._spans[-1] = Span(span.name, min(last.start_s, span.start_s), max(last.end_s, span.end_s))
             else:
                 self._spans.append(span)
 

@@ -1,0 +1,57 @@
+# `make demo` and `make test` need Python 3.11 or 3.12 and a package index; the environment is installed once.
+# Without a GPU, PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" saves a large download.
+
+VENV ?= .venv
+PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3,$(shell $(python) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $(python))))
+PIP_ARGS ?=
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install -qq --constraint constraints.txt $(PIP_ARGS)
+RUNTIME := $(VENV)/.llamarl-runtime
+DEV := $(VENV)/.llamarl-dev
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types contract pytest clean
+
+help: ## Show what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(RUNTIME) ## Train a small model on the CPU, asynchronously, and watch its reward rise
+	@$(VENV)/bin/llamarl train configs/demo.toml --overwrite
+
+test: lint types contract pytest ## Check everything: style, types, import order, tests
+
+lint: $(DEV) ## Check style
+	@echo "lint: ruff"
+	@$(VENV)/bin/ruff check --quiet . || { echo "make lint: style errors, listed above; 'ruff check --fix' mends some" >&2; exit 1; }
+
+types: $(DEV) ## Check types
+	@echo "types: pyrefly"
+	@$(VENV)/bin/pyrefly check --summary=none || { echo "make types: type errors, listed above" >&2; exit 1; }
+
+contract: $(DEV) ## Check that imports go down only
+	@echo "contract: import-linter"
+	@$(VENV)/bin/lint-imports --no-logo || { echo "make contract: an import goes up or sideways, see above" >&2; exit 1; }
+
+pytest: $(DEV) ## Run the tests
+	@echo "tests: pytest"
+	@$(VENV)/bin/python -m pytest --quiet
+
+clean: ## Remove the environment and every cache; runs/ stays
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first and pinned: a later step that must choose a torch finds one that fits.
+# No build isolation: building an editable package then needs nothing beyond what is pinned here.
+$(RUNTIME): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 found; install one or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "install: Python environment in $(VENV), once (about a minute and 2 GB; more with CUDA)"
+	@test -x $(VENV)/bin/python || "$(PYTHON)" -m venv $(VENV)
+	@$(INSTALL) setuptools torch
+	@$(INSTALL) --no-build-isolation --editable '.[monarch]'
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	@echo "install: test tools, once"
+	@$(INSTALL) --no-build-isolation --editable '.[monarch,plot,dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Losses, advantages, filters: pure functions, one file each."""

@@ -1,0 +1,1 @@
+"""Advantages: rewards of one group in, one number per rollout out."""

@@ -1,0 +1,1 @@
+"""Typed, bounded, closable edges between executors."""

@@ -1,0 +1,1 @@
+"""The command line. Imports no torch: help, a config error or a plan answers in under a second."""

@@ -1,0 +1,64 @@
+"""`llamarl eval MODEL DATA.jsonl`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from llamarl.config import ConfigError, Ref, RunConfig, load_config
+from llamarl.config.schema import ClusterConfig, DataConfig, EvalConfig, GeneratorConfig, RewardConfig
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="llamarl eval",
+        description="Score a checkpoint on held-out problems: pass@1, pass@k, mean length.",
+        epilog="With --config, data, reward, template and limits come from that run's TOML; options here win.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face folder")
+    parser.add_argument("data", metavar="DATA.jsonl", nargs="?", help="problems; default: data.eval of --config")
+    parser.add_argument("--config", metavar="RUN.toml", help="a run's settings, for example its config.toml")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="responses per problem (1)")
+    parser.add_argument("--temperature", type=float, default=None, help="0 is greedy (0; 1 with several samples)")
+    parser.add_argument("--max-prompts", type=int, default=1 << 30, metavar="N", help="take the first N (all)")
+    parser.add_argument("--max-new-tokens", type=int, default=None, metavar="N", help="longest response (256)")
+    parser.add_argument("--template", help="prompt text with {question}, or `chat` ({question} and a newline)")
+    parser.add_argument("--reward", help="what is right: gsm8k, math, exact, ... (gsm8k)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of the generator (1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling noise (0)")
+    parser.add_argument("--output", metavar="FILE", help="write every response as JSON Lines")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    options = _parser().parse_args(arguments)
+    from llamarl.controller.eval_run import EvalSettings, evaluate_checkpoint
+    from llamarl.observability.report import eval_table
+
+    run = load_config(options.config) if options.config else None
+    temperature = options.temperature if options.temperature is not None else float(options.samples > 1)
+    settings = EvalSettings(
+        model_path=options.model,
+        data=_data(options, run),
+        eval=_checked(EvalConfig, max_prompts=options.max_prompts, samples=options.samples, temperature=temperature),
+        reward=RewardConfig(parts=[Ref(name=options.reward)]) if options.reward or not run else run.reward,
+        generator=_checked(GeneratorConfig, threads=options.threads),
+        cluster=ClusterConfig(kind="inline"),
+        max_new_tokens=options.max_new_tokens or (run.rollout.max_new_tokens if run else 256),
+        seed=options.seed,
+    )
+    result = evaluate_checkpoint(settings, _progress)
+    if options.output:
+        rows = (
+            {"prompt_id": group.prompt.prompt_id, "response": text, "answer": group.prompt.answer, "right": item.is_right}
+            for group in result.groups
+            for text, item in zip(group.responses, group.results, strict=True)
+        )
+        Path(options.output).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print(eval_table(result.metrics))
+    return 0

@@ -1,0 +1,49 @@
+"""`llamarl COMMAND ...`: one module per command, imported when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from llamarl.config import ConfigError
+
+COMMANDS = {
+    "train": "run reinforcement learning from a TOML file",
+    "sft": "make a small base model by a supervised warm start",
+    "eval": "score a checkpoint on held-out problems",
+    "export": "write a run's checkpoint as a Hugging Face folder",
+    "doctor": "check that this machine can run llamarl",
+}
+
+USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+"""Exit codes: a setting that cannot work; a run that failed; ended by Ctrl-C or SIGTERM."""
+
+
+def main() -> None:
+    """Entry point of the `llamarl` script."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        _print_help()
+        return
+    if name not in COMMANDS:
+        print(f"llamarl: unknown command `{name}`; known: {', '.join(COMMANDS)}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    command = importlib.import_module(f"llamarl.cli.{name}")
+    try:
+        sys.exit(command.main(sys.argv[2:]))
+    except ConfigError as error:
+        print(f"llamarl {name}: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _print_help() -> None:
+    print("usage: llamarl COMMAND [-h] ...\n\ncommands:")
+    for name, meaning in COMMANDS.items():
+        print(f"  {name:<10}{meaning}")
+    print("\n`llamarl COMMAND -h` tells more.")
+
+
+if __name__ == "__main__":
+    main()

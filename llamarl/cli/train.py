@@ -1,0 +1,58 @@
+"""`llamarl train RUN.toml [--section.key value ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from llamarl.cli.main import FAILURE, INTERRUPTED
+from llamarl.config import ConfigError, dump_toml, load_config
+from llamarl.observability.spans import now_s
+
+EPILOG = """Every setting of the file can be overridden: --steps 10 --trainer.learning_rate 1e-5 --trainer.loss.rho 8.
+Exit codes: 0 all steps done, 1 the run failed, 2 a setting cannot work, 130 ended by Ctrl-C or SIGTERM."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    started_s = now_s()
+    parser = argparse.ArgumentParser(
+        prog="llamarl train",
+        description="Asynchronous reinforcement learning from a TOML file.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="RUN.toml")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest valid checkpoint of the run folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the resolved config and stop")
+    options, overrides = parser.parse_known_args(arguments)
+    config = load_config(options.config, overrides)
+    if options.dry_run:
+        print(dump_toml(config), end="")
+        return 0
+
+    from llamarl.controller.run import check_rewards, run
+    from llamarl.controller.run_folder import prepare_run_folder
+    from llamarl.controller.supervision import Interrupted
+    from llamarl.controller.warm_start import ensure_base_model
+    from llamarl.observability.report import render_summary
+
+    check_rewards(config)
+    folder = prepare_run_folder(config, resume=options.resume, overwrite=options.overwrite)
+    ensure_base_model(config)
+    try:
+        summary = run(config, folder, resume=options.resume, command_started_s=started_s)
+    except Interrupted as error:
+        print(f"llamarl train: {error}; go on with --resume. Files: {folder.path}", file=sys.stderr)
+        return INTERRUPTED
+    except ConfigError:
+        raise
+    except Exception as error:
+        print(f"llamarl train: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"Files: {folder.path}; output of each executor: {folder.logs}", file=sys.stderr)
+        return FAILURE
+    print(render_summary(summary))
+    return 0

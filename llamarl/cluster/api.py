@@ -1,0 +1,223 @@
+"""The interface between the controller and the places where executors run. No Monarch, no torch.
+
+Three things happen to a call: it returns a value, it raises in the executor (`RemoteError`), or the executor is gone
+(`MeshFailed`). It never waits longer than its timeout (`CallTimeout`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+from llamarl.config.errors import ConfigError
+from llamarl.observability.spans import Span
+
+MAX_PAYLOAD_BYTES = 1 << 20
+"""Cap on the pickled arguments, and on the pickled result, of one call: weights do not pass through calls."""
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorSpec:
+    """What to run, and in which surroundings."""
+
+    name: str
+    """Name in messages, logs and metrics, unique within a cluster, for example `generator-0`."""
+    target: str
+    """The class, as `package.module:Class`; a subclass of `llamarl.cluster.executor.Executor`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the class; at most `MAX_PAYLOAD_BYTES` when pickled."""
+    num_ranks: int = 1
+    """Processes; above 1, each finds RANK, WORLD_SIZE and LOCAL_RANK in its environment."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables, set before the worker's interpreter starts. The inline cluster has only this process's
+    environment and ignores them."""
+    code_paths: tuple[str, ...] = ()
+    """Folders put first on the worker's `sys.path`."""
+
+
+class ExecutorError(Exception):
+    """Something went wrong at one executor."""
+
+    executor: str
+    """Name of the executor."""
+
+
+class RemoteError(ExecutorError):
+    """A method, the constructor or `work()` raised. `__cause__` is the original exception when it can be pickled."""
+
+    def __init__(self, executor: str, method: str, remote_traceback: str) -> None:
+        super().__init__(executor, method, remote_traceback)
+        self.executor = executor
+        self.method = method
+        self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        return f"{self.executor}.{self.method} failed\n{self.remote_traceback.rstrip()}"
+
+
+class MeshFailed(ExecutorError):
+    """The processes of an executor are gone, or can no longer be reached."""
+
+    def __init__(self, executor: str, ranks: tuple[int, ...], cause: str) -> None:
+        super().__init__(executor, ranks, cause)
+        self.executor = executor
+        self.ranks = ranks
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return f"{self.executor} (rank {', '.join(map(str, self.ranks))}): {self.cause}"
+
+
+class CallTimeout(ExecutorError):
+    """A call had no answer in time; a call that still waited in the queue is dropped there."""
+
+    def __init__(self, executor: str, method: str, timeout_s: float, doing: str) -> None:
+        super().__init__(executor, method, timeout_s, doing)
+        self.executor = executor
+        self.method = method
+        self.timeout_s = timeout_s
+        self.doing = doing
+
+    def __str__(self) -> str:
+        return f"{self.executor}.{self.method} had no answer after {self.timeout_s:g} s; {self.executor} {self.doing}"
+
+
+class PayloadTooLarge(ExecutorError):
+    """Arguments or a result above `MAX_PAYLOAD_BYTES`: split them with `chunks`, or use a channel."""
+
+    def __init__(self, executor: str, what: str, size_bytes: int) -> None:
+        super().__init__(executor, what, size_bytes)
+        self.executor = executor
+        self.what = what
+        self.size_bytes = size_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{self.executor}: {self.what} is {self.size_bytes:,} bytes when pickled, over the cap of "
+            f"{MAX_PAYLOAD_BYTES:,}; split it with llamarl.cluster.api.chunks"
+        )
+
+
+def chunks(items: Iterable[Record], max_bytes: int = MAX_PAYLOAD_BYTES * 3 // 4) -> Iterator[list[Record]]:
+    """Splits picklable records, in order, into lists of at most `max_bytes` when pickled.
+
+    The default leaves a quarter of the cap to the other arguments of the call.
+    Raises PayloadTooLarge for a single record above `max_bytes`.
+    """
+    chunk: list[Record] = []
+    chunk_bytes = 0
+    for index, item in enumerate(items):
+        size_bytes = len(pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL))
+        if size_bytes > max_bytes:
+            raise PayloadTooLarge("chunks", f"record {index}", size_bytes)
+        if chunk and chunk_bytes + size_bytes > max_bytes:
+            yield chunk
+            chunk, chunk_bytes = [], 0
+        chunk.append(item)
+        chunk_bytes += size_bytes
+    if chunk:
+        yield chunk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostStatus:
+    """What one rank of an executor is doing."""
+
+    pid: int
+    doing: str
+    """Method that runs now; `work`, `idle`, `start` (constructor), `close`, `failed` or `closed`."""
+    doing_age_s: float
+    """Seconds since that began."""
+    busy_s: dict[str, float]
+    """Seconds spent since the start, per span name, the running method included."""
+    queued_calls: int
+    """Calls that wait for the executor's thread."""
+    spans: list[Span]
+    """Finished stretches of work since the last status."""
+    rss_bytes: int
+    """Resident memory of the process."""
+
+
+class ExecutorHandle(ABC):
+    """The controller's side of one executor. Use it on the event loop that spawned it."""
+
+    name: str
+    """`ExecutorSpec.name`."""
+    pids: list[int]
+    """Process per rank; this process for an inline executor."""
+    failed: asyncio.Future[ExecutorError]
+    """Resolves, with MeshFailed or RemoteError as its result, when the executor dies. A stop leaves it pending."""
+
+    @abstractmethod
+    async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+        """Runs a method on every rank, in the order of the calls; rank 0's value.
+
+        Raises RemoteError, MeshFailed, CallTimeout or PayloadTooLarge.
+        """
+
+    @abstractmethod
+    async def call_each(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
+        """As `call`; the values of all ranks."""
+
+    @abstractmethod
+    async def status(self, timeout_s: float) -> HostStatus:
+        """Rank 0's status, answered while a method runs. Takes the spans of every rank."""
+
+    @abstractmethod
+    async def status_each(self, timeout_s: float) -> list[HostStatus]:
+        """As `status`; all ranks."""
+
+    @abstractmethod
+    async def stop(self, timeout_s: float) -> None:
+        """Ends the running method's turn, runs `close()`, ends the processes; kills them when that takes too long.
+
+        Pending and later calls raise MeshFailed. Raises RemoteError, once the processes are gone, if `close()` did.
+        """
+
+
+class Cluster(ABC):
+    """A place where executors run."""
+
+    @abstractmethod
+    async def spawn(self, spec: ExecutorSpec, timeout_s: float) -> ExecutorHandle:
+        """Starts an executor and waits until it is built. Several spawns may run concurrently.
+
+        Raises RemoteError when its constructor raises, MeshFailed when its process dies, CallTimeout.
+        """
+
+    @abstractmethod
+    async def shutdown(self, timeout_s: float) -> None:
+        """Stops every executor; what is left after `timeout_s` is killed. Never raises for an executor's fault."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.shutdown(timeout_s=15.0)
+
+
+def open_cluster(kind: Literal["monarch", "inline"], log_folder: Path | None = None) -> Cluster:
+    """The cluster named by the setting `cluster.kind`.
+
+    With `log_folder`, the standard output and error of each worker go to `<log_folder>/<executor>.log`
+    (`<executor>.<rank>.log` above one rank). Raises ConfigError.
+    """
+    if kind == "inline":
+        from llamarl.cluster.inline import InlineCluster
+
+        return InlineCluster()
+    if kind == "monarch":
+        from llamarl.cluster.monarch import MonarchCluster
+
+        return MonarchCluster(log_folder)
+    raise ConfigError(f"cluster.kind = {kind!r} is unknown; use 'monarch' or 'inline'")

@@ -1,0 +1,136 @@
+"""The part of a handle that is the same on every backend: timeouts, errors and the executor's end."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import time
+from abc import abstractmethod
+from typing import Any
+
+from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, ExecutorSpec, HostStatus, MeshFailed
+from llamarl.cluster.host import PEEK, READY, STATUS
+from llamarl.cluster.payload import Reply, pack, value_of
+
+_NO_ARGUMENTS = pickle.dumps(((), {}))
+_PEEK_S = 1.0
+"""Longest wait for what a timed-out executor is doing."""
+_MARGIN_S = 0.5
+"""At most this much before the caller leaves, the host gives a call up: a late result is then not lost on its way."""
+_ABANDON_S = 2.0
+"""Time to stop an executor that was never ready."""
+
+
+class BaseHandle(ExecutorHandle):
+    """Everything but the transport. `_send` and `stop` are the backend's."""
+
+    def __init__(self, spec: ExecutorSpec) -> None:
+        loop = asyncio.get_running_loop()
+        self.name = spec.name
+        self.pids: list[int] = []
+        self.failed: asyncio.Future[ExecutorError] = loop.create_future()
+        self._num_ranks = spec.num_ranks
+        self._ended: asyncio.Future[ExecutorError] = loop.create_future()
+        """Resolves when the executor dies or is stopped, with what calls raise from then on."""
+
+    @abstractmethod
+    def _send(self, method: str, payload: bytes, timeout_s: float) -> asyncio.Future[list[Reply]]:
+        """Sends a call to every rank before it returns; the replies by rank. An exception is one of the transport."""
+
+    @abstractmethod
+    def _watch(self) -> None:
+        """Begins to notice the executor's death; `pids` are known."""
+
+    async def ready(self, timeout_s: float) -> None:
+        """Waits until every rank is built; an executor that does not get there is stopped.
+
+        Raises RemoteError, MeshFailed or CallTimeout.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            self.pids = [status.pid for status in await self._statuses(PEEK, timeout_s)]
+            self._watch()
+            for reply in await self._ask(READY, _NO_ARGUMENTS, max(0.0, deadline_s - time.monotonic())):
+                value_of(reply, self.name)
+        except (ExecutorError, asyncio.CancelledError):
+            await self.stop(timeout_s=_ABANDON_S)
+            raise
+
+    async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+        return (await self.call_each(method, *args, timeout_s=timeout_s, **kwargs))[0]
+
+    async def call_each(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
+        payload = pack((args, kwargs), self.name, f"the argument list of {method}")
+        replies = await self._ask(method, payload, timeout_s)
+        return [value_of(reply, self.name) for reply in replies]
+
+    async def status(self, timeout_s: float) -> HostStatus:
+        return (await self.status_each(timeout_s))[0]
+
+    async def status_each(self, timeout_s: float) -> list[HostStatus]:
+        return await self._statuses(STATUS, timeout_s)
+
+    async def _statuses(self, method: str, timeout_s: float) -> list[HostStatus]:
+        return [pickle.loads(reply.value) for reply in await self._ask(method, _NO_ARGUMENTS, timeout_s)]
+
+    async def _ask(self, method: str, payload: bytes, timeout_s: float) -> list[Reply]:
+        """The replies of all ranks, whatever they report. Raises MeshFailed, RemoteError (failed) or CallTimeout."""
+        if self._ended.done():
+            raise _again(self._ended.result())
+        replies = self._send(method, payload, timeout_s - min(_MARGIN_S, timeout_s / 10))
+        replies.add_done_callback(_retrieve)
+        await asyncio.wait((replies, self._ended), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        answered = replies.done() and replies.exception() is None
+        if answered and not any(reply.expired for reply in replies.result()):
+            return replies.result()
+        if replies.done() and not answered and not self._ended.done():
+            self._fail(await self._lost(replies.exception()))
+        if self._ended.done():
+            raise _again(self._ended.result())
+        doing = "has not told what it does" if method == PEEK else await self._doing()
+        raise CallTimeout(self.name, method.removeprefix("@"), timeout_s, doing)
+
+    async def _lost(self, error: BaseException | None) -> ExecutorError:
+        """What it means that the transport raised `error`; only a transport that can fail needs its own answer."""
+        return MeshFailed(self.name, tuple(range(self._num_ranks)), f"cannot be reached: {error}")
+
+    async def _doing(self) -> str:
+        """What every rank does now, for a message."""
+        try:
+            statuses = await self._statuses(PEEK, _PEEK_S)
+        except ExecutorError:
+            return f"did not answer a status request within {_PEEK_S:g} s either"
+        texts = [_sentence(status) for status in statuses]
+        if len(texts) == 1:
+            return texts[0]
+        return "; ".join(f"rank {rank} {text}" for rank, text in enumerate(texts))
+
+    def _fail(self, error: ExecutorError) -> None:
+        """Marks the executor dead; only the first reason counts, and none after a stop."""
+        if not self._ended.done():
+            self._ended.set_result(error)
+            self.failed.set_result(error)
+
+    def _end(self) -> None:
+        """Marks the executor stopped, unless it has died before."""
+        if not self._ended.done():
+            self._ended.set_result(MeshFailed(self.name, tuple(range(self._num_ranks)), "stopped by the controller"))
+
+
+def _sentence(status: HostStatus) -> str:
+    doing = "is idle" if status.doing == "idle" else f"is in {status.doing}"
+    return f"{doing} for {status.doing_age_s:.1f} s, {status.queued_calls} calls queued"
+
+
+def _again(error: ExecutorError) -> ExecutorError:
+    # One exception raised for many callers would collect the traceback of each.
+    fresh = copy.copy(error)
+    fresh.__cause__ = error.__cause__
+    return fresh
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    # A reply that comes after its caller has left is of no interest, nor is its error.
+    if not future.cancelled():
+        future.exception()

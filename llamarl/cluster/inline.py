@@ -1,0 +1,71 @@
+"""All executors in this process, one thread each: for tests, debugging and runs on one device."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import sys
+
+from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec
+from llamarl.cluster.handle import BaseHandle
+from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
+from llamarl.cluster.payload import Reply, error_of, pack, value_of
+from llamarl.config.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+class InlineHandle(BaseHandle):
+    """Calls cross from the event loop to the executor's thread as bytes, so nothing is shared by accident."""
+
+    def __init__(self, spec: ExecutorSpec, packed_spec: bytes) -> None:
+        super().__init__(spec)
+        self._host = ExecutorHost(pickle.loads(packed_spec))
+        self._closed: asyncio.Future[Reply] | None = None
+
+    def _send(self, method: str, payload: bytes, timeout_s: float) -> asyncio.Future[list[Reply]]:
+        return asyncio.gather(*[asyncio.wrap_future(self._host.submit(method, payload, timeout_s))])
+
+    def _watch(self) -> None:
+        failure = self._send(FAILURE, b"", 0.0)
+        failure.add_done_callback(lambda replies: self._fail(error_of(replies.result()[0], self.name)))
+
+    async def stop(self, timeout_s: float) -> None:
+        self._end()
+        if self._closed is not None:
+            return
+        self._closed = asyncio.wrap_future(self._host.submit(CLOSE, b"", timeout_s))
+        await asyncio.wait((self._closed,), timeout=timeout_s)
+        if self._closed.done():
+            value_of(self._closed.result(), self.name)
+        else:
+            _log.warning("%s did not stop within %g s; its thread ends with the process", self.name, timeout_s)
+
+
+class InlineCluster(Cluster):
+    """Executors share the interpreter, its environment and its devices; one rank each."""
+
+    def __init__(self) -> None:
+        self._handles: list[InlineHandle] = []
+
+    async def spawn(self, spec: ExecutorSpec, timeout_s: float) -> ExecutorHandle:
+        if spec.num_ranks > 1:
+            raise ConfigError(
+                f"cluster.kind = 'inline' runs one rank per executor, and {spec.name} asks for {spec.num_ranks}; "
+                "use cluster.kind = 'monarch'"
+            )
+        sys.path[:0] = [path for path in spec.code_paths if path not in sys.path]
+        handle = InlineHandle(spec, pack(spec, spec.name, "the specification"))
+        self._handles.append(handle)
+        await handle.ready(timeout_s)
+        return handle
+
+    async def shutdown(self, timeout_s: float) -> None:
+        handles, self._handles = self._handles, []
+        results = await asyncio.gather(*(handle.stop(timeout_s) for handle in handles), return_exceptions=True)
+        for result in results:
+            if isinstance(result, ExecutorError):
+                _log.warning("%s", result)
+            elif isinstance(result, BaseException):
+                raise result

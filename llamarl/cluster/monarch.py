@@ -1,0 +1,252 @@
+"""Executors in processes of their own, on Monarch. The only file that imports it.
+
+Monarch starts the processes, carries the calls and stops the processes. Order, threads, errors and payloads are ours:
+one endpoint passes bytes to the `ExecutorHost` of each rank. One proc mesh per executor makes it the unit of failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from llamarl.cluster import worker
+from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec, MeshFailed
+from llamarl.cluster.handle import BaseHandle
+from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
+from llamarl.cluster.payload import Reply, error_of, pack, value_of
+from llamarl.config.errors import ConfigError
+
+try:
+    import monarch.actor
+    from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
+    from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+    from monarch._rust_bindings.monarch_hyperactor.shape import Point
+    from monarch.actor import Actor, MeshFailure, ProcMesh, ValueMesh, concurrent_endpoint, this_host
+except ImportError as error:
+    raise ConfigError(
+        f"cluster.kind = 'monarch' needs Monarch ({error}); pip install 'torchmonarch>=0.7,<0.8', "
+        "or set cluster.kind = 'inline'"
+    ) from error
+
+_log = logging.getLogger(__name__)
+
+_ENGINE_MODULE = "monarch._src.actor.bootstrap_main"
+_SETTINGS = {
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
+    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "30s",
+}
+"""With the defaults of Monarch the death of a process may take 9 s to be noticed."""
+_CAUSE_S = 1.0
+"""Longest wait for Monarch to tell why a process that is known to be dead has died."""
+
+
+class _Rank(Actor):
+    """One process of an executor."""
+
+    def __init__(self, packed_spec: bytes) -> None:
+        self._host = ExecutorHost(pickle.loads(packed_spec))
+
+    @concurrent_endpoint
+    async def invoke(self, method: str, payload: bytes, timeout_s: float) -> Reply:
+        return await asyncio.wrap_future(self._host.submit(method, payload, timeout_s))
+
+
+class MonarchHandle(BaseHandle):
+    """Calls go through Monarch; the death of a local process is seen through its pidfd, in milliseconds."""
+
+    def __init__(self, spec: ExecutorSpec, mesh: ProcMesh, ranks: _Rank) -> None:
+        super().__init__(spec)
+        self._mesh = mesh
+        self._ranks = ranks
+        self._exits: list[asyncio.Future[None]] = []
+        """Per rank, resolved when its process has ended."""
+        self._stopping: asyncio.Task[None] | None = None
+
+    def _send(self, method: str, payload: bytes, timeout_s: float) -> asyncio.Future[list[Reply]]:
+        replies: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
+
+        def settle(answers: asyncio.Future[ValueMesh[Reply]]) -> None:
+            error = answers.exception()
+            if error is None:
+                replies.set_result([reply for _, reply in answers.result().items()])
+            else:
+                replies.set_exception(error)
+
+        self._ranks.invoke.call(method, payload, timeout_s).as_asyncio().add_done_callback(settle)
+        return replies
+
+    def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        for rank, pid in enumerate(self.pids):
+            failure = self._ranks.slice(ranks=rank).invoke.call_one(FAILURE, b"", 0.0).as_asyncio()
+            failure.add_done_callback(lambda failure, rank=rank: self._failure_told(rank, failure))
+            self._exits.append(loop.create_future())
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._exited(rank, "has ended")
+                continue
+            loop.add_reader(descriptor, self._process_ended, rank, descriptor)
+
+    def _failure_told(self, rank: int, failure: asyncio.Future[Reply]) -> None:
+        """Either `work()` raised in a rank, or Monarch has lost it."""
+        error = failure.exception()
+        if error is None:
+            self._fail(error_of(failure.result(), self.name))
+        else:
+            self._fail(MeshFailed(self.name, (rank,), f"pid {self.pids[rank]} {_cause(str(error))}"))
+
+    def _process_ended(self, rank: int, descriptor: int) -> None:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        cause = None
+        # Monarch, the parent's code, may have reaped the process first; then only Monarch knows how it ended.
+        with suppress(ChildProcessError):
+            info = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if info is not None:
+                killed = info.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+                cause = _killed_by(info.si_status) if killed else f"ended with exit code {info.si_status}"
+        os.close(descriptor)
+        self._exited(rank, cause)
+
+    def _exited(self, rank: int, cause: str | None) -> None:
+        self._exits[rank].set_result(None)
+        error = MeshFailed(self.name, (rank,), f"pid {self.pids[rank]} {cause or 'has ended'}")
+        if cause is not None:
+            self._fail(error)
+        elif not self._ended.done():
+            asyncio.get_running_loop().call_later(_CAUSE_S, self._fail, error)
+
+    async def _lost(self, error: BaseException | None) -> ExecutorError:
+        await asyncio.wait((self._ended,), timeout=_CAUSE_S)
+        if self._ended.done():
+            return self._ended.result()
+        return MeshFailed(self.name, tuple(range(self._num_ranks)), f"a process {_cause(str(error))}")
+
+    async def stop(self, timeout_s: float) -> None:
+        if self._stopping is None:
+            self._end()
+            self._stopping = asyncio.create_task(self._stop(time.monotonic() + timeout_s, timeout_s))
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self, deadline_s: float, timeout_s: float) -> None:
+        """Close, leave, kill: the first may take half of the time, the second two thirds of what is left."""
+        closed = self._send(CLOSE, b"", timeout_s)
+        closed.add_done_callback(lambda replies: replies.exception())
+        await asyncio.wait((closed,), timeout=timeout_s / 2)
+        if not closed.done():
+            self._kill()
+        left = asyncio.ensure_future(_leave(self._mesh))
+        await asyncio.wait((left,), timeout=(deadline_s - time.monotonic()) * 2 / 3)
+        self._kill()
+        if self._exits:
+            await asyncio.wait(self._exits, timeout=max(0.1, deadline_s - time.monotonic()))
+        if closed.done() and closed.exception() is None:
+            for reply in closed.result():
+                value_of(reply, self.name)
+
+    def _kill(self) -> None:
+        """Ends what still runs, together with the processes that it has started."""
+        for pid, ended in zip(self.pids, self._exits, strict=True):
+            if not ended.done():
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+
+
+class MonarchCluster(Cluster):
+    """Executors on this machine, over Unix sockets.
+
+    Monarch's client, once shut down, cannot start again in the same process; it ends with the interpreter, and every
+    cluster of the process shares it.
+    """
+
+    def __init__(self, log_folder: Path | None) -> None:
+        if log_folder is not None:
+            log_folder.mkdir(parents=True, exist_ok=True)
+        self._log_folder = log_folder
+        self._handles: list[MonarchHandle] = []
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
+        reload_config_from_env()
+        monarch.actor.unhandled_fault_hook = _ignore_fault
+        with _quiet_stderr():
+            monarch.actor.enable_transport("ipc")
+            self._machine = this_host()
+
+    async def spawn(self, spec: ExecutorSpec, timeout_s: float) -> ExecutorHandle:
+        packed_spec = pack(spec, spec.name, "the specification")
+        mesh = self._machine.spawn_procs(
+            per_host={"ranks": spec.num_ranks},
+            name="executor",
+            bootstrap_command=lambda point: self._bootstrap_command(spec, point),
+        )
+        handle = MonarchHandle(spec, mesh, mesh.spawn("rank", _Rank, packed_spec))
+        self._handles.append(handle)
+        await handle.ready(timeout_s)
+        return handle
+
+    async def shutdown(self, timeout_s: float) -> None:
+        handles, self._handles = self._handles, []
+        results = await asyncio.gather(*(handle.stop(timeout_s) for handle in handles), return_exceptions=True)
+        for result in results:
+            if isinstance(result, ExecutorError):
+                _log.warning("%s", result)
+            elif isinstance(result, BaseException):
+                raise result
+
+    def _bootstrap_command(self, spec: ExecutorSpec, point: Point) -> BootstrapCommand:
+        env: dict[str, str | None] = dict(spec.env)
+        log_name = spec.name
+        if spec.num_ranks > 1:
+            env |= {"RANK": str(point.rank), "LOCAL_RANK": str(point.rank), "WORLD_SIZE": str(spec.num_ranks)}
+            log_name = f"{spec.name}.{point.rank}"
+        log_file = self._log_folder / f"{log_name}.log" if self._log_folder else None
+        return BootstrapCommand(sys.executable, None, worker.command(_ENGINE_MODULE, spec.code_paths, log_file), env)
+
+
+async def _leave(mesh: ProcMesh) -> None:
+    # A mesh whose processes are dead may refuse to stop; the processes are what counts, and they are killed next.
+    with suppress(Exception):
+        await mesh.stop("stopped by the controller")
+
+
+def _cause(report: str) -> str:
+    """What Monarch's report of a lost process says, in one line."""
+    if killed := re.search(r"Killed\(sig=(\d+)\)", report):
+        return _killed_by(int(killed[1]))
+    if ended := re.search(r"exit_code[=:] ?(\d+)", report):
+        return f"ended with exit code {ended[1]}"
+    return f"cannot be reached: {' '.join(report.split())[-300:]}"
+
+
+def _killed_by(number: int) -> str:
+    return f"was killed by {signal.Signals(number).name}"
+
+
+def _ignore_fault(failure: MeshFailure) -> None:
+    """Every handle watches its own processes; the default hook would interrupt the main thread."""
+
+
+@contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Monarch's start prints where its logs are, past Python and past its own settings."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)

@@ -1,0 +1,76 @@
+"""Arguments and results as bytes: what crosses between controller and executor, on every backend."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from typing import Any, NamedTuple
+
+from llamarl.cluster.api import MAX_PAYLOAD_BYTES, ExecutorError, PayloadTooLarge, RemoteError
+
+
+class Reply(NamedTuple):
+    """Answer of one rank to one call."""
+
+    value: bytes = b""
+    """The pickled result; empty after an error."""
+    method: str = ""
+    """What raised: the method called, or `work` when the executor has failed."""
+    remote_traceback: str = ""
+    """Text of the traceback; empty for a result."""
+    exception: bytes = b""
+    """The pickled exception; empty when it cannot be pickled."""
+    expired: bool = False
+    """The call's deadline passed at the host, before its turn or before its deferred reply."""
+
+
+def pack(value: Any, executor: str, what: str) -> bytes:
+    """Pickles `value`. Raises PayloadTooLarge, which says `what` it is."""
+    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    if len(data) > MAX_PAYLOAD_BYTES:
+        raise PayloadTooLarge(executor, what, len(data))
+    return data
+
+
+def error_reply(error: BaseException, method: str, caught: bool = True) -> Reply:
+    """An exception as data. A `caught` one has the catching frame first, which is left out of the traceback."""
+    trace = error.__traceback__
+    if caught and trace is not None:
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    return Reply(method=method, remote_traceback=text, exception=_pickled_exception(error))
+
+
+def value_of(reply: Reply, executor: str) -> Any:
+    """The result. Raises what the reply reports: PayloadTooLarge as it is, anything else as RemoteError."""
+    if not reply.remote_traceback:
+        return pickle.loads(reply.value)
+    raise error_of(reply, executor)
+
+
+def error_of(reply: Reply, executor: str) -> ExecutorError:
+    """The exception that an error reply stands for."""
+    cause = _unpickled_exception(reply.exception)
+    if isinstance(cause, PayloadTooLarge):
+        return cause
+    error = RemoteError(executor, reply.method, reply.remote_traceback)
+    error.__cause__ = cause
+    return error
+
+
+def _pickled_exception(error: BaseException) -> bytes:
+    # An exception with its own constructor may pickle and still not unpickle, so the way back is tried here.
+    try:
+        data = pickle.dumps(error, protocol=pickle.HIGHEST_PROTOCOL)
+        pickle.loads(data)
+    except Exception:
+        return b""
+    return data if len(data) <= MAX_PAYLOAD_BYTES else b""
+
+
+def _unpickled_exception(data: bytes) -> BaseException | None:
+    # The class may live in a module that only the worker can import; the traceback text still says everything.
+    try:
+        return pickle.loads(data) if data else None
+    except Exception:
+        return None

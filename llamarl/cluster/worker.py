@@ -1,0 +1,44 @@
+"""First lines of a worker process: what must be set before the engine and the executor are imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+_PROGRAM = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+import json
+sys.path[:] = json.loads(sys.argv[1])
+from llamarl.cluster.worker import main
+main()
+"""
+
+
+def command(engine_module: str, code_paths: tuple[str, ...], log_file: Path | None) -> list[str]:
+    """Arguments for the Python interpreter that run `engine_module` as a worker.
+
+    The worker gets this process's `sys.path`, with `code_paths` in front, so what can be imported here can be there.
+    """
+    paths = [*map(os.path.abspath, code_paths), *map(os.path.abspath, sys.path)]
+    return ["-c", _PROGRAM, json.dumps(list(dict.fromkeys(paths))), engine_module, str(log_file or "")]
+
+
+def main() -> None:
+    """Prepares the process and hands it to the engine; `sys.argv` is what `command` made."""
+    # Ctrl-C goes to the whole foreground group of a terminal; stopping the workers is up to the controller. The group
+    # of its own lets the controller kill a worker together with the processes that it has started.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.setpgid(0, 0)
+    _, engine_module, log_file = sys.argv[1:]
+    if log_file:
+        descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+    del sys.argv[1:]
+    runpy.run_module(engine_module, run_name="__main__")

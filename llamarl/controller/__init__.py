@@ -1,0 +1,1 @@
+"""The controller: one asyncio process that orders all executors. It never touches a tensor."""

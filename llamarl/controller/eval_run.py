@@ -1,0 +1,97 @@
+"""Scores a checkpoint on held-out problems, without a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llamarl.channels.channel import Channel
+from llamarl.cluster.api import ExecutorSpec, open_cluster
+from llamarl.config.schema import ClusterConfig, DataConfig, EvalConfig, GeneratorConfig, RewardConfig
+from llamarl.controller.evaluation import EvalResult
+from llamarl.controller.generators import Generators
+from llamarl.controller.pipeline import Pipeline
+from llamarl.controller.supervision import StallWatch, Supervisor
+from llamarl.data.prompts import load_prompts
+from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+from llamarl.models.folder import load_shape
+from llamarl.types import Rollout, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalSettings:
+    """One evaluation."""
+
+    model_path: str
+    """Hugging Face folder."""
+    data: DataConfig
+    """Its `eval` source is taken."""
+    eval: EvalConfig
+    reward: RewardConfig
+    generator: GeneratorConfig
+    cluster: ClusterConfig
+    max_new_tokens: int
+    seed: int
+
+
+def evaluate_checkpoint(settings: EvalSettings, progress: Callable[[int, int], None]) -> EvalResult:
+    """Answers and scores the problems; `progress` hears of (done, total) prompts.
+
+    Raises:
+        ConfigError: model, data or a combination of them cannot work.
+        ExecutorError, Stalled: it failed.
+    """
+    return asyncio.run(_evaluate(settings, progress))
+
+
+async def _evaluate(settings: EvalSettings, progress: Callable[[int, int], None]) -> EvalResult:
+    path, cluster_config = settings.model_path, settings.cluster
+    shape, tokenizer = load_shape(path), Tokenizer(path)
+    check_vocabulary(tokenizer, shape.vocab_size)
+    prompts = load_prompts(settings.data, tokenizer, shape.max_position_embeddings, "eval").prompts
+    sampling = SamplingParams(
+        max_new_tokens=settings.max_new_tokens, stop_token_ids=tokenizer.eos_token_ids, seed=settings.seed
+    )
+    specs = [
+        ExecutorSpec(
+            name="reward",
+            target="llamarl.executors.reward:RewardExecutor",
+            options={"model_path": path, "config": settings.reward},
+        ),
+        *(
+            ExecutorSpec(
+                name=f"generator-{number}",
+                target="llamarl.executors.generator:GeneratorExecutor",
+                options={"model_path": path, "config": settings.generator},
+                env={"OMP_NUM_THREADS": str(settings.generator.threads)},
+            )
+            for number in range(settings.generator.replicas)
+        ),
+    ]
+    supervisor = Supervisor()
+    cluster = open_cluster(cluster_config.kind)
+    try:
+        spawns = asyncio.gather(*(cluster.spawn(spec, cluster_config.start_timeout_s) for spec in specs))
+        reward, *generators = await spawns
+        for handle in (reward, *generators):
+            supervisor.watch(handle)
+        watch = StallWatch(cluster_config.stall_timeout_s, lambda: _describe(pipeline))
+        collected = Channel[Rollout]("collected rollouts", capacity=4 * len(prompts) * settings.eval.samples)
+        timeout_s = cluster_config.call_timeout_s
+        pipeline = Pipeline(Generators(generators, collected, timeout_s), collected, reward, watch, timeout_s)
+        pipeline.start(supervisor, _deliver_nothing)
+        supervisor.start(watch.loop(), "stall watch")
+        return await supervisor.run(pipeline.evaluate(settings.eval, sampling, prompts, 0, progress))
+    finally:
+        await supervisor.stop()
+        await cluster.shutdown(cluster_config.shutdown_timeout_s)
+
+
+async def _describe(pipeline: Pipeline) -> str:
+    owed = [f"{replica.handle.name} owes {replica.num_outstanding} rollouts" for replica in pipeline.generators.replicas]
+    return "; ".join([f"{pipeline.num_pending} groups are in flight", *owed])
+
+
+async def _deliver_nothing(groups: object) -> None:
+    raise AssertionError(f"no training here, yet groups came: {groups}")

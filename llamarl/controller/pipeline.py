@@ -1,0 +1,121 @@
+"""`Pipeline`: requests in, scored groups out.
+
+::
+
+    submit -> generators -> [collected rollouts] -> whole groups -> [groups to score] -> reward -> deliver | evaluation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from llamarl.channels.channel import Channel
+from llamarl.cluster.api import ExecutorHandle, chunks
+from llamarl.config.schema import EvalConfig
+from llamarl.controller.evaluation import EVAL_GROUPS, EvalResult, Evaluation
+from llamarl.controller.generators import Generators
+from llamarl.controller.supervision import StallWatch, Supervisor
+from llamarl.types import GenerationRequest, Prompt, Rollout, RolloutGroup, SamplingParams
+
+EVERYTHING = 1 << 30
+"""As many items as are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A group whose rollouts are still coming in."""
+
+    prompt: Prompt
+    group_size: int
+    rollouts: dict[int, Rollout]
+
+
+class Pipeline:
+    """Generators and reward as one: every submitted request comes out as one scored group."""
+
+    def __init__(
+        self,
+        generators: Generators,
+        collected: Channel[Rollout],
+        reward: ExecutorHandle,
+        watch: StallWatch,
+        timeout_s: float,
+    ) -> None:
+        self.generators = generators
+        self._collected = collected
+        self._reward = reward
+        self._watch = watch
+        self._timeout_s = timeout_s
+        self._pending = dict[int, _Pending]()
+        self._to_score = Channel[_Pending]("groups to score", collected.capacity)
+        self._evaluations = dict[int, Evaluation]()
+
+    @property
+    def num_pending(self) -> int:
+        """Groups that are being generated or scored."""
+        return len(self._pending)
+
+    def start(self, supervisor: Supervisor, deliver: Callable[[Sequence[RolloutGroup]], Awaitable[None]]) -> None:
+        """Starts the loops; scored groups that belong to no evaluation go to `deliver`."""
+        for replica in self.generators.replicas:
+            supervisor.start(self.generators.collect(replica), f"collect {replica.handle.name}")
+        supervisor.start(self._group_loop(), "group")
+        supervisor.start(self._score_loop(deliver), "score")
+
+    async def submit(self, requests: Sequence[tuple[GenerationRequest, Prompt]]) -> None:
+        """Sends requests to the generators."""
+        for request, prompt in requests:
+            self._pending[request.group_id] = _Pending(prompt, request.group_size, {})
+        await self.generators.submit([request for request, _ in requests])
+
+    async def evaluate(
+        self,
+        config: EvalConfig,
+        sampling: SamplingParams,
+        prompts: Sequence[Prompt],
+        version: int,
+        progress: Callable[[int, int], None],
+    ) -> EvalResult:
+        """Answers held-out prompts with the generators' current weights, beside whatever else they do."""
+        # A later evaluation that overlaps an earlier one needs ids of its own.
+        first = max(self._evaluations, default=EVAL_GROUPS - 1) + 1
+        evaluation = Evaluation(config, sampling, prompts, version, progress, first)
+        self._evaluations.update((request.group_id, evaluation) for request, _ in evaluation.requests)
+        await self.submit(evaluation.requests)
+        return await evaluation.result()
+
+    async def _group_loop(self) -> None:
+        """Consumes collected rollouts; produces whole groups to score; unblocked by the generators."""
+        while True:
+            for rollout in await self._collected.get_batch(EVERYTHING):
+                pending = self._pending[rollout.group_id]
+                pending.rollouts[rollout.index] = rollout
+                if len(pending.rollouts) == pending.group_size:
+                    await self._to_score.put(pending)
+            self._watch.progress()
+
+    async def _score_loop(self, deliver: Callable[[Sequence[RolloutGroup]], Awaitable[None]]) -> None:
+        """Consumes whole groups; waits for the reward executor; produces scored groups; unblocked by the group loop."""
+        while True:
+            batch = await self._to_score.get_batch(EVERYTHING)
+            work = [(item.prompt, [item.rollouts[index] for index in range(item.group_size)]) for item in batch]
+            for part in chunks(work):
+                answers = await self._reward.call("score", part, timeout_s=self._timeout_s)
+                groups = [
+                    RolloutGroup(
+                        group_id=rollouts[0].group_id,
+                        prompt=prompt,
+                        rollouts=tuple(rollouts),
+                        results=tuple(scored.result for scored in group),
+                        responses=tuple(scored.response for scored in group),
+                    )
+                    for (prompt, rollouts), group in zip(part, answers, strict=True)
+                ]
+                for group in groups:
+                    del self._pending[group.group_id]
+                    if group.group_id in self._evaluations:
+                        self._evaluations.pop(group.group_id).add(group)
+                if trained := [group for group in groups if group.group_id < EVAL_GROUPS]:
+                    await deliver(trained)
+            self._watch.progress()

@@ -1,0 +1,264 @@
+"""One run from its config to its summary: base model, executors, evaluation, training, evaluation, files."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from llamarl.cluster.api import Cluster, ExecutorError, ExecutorSpec, RemoteError, open_cluster
+from llamarl.config import ConfigError, RunConfig
+from llamarl.controller.controller import Controller, Executors, Problems
+from llamarl.controller.evaluation import EvalResult
+from llamarl.controller.run_folder import RunFolder
+from llamarl.controller.supervision import Interrupted, Supervisor
+from llamarl.controller.telemetry import Telemetry
+from llamarl.data.prompts import load_prompts
+from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+from llamarl.models.folder import load_shape
+from llamarl.observability.accounting import verdict, write_trace
+from llamarl.observability.report import RunFile, RunSummary, write_summary
+from llamarl.observability.screen import Screen, open_screen
+from llamarl.observability.sinks import JsonlSink, MetricsLog
+from llamarl.observability.spans import now_s
+from llamarl.observability.view import RunInfo
+from llamarl.rollouts.buffer import RolloutBuffer
+from llamarl.rollouts.recorder import RolloutRecorder
+from llamarl.types import Prompt
+
+SAVE_ON_INTERRUPT_S = 4.0
+"""Longest wait for a checkpoint when the run is asked to end; with `shutdown_timeout_s` below ten seconds in all."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """How far a run came."""
+
+    end: Literal["finished", "interrupted", "failed"] = "failed"
+    before: EvalResult | None = None
+    after: EvalResult | None = None
+    loop_started_s: float = math.nan
+    loop_ended_s: float = math.nan
+    error: BaseException | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+def run(config: RunConfig, folder: RunFolder, *, resume: bool, command_started_s: float) -> RunSummary:
+    """Runs `config` to its end.
+
+    Raises:
+        ConfigError: the model, the data or a combination of them cannot work.
+        Interrupted: the user ended it; the last checkpoint is intact.
+        ExecutorError, Stalled, TooManyInvalid: it failed.
+    """
+    return asyncio.run(_Run(config, folder, resume, command_started_s).run())
+
+
+class _Run:
+    def __init__(self, config: RunConfig, folder: RunFolder, resume: bool, command_started_s: float) -> None:
+        self._config = config
+        self._folder = folder
+        self._resume = resume
+        self._command_started_s = command_started_s
+        self._outcome = Outcome()
+        self._shape = load_shape(config.model.path)
+        tokenizer = Tokenizer(config.model.path)
+        check_vocabulary(tokenizer, self._shape.vocab_size)
+        self._problems = Problems(
+            train=self._load_prompts(tokenizer, "train"),
+            eval=self._load_prompts(tokenizer, "eval") if config.data.eval else (),
+            stop_token_ids=tokenizer.eos_token_ids,
+        )
+
+    def _load_prompts(self, tokenizer: Tokenizer, which: Literal["train", "eval"]) -> tuple[Prompt, ...]:
+        loaded = load_prompts(self._config.data, tokenizer, self._shape.max_position_embeddings, which)
+        if loaded.num_overlong:
+            self._outcome.warnings.append(
+                f"data.{which}: {loaded.num_overlong} prompts are too long and were skipped "
+                f"(data.max_prompt_tokens = {self._config.data.max_prompt_tokens})"
+            )
+        return loaded.prompts
+
+    async def run(self) -> RunSummary:
+        config, folder = self._config, self._folder
+        rollout = config.rollout
+        limit = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
+        info = RunInfo(
+            name=config.name,
+            model=f"{self._shape.family} {self._shape.num_parameters / 1e6:.3g}M",
+            folder=folder.path,
+            steps=config.steps,
+            groups_per_step=rollout.prompts_per_step,
+            group_size=rollout.group_size,
+            staleness_limit=limit,
+        )
+        with open_screen(config.screen, info) as screen:
+            for text in self._outcome.warnings:
+                screen.warn(text)
+            log = MetricsLog([JsonlSink(folder.metrics)], lambda failure: screen.warn(str(failure)))
+            recorder = RolloutRecorder(folder.rollouts, lambda failure: screen.warn(str(failure)))
+            telemetry = Telemetry(config, screen, log, recorder, limit)
+            try:
+                await self._with_executors(screen, telemetry)
+            except BaseException as error:
+                self._outcome.error = error
+                self._outcome.end = "interrupted" if isinstance(error, Interrupted) else "failed"
+                raise
+            finally:
+                recorder.close()
+                log.close()
+                summary = self._summary(telemetry, limit)
+                with suppress(OSError):  # a full disk must not hide how the run ended
+                    write_trace(folder.trace, telemetry.spans)
+                    write_summary(folder.summary, summary)
+        return summary
+
+    async def _with_executors(self, screen: Screen, telemetry: Telemetry) -> None:
+        supervisor = Supervisor()
+        cluster = open_cluster(self._config.cluster.kind, log_folder=self._folder.logs)
+        try:
+            with _interruptible(supervisor):
+                screen.phase("starting executors")
+                executors = await supervisor.run(self._spawn(cluster))
+                for handle in executors:
+                    supervisor.watch(handle)
+                state = await supervisor.run(self._resumed(executors, screen))
+                controller = Controller(self._config, self._problems, executors, supervisor, telemetry, state)
+                telemetry.attach(list(executors), controller.generators)
+                supervisor.start(telemetry.poll_loop(), "status")
+                try:
+                    await supervisor.run(self._train(controller, telemetry))
+                except Interrupted:
+                    screen.phase("saving a checkpoint before ending")
+                    await self._save_on_interrupt(controller)
+                    raise
+        finally:
+            screen.phase("stopping executors")
+            if math.isnan(self._outcome.loop_ended_s):
+                self._outcome.loop_ended_s = now_s()
+            await supervisor.stop()
+            await cluster.shutdown(self._config.cluster.shutdown_timeout_s)
+        self._outcome.end = "finished"
+
+    async def _spawn(self, cluster: Cluster) -> Executors:
+        config, timeout_s = self._config, self._config.cluster.start_timeout_s
+
+        def spec(name: str, target: str, threads: int, **options: Any) -> ExecutorSpec:
+            env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+            return ExecutorSpec(name=name, target=f"llamarl.executors.{target}", options=options, env=env)
+
+        path = config.model.path
+        specs = [
+            spec("trainer", "trainer:TrainerExecutor", config.trainer.threads, config=config,
+                 checkpoint_folder=str(self._folder.checkpoints), resume=self._resume),
+            spec("reward", "reward:RewardExecutor", 1, model_path=path, config=config.reward),
+            *(
+                spec(f"generator-{number}", "generator:GeneratorExecutor", config.generator.threads,
+                     model_path=path, config=config.generator)
+                for number in range(config.generator.replicas)
+            ),
+        ]  # fmt: skip
+        try:
+            handles = await asyncio.gather(*(cluster.spawn(item, timeout_s) for item in specs))
+        except RemoteError as error:
+            if isinstance(error.__cause__, ConfigError):  # a user's mistake that only the executor could see
+                raise error.__cause__ from None
+            raise
+        trainer, reward, *generators = handles
+        return Executors(trainer=trainer, reward=reward, generators=generators)
+
+    async def _resumed(self, executors: Executors, screen: Screen) -> dict[str, Any] | None:
+        state, damaged = await executors.trainer.call("resumed", timeout_s=self._config.cluster.call_timeout_s)
+        for sentence in damaged:
+            screen.warn(sentence)
+        if self._resume and state is None:
+            screen.warn("--resume: no valid checkpoint; the run starts from the beginning")
+        return state["controller"] if state else None
+
+    async def _train(self, controller: Controller, telemetry: Telemetry) -> None:
+        outcome = self._outcome
+        await controller.start()
+        if self._problems.eval:
+            outcome.before = await controller.evaluate()
+        outcome.loop_started_s = now_s()
+        telemetry.begin_loop(controller.version)
+        await controller.train()
+        outcome.loop_ended_s = now_s()
+        telemetry.end_loop()
+        if self._problems.eval:
+            outcome.after = await controller.evaluate()
+        await controller.save()
+        await telemetry.poll()  # the spans of the last half second
+
+    async def _save_on_interrupt(self, controller: Controller) -> None:
+        try:
+            async with asyncio.timeout(SAVE_ON_INTERRUPT_S):
+                await controller.save()
+        except (TimeoutError, ExecutorError) as error:
+            self._outcome.warnings.append(f"no checkpoint at the end, the last periodic one stands: {error!r}")
+
+    def _summary(self, telemetry: Telemetry, staleness_limit: int) -> RunSummary:
+        outcome, folder = self._outcome, self._folder
+        in_loop = math.isfinite(outcome.loop_started_s)
+        started_s = outcome.loop_started_s if in_loop else outcome.loop_ended_s
+        wall_s = outcome.loop_ended_s - started_s
+        accounts = telemetry.accounts(started_s, outcome.loop_ended_s)
+        stalls = sorted(telemetry.stalls_s) or [0.0]
+        first_step_s = telemetry.first_step_ended_s - self._command_started_s
+        files = {
+            folder.metrics: "one line per step and evaluation",
+            folder.rollouts: "every rollout that was trained on",
+            folder.summary: "the numbers above",
+            folder.trace: "who worked when; open it in ui.perfetto.dev",
+            folder.config: "the fully resolved settings",
+            folder.checkpoints: "weights and optimizer; `llamarl export` makes a Hugging Face folder of them",
+            folder.logs: "output of each executor",
+        }
+        return RunSummary(
+            name=self._config.name,
+            end=outcome.end,
+            end_reason=str(outcome.error or "").split("\n", 1)[0],
+            steps=telemetry.num_steps,
+            start_s=started_s - self._command_started_s,
+            wall_s=wall_s,
+            samples_per_s=telemetry.num_samples / wall_s if wall_s else 0.0,
+            unaccounted_share=accounts.unaccounted_share,
+            overlap_share=accounts.overlap_share,
+            busy_share=accounts.busy_share,
+            staleness_max=telemetry.staleness_max,
+            staleness_limit=staleness_limit,
+            invalid_share=telemetry.num_invalid / max(telemetry.num_samples, 1),
+            verdict=verdict(accounts),
+            before=outcome.before.metrics if outcome.before else None,
+            after=outcome.after.metrics if outcome.after else None,
+            completions=telemetry.completions,
+            files=tuple(RunFile(path=path, meaning=meaning) for path, meaning in files.items() if path.exists()),
+            warnings=tuple(outcome.warnings),
+            extra={"stall_p99_s": stalls[math.ceil(0.99 * len(stalls)) - 1], "first_step_s": first_step_s},
+        )
+
+
+@contextmanager
+def _interruptible(supervisor: Supervisor) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the run in order; a second one ends this process at once, and the executors with it."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def ask(number: signal.Signals) -> None:
+        for other in numbers:
+            loop.remove_signal_handler(other)
+            signal.signal(other, signal.SIG_DFL)
+        supervisor.fail(Interrupted(f"ended by {number.name}"))
+
+    for number in numbers:
+        loop.add_signal_handler(number, ask, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

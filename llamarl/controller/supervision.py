@@ -1,0 +1,96 @@
+"""Loops side by side: the first failure of any loop or executor ends them all, and a stall ends the run by name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from llamarl.cluster.api import ExecutorError, ExecutorHandle
+
+T = TypeVar("T")
+
+
+class Interrupted(Exception):
+    """The user or the system asked the run to end (Ctrl-C, SIGTERM)."""
+
+
+class Stalled(RuntimeError):
+    """Nothing finished for too long; the message says who waits for whom."""
+
+
+class Supervisor:
+    """Owns the background loops of one run."""
+
+    def __init__(self) -> None:
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks = set[asyncio.Task[Any]]()
+
+    def start(self, loop: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Runs `loop` in the background; what it raises ends the run."""
+        task = asyncio.create_task(loop, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def watch(self, handle: ExecutorHandle) -> None:
+        """The death of this executor ends the run."""
+        handle.failed.add_done_callback(lambda failed: None if failed.cancelled() else self.fail(failed.result()))
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the run with `error`; only the first one counts."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """`main`'s result, unless something in the background fails first: then that error."""
+        task = asyncio.create_task(main, name="main")
+        try:
+            await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                self._failure.result()
+            return task.result()
+        except ExecutorError as error:
+            raise await self._cause(error) from error.__cause__
+        finally:
+            await _cancel({task})
+
+    async def _cause(self, error: ExecutorError) -> BaseException:
+        """A call that failed because its executor died is reported as that death, which may be noticed a bit later."""
+        await asyncio.wait({self._failure}, timeout=1.0)
+        return self._failure.exception() or error if self._failure.done() else error
+
+    async def stop(self) -> None:
+        """Cancels the background loops and waits until they have ended."""
+        await _cancel(self._tasks)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+
+async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
+    for task in (pending := list(tasks)):
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+
+
+class StallWatch:
+    """Raises when nothing has finished for `timeout_s`."""
+
+    def __init__(self, timeout_s: float, describe: Callable[[], Awaitable[str]]) -> None:
+        self._timeout_s = timeout_s
+        self._describe = describe
+        self._last_s = asyncio.get_running_loop().time()
+
+    def progress(self) -> None:
+        """Something finished: a rollout, a reward, a train step, an adoption."""
+        self._last_s = asyncio.get_running_loop().time()
+
+    async def loop(self) -> None:
+        """Sleeps until the deadline of the last progress. Raises Stalled."""
+        clock = asyncio.get_running_loop()
+        while (rest := self._last_s + self._timeout_s - clock.time()) > 0:
+            await asyncio.sleep(rest)
+        raise Stalled(f"nothing finished for {self._timeout_s:g} s (cluster.stall_timeout_s): {await self._describe()}")

@@ -1,0 +1,268 @@
+"""`Telemetry`: what the controller knows of a run, as metrics, as a view for the screen, and as accounts at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus
+from llamarl.config import RunConfig
+from llamarl.controller.evaluation import EvalResult
+from llamarl.controller.generators import Generators
+from llamarl.observability.accounting import Accounts, account, verdict
+from llamarl.observability.metrics import StepMetrics
+from llamarl.observability.screen import Screen
+from llamarl.observability.sinks import MetricsLog
+from llamarl.observability.spans import Span, now_s
+from llamarl.observability.view import CompletionView, ExecutorView, RunView
+from llamarl.rollouts.recorder import RolloutRecorder
+from llamarl.training.result import StepResult
+from llamarl.types import FinishReason, Outcome, RolloutGroup
+
+POLL_INTERVAL_S = 0.5
+RECENT_STEPS = 10
+"""Steps that the ETA, the busy shares and the verdict on the screen look back at."""
+MAX_SPANS = 200_000
+"""Spans kept per executor, for the accounts and the trace; about a week of one-second steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMark:
+    """When a step ended, and what the generators had done by then."""
+
+    ended_s: float
+    generated_tokens: int
+    waiting_rollouts: int
+    running_rollouts: int
+
+
+class Telemetry:
+    """Polls the executors and turns what happens into records."""
+
+    def __init__(
+        self, config: RunConfig, screen: Screen, log: MetricsLog, recorder: RolloutRecorder, staleness_limit: int
+    ) -> None:
+        self._config = config
+        self._screen = screen
+        self._log = log
+        self._recorder = recorder
+        self._staleness_limit = staleness_limit
+        self._handles: Sequence[ExecutorHandle] = ()
+        self._generators: Generators | None = None
+        self._status = dict[str, tuple[HostStatus, float]]()
+        self.spans = dict[str, deque[Span]]()
+        self._marks = deque[StepMark](maxlen=RECENT_STEPS + 1)
+        self._view = RunView(step=0, started_s=now_s())
+        self.started_s = now_s()
+        self.first_step_ended_s = float("nan")
+        self.num_steps = 0
+        self.num_samples = 0
+        self.num_invalid = 0
+        self.staleness_max = 0
+        self.stalls_s = list[float]()
+        self._in_loop = False
+
+    def attach(self, handles: Sequence[ExecutorHandle], generators: Generators) -> None:
+        """The executors are up."""
+        self._handles = handles
+        self._generators = generators
+        self.spans = {handle.name: deque(maxlen=MAX_SPANS) for handle in handles}
+
+    def begin_loop(self, step: int) -> None:
+        """Training begins now, at `step` completed steps."""
+        self._in_loop = True
+        self.started_s = now_s()
+        self._marks.append(self.mark())
+        self._show(step=step, started_s=self.started_s)
+
+    def end_loop(self) -> None:
+        """Training has ended; phases show again."""
+        self._in_loop = False
+
+    async def poll_loop(self) -> None:
+        """Asks every executor for its status, for ever; produces heartbeats, spans and the view."""
+        while True:
+            await self.poll()
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def poll(self) -> None:
+        """One round of statuses. An executor that does not answer just gets older on the screen."""
+        await asyncio.gather(*(self._poll_one(handle) for handle in self._handles))
+        if self._in_loop:
+            self._show()
+
+    async def _poll_one(self, handle: ExecutorHandle) -> None:
+        try:
+            for status in await handle.status_each(timeout_s=5.0):
+                self.spans[handle.name].extend(status.spans)
+                self._status[handle.name] = (status, now_s())
+        except CallTimeout:
+            return
+
+    async def describe_executors(self) -> list[str]:
+        """What each executor is doing, for a stall report."""
+        lines = []
+        for handle in self._handles:
+            try:
+                status = await handle.status(timeout_s=2.0)
+                lines.append(f"{handle.name} (pid {status.pid}): {status.doing} for {status.doing_age_s:.0f} s")
+            except ExecutorError as error:
+                lines.append(f"{handle.name} does not answer: {type(error).__name__}")
+        return lines
+
+    def mark(self) -> StepMark:
+        """Now, as the end of a step."""
+        assert self._generators is not None
+        return StepMark(
+            ended_s=now_s(),
+            generated_tokens=self._generators.generated_tokens,
+            waiting_rollouts=self._generators.num_waiting,
+            running_rollouts=self._generators.num_running,
+        )
+
+    @property
+    def completions(self) -> tuple[CompletionView, ...]:
+        """A few responses of the last step."""
+        return self._view.completions
+
+    def groups_ready(self, count: int) -> None:
+        self._view = replace(self._view, groups_ready=count)
+
+    def adopted(self, stall_s: float) -> None:
+        """Generators took over new weights; the longest pause of decoding was `stall_s`."""
+        self.stalls_s.append(stall_s)
+
+    def eval_progress(self, done: int, total: int) -> None:
+        if not self._in_loop:
+            self._screen.phase("evaluating on held-out problems", done, total)
+
+    def evaluated(self, result: EvalResult) -> None:
+        self._log.log(result.metrics)
+        self._view = replace(self._view, evals=(*self._view.evals, result.metrics))
+
+    def warn(self, text: str) -> None:
+        self._screen.warn(text)
+
+    def step(
+        self, groups: Sequence[RolloutGroup], result: StepResult, mark: StepMark, sync_s: float, ready_groups: int
+    ) -> None:
+        """Records one completed optimizer step."""
+        metrics = self._metrics(groups, result, mark, sync_s, ready_groups)
+        self._marks.append(mark)
+        if not self.num_steps:
+            self.first_step_ended_s = mark.ended_s
+        self.num_steps = metrics.step
+        self.num_samples += sum(len(group.rollouts) for group in groups)
+        self.num_invalid += sum(r.outcome is Outcome.INVALID for group in groups for r in group.results)
+        self.staleness_max = max(self.staleness_max, metrics.staleness_max)
+        if result.skipped:
+            self.warn(f"step {metrics.step} was skipped: its gradient was not finite (trainer.on_nonfinite = 'skip')")
+        self._log.log(metrics)
+        self._recorder.record(metrics.step, groups, result.advantages)
+        self._show(
+            step=metrics.step,
+            metrics=metrics,
+            rewards=(*self._view.rewards, metrics.reward_mean),
+            completions=self._completions(groups, result),
+        )
+
+    def _metrics(
+        self, groups: Sequence[RolloutGroup], result: StepResult, mark: StepMark, sync_s: float, ready_groups: int
+    ) -> StepMetrics:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        lengths = np.array([rollout.num_tokens for rollout in rollouts])
+        judged = [r.value for group in groups for r in group.results if r.outcome is not Outcome.INVALID]
+        right = sum(answer.is_right for group in groups for answer in group.results)
+        consumed_at = result.policy_version - 1
+        staleness = np.array([consumed_at - rollout.oldest_version for rollout in rollouts if rollout.num_tokens] or [0])
+        previous = self._marks[-1]
+        step_s = mark.ended_s - previous.ended_s
+        measured = dict(result.metrics)
+        return StepMetrics(
+            step=result.policy_version,
+            policy_version=result.policy_version,
+            wall_s=mark.ended_s - self.started_s,
+            step_s=step_s,
+            samples_per_s=len(rollouts) / step_s,
+            generated_tokens_per_s=(mark.generated_tokens - previous.generated_tokens) / step_s,
+            reward_mean=float(np.mean(judged)) if judged else float("nan"),
+            solve_rate=right / max(len(judged), 1),
+            invalid_share=1 - len(judged) / len(rollouts),
+            response_tokens_mean=float(lengths.mean()),
+            response_tokens_max=int(lengths.max()),
+            truncated_share=float(np.mean([r.finish_reason is FinishReason.LENGTH for r in rollouts])),
+            staleness_mean=float(staleness.mean()),
+            staleness_max=int(staleness.max()),
+            staleness_limit=self._staleness_limit,
+            num_loss_tokens=int(measured.pop("num_loss_tokens")),
+            importance_ratio_mean=measured.pop("importance_ratio_mean"),
+            importance_ratio_max=measured.pop("importance_ratio_max", 1.0),
+            capped_share=measured.pop("capped_share", 0.0),
+            kl_to_behavior=measured.pop("kl_to_behavior", 0.0),
+            loss=measured.pop("loss", 0.0),
+            grad_norm=measured.pop("grad_norm"),
+            learning_rate=measured.pop("learning_rate"),
+            padding_share=measured.pop("padding_share", 0.0),
+            waiting_rollouts=mark.waiting_rollouts,
+            running_rollouts=mark.running_rollouts,
+            ready_groups=ready_groups,
+            busy_share=self.accounts(previous.ended_s, mark.ended_s).busy_share,
+            sync_s=sync_s,
+            extra=measured,
+        )
+
+    def accounts(self, start_s: float, end_s: float) -> Accounts:
+        """Who worked when, from the spans that have arrived."""
+        return account(self._recent_spans(start_s), start_s, end_s)
+
+    def _recent_spans(self, start_s: float) -> dict[str, list[Span]]:
+        recent = dict[str, list[Span]]()
+        for name, spans in self.spans.items():
+            taken = recent[name] = list[Span]()
+            for span in reversed(spans):  # nearly sorted: a few may have arrived late
+                if span.end_s < start_s - 5 * POLL_INTERVAL_S:
+                    break
+                taken.append(span)
+        return recent
+
+    def _completions(self, groups: Sequence[RolloutGroup], result: StepResult) -> tuple[CompletionView, ...]:
+        shown = list(groups)[: self._config.screen.completions]
+        return tuple(
+            CompletionView(
+                prompt=group.prompt.text,
+                response=group.responses[0],
+                reward=group.results[0].value if group.results[0].outcome is not Outcome.INVALID else float("nan"),
+                advantage=float(result.advantages[group.group_id][0]),
+            )
+            for group in shown
+        )
+
+    def _show(self, **changes: object) -> None:
+        """Replaces the view. Spans arrive a poll late, so shares look at a window that ended one poll ago."""
+        marks = self._marks
+        if len(marks) > 1:
+            changes["recent_step_s"] = (marks[-1].ended_s - marks[0].ended_s) / (len(marks) - 1)
+        end_s = now_s() - 2 * POLL_INTERVAL_S
+        accounts = self.accounts(marks[0].ended_s, end_s) if marks and end_s > marks[0].ended_s else None
+        if accounts is not None and accounts.window_s > 1:
+            changes["verdict"] = verdict(accounts)
+        if self._generators is not None and len(marks) > 1:
+            tokens = marks[-1].generated_tokens - marks[0].generated_tokens
+            changes["generated_tokens_per_s"] = tokens / (marks[-1].ended_s - marks[0].ended_s)
+            changes["running_rollouts"] = self._generators.num_running
+            changes["waiting_rollouts"] = self._generators.num_waiting
+        changes["executors"] = tuple(
+            ExecutorView(
+                name=name,
+                state=f"{status.doing} {status.doing_age_s:.1f} s",
+                busy_share=accounts.busy_share.get(name, 0.0) if accounts else float("nan"),
+                heartbeat_s=heard_s,
+            )
+            for name, (status, heard_s) in self._status.items()
+        )
+        self._view = replace(self._view, **changes)
+        self._screen.show(self._view)

@@ -1,0 +1,58 @@
+"""The order in which prompts are drawn: endless, shuffled anew each epoch, and resumable at any point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from llamarl.config.errors import ConfigError
+
+
+class PromptSampler:
+    """Draws each of `num_prompts` indices once per epoch. The order depends on (seed, epoch) alone."""
+
+    def __init__(self, num_prompts: int, seed: int) -> None:
+        if num_prompts < 1:
+            raise ConfigError(f"{num_prompts} prompts to draw from; the data must hold at least one")
+        self._num_prompts = num_prompts
+        self._seed = seed
+        self._epoch = 0
+        self._position = 0
+        self._order = self._shuffle()
+
+    def next(self) -> int:
+        """Index of the next prompt, 0 to num_prompts - 1."""
+        if self._position == self._num_prompts:
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._shuffle()
+        index = int(self._order[self._position])
+        self._position += 1
+        return index
+
+    def state(self) -> dict[str, Any]:
+        """Where the sampler is: plain JSON, for `restore`."""
+        return {
+            "num_prompts": self._num_prompts,
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "position": self._position,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on exactly where `state()` was taken.
+
+        Raises:
+            ConfigError: the state is that of other data or another seed, so its order would not be this one.
+        """
+        for name, own in (("num_prompts", self._num_prompts), ("seed", self._seed)):
+            if state[name] != own:
+                raise ConfigError(
+                    f"the checkpoint drew prompts with {name} = {state[name]} and this run has {own}; "
+                    "resume with the data and seed it began with"
+                )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = self._shuffle()
+
+    def _shuffle(self) -> np.ndarray:
+        return np.random.default_rng((self._seed, self._epoch)).permutation(self._num_prompts)

@@ -1,0 +1,39 @@
+"""What every prompt source yields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProblemRow:
+    """One problem before it is rendered and tokenized."""
+
+    problem_id: str
+    """Unique within its source, for example `gsm8k-train-00017`."""
+    question: str
+    """What is asked."""
+    answer: str
+    """The right answer, as a reward compares it; may be empty."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Every other field of the row, unchanged."""
+
+    @property
+    def solution(self) -> str | None:
+        """A worked solution, where the row has one: what a supervised warm start learns."""
+        return self.metadata.get("solution")
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a prompt template may name."""
+        known = {"id": self.problem_id, "question": self.question, "prompt": self.question, "answer": self.answer}
+        return known | self.metadata
+
+
+class ProblemSource(Protocol):
+    """A finite sequence of problems, the same each time it is read."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> ProblemRow: ...

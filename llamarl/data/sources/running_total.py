@@ -1,0 +1,92 @@
+"""A demo task that a tiny model learns on two cores: a worded running total, solved line by line.
+
+    Leo has 17 coins: a+5 b+3. How many coins now?
+
+    a:17+5=22 b:22+3=25
+    #### 25
+
+`error_rate` makes a teacher that forgets to carry ("a:17+5=12"), so that a model trained on `solution` is fluent and
+often wrong, in a way that a reward for the right `answer` corrects.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated
+
+from pydantic import Field
+
+from llamarl.data.sources._base import ProblemRow
+
+NAMES = ("Leo", "Mia", "Ann", "Ben", "Eva", "Tom", "Zoe", "Max", "Ida", "Sam", "Kim", "Roy", "Amy", "Dan", "Liv", "Jon")
+ITEMS = ("coins", "cards", "books", "shells", "apples", "stamps", "stones", "pens")
+LABELS = "abcdefghijklmno"
+MEAN_LINES = 3.3
+"""Scale of the exponential that is rounded to a number of lines, so a few problems are stragglers."""
+
+
+@dataclass
+class RunningTotal:
+    """Problems `first` to `first + count - 1` of the seed's sequence.
+
+    Problem i is the i-th *distinct* question that the seed draws: ranges that do not overlap share no question, and a
+    range is the same whatever else is read.
+    """
+
+    count: Annotated[int, Field(ge=1)]
+    """Number of problems."""
+    first: Annotated[int, Field(ge=0)] = 0
+    """Index of the first problem; train and held-out problems are different ranges of one seed."""
+    error_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Probability that a carry is forgotten in `solution`; `answer` is always right."""
+    seed: int = 0
+    """Names the sequence of problems."""
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> ProblemRow:
+        return self._rows[index]
+
+    @cached_property
+    def _rows(self) -> list[ProblemRow]:
+        rng = random.Random(self.seed)
+        drawn: dict[str, tuple[int, list[int]]] = {}
+        while len(drawn) < self.first + self.count:
+            start, gains = _draw_numbers(rng)
+            name, item = rng.choice(NAMES), rng.choice(ITEMS)
+            steps = " ".join(f"{label}+{gain}" for label, gain in zip(LABELS, gains, strict=False))
+            drawn.setdefault(f"{name} has {start} {item}: {steps}. How many {item} now?", (start, gains))
+        questions = list(drawn.items())[self.first :]
+        return [self._row(self.first + i, question, *numbers) for i, (question, numbers) in enumerate(questions)]
+
+    def _row(self, index: int, question: str, start: int, gains: list[int]) -> ProblemRow:
+        teacher = random.Random(f"{self.seed}/{index}")
+        return ProblemRow(
+            problem_id=f"running_total-{self.seed}-{index}",
+            question=question,
+            answer=str(start + sum(gains)),
+            metadata={"solution": _solve(start, gains, self.error_rate, teacher)},
+        )
+
+
+def _draw_numbers(rng: random.Random) -> tuple[int, list[int]]:
+    """A start of 10-29 and gains of 1-9 with a total below 100."""
+    while True:
+        num_lines = max(1, round(rng.expovariate(1 / MEAN_LINES)))
+        start, gains = rng.randint(10, 29), [rng.randint(1, 9) for _ in range(num_lines)]
+        if num_lines <= len(LABELS) and start + sum(gains) < 100:
+            return start, gains
+
+
+def _solve(start: int, gains: list[int], error_rate: float, teacher: random.Random) -> str:
+    lines, total = [], start
+    for label, gain in zip(LABELS, gains, strict=False):
+        carries = total % 10 + gain >= 10
+        forgets = carries and teacher.random() < error_rate
+        result = total + gain - (10 if forgets else 0)
+        lines.append(f"{label}:{total}+{gain}={result}")
+        total = result
+    return f"{' '.join(lines)}\n#### {total}"

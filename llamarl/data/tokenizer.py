@@ -1,0 +1,207 @@
+"""Text to tokens and back, from the files of a Hugging Face folder; chat templates; small tokenizers from scratch.
+
+Shape suffix: T tokens of one text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import tokenizers
+from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from llamarl.config.errors import ConfigError
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """The tokenizer of one Hugging Face folder. Thread-safe; texts never change it."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Reads `tokenizer.json`, `tokenizer_config.json` and, where present, `generation_config.json`.
+
+        Raises:
+            ConfigError: a file is missing or damaged, or no end-of-text token is named.
+        """
+        self.folder = Path(folder)
+        if "model" not in _read_json(self.folder / TOKENIZER_FILE):
+            raise ConfigError(f"{self.folder / TOKENIZER_FILE} holds no tokenizer `model`; save the tokenizer anew")
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(self.folder / TOKENIZER_FILE))
+        self._config = _read_json(self.folder / CONFIG_FILE)
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> np.ndarray:
+        """Tokens of `text`, int32 [T]. `add_special_tokens` adds what the folder's post-processor adds, such as BOS."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[np.ndarray]:
+        """`encode` of each text, in parallel."""
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def decode(self, token_ids_T: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
+        """Text of tokens; bytes that are no UTF-8 (a character cut in half) become U+FFFD."""
+        return self._tokenizer.decode([int(token) for token in token_ids_T], skip_special_tokens=skip_special)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest token id: the rows that an embedding needs."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response: those of `generation_config.json` and the tokenizer's own `eos_token`.
+
+        Raises:
+            ConfigError: there is none, so no response would end before `max_new_tokens`.
+        """
+        ids: set[int] = set()
+        if (self.folder / "generation_config.json").exists():
+            named = _read_json(self.folder / "generation_config.json").get("eos_token_id")
+            ids.update([named] if isinstance(named, int) else named or [])
+        if eos := self._special_tokens.get("eos_token"):
+            own = self._tokenizer.token_to_id(eos)
+            if own is None:
+                raise ConfigError(f"{self.folder / CONFIG_FILE}: eos_token = {eos!r} is not in the vocabulary")
+            ids.add(own)
+        if not ids:
+            raise ConfigError(f"{self.folder / CONFIG_FILE} names no `eos_token`; name the token that ends a response")
+        return tuple(sorted(ids))
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, as the folder's own template writes it.
+
+        Args:
+            messages: `{"role": ..., "content": ...}` each.
+            add_generation_prompt: end with the words that open the assistant's turn.
+
+        Raises:
+            ConfigError: the folder has no template, or it fails on these messages.
+        """
+        try:
+            template = _chat_environment().from_string(self._chat_template)
+            return template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"{self.folder}: the chat template is malformed at line {error.lineno}: {error}") from None
+        except TemplateError as error:
+            raise ConfigError(f"{self.folder}: the chat template refuses these messages: {error}") from None
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, str]:
+        tokens = {}
+        for name in SPECIAL_TOKEN_NAMES:
+            token = self._config.get(name)
+            if token is not None:  # written plainly or as a serialized AddedToken
+                tokens[name] = token if isinstance(token, str) else token["content"]
+        return tokens
+
+    @cached_property
+    def _chat_template(self) -> str:
+        file = self.folder / "chat_template.jinja"
+        template = _read_text(file) if file.exists() else self._config.get("chat_template")
+        if isinstance(template, list):
+            template = next((item["template"] for item in template if item["name"] == "default"), None)
+        if not template:
+            raise ConfigError(
+                f"{self.folder} has no chat template; set data.template to a text such as '{{question}}\\n' "
+                "or use an instruction-tuned checkpoint"
+            )
+        return template
+
+
+def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
+    """Raises ConfigError when the tokenizer has ids that the model has no embedding for."""
+    if tokenizer.vocab_size > model_vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {tokenizer.folder} has {tokenizer.vocab_size} tokens and the model's vocab_size is "
+            f"{model_vocab_size}; use the tokenizer that the model was trained with"
+        )
+
+
+def train_byte_bpe(texts: Iterable[str], folder: str | Path, vocab_size: int, eos_token: str = "<|endoftext|>") -> Tokenizer:
+    """Trains a byte-level BPE with single digits and writes it to `folder` as Hugging Face's classes load it.
+
+    Args:
+        texts: what to learn merges from; other text still encodes, by its bytes.
+        folder: gets `tokenizer.json` and `tokenizer_config.json`.
+        vocab_size: upper bound, at least 257: the bytes and `eos_token`.
+        eos_token: the one special token; it also pads.
+    """
+    if vocab_size < 257:
+        raise ConfigError(f"vocab_size = {vocab_size} cannot hold 256 bytes and the end-of-text token; use 257 or more")
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyrefly: ignore[read-only]
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()  # pyrefly: ignore[read-only]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[eos_token],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / TOKENIZER_FILE))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eos_token,
+        "pad_token": eos_token,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return Tokenizer(folder)
+
+
+def _chat_environment() -> ImmutableSandboxedEnvironment:
+    """The environment that Hugging Face chat templates are written for: templates are untrusted, hence the sandbox."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """Jinja's own `tojson` escapes HTML, which chat templates do not want."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give a complete Hugging Face folder") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None

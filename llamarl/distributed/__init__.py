@@ -1,0 +1,1 @@
+"""The only home of process-wide torch set-up: threads, devices, process groups."""

@@ -1,0 +1,46 @@
+"""The reward executor: decodes responses and scores them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llamarl.cluster.executor import Executor
+from llamarl.config.schema import RewardConfig
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.rewards._build import build_reward
+from llamarl.types import Prompt, RewardItem, RewardResult, Rollout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """One response, judged."""
+
+    response: str
+    """Decoded text without special tokens."""
+    result: RewardResult
+
+
+class RewardExecutor(Executor):
+    """Rule-based rewards on the CPU; graders that can hang run in workers of their own."""
+
+    SPANS: ClassVar[dict[str, str]] = {"score": "score"}
+
+    def __init__(self, model_path: str, config: RewardConfig) -> None:
+        self._tokenizer = Tokenizer.load(model_path)
+        self._reward = build_reward(config)
+
+    def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[Scored]]:
+        """One list per group, one entry per rollout."""
+        responses = [[self._tokenizer.decode(rollout.token_ids_T) for rollout in rollouts] for _, rollouts in groups]
+        items = [
+            RewardItem(prompt=prompt.text, response=response, answer=prompt.answer, metadata=prompt.metadata)
+            for (prompt, _), texts in zip(groups, responses, strict=True)
+            for response in texts
+        ]
+        results = iter(self._reward.score(items))
+        return [[Scored(response=response, result=next(results)) for response in texts] for texts in responses]
+
+    def close(self) -> None:
+        self._reward.close()

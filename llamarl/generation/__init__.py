@@ -1,0 +1,1 @@
+"""The native generation engine: continuous batching over a paged KV cache. `engine.Engine` is the way in."""

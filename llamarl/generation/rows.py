@@ -1,0 +1,105 @@
+"""`Rows`: the running rollouts as arrays, one row each, without holes. No torch.
+
+Shape suffixes: R rows (capacity), B running rows, T response tokens, M blocks of one rollout.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llamarl.generation.sampler import SamplingRows, noise_key
+from llamarl.generation.sequence import Sequence
+
+
+class Rows:
+    """What a decode step reads and writes of each running rollout."""
+
+    def __init__(self, capacity: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.sequences: list[Sequence] = []
+        self.input_R = np.zeros(capacity, np.int64)  # the token that the next step feeds
+        self.position_R = np.zeros(capacity, np.int64)  # its position in the context
+        self.length_R = np.zeros(capacity, np.int64)  # response tokens so far
+        self.limit_R = np.zeros(capacity, np.int64)
+        self.sampling = SamplingRows(capacity)
+        self.blocks_R_M = np.full((capacity, 1), -1, np.int64)
+        self.token_ids_R_T = np.zeros((capacity, 1), np.int32)
+        self.logprobs_R_T = np.zeros((capacity, 1), np.float32)
+        self.versions_R_T = np.zeros((capacity, 1), np.int32)
+        self.stop_R_S = np.full((capacity, 1), -1, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        """A rollout joins, fresh or resumed."""
+        row, group = len(self.sequences), sequence.group
+        request, length = group.request, len(sequence.token_ids_T)
+        self._widen(group.limit, len(request.sampling.stop_token_ids))
+        sequence.row = row
+        self.sequences.append(sequence)
+        self.input_R[row] = sequence.token_ids_T[-1] if length else group.prompt_T[-1]
+        self.position_R[row] = group.prefix_tokens + length
+        self.length_R[row] = length
+        self.limit_R[row] = group.limit
+        self.sampling.set(row, request.sampling, noise_key(request.sampling.seed, request.group_id, sequence.index))
+        self.stop_R_S[row] = -1
+        self.stop_R_S[row, : len(request.sampling.stop_token_ids)] = request.sampling.stop_token_ids
+        self.blocks_R_M[row] = -1
+        self.blocks_R_M[row, : len(sequence.own.blocks)] = sequence.own.blocks
+        self.token_ids_R_T[row, :length] = sequence.token_ids_T
+        self.logprobs_R_T[row, :length] = sequence.logprobs_T
+        self.versions_R_T[row, :length] = sequence.versions_T
+
+    def remove(self, sequence: Sequence) -> None:
+        """A rollout leaves with its tokens; the last row takes its place."""
+        row, last = sequence.row, len(self.sequences) - 1
+        length = self.length_R[row]
+        sequence.token_ids_T = self.token_ids_R_T[row, :length].copy()
+        sequence.logprobs_T = self.logprobs_R_T[row, :length].copy()
+        sequence.versions_T = self.versions_R_T[row, :length].copy()
+        sequence.row = -1
+        moved = self.sequences.pop()
+        if row == last:
+            return
+        self.sequences[row] = moved
+        moved.row = row
+        length = self.length_R[last]
+        for array_R in (self.input_R, self.position_R, self.length_R, self.limit_R, self.blocks_R_M, self.stop_R_S):
+            array_R[row] = array_R[last]
+        for array_R_T in (self.token_ids_R_T, self.logprobs_R_T, self.versions_R_T):
+            array_R_T[row, :length] = array_R_T[last, :length]
+        self.sampling.move(last, row)
+
+    def grow(self, sequence: Sequence) -> None:
+        """The rollout got one more block."""
+        blocks = sequence.own.blocks
+        self.blocks_R_M[sequence.row, len(blocks) - 1] = blocks[-1]
+
+    def append(self, token_ids_B: np.ndarray, logprobs_B: np.ndarray, version: int) -> np.ndarray:
+        """Each row gets its sampled token; returns which rows are done, bool [B, 2]: (stop token, limit)."""
+        count = len(self.sequences)
+        rows_B, length_B = np.arange(count), self.length_R[:count]
+        self.token_ids_R_T[rows_B, length_B] = token_ids_B
+        self.logprobs_R_T[rows_B, length_B] = logprobs_B
+        self.versions_R_T[rows_B, length_B] = version
+        self.input_R[:count] = token_ids_B
+        self.position_R[:count] += 1
+        length_B += 1
+        stopped_B = (self.stop_R_S[:count] == token_ids_B[:, None]).any(axis=1)
+        return np.stack((stopped_B, length_B >= self.limit_R[:count]), axis=1)
+
+    def _widen(self, limit: int, num_stop: int) -> None:
+        """Room for `limit` tokens, which need as many own tokens, and `num_stop` stop tokens."""
+        num_blocks = -(-limit // self.block_size)
+        self.token_ids_R_T = _widened(self.token_ids_R_T, limit, 0)
+        self.logprobs_R_T = _widened(self.logprobs_R_T, limit, 0)
+        self.versions_R_T = _widened(self.versions_R_T, limit, 0)
+        self.blocks_R_M = _widened(self.blocks_R_M, num_blocks, -1)
+        self.stop_R_S = _widened(self.stop_R_S, num_stop, -1)
+
+
+def _widened(array: np.ndarray, width: int, fill: int) -> np.ndarray:
+    if width <= array.shape[1]:
+        return array
+    return np.pad(array, ((0, 0), (0, width - array.shape[1])), constant_values=fill)

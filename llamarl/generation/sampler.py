@@ -1,0 +1,126 @@
+"""`Sampler`: one token per row, and the log-probability with which it was drawn.
+
+Noise is one uniform number per token, a hash of (seed, group id, rollout index, position in the response). It picks the
+token by inverting the cumulative distribution, so what a rollout samples depends neither on the rows beside it nor on
+the engine that runs it, up to the rounding of its logits.
+
+The log-probability is natural and that of the distribution really sampled: logits / temperature, then top-k, then
+top-p of what is left, then min-p, renormalized. A greedy row (temperature 0) takes the most likely token and gets its
+log-probability at temperature 1, without truncation: that of the token actually drawn would be 0 and tell nothing.
+
+Shape suffixes: R rows (capacity), B rows of this step, V vocabulary, U truncated rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llamarl.types import SamplingParams
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def _mix(x: int) -> int:
+    """Output function of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64 bits that passes BigCrush."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def noise_key(seed: int, group_id: int, index: int) -> int:
+    """64 bits that start the noise of one rollout."""
+    key = 0
+    for part in (seed, group_id, index):
+        key = _mix((key + _GOLDEN) & _MASK ^ (part & _MASK))
+    return key
+
+
+def uniforms(keys_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
+    """float32 [B] in [0, 1), multiples of 2^-24: draw number `position` of the splitmix64 stream of each key."""
+    x = keys_B + (positions_B.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return (x >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+
+
+class SamplingRows:
+    """How each row is drawn, as arrays."""
+
+    def __init__(self, capacity: int) -> None:
+        self.keys_R = np.zeros(capacity, np.uint64)
+        self.params_R_4 = np.zeros((capacity, 4), np.float32)  # temperature, top-p, top-k, min-p
+
+    def set(self, row: int, params: SamplingParams, key: int) -> None:
+        self.keys_R[row] = key
+        self.params_R_4[row] = (params.temperature, params.top_p, params.top_k, params.min_p)
+
+    def move(self, source: int, target: int) -> None:
+        self.keys_R[target] = self.keys_R[source]
+        self.params_R_4[target] = self.params_R_4[source]
+
+
+class Sampler:
+    """Stateless but for the device that the logits are on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, logits_B_V: Tensor, rows: SamplingRows, positions_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Draw one token per row.
+
+        Returns:
+            Token ids, int64 [B], and log-probabilities, float32 [B]; NaN where a row's logits were not finite (and its
+            token means nothing).
+        """
+        count = len(positions_B)
+        temperature_B, top_p_B, top_k_B, min_p_B = rows.params_R_4[:count].T
+        logits_B_V = logits_B_V.float()
+        greedy_B = temperature_B == 0
+        if (temperature_B != 1).any():
+            divisor_B = np.where(greedy_B, np.float32(1), temperature_B)
+            logits_B_V = logits_B_V / self._tensor(divisor_B)[:, None]
+        probs_B_V = torch.softmax(logits_B_V, dim=-1)
+        truncated_B = ~greedy_B & ((top_p_B < 1) | (top_k_B > 0) | (min_p_B > 0))
+        if truncated_B.any():
+            rows_U = self._tensor(np.flatnonzero(truncated_B))
+            params = (self._tensor(values_B[truncated_B]) for values_B in (top_p_B, top_k_B, min_p_B))
+            probs_B_V.index_copy_(0, rows_U, truncate(probs_B_V.index_select(0, rows_U), *params))
+        cumulative_B_V = probs_B_V.cumsum(dim=-1)
+        total_B_1 = cumulative_B_V[:, -1:]
+        noise_B_1 = self._tensor(uniforms(rows.keys_R[:count], positions_B))[:, None]
+        # Strictly below the total, so that rounding never reaches past the last token with any probability.
+        target_B_1 = torch.minimum(noise_B_1 * total_B_1, torch.nextafter(total_B_1, torch.zeros_like(total_B_1)))
+        tokens_B_1 = torch.searchsorted(cumulative_B_V, target_B_1, right=True)
+        tokens_B_1.clamp_(max=probs_B_V.shape[-1] - 1)  # rows that are not finite
+        if greedy_B.any():
+            best_B_1 = logits_B_V.argmax(dim=-1, keepdim=True)
+            tokens_B_1 = torch.where(self._tensor(greedy_B)[:, None], best_B_1, tokens_B_1)
+        logprobs_B_1 = (probs_B_V.gather(1, tokens_B_1) / total_B_1).log_()
+        # One copy to the host for both.
+        packed_B_2 = torch.cat((tokens_B_1.int(), logprobs_B_1.view(torch.int32)), dim=1).cpu().numpy()
+        return packed_B_2[:, 0].astype(np.int64), np.ascontiguousarray(packed_B_2[:, 1]).view(np.float32)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+
+def truncate(probs_U_V: Tensor, top_p_U: Tensor, top_k_U: Tensor, min_p_U: Tensor) -> Tensor:
+    """Zero what top-k, then top-p of the rest, then min-p drop; not renormalized. The most likely token stays.
+
+    top-k 0, top-p 1 and min-p 0 drop nothing. Of equally likely tokens, those with smaller ids stay.
+    """
+    sorted_U_V, order_U_V = probs_U_V.sort(dim=-1, descending=True, stable=True)
+    ranks_V = torch.arange(probs_U_V.shape[-1], device=probs_U_V.device)
+    keep_U_V = (ranks_V < top_k_U[:, None]) | (top_k_U[:, None] == 0)
+    kept_U_V = sorted_U_V * keep_U_V
+    cumulative_U_V = kept_U_V.cumsum(dim=-1)
+    # A token stays while those before it have not reached top-p.
+    before_U_V = cumulative_U_V - kept_U_V
+    keep_U_V &= (before_U_V < top_p_U[:, None] * cumulative_U_V[:, -1:]) | (top_p_U[:, None] >= 1)
+    keep_U_V &= sorted_U_V >= min_p_U[:, None] * sorted_U_V[:, :1]
+    keep_U_V[:, 0] = True
+    return torch.zeros_like(probs_U_V).scatter_(1, order_U_V, sorted_U_V * keep_U_V)

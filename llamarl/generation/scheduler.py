@@ -1,0 +1,196 @@
+"""`Scheduler`: which rollouts decode, which tokens are prefilled and who owns which block, in the next step. No torch.
+
+    waiting --admit--> prefilling --join--> running --finish--> gone
+       ^                   |                   |
+       +-------park--------+-------------------+        (no block free: the youngest gives its blocks back)
+
+Rollouts are admitted in the order of their arrival and parked in the reverse order, so `active` is always sorted by age,
+and the oldest is never parked while it shares the blocks with others. A request is only accepted when one of its
+rollouts fits alone, hence the oldest always gets on, and nothing starves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from llamarl.generation.blocks import BlockPool
+from llamarl.generation.sequence import Group, Segment, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens to prefill in one step: of a group's prefix, or of a resumed rollout's own tokens."""
+
+    group: Group
+    sequence: Sequence | None
+    """None: the prefix."""
+    start: int
+    """First token, counted within the prefix or within the own tokens."""
+    stop: int
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step. Every running rollout decodes one token in it, those of `joined` included."""
+
+    parked: list[Sequence] = field(default_factory=list)
+    """Lost their blocks; first of all, their rows must go."""
+    joined: list[Sequence] = field(default_factory=list)
+    """Prefilled by the end of this step: they decode in it."""
+    grown: list[Sequence] = field(default_factory=list)
+    """Got one more block."""
+    new_blocks: list[int] = field(default_factory=list)
+    """Blocks handed out for this step; they may hold anything."""
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+class Scheduler:
+    """Pure state machine; `schedule` assumes that the step it returns is then carried out."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_running: int, prefill_tokens: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.max_running = max_running
+        self.prefill_tokens = prefill_tokens
+        self.groups: dict[int, Group] = {}
+        self.waiting: deque[Sequence] = deque()
+        self.active: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_parked = 0
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def fits(self, prefix_tokens: int, own_tokens: int) -> bool:
+        """One rollout of such a size fits when it is alone."""
+        return self.blocks_for(prefix_tokens) + self.blocks_for(own_tokens) <= self.pool.num_blocks
+
+    def add(self, group: Group) -> None:
+        """Queue all rollouts of a group that `fits`."""
+        self.groups[group.request.group_id] = group
+        self.waiting.extend(group.unfinished.values())
+
+    def remove(self, sequences: Iterable[Sequence]) -> None:
+        """Finished or aborted rollouts give everything back."""
+        gone = set(sequences)
+        if any(not sequence.own.blocks for sequence in gone):
+            self.waiting = deque(sequence for sequence in self.waiting if sequence not in gone)
+        for sequence in gone:
+            group = sequence.group
+            if sequence.own.blocks:
+                group.num_active -= 1
+            sequence.running = False
+            self._free(sequence.own)
+            del group.unfinished[sequence.index]
+            if not group.unfinished:
+                self._free(group.prefix)
+                del self.groups[group.request.group_id]
+        if gone:
+            self.active = [sequence for sequence in self.active if sequence not in gone]
+            self.running = [sequence for sequence in self.running if sequence not in gone]
+
+    def schedule(self) -> Schedule:
+        """Decide the next step."""
+        plan = Schedule()
+        self._grow(plan)
+        if not plan.parked:
+            self._admit(plan)
+        self._prefill(plan)
+        for sequence in self.running:
+            sequence.own.num_cached += 1
+        return plan
+
+    def _grow(self, plan: Schedule) -> None:
+        """Room for one more token of each running rollout, oldest first."""
+        size = self.block_size
+        for sequence in list(self.running):
+            own = sequence.own
+            if own.num_cached < len(own.blocks) * size:
+                continue
+            while own.blocks and not self.pool.num_free:
+                self._free_idle_prefix(keep=sequence.group) or self._park(plan)
+            if own.blocks:
+                plan.grown.append(sequence)
+                self._allocate(own, 1, self.pool.take_low, plan)
+
+    def _admit(self, plan: Schedule) -> None:
+        """Give the oldest waiting rollouts blocks for what they have, while there are some to grow into."""
+        while self.waiting and len(self.active) < self.max_running:
+            sequence = self.waiting[0]
+            group = sequence.group
+            prefix = 0 if group.prefix.blocks else self.blocks_for(group.prefix_tokens)
+            own = self.blocks_for(sequence.own_tokens)
+            # One block in reserve per active rollout: fewer would be parked again within a few steps.
+            while self.pool.num_free < prefix + own + len(self.active):
+                if not self._free_idle_prefix(keep=group):
+                    return
+            self._allocate(group.prefix, prefix, self.pool.take_high, plan)
+            self._allocate(sequence.own, own, self.pool.take_low, plan)
+            group.num_active += 1
+            self.active.append(self.waiting.popleft())
+
+    def _prefill(self, plan: Schedule) -> None:
+        """Spend the step's budget on the oldest rollouts that lack keys and values."""
+        budget = self.prefill_tokens
+        if len(self.running) == len(self.active):
+            return
+        for sequence in self.active:
+            if sequence.running:
+                continue
+            group, own = sequence.group, sequence.own
+            budget -= self._chunk(plan, group, None, group.prefix, group.prefix_tokens, budget)
+            if group.prefix.num_cached == group.prefix_tokens:
+                budget -= self._chunk(plan, group, sequence, own, sequence.own_tokens - 1, budget)
+                if own.num_cached == sequence.own_tokens - 1:
+                    sequence.running = True
+                    plan.joined.append(sequence)
+        self.running.extend(plan.joined)
+
+    @staticmethod
+    def _chunk(
+        plan: Schedule, group: Group, sequence: Sequence | None, segment: Segment, wanted: int, budget: int
+    ) -> int:
+        """Prefill as much of a segment as the budget allows; returns the number of tokens."""
+        start = segment.num_cached
+        count = min(wanted - start, budget)
+        if count > 0:
+            plan.chunks.append(Chunk(group, sequence, start, start + count))
+            segment.num_cached += count
+        return count
+
+    def _park(self, plan: Schedule) -> None:
+        """The youngest active rollout gives its blocks back; it will prefill its tokens again."""
+        sequence = self.active.pop()
+        group = sequence.group
+        self._free(sequence.own)
+        group.num_active -= 1
+        if not group.num_active:
+            self._free(group.prefix)
+        if sequence.running:
+            sequence.running = False
+            self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
+        self.num_parked += 1
+        plan.parked.append(sequence)
+        if sequence in plan.grown:
+            plan.grown.remove(sequence)
+
+    def _free_idle_prefix(self, keep: Group) -> bool:
+        """Free the prefix of the youngest group that has no active rollout; False when there is none."""
+        for group in reversed(self.groups.values()):
+            if group.prefix.blocks and not group.num_active and group is not keep:
+                self._free(group.prefix)
+                return True
+        return False
+
+    def _allocate(self, segment: Segment, count: int, take: Callable[[], int], plan: Schedule) -> None:
+        blocks = [take() for _ in range(count)]
+        segment.blocks += blocks
+        plan.new_blocks += blocks
+
+    def _free(self, segment: Segment) -> None:
+        self.pool.release(segment.blocks)
+        segment.blocks = []
+        segment.num_cached = 0

@@ -1,0 +1,83 @@
+"""`Group` and `Sequence`: the mutable state of a request and of its rollouts inside the engine. No torch.
+
+A prompt is split in two. All its tokens but the last are the group's *prefix*: prefilled once, shared by every rollout.
+The last prompt token and the response are the rollout's *own* tokens. So the first decode step of a rollout feeds the
+last prompt token like any later one, every token is sampled on one path, and with the weights of that very step.
+
+Shape suffix: T tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llamarl.types import FinishReason, GenerationRequest, Rollout
+
+
+@dataclass(slots=True)
+class Segment:
+    """Consecutive tokens whose keys and values lie, or will lie, in blocks."""
+
+    blocks: list[int] = field(default_factory=list)
+    """Block ids, in token order."""
+    num_cached: int = 0
+    """Tokens whose keys and values have been written."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One request in the engine."""
+
+    request: GenerationRequest
+    prompt_T: np.ndarray
+    """int32, a copy."""
+    limit: int
+    """Most tokens that a rollout may get: `max_new_tokens`, cut at the end of the context."""
+    prefix: Segment = field(default_factory=Segment)
+    num_active: int = 0
+    """Rollouts that hold blocks: prefilling or running."""
+    unfinished: dict[int, Sequence] = field(default_factory=dict)
+    """Rollout index -> rollout, for those not returned yet."""
+
+    @property
+    def prefix_tokens(self) -> int:
+        return len(self.prompt_T) - 1
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One rollout in the engine. While it runs, its tokens lie in its row of `Rows`."""
+
+    group: Group
+    index: int
+    own: Segment = field(default_factory=Segment)
+    running: bool = False
+    """It decodes one token per step."""
+    row: int = -1
+    """Its row in `Rows`; -1 when it has none."""
+    token_ids_T: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs_T: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    versions_T: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+
+    @property
+    def own_tokens(self) -> int:
+        """The last prompt token and the response so far; valid while it is not running."""
+        return 1 + len(self.token_ids_T)
+
+    def own_token_ids(self, start: int, stop: int) -> np.ndarray:
+        """Own tokens `start` to `stop`, int32."""
+        return np.concatenate((self.group.prompt_T[-1:], self.token_ids_T))[start:stop]
+
+    def rollout(self, reason: FinishReason, error: str = "") -> Rollout:
+        """What the engine hands out."""
+        return Rollout(
+            group_id=self.group.request.group_id,
+            index=self.index,
+            token_ids_T=self.token_ids_T,
+            behavior_logprobs_T=self.logprobs_T,
+            policy_versions_T=self.versions_T,
+            finish_reason=reason,
+            error=error,
+        )

@@ -1,0 +1,185 @@
+"""Hugging Face folders: config.json, safetensors and tokenizer files, read and written without transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from llamarl.config import ConfigError
+from llamarl.models.folder import CONFIG, GENERATION_CONFIG, load_shape, read_json
+from llamarl.models.shape import ModelShape, hf_eos
+from llamarl.models.transformer import Transformer
+
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_WRITTEN = {CONFIG, GENERATION_CONFIG, WEIGHTS, *TOKENIZER_FILES}
+
+
+def new_model(shape: ModelShape, seed: int, std: float) -> Transformer:
+    """A freshly initialized float32 model on the CPU."""
+    with torch.device("meta"):
+        model = Transformer(shape)
+    model.to_empty(device="cpu")
+    model.initialize(seed, std)
+    return model
+
+
+def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device | str) -> Transformer:
+    """The model in `folder`, from one safetensors file or from shards with an index.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or a tensor is missing, unknown or of the wrong shape.
+    """
+    folder = Path(folder)
+    with torch.device("meta"):
+        model = Transformer(load_shape(folder))
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    tensors = dict[str, Tensor]()
+    tied_head: Tensor | None = None
+    for path in _weight_files(folder):
+        for name, tensor in _read_tensors(path):
+            if name == "lm_head.weight" and model.shape.tie_embeddings:
+                tied_head = tensor
+            elif not name.endswith(".rotary_emb.inv_freq"):  # a constant that old checkpoints carry
+                _check_tensor(folder, name, tensor, expected)
+                # A copy: tensors in the mapped file are not aligned for fast matmuls, and the file may change.
+                tensors[name] = tensor.to(device, dtype, copy=True)
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        raise ConfigError(
+            f"{folder}: {len(missing)} tensors are missing, first `{missing[0]}`; "
+            f"copy the whole checkpoint again, or correct {CONFIG}"
+        )
+    _check_tied_head(folder, tied_head, tensors)
+    model.load_state_dict(tensors, assign=True)
+    return model
+
+
+def save_model(model: Transformer, folder: str | Path, tokenizer_folder: str | Path | None) -> None:
+    """Write `model` as a folder that transformers loads, with the tokenizer files of `tokenizer_folder`, if given.
+
+    Sharded parameters must be gathered first: see `save_tensors`.
+    """
+    save_tensors(model.state_dict(), model.shape, folder, tokenizer_folder)
+
+
+def save_tensors(
+    tensors: Mapping[str, Tensor], shape: ModelShape, folder: str | Path, tokenizer_folder: str | Path | None
+) -> None:
+    """Write whole tensors, named as in `Transformer.state_dict()`, as a Hugging Face folder: all of it or nothing.
+
+    An older export in `folder` is replaced.
+
+    Raises:
+        ConfigError: `folder` holds other files, which replacing it would delete, or there is no tokenizer to copy.
+    """
+    folder = Path(folder).absolute()
+    _check_replaceable(folder)
+    tokenizer_files = _tokenizer_files(tokenizer_folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+        new, old = Path(scratch, "new"), Path(scratch, "old")
+        new.mkdir()
+        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(whole, new / WEIGHTS, metadata={"format": "pt"})
+        dtype = str(next(iter(whole.values())).dtype).removeprefix("torch.")
+        _write_json(new / CONFIG, shape.to_hf() | {"torch_dtype": dtype})
+        _write_json(new / GENERATION_CONFIG, _generation_config(shape))
+        for source in tokenizer_files:
+            shutil.copyfile(source, new / source.name)
+        for path in (*new.iterdir(), new):
+            _flush(path)
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+        _flush(folder.parent)
+
+
+def _generation_config(shape: ModelShape) -> dict[str, Any]:
+    ids = {"bos_token_id": shape.bos_token_id, "eos_token_id": hf_eos(shape.stop_token_ids)}
+    return {key: value for key, value in ids.items() if value is not None}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / WEIGHTS_INDEX).is_file():
+        raise ConfigError(f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}; save the checkpoint as safetensors")
+    weight_map = read_json(folder, WEIGHTS_INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConfigError(f"{folder / WEIGHTS_INDEX} has no `weight_map`; copy the file again")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder} has no {name}, which {WEIGHTS_INDEX} names; copy the missing shard")
+    return [folder / name for name in names]
+
+
+def _read_tensors(path: Path) -> Iterable[tuple[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - the file is no mapping
+                yield name, file.get_tensor(name)
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is no whole safetensors file ({error}); copy it again") from None
+
+
+def _check_tensor(folder: Path, name: str, tensor: Tensor, expected: Mapping[str, torch.Size]) -> None:
+    if name not in expected:
+        raise ConfigError(f"{folder}: unknown tensor `{name}`; the weights and {CONFIG} are of different models")
+    if tensor.shape != expected[name]:
+        raise ConfigError(
+            f"{folder}: `{name}` has shape {tuple(tensor.shape)}, but {CONFIG} says {tuple(expected[name])}; "
+            "the weights and the config are of different models"
+        )
+
+
+def _check_tied_head(folder: Path, head: Tensor | None, tensors: Mapping[str, Tensor]) -> None:
+    """A tied checkpoint may carry its head; when that differs from the embeddings, one of the two would be ignored."""
+    if head is None:
+        return
+    embedding = tensors["model.embed_tokens.weight"]
+    if head.shape != embedding.shape or not torch.equal(head.to(embedding.device, embedding.dtype), embedding):
+        raise ConfigError(
+            f"{folder}: `lm_head.weight` differs from `model.embed_tokens.weight`, but {CONFIG} says "
+            "`tie_word_embeddings` = true; set it to false or remove `lm_head.weight`"
+        )
+
+
+def _check_replaceable(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"cannot write a model to {folder}, which is a file; name another folder")
+    others = sorted({path.name for path in folder.iterdir()} - _WRITTEN) if folder.exists() else []
+    if others:
+        raise ConfigError(f"cannot replace {folder}, which also holds `{others[0]}`; name a new or empty folder")
+
+
+def _tokenizer_files(folder: str | Path | None) -> list[Path]:
+    if folder is None:
+        return []
+    if not Path(folder, TOKENIZER_FILES[0]).is_file():
+        raise ConfigError(f"{folder} has no {TOKENIZER_FILES[0]}; name the folder of the tokenizer")
+    return [Path(folder, name) for name in TOKENIZER_FILES if Path(folder, name).is_file()]
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _flush(path: Path) -> None:
+    """Bring a file or a folder's entries to the disk, so that a crash cannot leave a renamed but empty export."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,213 @@
+"""What a decoder looks like: the part of a Hugging Face `config.json` that decides its arithmetic. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from llamarl.config import ConfigError
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""Family (`model_type` of config.json) -> class in transformers."""
+_FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0,
+    "partial_rotary_factor": 1,
+    "quantization_config": None,
+}
+"""Keys that may be absent, and the only value of each that the decoder computes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScaling:
+    """Llama 3 stretch of the rotary wavelengths (`rope_type = "llama3"`)."""
+
+    factor: float
+    """Divides the frequencies of long wavelengths."""
+    low_freq_factor: float
+    """Wavelengths over original_max_position_embeddings / low_freq_factor are divided."""
+    high_freq_factor: float
+    """Wavelengths under original_max_position_embeddings / high_freq_factor stay; those between are blended."""
+    original_max_position_embeddings: int
+    """Context of pretraining, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """Sizes and switches of one dense decoder."""
+
+    family: str
+    """`llama`, `qwen2` or `qwen3`."""
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    """Divides `num_heads`."""
+    head_dim: int
+    """Even; not always hidden_size / num_heads."""
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    """Longest context, in tokens."""
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    """The output head is the embedding matrix."""
+    bos_token_id: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response."""
+
+    def __post_init__(self) -> None:
+        if self.family not in ARCHITECTURES:
+            raise ConfigError(f"model family {self.family!r} is not supported; use one of {', '.join(ARCHITECTURES)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly; "
+                "give a number of key/value heads that divides the number of attention heads"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim = {self.head_dim} cannot be rotated in pairs; give an even number")
+
+    @property
+    def qkv_bias(self) -> bool:
+        """The query, key and value projections have a bias."""
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Each query and key head is RMS-normed before the rotation."""
+        return self.family == "qwen3"
+
+    @property
+    def num_parameters(self) -> int:
+        """Scalars in all weights; a tied head counts once."""
+        d, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = 2 * d * q + 2 * d * kv + self.qkv_bias * (q + 2 * kv) + self.qk_norm * 2 * self.head_dim
+        layer = attention + 3 * d * self.intermediate_size + 2 * d
+        return self.num_layers * layer + d + (2 - self.tie_embeddings) * self.vocab_size * d
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:
+        """The shape that a parsed `config.json` describes, written by transformers 4 or 5.
+
+        Raises:
+            ConfigError: the architecture or a feature in use is not supported, or a key is missing.
+        """
+        family = config.get("model_type")
+        if family not in ARCHITECTURES:
+            _refuse("model_type", family, f"one of {', '.join(ARCHITECTURES)} is supported")
+        for key, value in _FIXED.items():
+            if config.get(key) is not None and config[key] != value:
+                _refuse(key, config[key], f"only {value!r} is supported")
+        num_layers, num_heads = _count(config, "num_hidden_layers"), _count(config, "num_attention_heads")
+        _check_full_attention(config, num_layers)
+        hidden_size, head_dim = _count(config, "hidden_size"), config.get("head_dim")
+        if head_dim is None and family != "qwen3" and hidden_size % num_heads:
+            _refuse("hidden_size", hidden_size, f"without head_dim, num_attention_heads = {num_heads} must divide it")
+        theta, scaling = _rope(config)
+        return cls(
+            family=family,
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=_count(config, "num_key_value_heads", num_heads),
+            # Qwen3Config has a default of its own; the others divide.
+            head_dim=_count(config, "head_dim", 128 if family == "qwen3" else hidden_size // num_heads),
+            intermediate_size=_count(config, "intermediate_size"),
+            vocab_size=_count(config, "vocab_size"),
+            max_position_embeddings=_count(config, "max_position_embeddings"),
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            bos_token_id=config.get("bos_token_id"),
+            stop_token_ids=stop_ids(config),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """A `config.json` that transformers 4 and 5 load: 5 still reads the older rope keys, 4 knows no others."""
+        scaling = self.rope_scaling
+        return {
+            "architectures": [ARCHITECTURES[self.family]],
+            "model_type": self.family,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate_size,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": {"rope_type": "llama3", **dataclasses.asdict(scaling)} if scaling else None,
+            "tie_word_embeddings": self.tie_embeddings,
+            "hidden_act": "silu",
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": hf_eos(self.stop_token_ids),
+        }
+
+
+def stop_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """`eos_token_id` of a config, which may be a number, a list, null or absent."""
+    eos = config.get("eos_token_id")
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (eos,)
+
+
+def hf_eos(stop_token_ids: tuple[int, ...]) -> int | list[int] | None:
+    """The shortest form of `eos_token_id`, which every reader knows: inverse of `stop_ids`."""
+    if len(stop_token_ids) > 1:
+        return list(stop_token_ids)
+    return stop_token_ids[0] if stop_token_ids else None
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(key) or {}
+    theta = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1) != 1:
+        _refuse(f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "only 1 is supported")
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        _refuse(f"{key}.rope_type", kind, "default and llama3 are supported")
+    values: dict[str, Any] = {"original_max_position_embeddings": config.get("max_position_embeddings"), **rope}
+    fields = [field.name for field in dataclasses.fields(RopeScaling)]
+    missing = [field for field in fields if values.get(field) is None]
+    if missing:
+        raise ConfigError(f"config.json: `{key}.{missing[0]}` is missing; rope_type llama3 needs it")
+    return theta, RopeScaling(**{field: values[field] for field in fields})
+
+
+def _check_full_attention(config: Mapping[str, Any], num_layers: int) -> None:
+    """Refuse a sliding window that some layer uses; released Qwen configs name one and leave it off."""
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        _refuse("layer_types", sorted(kinds), "only full_attention is supported")
+    windowed = config.get("use_sliding_window") and config.get("sliding_window") is not None
+    # Absent from a config, 28 is what Qwen2Config and Qwen3Config assume.
+    if windowed and not config.get("layer_types") and config.get("max_window_layers", 28) < num_layers:
+        _refuse("use_sliding_window", True, "only full attention is supported; set it to false")
+
+
+def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ConfigError(f"config.json: `{key}` is missing; it is needed to build the model")
+    if not isinstance(value, int) or value < 1:
+        _refuse(key, value, "a positive whole number is needed")
+    return value
+
+
+def _refuse(key: str, value: object, supported: str) -> NoReturn:
+    raise ConfigError(f"config.json: `{key}` = {value!r}; {supported}")

@@ -1,0 +1,190 @@
+"""The decoder of the Llama 3, Qwen 2.5 and Qwen 3 dense families, on packed tokens, with Hugging Face parameter names.
+
+Tokens of many sequences lie in one dimension; the caller's `attend` decides which token sees which, so one definition
+serves training (packed documents) and generation (paged KV cache).
+
+Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, F feed-forward dim, V vocabulary,
+M positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llamarl.models.shape import ModelShape
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""attend(layer_index, q_N_H_K, k_N_J_K, v_N_J_K) -> out_N_H_K; it scales the scores by head_dim ** -0.5."""
+
+Rotation = tuple[Tensor, Tensor]
+"""(cos_N_1_K, sin_N_1_K); the first half of the sine is negative, see `rotate`."""
+
+
+class Rope:
+    """Rotary angles by position: one table per device and dtype, computed on the CPU in float32, so that every process,
+    however it was initialized, rotates by the same bits."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self._shape = shape
+        self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def __call__(self, positions_N: Tensor, dtype: torch.dtype) -> Rotation:
+        key = (positions_N.device, dtype)
+        table_M_2_K = self._tables.get(key)
+        if table_M_2_K is None:
+            # A table first needed while generating must still serve a later backward pass.
+            with torch.inference_mode(False):
+                table_M_2_K = self._tables[key] = self._table().to(positions_N.device, dtype)
+        cos_sin_N_2_K = table_M_2_K.index_select(0, positions_N)
+        return cos_sin_N_2_K[:, :1], cos_sin_N_2_K[:, 1:]
+
+    def _table(self) -> Tensor:
+        positions_M = torch.arange(self._shape.max_position_embeddings, dtype=torch.float32, device="cpu")
+        angles_M_half = positions_M[:, None] * rope_frequencies(self._shape)
+        cos, sin = angles_M_half.cos(), angles_M_half.sin()
+        return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
+
+
+def rope_frequencies(shape: ModelShape) -> Tensor:
+    """Radians per position of each pair of channels, float32 [head_dim / 2].
+
+    Plain: theta ** (-2i / head_dim) (RoFormer, arXiv 2104.09864, section 3.2.2). Llama 3 then divides long wavelengths
+    by `factor`, keeps short ones and blends those between (arXiv 2407.21783, section 3.2, and its reference code).
+    """
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device="cpu") / shape.head_dim
+    frequencies = 1.0 / (shape.rope_theta**exponents)
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return frequencies
+    context, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    kept = (context / wavelengths - low) / (high - low)
+    blended = (1 - kept) * frequencies / scaling.factor + kept * frequencies
+    scaled = torch.where(wavelengths > context / low, frequencies / scaling.factor, blended)
+    return torch.where(wavelengths < context / high, frequencies, scaled)
+
+
+def rotate(x_N_H_K: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate channel i with channel i + K/2. The table holds the sine's sign, so swapping halves needs no negation."""
+    cos_N_1_K, sin_N_1_K = rotation
+    swapped_N_H_K = x_N_H_K.roll(x_N_H_K.shape[-1] // 2, dims=-1)
+    # Not addcmul: its fused multiply-add rounds once where transformers rounds twice.
+    return x_N_H_K * cos_N_1_K + swapped_N_H_K * sin_N_1_K
+
+
+class Attention(nn.Module):
+    """Grouped-query attention. Head counts follow from the projections' outputs, which tensor parallelism cuts."""
+
+    def __init__(self, shape: ModelShape, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.head_dim = shape.head_dim
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, q_size, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(shape.hidden_size, kv_size, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=shape.qkv_bias)
+        self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
+        self.k_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
+
+    def project(self, x_N_D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Flat queries, keys and values; a generator may replace this by one matmul with the joined weights."""
+        return self.q_proj(x_N_D), self.k_proj(x_N_D), self.v_proj(x_N_D)
+
+    def forward(self, x_N_D: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        q, k, v = (flat.unflatten(-1, (-1, self.head_dim)) for flat in self.project(x_N_D))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out_N_H_K = attend(self.index, rotate(q, rotation), rotate(k, rotation), v)
+        return self.o_proj(out_N_H_K.flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def project(self, x_N_D: Tensor) -> tuple[Tensor, Tensor]:
+        """Gate and up; a generator may replace this by one matmul with the joined weights."""
+        return self.gate_proj(x_N_D), self.up_proj(x_N_D)
+
+    def forward(self, x_N_D: Tensor) -> Tensor:
+        gate_N_F, up_N_F = self.project(x_N_D)
+        return self.down_proj(F.silu(gate_N_F) * up_N_F)
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, shape: ModelShape, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape, index)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = FeedForward(shape)
+
+    def forward(self, x_N_D: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        x_N_D = x_N_D + self.self_attn(self.input_layernorm(x_N_D), rotation, attend)
+        return x_N_D + self.mlp(self.post_attention_layernorm(x_N_D))
+
+
+class Decoder(nn.Module):
+    """Everything but the output head: the `model.` of the parameter names."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape, index) for index in range(shape.num_layers))
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.rope = Rope(shape)
+
+    def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        x_N_D = self.embed_tokens(token_ids_N)
+        rotation = self.rope(positions_N, x_N_D.dtype)
+        for layer in self.layers:
+            x_N_D = layer(x_N_D, rotation, attend)
+        return self.norm(x_N_D)
+
+
+class Transformer(nn.Module):
+    """A causal language model. Built with whatever values `nn.Linear` draws; load weights or call `initialize`."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Decoder(shape)
+        # A tied model has no second name for the matrix, so nothing that rewrites modules can untie it.
+        self.lm_head = None if shape.tie_embeddings else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+
+    def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        """Hidden states after the final norm, [N, D]; positions are below `max_position_embeddings`."""
+        return self.model(token_ids_N, positions_N, attend)
+
+    def logits(self, hidden_N_D: Tensor) -> Tensor:
+        """[N, V], in the dtype of the weights."""
+        return F.linear(hidden_N_D, self.head_weight_V_D)
+
+    @property
+    def head_weight_V_D(self) -> Tensor:
+        """The output head: the embedding matrix where they are tied."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    @torch.no_grad()
+    def initialize(self, seed: int, std: float) -> None:
+        """Normal matrices of standard deviation `std`, norms 1, biases 0; the same bits on every device."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+                parameter.copy_(drawn.normal_(0.0, std, generator=generator))
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -1,0 +1,186 @@
+"""Where the time of a run went: busy shares, overlap, what nobody accounts for, and who waits for whom."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llamarl.observability.files import write_atomically
+from llamarl.observability.spans import Span, covered_s
+
+WORK_KINDS = frozenset({"generate", "score", "train", "weight_sync", "evaluate"})
+"""Span names that count as work; others (`start`) are drawn but not counted."""
+TIE_SHARE = 0.10
+"""Busy shares closer than this are equal: steps vary by about so much on shared machines."""
+LOST_SHARE = 0.20
+"""Above this share of time without any work, the controller is what everybody waits for."""
+
+SpansByExecutor = Mapping[str, Sequence[Span]]
+"""Spans of each executor, by its name (`generator-0`, `reward`, `trainer`), in any order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accounts:
+    """A window of wall time, split by who worked. Shares are of the window, 0 to 1."""
+
+    window_s: float
+    """Length of the window, in seconds."""
+    busy_share: dict[str, float]
+    """Time that each executor worked, by executor."""
+    kind_share: dict[str, dict[str, float]]
+    """The same by executor and span name."""
+    role_share: dict[str, float]
+    """Mean `busy_share` of the replicas of a role: `generator-0` and `generator-1` are `generator`."""
+    overlap_share: float
+    """Time in which executors of at least two roles worked at once."""
+    unaccounted_share: float
+    """Time in which no executor worked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What bounds the speed of a run."""
+
+    bound: str
+    """`generator-bound` (trainer, reward, any other role), `controller-bound`, `balanced` or `unknown`."""
+    reason: str
+    """Who waits for whom, in one sentence."""
+
+    def __str__(self) -> str:
+        return f"{self.bound}: {self.reason}"
+
+
+def account(spans: SpansByExecutor, start_s: float, end_s: float) -> Accounts:
+    """Accounts of [start_s, end_s], both on the clock of `spans.now_s`; all shares are 0 in an empty window."""
+    window_s = max(end_s - start_s, 0.0)
+    by_kind: dict[str, dict[str, list[Span]]] = {name: defaultdict(list) for name in spans}
+    by_role: dict[str, list[Span]] = defaultdict(list)
+    for name, executor_spans in spans.items():
+        for span in executor_spans:
+            if span.name in WORK_KINDS and span.end_s > start_s and span.start_s < end_s:
+                by_kind[name][span.name].append(span)
+                by_role[role_of(name)].append(span)
+
+    def share(work: Sequence[Span]) -> float:
+        return covered_s(work, start_s, end_s) / window_s if window_s else 0.0
+
+    busy_share = {name: share([span for work in kinds.values() for span in work]) for name, kinds in by_kind.items()}
+    replicas: dict[str, list[float]] = defaultdict(list)
+    for name, busy in busy_share.items():
+        replicas[role_of(name)].append(busy)
+    all_work = [span for work in by_role.values() for span in work]
+    overlap_s = _covered_twice_s([_merged(work, start_s, end_s) for work in by_role.values()])
+    return Accounts(
+        window_s=window_s,
+        busy_share=busy_share,
+        kind_share={name: {kind: share(work) for kind, work in kinds.items()} for name, kinds in by_kind.items()},
+        role_share={role: sum(shares) / len(shares) for role, shares in replicas.items()},
+        overlap_share=overlap_s / window_s if window_s else 0.0,
+        unaccounted_share=1.0 - share(all_work) if window_s else 0.0,
+    )
+
+
+def role_of(executor: str) -> str:
+    """`generator-1` -> `generator`."""
+    return re.sub(r"[-_.]?\d+$", "", executor)
+
+
+def _merged(spans: Sequence[Span], start_s: float, end_s: float) -> list[tuple[float, float]]:
+    """Disjoint intervals within the window that the spans cover."""
+    merged: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda span: span.start_s):
+        begin, end = max(span.start_s, start_s), min(span.end_s, end_s)
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _covered_twice_s(roles: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """Seconds that intervals of at least two roles cover."""
+    edges = sorted((at, change) for work in roles for begin, end in work for at, change in ((begin, 1), (end, -1)))
+    covered, depth, since = 0.0, 0, 0.0
+    for at, change in edges:
+        if depth >= 2:
+            covered += at - since
+        depth, since = depth + change, at
+    return covered
+
+
+def verdict(accounts: Accounts) -> Verdict:
+    """Who waits for whom. Take a window of several steps: one step is noise."""
+    roles = accounts.role_share
+    generator, trainer = roles.get("generator", 0.0), roles.get("trainer", 0.0)
+    if not any(roles.values()):
+        return Verdict(bound="unknown", reason="no executor has worked yet")
+    if accounts.unaccounted_share > LOST_SHARE:
+        lost = f"no executor works {accounts.unaccounted_share:.0%} of the time"
+        return Verdict(bound="controller-bound", reason=f"{lost}, all wait for the controller")
+    top = max(roles, key=lambda role: roles[role])
+    if top not in ("generator", "trainer") and roles[top] > max(generator, trainer) + TIE_SHARE:
+        reason = f"trainer and generator wait for the {top}, which is busy {roles[top]:.0%} of the time"
+        return Verdict(bound=f"{top}-bound", reason=reason)
+    bound = "balanced"
+    if abs(generator - trainer) >= TIE_SHARE:
+        bound = "generator-bound" if generator > trainer else "trainer-bound"
+    return Verdict(bound=bound, reason=_reason(bound, accounts, generator, trainer))
+
+
+def _reason(bound: str, accounts: Accounts, generator: float, trainer: float) -> str:
+    if accounts.overlap_share < 0.25 * min(generator, trainer):
+        return f"generator ({generator:.0%} of the time) and trainer ({trainer:.0%}) take turns"
+    if bound == "generator-bound":
+        return f"the trainer waits for rollouts {1 - trainer:.0%} of the time; the generator is busy {generator:.0%}"
+    if bound == "trainer-bound":
+        return f"the generator waits for the trainer {1 - generator:.0%} of the time; the trainer is busy {trainer:.0%}"
+    return f"generator ({generator:.0%}) and trainer ({trainer:.0%}) are about equally busy"
+
+
+def write_trace(path: Path, spans: SpansByExecutor) -> None:
+    """All spans as a Chrome trace, one process per executor; ui.perfetto.dev opens it.
+
+    Raises:
+        OSError: the file cannot be written; an older one is untouched.
+    """
+    starts = [span.start_s for executor_spans in spans.values() for span in executor_spans]
+    origin_s = min(starts, default=0.0)  # microseconds since 1970 would cost digits in the viewer
+    events: list[dict[str, Any]] = []
+    for process, (name, executor_spans) in enumerate(spans.items(), start=1):
+        events.append({"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}})
+        events.append(
+            {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
+        )
+        events += [_event(span, process, lane, origin_s) for span, lane in _lanes(executor_spans)]
+    write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _event(span: Span, process: int, lane: int, origin_s: float) -> dict[str, Any]:
+    start_us, duration_us = (span.start_s - origin_s) * 1e6, (span.end_s - span.start_s) * 1e6
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": "work" if span.name in WORK_KINDS else "other",
+        "ts": round(start_us, 1),
+        "dur": round(duration_us, 1),
+        "pid": process,
+        "tid": lane,
+    }
+
+
+def _lanes(spans: Sequence[Span]) -> list[tuple[Span, int]]:
+    """Each span with a row of the viewer, so that no two on a row overlap: rows can nest spans, not cross them."""
+    placed: list[tuple[Span, int]] = []
+    free_at_s: list[float] = []
+    for span in sorted(spans, key=lambda span: span.start_s):
+        lane = next((lane for lane, at in enumerate(free_at_s) if at <= span.start_s), len(free_at_s))
+        if lane == len(free_at_s):
+            free_at_s.append(0.0)
+        free_at_s[lane] = span.end_s
+        placed.append((span, lane))
+    return placed

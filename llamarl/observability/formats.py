@@ -1,0 +1,95 @@
+"""Numbers, times and foreign text as short strings for people."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Sequence
+from itertools import pairwise
+
+ABSENT = "–"
+BLOCKS = " ▁▂▃▄▅▆▇█"
+"""Eighths of a cell, from the bottom."""
+
+
+def duration(seconds: float | None) -> str:
+    """`43ms`, `8.2s`, `1m 42s`, `2h 05m`, `3d 04h`; a dash for what is not known."""
+    if seconds is None or not math.isfinite(seconds):
+        return ABSENT
+    if seconds < 59.5:
+        return _short_duration(max(seconds, 0.0))
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
+
+
+def _short_duration(seconds: float) -> str:
+    if seconds < 0.0995:
+        return f"{seconds * 1000:.0f}ms"
+    return f"{seconds:.1f}s" if seconds < 9.95 else f"{seconds:.0f}s"
+
+
+def remaining_s(steps_left: float, step_s: float) -> float | None:
+    """Seconds until the last step ends, or None before the first step has told how long one takes."""
+    return max(steps_left, 0.0) * step_s if math.isfinite(step_s) else None
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    """`58%`; `nan` stays visible."""
+    if share is None:
+        return ABSENT
+    return f"{share:.{digits}%}" if math.isfinite(share) else str(share)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """`digits` significant digits, all whole ones, no exponent in the usual range; `nan` stays visible."""
+    if value is None:
+        return ABSENT
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size >= 1e7 or 0 < size < 1e-4:
+        return f"{value:.{digits - 1}e}"
+    first_digit = math.floor(math.log10(size)) if size else digits - 1
+    return f"{value:,.{max(digits - 1 - first_digit, 0)}f}"
+
+
+def plain(text: str) -> str:
+    """One printable line: what a model wrote can neither move the cursor nor break the layout."""
+    text = text.strip().replace("\r\n", "\n").replace("\n", " ↵ ").replace("\t", " ")
+    return "".join("·" if unicodedata.category(letter)[0] == "C" else letter for letter in text)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """At most `width` cells; a longer history is averaged into them. A value that is not finite leaves a gap."""
+    return chart(values, width, 1)[0]
+
+
+def chart(values: Sequence[float], width: int, height: int) -> list[str]:
+    """`height` lines of at most `width` cells, from the top: columns that grow from the least to the largest value."""
+    cells = resample(values, width)
+    known = [value for value in cells if math.isfinite(value)]
+    low, high = (min(known), max(known)) if known else (0.0, 0.0)
+    spread = (high - low) or 1.0
+    # The least value still shows one eighth: a column without ink would read as a gap.
+    eighths = [1 + round((value - low) / spread * (height * 8 - 1)) if math.isfinite(value) else 0 for value in cells]
+    floors = range((height - 1) * 8, -1, -8)
+    return ["".join(BLOCKS[min(max(full - floor, 0), 8)] for full in eighths) for floor in floors]
+
+
+def resample(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` means of neighboring values, those that are not finite left out."""
+    if len(values) <= width:
+        return list(values)
+    if width <= 0:
+        return []
+    edges = [round(cell * len(values) / width) for cell in range(width + 1)]
+    return [_mean(values[begin:end]) for begin, end in pairwise(edges)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    return sum(known) / len(known) if known else math.nan

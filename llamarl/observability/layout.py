@@ -1,0 +1,330 @@
+"""The live screen as text: a pure function of what is known, the size of the terminal and the time.
+
+Everything is a `Text` object, never markup, so nothing that a model writes is taken for formatting.
+Blocks stand below each other; when they do not fit, blank lines go first, then the blocks of highest `rank`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from textwrap import wrap
+
+from rich.cells import chop_cells
+from rich.text import Text
+
+from llamarl.observability.accounting import Verdict
+from llamarl.observability.formats import chart, duration, number, percent, plain, remaining_s, sparkline
+from llamarl.observability.metrics import EvalMetrics, StepMetrics
+from llamarl.observability.view import CompletionView, ExecutorView, RunInfo, RunView
+
+ACCENT, DIM, GOOD, WARN, BAD = "cyan", "dim", "green", "yellow", "red"
+LABEL_WIDTH = 12
+WIDE = 112
+"""From this width on, the reward chart stands beside the numbers."""
+NUMBERS_WIDTH = 72
+"""Width of the numbers when the chart stands beside them."""
+SILENT_S, LOST_S = 10.0, 30.0
+"""Age of a heartbeat that is worth a look, and that means trouble."""
+MAX_WARNINGS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseView:
+    """Work before or after the loop."""
+
+    text: str
+    """What is done, for example `starting executors`."""
+    started_s: float
+    """When it began, on the clock of `spans.now_s`."""
+    done: int | None = None
+    """Units done; None when it cannot be counted."""
+    total: int | None = None
+    """Units in all."""
+    ended_s: float | None = None
+    """When it ended; None while it goes on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Board:
+    """All that a frame shows."""
+
+    info: RunInfo
+    started_s: float
+    """When the screen was opened."""
+    view: RunView | None = None
+    """The loop; None before it."""
+    phases: tuple[PhaseView, ...] = ()
+    """Oldest first; the last one goes on unless it has an end."""
+    warnings: Mapping[str, int] = field(default_factory=dict)
+    """How often each warning came, oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    rank: int
+    """0 is never dropped; the highest goes first."""
+    lines: list[Text]
+
+
+def frame(board: Board, width: int, height: int, now_s: float) -> Text:
+    """The screen, at most `width` cells wide and `height` lines high."""
+    inner = max(width - 2, 1)
+    view = board.view
+    blocks = [_Block(0, _header(board, inner, now_s))]
+    if view is None:
+        blocks.append(_Block(1, _phases(board.phases, inner, now_s)))
+    else:
+        blocks[0].lines.extend(_progress(board, view, inner, now_s))
+        blocks.append(_Block(2, _executors(view.executors, inner, now_s, max(height // 3 - 2, 3))))
+        blocks.append(_Block(3, _numbers(view, inner)))
+        if view.verdict:
+            blocks.append(_Block(4, _verdict(view.verdict, inner)))
+    if board.warnings:
+        blocks.append(_Block(1, _warnings(board.warnings, inner)))
+    if view and view.completions:
+        room = height - _size(blocks, spaced=True) - 1
+        blocks.insert(4 if view.verdict else 3, _Block(5, _completions(view.completions, inner, room)))
+    lines = _stack(blocks, height)
+    for line in lines:
+        line.rstrip()
+        line.truncate(inner, overflow="ellipsis")
+    return Text("\n").join(Text(" ").append_text(line) for line in lines)
+
+
+def _size(blocks: Sequence[_Block], *, spaced: bool) -> int:
+    full = [block for block in blocks if block.lines]
+    return sum(len(block.lines) for block in full) + (len(full) - 1 if spaced else 0)
+
+
+def _stack(blocks: Sequence[_Block], height: int) -> list[Text]:
+    kept = [block for block in blocks if block.lines]
+    while len(kept) > 1 and _size(kept, spaced=False) > height:
+        kept.remove(max(kept, key=lambda block: block.rank))
+    spaced = _size(kept, spaced=True) <= height
+    lines: list[Text] = []
+    for block in kept:
+        if lines and spaced:
+            lines.append(Text())
+        lines += block.lines
+    return lines[:height]
+
+
+def _row(label: str, *parts: Text | str) -> Text:
+    return Text.assemble((label.ljust(LABEL_WIDTH), DIM), *parts)
+
+
+def _header(board: Board, inner: int, now_s: float) -> list[Text]:
+    left = Text.assemble(
+        ("llamarl", f"bold {ACCENT}"), ("  " + board.info.name, "bold"), ("  " + board.info.model, DIM)
+    )
+    right = Text(duration(now_s - board.started_s))
+    if board.view:
+        steps_left = board.info.steps - board.view.step - _batch_share(board.info, board.view)
+        right.append("   eta ", DIM).append(duration(remaining_s(steps_left, board.view.recent_step_s)))
+    left.truncate(max(inner - right.cell_len - 2, 7), overflow="ellipsis", pad=True)
+    return [Text.assemble(left, "  ", right)]
+
+
+def _batch_share(info: RunInfo, view: RunView) -> float:
+    return min(view.groups_ready / info.groups_per_step, 1.0)
+
+
+def _progress(board: Board, view: RunView, inner: int, now_s: float) -> list[Text]:
+    info = board.info
+    lines = [_progress_row("step", view.step, info.steps, inner)]
+    if board.phases and board.phases[-1].ended_s is None:
+        return lines + _phases(board.phases[-1:], inner, now_s)
+    return [*lines, _progress_row("batch", view.groups_ready, info.groups_per_step, inner, "groups")]
+
+
+def _progress_row(label: str, done: int, total: int, inner: int, unit: str = "") -> Text:
+    counts = f"{done:,}/{total:,}" + (f" {unit}" if unit else "")
+    return _row(label, counts.ljust(15), _line(done, total, inner - LABEL_WIDTH - 15))
+
+
+def _line(done: float, total: float, width: int) -> Text:
+    """A thin bar, filled to `done` of `total`."""
+    share = done / total if total > 0 and math.isfinite(done) else 0.0
+    full = round(min(max(share, 0.0), 1.0) * max(width, 0))
+    return Text.assemble(("━" * full, ACCENT), ("─" * max(width - full, 0), DIM))
+
+
+def _phases(phases: Sequence[PhaseView], inner: int, now_s: float) -> list[Text]:
+    label_width = max(min(34, inner - 30), 12)
+    lines = []
+    for phase in phases:
+        text = Text(plain(phase.text))
+        text.truncate(label_width, overflow="ellipsis", pad=True)
+        took = duration((phase.ended_s or now_s) - phase.started_s).rjust(8)
+        if phase.ended_s is not None:
+            lines.append(Text.assemble(("✓ ", GOOD), text, (took, DIM)))
+        elif phase.done is None or not phase.total:
+            lines.append(Text.assemble(("› ", ACCENT), text, took))
+        else:
+            counts = f"  {phase.done:,}/{phase.total:,}".ljust(15)
+            thin = _line(phase.done, phase.total, min(inner - label_width - 25, 40))
+            lines.append(Text.assemble(("› ", ACCENT), text, took, counts, thin))
+    return lines
+
+
+def _executors(executors: Sequence[ExecutorView], inner: int, now_s: float, room: int) -> list[Text]:
+    """One line each; when there are too many, the first ones and a count of the others."""
+    shown = executors if len(executors) <= room else executors[: room - 1]
+    bar_width = max(min(inner - LABEL_WIDTH - 47, 24), 0)
+    lines = []
+    for executor in shown:
+        age_s = now_s - executor.heartbeat_s
+        age_style = BAD if age_s > LOST_S else WARN if age_s > SILENT_S else DIM
+        state = Text(plain(executor.state))
+        state.truncate(23 if inner >= 56 else 13, overflow="ellipsis", pad=True)
+        busy = Text.assemble(_line(executor.busy_share, 1.0, bar_width), percent(executor.busy_share).rjust(5))
+        seen = Text(f"   seen {duration(age_s)} ago" if inner >= 56 else f"  {duration(age_s)}", age_style)
+        lines.append(_row(executor.name[:12].ljust(LABEL_WIDTH + 1), state, busy, seen))
+    if len(shown) < len(executors):
+        lines.append(_row("", Text(f"and {len(executors) - len(shown)} more", DIM)))
+    return lines
+
+
+def _verdict(verdict: Verdict, inner: int) -> list[Text]:
+    first, *more = wrap(str(verdict), max(inner - LABEL_WIDTH, 20), max_lines=2, placeholder="…")
+    text = Text(first)
+    text.stylize(ACCENT, 0, len(verdict.bound))
+    return [_row("verdict", text), *(_row("", line) for line in more)]
+
+
+def _numbers(view: RunView, inner: int) -> list[Text]:
+    wide = inner >= WIDE and len(view.rewards) > 1
+    width = NUMBERS_WIDTH if wide else inner
+    cell_width = max((width - LABEL_WIDTH) // 3, 16)
+    rows = [
+        ("generation", _Cell("", f"{number(view.generated_tokens_per_s)} tok/s"), *_queues(view)),
+        *(_metric_rows(view.metrics) if view.metrics else ()),
+    ]
+    lines = [_row(label, *(cell.text(cell_width) for cell in cells)) for label, *cells in rows]
+    if view.metrics:
+        spark = "" if wide else sparkline(view.rewards, width - LABEL_WIDTH - 2 * cell_width)
+        cells = [cell.text(cell_width) for cell in _reward_cells(view.metrics)]
+        lines.append(_row("reward", *cells, Text(spark, ACCENT)))
+    if view.evals:
+        lines.append(_row("held-out", _evals(view.evals, width - LABEL_WIDTH)))
+    return _beside(lines, _reward_chart(view.rewards, inner - width - 4, len(lines)), width) if wide else lines
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    label: str
+    value: str
+    style: str = ""
+
+    def text(self, width: int) -> Text:
+        label = f"{self.label} " if self.label else ""
+        text = Text.assemble((label, DIM), (self.value, self.style or ("bold red" if self.value == "nan" else "")))
+        text.truncate(width - 1, overflow="ellipsis")
+        text.pad_right(width - text.cell_len)
+        return text
+
+
+def _queues(view: RunView) -> tuple[_Cell, _Cell]:
+    return _Cell("running", f"{view.running_rollouts:,}"), _Cell("waiting", f"{view.waiting_rollouts:,}")
+
+
+def _reward_cells(last: StepMetrics) -> tuple[_Cell, _Cell]:
+    reward = _Cell("mean", number(last.reward_mean), "bold")
+    if last.invalid_share > 0:
+        return reward, _Cell("invalid", percent(last.invalid_share, 1), BAD if last.invalid_share > 0.1 else WARN)
+    return reward, _Cell("solved", percent(last.solve_rate), "bold")
+
+
+def _metric_rows(last: StepMetrics) -> list[tuple[str, _Cell, _Cell, _Cell]]:
+    over = WARN if last.staleness_max > last.staleness_limit else ""
+    return [
+        (
+            "staleness",
+            _Cell("mean", number(last.staleness_mean)),
+            _Cell("max", f"{last.staleness_max} of {last.staleness_limit}", over),
+            _Cell("sync", duration(last.sync_s)),
+        ),
+        (
+            "ratio",
+            _Cell("mean", number(last.importance_ratio_mean)),
+            _Cell("max", number(last.importance_ratio_max)),
+            _Cell("capped", percent(last.capped_share, 1)),
+        ),
+        (
+            "update",
+            _Cell("grad norm", number(last.grad_norm)),
+            _Cell("loss", number(last.loss)),
+            _Cell("kl", number(last.kl_to_behavior, 2)),
+        ),
+        (
+            "length",
+            _Cell("mean", number(last.response_tokens_mean)),
+            _Cell("max", f"{last.response_tokens_max:,}"),
+            _Cell("cut", percent(last.truncated_share)),
+        ),
+    ]
+
+
+def _evals(evals: Sequence[EvalMetrics], width: int) -> Text:
+    """The first evaluation and as many of the last as fit."""
+    cell_width = 18
+    last = evals[1:][-max(width // cell_width - 1, 1) :]
+    text = Text()
+    for number_of, entry in enumerate((evals[0], *last)):
+        text.append(f"step {entry.step} ", DIM)
+        text.append(percent(entry.accuracy, 1), "bold")
+        text.pad_right(cell_width * (number_of + 1) - text.cell_len)
+    return text
+
+
+def _reward_chart(rewards: Sequence[float], width: int, height: int) -> list[Text]:
+    title = Text(f"{'':8}reward, {len(rewards)} steps", DIM)
+    rows = chart(rewards, width - 8, height - 1)
+    known = [value for value in rewards if math.isfinite(value)]
+    labels = [""] * len(rows)
+    if known and rows:
+        labels[0], labels[-1] = number(max(known)), number(min(known))
+    return [
+        title,
+        *(Text.assemble((label.rjust(6) + "  ", DIM), (row, ACCENT)) for label, row in zip(labels, rows, strict=True)),
+    ]
+
+
+def _beside(left: Sequence[Text], right: Sequence[Text], left_width: int) -> list[Text]:
+    lines = []
+    for line, other in zip(left, right, strict=True):
+        line.truncate(left_width, overflow="ellipsis", pad=True)
+        lines.append(Text.assemble(line, "    ", other))
+    return lines
+
+
+def _completions(completions: Sequence[CompletionView], inner: int, room: int) -> list[Text]:
+    """Each: reward and advantage beside the head of the prompt, then the tail of the response."""
+    completions = completions[: max(room // 2, 0)]
+    each = min(room // max(len(completions), 1), 6)
+    width = max(inner - LABEL_WIDTH, 8)
+    lines = []
+    for entry in completions:
+        advantage = f"adv {entry.advantage:+.2f}"
+        lines.append(_row(f"reward {number(entry.reward, 2)}", Text(_first_line(plain(entry.prompt), width), DIM)))
+        pieces = chop_cells(plain(entry.response), width) or [""]
+        if len(pieces) > each - 1:
+            pieces = chop_cells("…" + "".join(pieces[1 - each :])[1:], width)
+        lines += [_row(advantage if place == 0 else "", Text(piece)) for place, piece in enumerate(pieces)]
+    return lines
+
+
+def _first_line(text: str, width: int) -> str:
+    pieces = chop_cells(text, width)
+    return pieces[0][:-1] + "…" if len(pieces) > 1 else text
+
+
+def _warnings(warnings: Mapping[str, int], inner: int) -> list[Text]:
+    lines = []
+    for text, times in list(warnings.items())[-MAX_WARNINGS:]:
+        counted = f"{plain(text)}  ({times} times)" if times > 1 else plain(text)
+        pieces = wrap(counted, max(inner - 2, 20), max_lines=2, placeholder="…")
+        lines += [Text("! " + piece if place == 0 else "  " + piece, WARN) for place, piece in enumerate(pieces)]
+    return lines

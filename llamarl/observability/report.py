@@ -1,0 +1,203 @@
+"""What stays when a run has ended: a text for the terminal and `summary.json` for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from llamarl.observability.accounting import Verdict
+from llamarl.observability.files import write_atomically
+from llamarl.observability.formats import ABSENT, duration, number, percent, plain
+from llamarl.observability.metrics import EvalMetrics, Row, flat
+from llamarl.observability.view import CompletionView
+
+LABEL_WIDTH = 20
+COLUMN_WIDTH = 12
+COMPLETION_LETTERS = 300
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFile:
+    """A file that the run leaves."""
+
+    path: Path
+    meaning: str
+    """One line for people."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """A whole run."""
+
+    name: str
+    """Name of the run."""
+    end: Literal["finished", "interrupted", "failed"]
+    """All steps done; stopped by the user; ended by an error."""
+    end_reason: str = ""
+    """One sentence, when it did not finish."""
+    steps: int
+    """Optimizer steps completed."""
+    start_s: float
+    """Seconds from the command to the start of the loop: processes, models, first evaluation."""
+    wall_s: float
+    """Seconds of the loop."""
+    samples_per_s: float
+    """Rollouts that the trainer consumed, per second of `wall_s`."""
+    unaccounted_share: float
+    """Share of `wall_s` in which no executor worked, 0 to 1."""
+    overlap_share: float
+    """Share of `wall_s` in which at least two roles worked at once, 0 to 1."""
+    busy_share: Mapping[str, float]
+    """Share of `wall_s` that each executor worked, 0 to 1, by executor name."""
+    staleness_max: int
+    """Largest staleness of any rollout that was trained on, in optimizer steps."""
+    staleness_limit: int
+    """Largest staleness that admission allowed, in optimizer steps."""
+    invalid_share: float
+    """Share of rollouts that the reward could not judge, 0 to 1."""
+    verdict: Verdict
+    """What bounded the speed."""
+    before: EvalMetrics | None = None
+    """Held-out problems before training; None without evaluation."""
+    after: EvalMetrics | None = None
+    """Held-out problems after training."""
+    completions: tuple[CompletionView, ...] = ()
+    """A few last responses."""
+    files: tuple[RunFile, ...] = ()
+    """What lies where."""
+    warnings: tuple[str, ...] = ()
+    """What the user was warned of."""
+    extra: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers for `summary.json`."""
+
+    @property
+    def accuracy_before(self) -> float | None:
+        return self.before.accuracy if self.before else None
+
+    @property
+    def accuracy_after(self) -> float | None:
+        return self.after.accuracy if self.after else None
+
+    def to_json(self) -> Row:
+        """Flat JSON of the numbers; evaluations as `accuracy_before`, `pass_at_k_after`, and so on."""
+        texts = {"verdict", "before", "after", "completions", "files", "warnings"}
+        row = {key: value for key, value in flat("summary", self).items() if key not in texts}
+        for when, entry in (("before", self.before), ("after", self.after)):
+            if entry:
+                row |= {f"{key}_{when}": value for key, value in entry.to_json().items() if key != "kind"}
+        return row | {"bound": self.verdict.bound, "verdict": str(self.verdict), "num_warnings": len(self.warnings)}
+
+
+def write_summary(path: Path, summary: RunSummary) -> None:
+    """`summary.json`, whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    write_atomically(path, json.dumps(summary.to_json(), indent=2, allow_nan=False) + "\n")
+
+
+def render_summary(summary: RunSummary) -> str:
+    """The end of a run, for people; plain text that survives a log, lines of any length."""
+    sections = [
+        _headline(summary),
+        _held_out(summary),
+        _time(summary),
+        _completions(summary),
+        [f"warning: {plain(text)}" for text in summary.warnings],
+        _files(summary),
+    ]
+    return "\n\n".join("\n".join(section) for section in sections if section) + "\n"
+
+
+def _headline(summary: RunSummary) -> list[str]:
+    took = f"{summary.steps:,} steps in {duration(summary.wall_s)}, after {duration(summary.start_s)} of starting up"
+    if summary.end == "finished":
+        return [f"{summary.name}: finished {took}"]
+    return [
+        f"{summary.name}: {summary.end.upper()} after {took}",
+        *([plain(summary.end_reason)] if summary.end_reason else []),
+    ]
+
+
+def _held_out(summary: RunSummary) -> list[str]:
+    before, after = summary.before, summary.after
+    known = after or before
+    if known is None:
+        return []
+    lines = [
+        _table(f"held-out ({known.num_prompts:,})", "before", "after", "change"),
+        _table("accuracy", _accuracy(before), _accuracy(after), _change(before, after)),
+    ]
+    if known.k > 1:
+        lines.append(_table(f"pass@{known.k}", _pass_at_k(before), _pass_at_k(after)))
+    lines.append(_table("mean tokens", _length(before), _length(after)))
+    return lines
+
+
+def _table(label: str, before: str, after: str, change: str = "") -> str:
+    cells = f"{label.ljust(LABEL_WIDTH)}{before.rjust(COLUMN_WIDTH)}{after.rjust(COLUMN_WIDTH)}"
+    return (cells + "    " + change).rstrip()
+
+
+def _accuracy(entry: EvalMetrics | None) -> str:
+    return percent(entry.accuracy, 1) if entry else ABSENT
+
+
+def _pass_at_k(entry: EvalMetrics | None) -> str:
+    return percent(entry.pass_at_k, 1) if entry else ABSENT
+
+
+def _length(entry: EvalMetrics | None) -> str:
+    return number(entry.mean_response_tokens) if entry else ABSENT
+
+
+def _change(before: EvalMetrics | None, after: EvalMetrics | None) -> str:
+    """Difference in points with its standard error, as if both were independent: sqrt(sum p (1 - p) / n)."""
+    if before is None or after is None:
+        return ""
+    variances = [entry.accuracy * (1 - entry.accuracy) / max(entry.num_prompts, 1) for entry in (before, after)]
+    error = math.sqrt(sum(variances))
+    return f"{100 * (after.accuracy - before.accuracy):+.1f} points (standard error {100 * error:.1f})"
+
+
+def _time(summary: RunSummary) -> list[str]:
+    idle = ", ".join(f"{name} {percent(1 - share)}" for name, share in summary.busy_share.items())
+    return [
+        _fact("verdict", str(summary.verdict)),
+        _fact("idle", idle or ABSENT),
+        _fact(
+            "overlap",
+            f"{percent(summary.overlap_share)} of the time; nobody works {percent(summary.unaccounted_share, 1)}",
+        ),
+        _fact("speed", f"{number(summary.samples_per_s)} rollouts/s"),
+        _fact("staleness", f"at most {summary.staleness_max} of {summary.staleness_limit} allowed"),
+        _fact("invalid rewards", percent(summary.invalid_share, 1)),
+    ]
+
+
+def _fact(label: str, text: str) -> str:
+    return label.ljust(LABEL_WIDTH) + text
+
+
+def _completions(summary: RunSummary) -> list[str]:
+    lines = []
+    for entry in summary.completions:
+        lines.append(_fact(f"reward {number(entry.reward)}", "> " + _short(plain(entry.prompt), from_end=False)))
+        lines.append(_fact(f"advantage {entry.advantage:+.2f}", "  " + _short(plain(entry.response), from_end=True)))
+    return lines
+
+
+def _short(text: str, *, from_end: bool) -> str:
+    if len(text) <= COMPLETION_LETTERS:
+        return text
+    return "…" + text[-COMPLETION_LETTERS:] if from_end else text[:COMPLETION_LETTERS] + "…"
+
+
+def _files(summary: RunSummary) -> list[str]:
+    width = max((len(str(file.path)) for file in summary.files), default=0)
+    return [f"{str(file.path).ljust(width)}  {file.meaning}" for file in summary.files]

@@ -1,0 +1,54 @@
+"""Finding a final answer in a response, and reading plain numbers. Linear in the tail, whatever the text holds."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+TAIL_CHARS = 4096
+"""Final answers are looked for in this many last characters: bounds the work for a response of any length."""
+
+_NUMBER = re.compile(
+    r"""(?:(?P<sign>[+-])\s*)?(?:\$\s*)?(?:(?P<inner>[+-])\s*)?  # -72, $72, -$72, $-72; linear: no two \s* can meet
+        (?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?  # 1,234.5
+        |[0-9]+(?:\.[0-9]+)?|\.[0-9]+)                    # 1234.5, .5
+        \s*(?:\$\s*)?\.?""",
+    re.VERBOSE,
+)
+
+
+def parse_number(text: str) -> Decimal | None:
+    """The number that the whole of `text` is, or None.
+
+    Allowed around it: spaces, one sign, `$`, commas between valid groups of three, one trailing full stop.
+    """
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None or (match["sign"] and match["inner"]):
+        return None
+    return Decimal((match["sign"] or match["inner"] or "") + match["digits"].replace(",", ""))
+
+
+def after_hashes(response: str) -> str | None:
+    """What follows the last `####` on its line, stripped; None without one in the tail."""
+    _, hashes, after = response[-TAIL_CHARS:].rpartition("####")
+    return after.partition("\n")[0].strip() if hashes else None
+
+
+_BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
+
+
+def last_box(response: str) -> str | None:
+    r"""Content of the last closed `\boxed{...}` in the tail; of nested boxes the inner one."""
+    tail = response[-TAIL_CHARS:]
+    opened: list[int | None] = []  # content start of a box, None for a plain brace
+    last: tuple[int, int] | None = None
+    for match in _BRACES.finditer(tail):
+        if match["box"]:
+            opened.append(match.end())
+        elif match[0] == "{":
+            opened.append(None)
+        elif match[0] == "}" and opened:
+            start = opened.pop()
+            if start is not None and (last is None or start > last[0]):
+                last = (start, match.start())
+    return tail[last[0] : last[1]].strip() if last else None

@@ -1,0 +1,54 @@
+"""Several rewards as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from llamarl.config import ConfigError
+from llamarl.rewards._base import Reward, invalid
+from llamarl.types import Outcome, RewardItem, RewardResult
+
+
+@dataclass
+class WeightedSum(Reward):
+    """The weighted sum of its parts: INVALID when any part is, WRONG when all are, otherwise a score."""
+
+    parts: list[Reward]
+    weights: list[float]
+    """One per part, finite."""
+
+    def __post_init__(self) -> None:
+        if len(self.parts) != len(self.weights):
+            raise ConfigError(
+                f"reward.weights has {len(self.weights)} numbers for {len(self.parts)} parts; give one each"
+            )
+        if not all(map(math.isfinite, self.weights)):
+            raise ConfigError(f"reward.weights = {self.weights} must be finite numbers")
+
+    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        columns = [part.score(items) for part in self.parts]
+        return [self._combine(results) for results in zip(*columns, strict=True)]
+
+    def _combine(self, results: Sequence[RewardResult]) -> RewardResult:
+        names = [type(part).__name__ for part in self.parts]
+        reasons = [f"{name}: {result.reason}" for name, result in zip(names, results, strict=True) if result.reason]
+        outcomes = [result.outcome for result in results]
+        if Outcome.INVALID in outcomes:
+            broken = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.INVALID]
+            return invalid("; ".join(reasons) or f"{broken[0]}: invalid")
+        value = sum(weight * result.value for weight, result in zip(self.weights, results, strict=True))
+        all_wrong = all(outcome is Outcome.WRONG for outcome in outcomes)
+        return RewardResult(
+            outcome=Outcome.WRONG if all_wrong else Outcome.SCORE,
+            value=float(value),
+            reason="; ".join(reasons),
+            first_part=results[0],
+        )
+
+    def close(self) -> None:
+        with ExitStack() as stack:  # every part is closed, even when one of them raises
+            for part in self.parts:
+                stack.callback(part.close)

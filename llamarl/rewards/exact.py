@@ -1,0 +1,32 @@
+"""The response is the answer, word for word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llamarl.rewards._base import Reward
+from llamarl.types import Outcome, RewardItem, RewardResult
+
+
+@dataclass
+class Exact(Reward):
+    """Right when response and answer are the same text, white space around them aside."""
+
+    correct: float = 1.0
+    """Reward of a right answer."""
+    wrong: float = 0.0
+    """Reward of any other response."""
+    ignore_case: bool = False
+    """Compare without regard to case."""
+
+    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        return [
+            RewardResult(outcome=Outcome.SCORE, value=self.correct)
+            if self._tidy(item.response) == self._tidy(item.answer)
+            else RewardResult(outcome=Outcome.WRONG, value=self.wrong, reason="not the answer, word for word")
+            for item in items
+        ]
+
+    def _tidy(self, text: str) -> str:
+        return text.strip().casefold() if self.ignore_case else text.strip()

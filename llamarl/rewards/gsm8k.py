@@ -1,0 +1,44 @@
+"""Grade-school mathematics with the answer after `####`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llamarl.rewards._base import Reward, invalid
+from llamarl.rewards._text import after_hashes, parse_number
+from llamarl.types import Outcome, RewardItem, RewardResult
+
+
+@dataclass
+class Gsm8k(Reward):
+    """Right when the number after the last `####` equals the answer, exactly.
+
+    A number elsewhere in the response never counts: "any last number" is a reward that policies learn to hack.
+    An answer that is no number is a fault of the data, so its responses are INVALID.
+    """
+
+    correct: float = 1.0
+    """Reward of a right answer."""
+    wrong: float = 0.0
+    """Reward of a wrong or missing answer."""
+
+    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        return [self._score(item) for item in items]
+
+    def _score(self, item: RewardItem) -> RewardResult:
+        gold = parse_number(after_hashes(item.answer) or item.answer)
+        if gold is None:
+            return invalid(f"the data's answer {item.answer[:40]!r} is not a number")
+        text = after_hashes(item.response)
+        if text is None:
+            return self._wrong("no #### line")
+        number = parse_number(text)
+        if number is None:
+            return self._wrong(f"{text[:40]!r} after #### is not a number")
+        if number != gold:
+            return self._wrong(f"{text[:40]} is not {item.answer[-40:]}")
+        return RewardResult(outcome=Outcome.SCORE, value=self.correct)
+
+    def _wrong(self, reason: str) -> RewardResult:
+        return RewardResult(outcome=Outcome.WRONG, value=self.wrong, reason=reason)

@@ -1,0 +1,1 @@
+"""What happens to rollouts between generator and trainer: admission, packing, recording."""

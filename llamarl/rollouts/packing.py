@@ -1,0 +1,141 @@
+"""From scored groups to packed microbatches. A group's prompt is packed, and later computed, once for all its samples.
+
+Layout of one microbatch, group after group::
+
+    [prompt] [response 0] [response 1] ...   [prompt] [response 0] ...
+
+A response's last token predicts nothing, so it is a target but no input. The token at response position 0 is predicted
+by the prompt's last position, position t > 0 by the response's input t - 1.
+
+Shape suffixes: N packed input tokens, R response tokens (targets), G samples of a group, T tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamarl.types import FinishReason, Outcome, RolloutGroup, SampleGroup, TrainSample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Microbatch:
+    """Packed tokens of several groups."""
+
+    token_ids_N: np.ndarray
+    """int64."""
+    positions_N: np.ndarray
+    """Position of each input in its own sequence, int64; responses go on where their prompt ends."""
+    prompt_lengths: tuple[int, ...]
+    """Tokens of each group's prompt."""
+    response_lengths: tuple[tuple[int, ...], ...]
+    """Input tokens of each response, one less than its tokens, per group."""
+    predictors_R: np.ndarray
+    """Index in N of the position that predicts each target, int64."""
+    targets_R: np.ndarray
+    """int64."""
+    behavior_logprobs_R: np.ndarray
+    """float32."""
+    policy_versions_R: np.ndarray
+    """int32."""
+    advantages_R: np.ndarray
+    """float32."""
+    loss_mask_R: np.ndarray
+    """bool."""
+
+
+def valid_rollouts(group: RolloutGroup) -> np.ndarray:
+    """Which rollouts of a group may be learnt from, bool [G]: generated without failure and judged."""
+    return np.array(
+        [
+            rollout.num_tokens > 0
+            and rollout.finish_reason is not FinishReason.FAILED
+            and result.outcome is not Outcome.INVALID
+            for rollout, result in zip(group.rollouts, group.results, strict=True)
+        ]
+    )
+
+
+def to_sample_group(group: RolloutGroup, advantages_G: np.ndarray) -> SampleGroup:
+    """The trainable part of a group: invalid rollouts are left out, every token gets its rollout's advantage."""
+    samples = tuple(
+        TrainSample(
+            response_token_ids_T=rollout.token_ids_T,
+            behavior_logprobs_T=rollout.behavior_logprobs_T,
+            policy_versions_T=rollout.policy_versions_T,
+            advantages_T=np.full(rollout.num_tokens, advantage, np.float32),
+            loss_mask_T=np.ones(rollout.num_tokens, bool),
+        )
+        for rollout, advantage, valid in zip(group.rollouts, advantages_G, valid_rollouts(group), strict=True)
+        if valid
+    )
+    return SampleGroup(prompt_token_ids_T=group.prompt.token_ids_T, samples=samples)
+
+
+def pack(groups: Sequence[SampleGroup], microbatch_tokens: int) -> list[Microbatch]:
+    """Microbatches of at most `microbatch_tokens` inputs, in order; a sample longer than that gets one of its own."""
+    batches: list[list[SampleGroup]] = [[]]
+    room = microbatch_tokens
+    for group in _split(groups, microbatch_tokens):
+        size = _num_inputs(group)
+        if batches[-1] and size > room:
+            batches.append([])
+            room = microbatch_tokens
+        batches[-1].append(group)
+        room -= size
+    return [_pack(batch) for batch in batches if batch]
+
+
+def _num_inputs(group: SampleGroup) -> int:
+    return len(group.prompt_token_ids_T) + sum(len(sample.response_token_ids_T) - 1 for sample in group.samples)
+
+
+def _split(groups: Sequence[SampleGroup], microbatch_tokens: int) -> Iterator[SampleGroup]:
+    """Groups, those over the budget cut into several that repeat the prompt; groups without samples vanish."""
+    for group in groups:
+        prompt, part, room = group.prompt_token_ids_T, list[TrainSample](), 0
+        for sample in group.samples:
+            size = len(sample.response_token_ids_T) - 1
+            if part and size > room:
+                yield SampleGroup(prompt_token_ids_T=prompt, samples=tuple(part))
+                part = []
+            if not part:
+                room = microbatch_tokens - len(prompt)
+            part.append(sample)
+            room -= size
+        if part:
+            yield SampleGroup(prompt_token_ids_T=prompt, samples=tuple(part))
+
+
+def _pack(groups: Sequence[SampleGroup]) -> Microbatch:
+    token_ids, positions, predictors = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    start = 0
+    for group in groups:
+        prompt = group.prompt_token_ids_T
+        last_of_prompt = start + len(prompt) - 1
+        token_ids.append(prompt)
+        positions.append(np.arange(len(prompt)))
+        start += len(prompt)
+        for sample in group.samples:
+            inputs = sample.response_token_ids_T[:-1]
+            token_ids.append(inputs)
+            positions.append(np.arange(len(prompt), len(prompt) + len(inputs)))
+            predictors += [np.array([last_of_prompt]), np.arange(start, start + len(inputs))]
+            start += len(inputs)
+    samples = [sample for group in groups for sample in group.samples]
+    return Microbatch(
+        token_ids_N=np.concatenate(token_ids).astype(np.int64),
+        positions_N=np.concatenate(positions),
+        prompt_lengths=tuple(len(group.prompt_token_ids_T) for group in groups),
+        response_lengths=tuple(
+            tuple(len(sample.response_token_ids_T) - 1 for sample in group.samples) for group in groups
+        ),
+        predictors_R=np.concatenate(predictors),
+        targets_R=np.concatenate([sample.response_token_ids_T for sample in samples]).astype(np.int64),
+        behavior_logprobs_R=np.concatenate([sample.behavior_logprobs_T for sample in samples]),
+        policy_versions_R=np.concatenate([sample.policy_versions_T for sample in samples]),
+        advantages_R=np.concatenate([sample.advantages_T for sample in samples]),
+        loss_mask_R=np.concatenate([sample.loss_mask_T for sample in samples]),
+    )

@@ -1,0 +1,27 @@
+"""AdamW with decay on matrices only, and a linear warm-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from llamarl.config.schema import TrainerConfig
+
+
+def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+    """Fused AdamW (arXiv 1711.05101). Norms and biases are not decayed: pulling them to 0 removes what they scale."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=1e-8, fused=True)
+
+
+def learning_rate_at(step: int, config: TrainerConfig) -> float:
+    """Rate of the optimizer step with this number, counted from 0."""
+    return config.learning_rate * min(1.0, (step + 1) / (config.warmup_steps + 1))

@@ -1,0 +1,23 @@
+"""What the trainer reports. No torch: the controller reads it.
+
+Shape suffix: G rollouts of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What one optimizer step reports."""
+
+    policy_version: int
+    """Completed optimizer steps, this one included."""
+    skipped: bool
+    """The gradient was not finite and `trainer.on_nonfinite` is `skip`: the weights did not change."""
+    metrics: dict[str, float]
+    advantages: dict[int, np.ndarray]
+    """By group id, float64 [G]; 0 for rollouts that were masked out."""

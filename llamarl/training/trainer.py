@@ -1,0 +1,117 @@
+"""`Trainer`: one optimizer step on one batch of scored groups.
+
+Shape suffixes: N packed input tokens, R response tokens (targets), G rollouts of a group, D model dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llamarl.algorithms.advantages._base import Advantage
+from llamarl.algorithms.losses._base import Loss, LossInputs
+from llamarl.config.schema import TrainerConfig
+from llamarl.models.transformer import Transformer
+from llamarl.rollouts.packing import Microbatch, pack, to_sample_group, valid_rollouts
+from llamarl.training.attention import shared_prefix_attend
+from llamarl.training.logprobs import target_logprobs
+from llamarl.training.optimizer import build_optimizer, learning_rate_at
+from llamarl.training.result import StepResult
+from llamarl.types import RolloutGroup, TrainBatch
+
+
+class NonFiniteStep(RuntimeError):
+    """Loss or gradient is not finite; the weights are unchanged."""
+
+
+class Trainer:
+    """A model in training: float32 master weights, compute in `config.dtype`."""
+
+    def __init__(
+        self, model: Transformer, config: TrainerConfig, loss: Loss, advantage: Advantage, temperature: float
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.loss = loss
+        self.advantage = advantage
+        self.temperature = temperature
+        self.optimizer = build_optimizer(model, config)
+        self.policy_version = 0
+        self.device = next(model.parameters()).device
+
+    def step(self, groups: Sequence[RolloutGroup]) -> StepResult:
+        """Learns from `groups` and completes one policy version.
+
+        Raises:
+            NonFiniteStep: loss or gradient is NaN or infinite, and the policy is to stop.
+        """
+        advantages = {group.group_id: self._advantages(group) for group in groups}
+        batch = TrainBatch(groups=tuple(to_sample_group(group, advantages[group.group_id]) for group in groups))
+        num_loss_tokens = max(batch.num_loss_tokens, 1)
+        rate = learning_rate_at(self.policy_version, self.config)
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = rate
+
+        sums, maxima = dict[str, float](), dict[str, float]()
+        for microbatch in pack(batch.groups, self.config.microbatch_tokens):
+            self._accumulate(microbatch, num_loss_tokens, sums, maxima)
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
+        metrics = {name: value / num_loss_tokens for name, value in sums.items()} | maxima
+        metrics |= {
+            "importance_ratio_mean": 1 + metrics.pop("importance_ratio_excess", 0.0),
+            "grad_norm": grad_norm,
+            "learning_rate": rate,
+            "num_loss_tokens": float(batch.num_loss_tokens),
+        }
+        finite = math.isfinite(grad_norm) and math.isfinite(metrics.get("loss", 0.0))
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if not finite and self.config.on_nonfinite == "stop":
+            names = ", ".join(str(group.group_id) for group in groups)
+            raise NonFiniteStep(
+                f"step {self.policy_version}: loss {metrics.get('loss')}, gradient norm {grad_norm} from groups {names}; "
+                "lower trainer.learning_rate, or set trainer.on_nonfinite = 'skip'"
+            )
+        self.policy_version += 1
+        return StepResult(
+            policy_version=self.policy_version, skipped=not finite, metrics=metrics, advantages=advantages
+        )
+
+    def _advantages(self, group: RolloutGroup) -> np.ndarray:
+        rewards_G = np.array([result.value for result in group.results], np.float64)
+        return self.advantage(rewards_G, valid_rollouts(group))
+
+    def _accumulate(
+        self, microbatch: Microbatch, num_loss_tokens: int, sums: dict[str, float], maxima: dict[str, float]
+    ) -> None:
+        """Adds one microbatch's share of the gradient of (sum of losses) / (global count of tokens)."""
+        output = self.loss(
+            LossInputs(
+                logprobs_N=self.logprobs(microbatch),
+                behavior_logprobs_N=self._tensor(microbatch.behavior_logprobs_R),
+                advantages_N=self._tensor(microbatch.advantages_R),
+                loss_mask_N=self._tensor(microbatch.loss_mask_R),
+            )
+        )
+        (output.loss / num_loss_tokens).backward()
+        for name, value in {"loss": output.loss, **output.sums}.items():
+            sums[name] = sums.get(name, 0.0) + float(value.detach())
+        for name, value in output.maxima.items():
+            maxima[name] = max(maxima.get(name, -math.inf), float(value))
+
+    def logprobs(self, microbatch: Microbatch) -> Tensor:
+        """Log-probabilities of the response tokens at the sampling temperature, float32 [R]."""
+        attend = shared_prefix_attend(microbatch.prompt_lengths, microbatch.response_lengths, self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
+            hidden_N_D = self.model(self._tensor(microbatch.token_ids_N), self._tensor(microbatch.positions_N), attend)
+        hidden_R_D = hidden_N_D.index_select(0, self._tensor(microbatch.predictors_R))
+        head_V_D = self.model.head_weight_V_D.to(hidden_R_D.dtype)
+        return target_logprobs(hidden_R_D, head_V_D, self._tensor(microbatch.targets_R), self.temperature)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)

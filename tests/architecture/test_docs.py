@@ -1,0 +1,199 @@
+"""What the documents name exists, and what they tell people to type works."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from llamarl.config import RunConfig, SftConfig, load_config, load_sft_config
+from llamarl.config.schema import Section
+from tests.architecture.repository import PACKAGE, ROOT, documents, name_of, python_files, tree
+
+CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+DOTTED = re.compile(r"\w+(\.\w+)+")
+FILE_PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/?")
+CHECKED_SUFFIXES = (".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".sh")
+READERS_OWN = {"my_reward.py", "my_loss.py", "mine.toml", "my.toml", "train.py"}
+"""Names that stand for a file of the reader's."""
+OWN_FOLDERS = ("llamarl", "tests", "configs", "docs", "examples", "benchmarks", ".ci")
+SELF = Path(__file__)
+WORKPLACE = re.compile(r"/work/(main|shared|\.)|/tmp/brief|/opt/(wheels|pypi)|\bthe lead\b|\bthe brief\b")
+"""Words of the place where this was written, which mean nothing to its readers."""
+
+
+def _code_spans(page: Path) -> Iterator[str]:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    return (match.group(1).strip() for match in CODE_SPAN.finditer(text))
+
+
+@pytest.mark.parametrize("page", documents(), ids=name_of)
+def test_names_exist(page: Path) -> None:
+    faults = []
+    for span in _code_spans(page):
+        if span.endswith(CHECKED_SUFFIXES) or (span.endswith("/") and span.split("/")[0] in OWN_FOLDERS):
+            if FILE_PATH.fullmatch(span) and not _file_exists(span, page):
+                faults.append(f"no file `{span}`")
+        elif DOTTED.fullmatch(span):
+            first = span.split(".")[0]
+            if first == "llamarl" and not _name_exists(span):
+                faults.append(f"nothing is called `{span}`")
+            elif first in RunConfig.model_fields and not _setting_exists(span):
+                faults.append(f"no setting `{span}`")
+    assert not faults, f"{name_of(page)}: " + "; ".join(faults)
+
+
+def _file_exists(span: str, page: Path) -> bool:
+    if span in READERS_OWN or any((folder / span).exists() for folder in (ROOT, PACKAGE, page.parent)):
+        return True
+    return "/" not in span and any(path.name == span for path in python_files())
+
+
+def _name_exists(dotted: str) -> bool:
+    """`llamarl.config.ref.Ref.options`: a module, then names inside it, read without importing anything."""
+    parts = dotted.split(".")
+    for cut in range(len(parts), 0, -1):
+        folder = ROOT.joinpath(*parts[:cut])
+        module = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        if module.exists():
+            return _defines(tree(module).body, parts[cut:])
+    return False
+
+
+def _defines(body: list[ast.stmt], names: list[str]) -> bool:
+    if not names:
+        return True
+    for node in body:
+        if isinstance(node, ast.ClassDef) and node.name == names[0]:
+            return _defines(node.body, names[1:])
+        if len(names) == 1 and names[0] in _bound(node):
+            return True
+    return False
+
+
+def _bound(node: ast.stmt) -> list[str]:
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            return [node.name]
+        case ast.Assign():
+            return [ast.unparse(target) for target in node.targets]
+        case ast.AnnAssign():
+            return [ast.unparse(node.target)]
+        case ast.ImportFrom():
+            return [alias.asname or alias.name for alias in node.names]
+    return []
+
+
+def _setting_exists(dotted: str) -> bool:
+    """`rollout.max_staleness`; below a part (a Ref) every option may follow."""
+    schema: type[Section] = RunConfig
+    for part in dotted.split("."):
+        if part not in schema.model_fields:
+            return False
+        annotation = schema.model_fields[part].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, Section)):
+            return True
+        schema = annotation
+    return True
+
+
+def test_no_words_of_the_workplace() -> None:
+    texts = [path for path in [*python_files(), *documents(), *(ROOT / "configs").rglob("*.toml")] if path != SELF]
+    texts += [ROOT / name for name in ("Makefile", "pyproject.toml", "constraints.txt", ".ci/run")]
+    found = [f"{name_of(path)}: {match[0]}" for path in texts for match in WORKPLACE.finditer(path.read_text("utf-8"))]
+    assert not found, "\n".join(found)
+
+
+def _commands(page: Path) -> list[str]:
+    """Command lines of a page's `bash` blocks, continuation lines joined."""
+    blocks = [text for language, text in FENCE.findall(page.read_text(encoding="utf-8")) if language == "bash"]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+SHOWN = [(page, command) for page in documents() for command in _commands(page)]
+
+
+@pytest.mark.parametrize(("page", "command"), SHOWN, ids=[f"{page.name}:{command}" for page, command in SHOWN])
+def test_shown_command_works(page: Path, command: str) -> None:
+    for part in re.split(r"\s(?:&&|\|\||[|;])\s", command):
+        words = shlex.split(part, comments=True)
+        while words and re.fullmatch(r"\w+=.*", words[0]):  # NAME=value in front of a command
+            words.pop(0)
+        program = words[0].rsplit("/", 1)[-1]
+        assert program in CHECKS, f"{name_of(page)} shows `{command}`: add a check for `{program}` to this file"
+        CHECKS[program](words[1:])
+
+
+def _check_make(words: list[str]) -> None:
+    targets = set(re.findall(r"^([\w.-]+):(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    unknown = {word for word in words if "=" not in word and not word.startswith("-")} - targets
+    assert not unknown, f"no make target {unknown}"
+
+
+def _check_llamarl(words: list[str]) -> None:
+    """The subcommand exists; a shipped config loads with the overrides that are shown."""
+    command = words[:1] if words and not words[0].startswith("-") else []
+    code = "import sys; from llamarl.cli.main import main; sys.argv[0] = 'llamarl'; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    for position, word in enumerate(words):
+        if word.startswith(tuple(f"{folder}/" for folder in OWN_FOLDERS)):
+            assert (ROOT / word).exists(), f"no file {word}"
+        if word.startswith(("configs/", "examples/")) and word.endswith(".toml"):
+            _check_overrides(ROOT / word, words[position + 1 :])
+
+
+def _check_overrides(path: Path, words: list[str]) -> None:
+    schema, load = (SftConfig, load_sft_config) if path.stem.endswith("_sft") else (RunConfig, load_config)
+    overrides: list[str] = []
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--") and word[2:].replace("-", "_").partition("=")[0].split(".")[0] in schema.model_fields:
+            overrides += [word] if "=" in word else [word, after]
+    load(path, overrides)
+
+
+def _check_python(words: list[str]) -> None:
+    """The script or the module of this repository exists."""
+    if words[:1] == ["-m"]:
+        assert not words[1].startswith("llamarl") or _name_exists(words[1]), f"no module {words[1]}"
+    elif words and not words[0].startswith("-"):
+        assert (ROOT / words[0]).exists(), f"no file {words[0]}"
+
+
+def _check_shell_script(words: list[str]) -> None:
+    assert (ROOT / words[0]).exists(), f"no file {words[0]}"
+
+
+def _accept(words: list[str]) -> None:
+    """Programs that are not ours."""
+
+
+CHECKS: dict[str, Callable[[list[str]], None]] = {
+    "make": _check_make,
+    "llamarl": _check_llamarl,
+    "python": _check_python,
+    "python3": _check_python,
+    "bash": _check_shell_script,
+} | dict.fromkeys(("git", "cd", "source", "pip", "cat", "less", "tail", "jq", "ls", "tensorboard", "curl"), _accept)
+"""How a shown command is checked, by its program."""
+
+
+def test_the_checks_can_fail() -> None:
+    assert _name_exists("llamarl.config.ref.Ref.options")
+    assert not _name_exists("llamarl.config.ref.Ref.opinions")
+    assert not _name_exists("llamarl.no_such_module")
+    assert _setting_exists("trainer.loss.rho")
+    assert not _setting_exists("trainer.los")
+    assert not _file_exists("llamarl/no_such_file.py", ROOT / "README.md")
+    with pytest.raises(AssertionError, match="no make target"):
+        _check_make(["demmo"])

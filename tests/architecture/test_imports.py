@@ -1,0 +1,97 @@
+"""What may import what, beyond the layers that import-linter checks, and who may catch everything."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.architecture.repository import PACKAGE, ROOT, imports, module_of, name_of, python_files, tree
+
+TORCH_FREE = ("types", "config", "observability", "rewards", "planner", "recipes", "cli")
+"""A `--help`, a config error or a plan answers at once."""
+MONARCH_FILE = "llamarl/cluster/monarch.py"
+ONE_FILE_EACH = ("monarch", "vllm", "wandb", "tensorboard")
+"""Optional packages: an adapter each."""
+CATCHES_EVERYTHING = {
+    "llamarl/cli/train.py": "whatever ends a run becomes one line, the run folder and a non-zero exit code",
+    "llamarl/cluster/host.py": "whatever an executor raises becomes a reply",
+    "llamarl/cluster/monarch.py": "a broken mesh may refuse to stop; its processes are killed next",
+    "llamarl/cluster/payload.py": "what cannot be pickled becomes text",
+    "llamarl/rewards/_pool_server.py": "whatever a grader raises is an answer about that item",
+}
+"""Supervision, sandboxes, and the outermost frame."""
+OWN_HOMES = (("architecture",), ("multiprocess",), ("end_to_end",))
+"""Folders of tests that mirror no folder of the package."""
+
+PROBE = """
+import importlib, json, sys
+heavy = {}
+for module in json.loads(sys.argv[1]):
+    importlib.import_module(module)
+    if "torch" in sys.modules:
+        heavy[module] = "torch"
+        break
+print(json.dumps(heavy))
+"""
+
+
+def test_light_modules_import_no_torch() -> None:
+    modules = [module_of(path) for path in python_files("llamarl") if _is_light(module_of(path))]
+    assert "llamarl.config.load" in modules
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, json.dumps(modules)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {}, "first module after whose import torch is loaded"
+
+
+def _is_light(module: str) -> bool:
+    parts = module.split(".")
+    return len(parts) > 1 and parts[1] in TORCH_FREE and parts[-1] != "__main__"
+
+
+def test_optional_packages_have_one_adapter_each() -> None:
+    for package in ONE_FILE_EACH:
+        users = [name_of(path) for path in python_files("llamarl") if package in imports(path)]
+        assert len(users) <= 1, f"{package} is imported in {users}"
+        if package == "monarch":
+            assert set(users) <= {MONARCH_FILE}
+
+
+def test_only_supervision_catches_everything() -> None:
+    caught = {name_of(path) for path in python_files("llamarl") if _catches_everything(tree(path))}
+    assert not caught - set(CATCHES_EVERYTHING), "catch what you expect, and let the rest be seen"
+    gone = {name for name in set(CATCHES_EVERYTHING) - caught if (ROOT / name).exists()}
+    assert not gone, "these catch nothing of the kind any more: take them off the list"
+
+
+def _catches_everything(module: ast.Module) -> bool:
+    for node in ast.walk(module):
+        caught: list[ast.expr | None] = []
+        if isinstance(node, ast.ExceptHandler) and not _raises_again(node):
+            caught = list(node.type.elts) if isinstance(node.type, ast.Tuple) else [node.type]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "suppress":
+            caught = list(node.args)
+        if any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in caught):
+            return True
+    return False
+
+
+def _raises_again(handler: ast.ExceptHandler) -> bool:
+    last = handler.body[-1]
+    return isinstance(last, ast.Raise) and last.exc is None
+
+
+def test_tests_mirror_the_package() -> None:
+    """A folder of tests is named after what it tests."""
+    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
+    lost = [folder.as_posix() for folder in folders if not _is_right_home(folder)]
+    assert not lost, f"{lost} mirror nothing in {PACKAGE.name}/"
+
+
+def _is_right_home(folder: Path) -> bool:
+    target = PACKAGE / folder
+    return folder.parts[:1] in OWN_HOMES or target.is_dir() or target.with_suffix(".py").exists()

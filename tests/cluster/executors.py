@@ -1,0 +1,126 @@
+"""Executors for the conformance suite: no torch, so that a worker starts quickly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, ClassVar
+
+from llamarl.cluster.executor import Executor
+
+
+class Echo(Executor):
+    """Answers, remembers, sleeps, fails and dies on request."""
+
+    SPANS: ClassVar[dict[str, str]] = {"sleep": "generate", "work": "train"}
+
+    def __init__(self, *, closed_file: str = "", num_work: int = 0) -> None:
+        self.seen: list[Any] = []
+        self.closed_file = closed_file
+        self.num_work = num_work
+        self.work_left = num_work
+        self.polls: list[Future[Any]] = []
+        self.work_error = ""
+
+    def work(self) -> bool:
+        if self.work_error:
+            raise RuntimeError(self.work_error)
+        if self.work_left:
+            self.work_left -= 1
+            return True
+        return False
+
+    def close(self) -> None:
+        if self.closed_file:
+            Path(self.closed_file).write_text("closed")
+
+    def echo(self, value: Any, *, twice: bool = False) -> Any:
+        return [value, value] if twice else value
+
+    def remember(self, value: int) -> None:
+        self.seen.append(value)
+
+    def remembered(self) -> list[int]:
+        return self.seen
+
+    def worked(self) -> int:
+        return self.num_work - self.work_left
+
+    def sleep(self, duration_s: float) -> None:
+        time.sleep(duration_s)
+
+    def fail(self, message: str) -> None:
+        raise LookupError(message)
+
+    def fail_unpicklable(self) -> None:
+        class Local(Exception):
+            pass
+
+        raise Local("cannot travel")
+
+    def fail_in_work(self, message: str) -> None:
+        self.work_error = message
+
+    def zeros(self, num_bytes: int) -> bytes:
+        return bytes(num_bytes)
+
+    def poll(self) -> Future[Any]:
+        self.polls.append(Future())
+        return self.polls[-1]
+
+    def resolve(self, value: Any) -> list[bool]:
+        """Answers every poll; which ones still had a caller."""
+        polls, self.polls = self.polls, []
+        taken = [future.set_running_or_notify_cancel() for future in polls]
+        for future, alive in zip(polls, taken, strict=True):
+            if alive:
+                future.set_result(value)
+        return taken
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def environ(self, *names: str) -> list[str | None]:
+        return [os.environ.get(name) for name in names]
+
+    def loaded(self, module: str) -> bool:
+        return module in sys.modules
+
+    def interrupt_self(self) -> bool:
+        os.kill(os.getpid(), signal.SIGINT)
+        return True
+
+    def say(self, text: str) -> None:
+        os.write(1, f"{text}\n".encode())
+        sys.stderr.write(f"{text} on stderr\n")
+
+    def exit(self, code: int) -> None:
+        os._exit(code)
+
+    def start_child(self) -> int:
+        """Its process id; it sleeps for an hour."""
+        return subprocess.Popen(["sleep", "3600"]).pid
+
+
+class Broken(Executor):
+    """Its constructor raises."""
+
+    def __init__(self) -> None:
+        raise ValueError("no such checkpoint")
+
+
+class Slow(Executor):
+    """Its constructor takes long."""
+
+    def __init__(self, *, duration_s: float) -> None:
+        time.sleep(duration_s)
+
+
+class BadClose(Executor):
+    def close(self) -> None:
+        raise OSError("disk full")

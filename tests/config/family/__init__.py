@@ -1,0 +1,1 @@
+"""A family with two members, as the package has for losses and rewards."""

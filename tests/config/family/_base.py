@@ -1,0 +1,1 @@
+"""A helper: its name begins with `_`, so it is no member."""

@@ -1,0 +1,70 @@
+"""Ref: a part named in TOML becomes an object, or one clear sentence."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from llamarl.config import ConfigError, Ref, build
+from llamarl.config.ref import members
+from tests.config.family.plain_part import PlainPart
+from tests.config.family.tuned import Tuned
+
+FAMILY = "tests.config.family"
+OUTSIDE = "tests.config.family.tuned:Tuned"
+
+
+def test_members_are_the_files_of_the_folder() -> None:
+    assert members(FAMILY) == ["plain_part", "tuned"]
+
+
+def test_member_is_found_by_its_file_name() -> None:
+    assert build(Ref(name="plain_part"), FAMILY, "part") == PlainPart()
+
+
+@pytest.mark.parametrize("name", ["tuned", OUTSIDE])
+def test_options_are_set(name: str) -> None:
+    ref = Ref.model_validate({"name": name, "size": 3, "rho": 2, "kind": "high", "words": ["a", "b"]})
+    part = build(ref, FAMILY, "part")
+    assert part == Tuned(size=3, rho=2.0, kind="high", words=("a", "b"))
+    assert part.doubled == 6
+
+
+def test_shipped_loss_is_built() -> None:
+    loss = build(Ref.model_validate({"name": "aipo", "rho": 8}), "llamarl.algorithms.losses", "trainer.loss")
+    assert loss.rho == 8.0
+
+
+@pytest.mark.parametrize(
+    ("ref", "message"),
+    [
+        ({"name": "tunned"}, "`part = 'tunned'` is unknown; did you mean `tuned`?"),
+        ({"name": "zzz"}, "`part = 'zzz'` is unknown; known: plain_part, tuned"),
+        ({"name": "_base"}, "`part = '_base'` is unknown; known: plain_part, tuned"),
+        ({"name": "tuned", "siez": 1}, "`part.siez` is not an option of `tuned`; did you mean `size`?"),
+        ({"name": "plain_part", "x": 1}, "`part.x` is not an option of `plain_part`; it has no options"),
+        ({"name": "tuned", "size": 1, "doubled": 4}, "`part.doubled` is not an option of `tuned`"),
+        ({"name": "tuned"}, "`part.size` is missing"),
+        ({"name": "tuned", "size": "big"}, "`part.size = 'big'`"),
+        ({"name": "tuned", "size": 1.5}, "`part.size = 1.5`"),
+        ({"name": "tuned", "size": 1, "kind": "middle"}, "`part.kind = 'middle'`"),
+        ({"name": "tuned", "size": 1, "words": ["a", 2]}, "`part.words.1 = 2`"),
+        ({"name": "no_such_package:Thing"}, "`part = 'no_such_package:Thing'` cannot be imported: No module named"),
+        ({"name": "tests.config.family.tuned:Thing"}, "has no attribute 'Thing'"),
+        ({"name": "tests.config.family.tuned:NoDataclass"}, "must be a dataclass: its fields are its options"),
+        ({"name": ":Tuned"}, "`part = ':Tuned'` is not of the form `package.module:Class`"),
+        ({"name": ".tuned:Tuned"}, "is not of the form `package.module:Class`"),
+        ({"name": "tuned", "size": -1}, "`part = 'tuned'`: size = -1 must not be negative"),
+    ],
+)
+def test_mistake_is_one_sentence(ref: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build(Ref.model_validate(ref), FAMILY, "part")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_ref_is_frozen() -> None:
+    ref = Ref(name="tuned")
+    with pytest.raises(ValidationError):
+        ref.name = "other"  # pyrefly: ignore

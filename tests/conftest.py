@@ -1,0 +1,61 @@
+"""One thread per process, no network, and nothing left behind: no process and no shared memory outlives the tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+MARK = f"LLAMARL_TESTS={uuid.uuid4().hex}"
+"""In the environment of every process that a test starts, however it is detached."""
+GRACE_S = 10.0
+"""For processes that end by themselves once their parent has asked them to."""
+HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+"""Part of the standard library; they end with the tests' own process."""
+
+os.environ |= dict([MARK.split("=")])
+# Before torch is imported: two cores, shared with every process that a test starts.
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[variable] = "1"
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
+
+
+def _processes() -> dict[int, str]:
+    """Running processes of this test session beside itself: pid -> command line."""
+    found = dict[int, str]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            marked = MARK.encode() in (folder / "environ").read_bytes()
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:  # it ended meanwhile, or belongs to someone else
+            continue
+        if marked and int(folder.name) != os.getpid() and not any(helper in command for helper in HELPERS):
+            found[int(folder.name)] = command
+    return found
+
+
+def _segments() -> set[str]:
+    """Named shared memory of this package."""
+    return {path.name for path in Path("/dev/shm").glob("llamarl-*")}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fails the session, and cleans up, when a process or a segment is left at its end."""
+    segments_before = _segments()
+    yield
+    deadline_s = time.monotonic() + GRACE_S
+    while (_processes() or _segments() - segments_before) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    processes, segments = _processes(), sorted(_segments() - segments_before)
+    for pid in processes:
+        os.kill(pid, signal.SIGKILL)
+    for segment in segments:
+        (Path("/dev/shm") / segment).unlink(missing_ok=True)
+    if processes or segments:
+        pytest.fail(f"left behind by the tests: processes {processes}, shared memory {segments}", pytrace=False)

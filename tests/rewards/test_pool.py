@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.config import ConfigError
+from llamarl.rewards._pool import Failure, FailureKind, WorkerPool
+from tests.rewards.conftest import alive, children, until
+
+
+def act(job: list[Any]) -> Any:
+    """Runs in a worker: (verb, argument) -> what the verb makes of the argument."""
+    verb, argument = job
+    return _VERBS[verb](argument)
+
+
+def _spin(_: Any) -> None:
+    while True:
+        pass
+
+
+def _wait(mark: str) -> int:
+    """Writes its pid under `mark`, then waits to be killed or released."""
+    path = Path(mark)
+    with path.open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    while not path.with_suffix(".go").exists():
+        time.sleep(0.005)
+    return os.getpid()
+
+
+def _raise(message: str) -> None:
+    raise ValueError(message)
+
+
+_VERBS: dict[str, Callable[[Any], Any]] = {
+    "echo": lambda value: value,
+    "pid": lambda _: os.getpid(),
+    "spin": _spin,
+    "wait": _wait,
+    "sleep": time.sleep,
+    "raise": _raise,
+    "memory": lambda num_bytes: len(bytearray(num_bytes)),
+    "exit": os._exit,
+    "environment": lambda _: dict(os.environ),
+}
+
+FUNCTION = "tests.rewards.test_pool:act"
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    made = WorkerPool(FUNCTION, num_workers=2, cpu_s=1, wall_s=20.0)
+    yield made
+    made.close()
+
+
+def kinds(results: list[Any]) -> list[FailureKind | None]:
+    return [result.kind if isinstance(result, Failure) else None for result in results]
+
+
+def test_results_in_order_and_any_json(pool: WorkerPool) -> None:
+    items = [["echo", value] for value in [1, None, "é\x00\ud800\n", [1.5, {"a": True}], "x" * 3_000_000, *range(200)]]
+    assert pool.map(items, 30) == [argument for _, argument in items]
+    assert pool.map([], 30) == []
+    assert len(pool.worker_pids()) == 2
+
+
+def test_failures_are_values_and_the_pool_goes_on(pool: WorkerPool) -> None:
+    jobs = [["raise", "no"], ["memory", 4 * 2**30], ["exit", 3], ["spin", 0], ["echo", 1]]
+    results = pool.map(jobs, 30)
+    assert kinds(results) == [FailureKind.ERROR, FailureKind.ERROR, FailureKind.DIED, FailureKind.CPU, None]
+    assert "ValueError: no" in results[0].reason
+    assert "MemoryError" in results[1].reason
+    assert "exit code 3" in results[2].reason
+    assert pool.map([["echo", 2]] * 5, 30) == [2] * 5
+
+
+def test_waiting_costs_no_cpu_but_has_a_wall_limit() -> None:
+    pool = WorkerPool(FUNCTION, num_workers=2, cpu_s=1, wall_s=0.3)
+    try:
+        pool.map([["echo", 0]], 30)
+        results = pool.map([["sleep", 60], ["echo", 1], ["echo", 2]], 30)
+        assert kinds(results) == [FailureKind.WALL, None, None]
+    finally:
+        pool.close()
+
+
+def test_limit_is_per_item_not_per_worker() -> None:
+    pool = WorkerPool("tests.rewards.test_pool:burn", num_workers=1, cpu_s=1, wall_s=30.0)
+    try:
+        pids = pool.map([0.4] * 5, 60)
+        assert len(set(pids)) == 1
+    finally:
+        pool.close()
+
+
+def burn(cpu_s: float) -> int:
+    end_s = time.process_time() + cpu_s
+    while time.process_time() < end_s:
+        pass
+    return os.getpid()
+
+
+def test_batch_budget_keeps_what_is_done(pool: WorkerPool) -> None:
+    pool.map([["echo", 0]], 30)
+    results = pool.map([["echo", 1], ["sleep", 60], ["sleep", 60], ["echo", 2]], 0.5)
+    assert results[0] == 1
+    assert kinds(results) == [None, *[FailureKind.BATCH] * 3]
+    assert pool.map([["echo", 3]], 30) == [3]
+
+
+def test_workers_are_recycled() -> None:
+    pool = WorkerPool(FUNCTION, num_workers=1, recycle_after=3)
+    try:
+        pids = pool.map([["pid", 0]] * 10, 30)
+        assert [len(set(pids[start : start + 3])) for start in (0, 3, 6)] == [1, 1, 1]
+        assert len(set(pids)) == 4
+        until(lambda: not any(map(alive, pids[:9])), "recycled workers end")
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_killed_worker_costs_its_item_one_retry(pool: WorkerPool, tmp_path: Path, times: int) -> None:
+    mark = tmp_path / "started"
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.extend(pool.map([["wait", str(mark)], *[["echo", 1]] * 50], 30)))
+    thread.start()
+    for kill in range(times):
+        until(lambda kill=kill: mark.exists() and mark.read_text().count("\n") > kill, "an item starts")
+        os.kill(int(mark.read_text().split()[kill]), signal.SIGKILL)
+    mark.with_suffix(".go").touch()
+    thread.join(30)
+    started = [int(line) for line in mark.read_text().split()]
+    assert len(started) == 2
+    if times == 1:
+        assert results[0] == started[1]
+    else:
+        assert results[0].kind is FailureKind.DIED
+    assert results[1:] == [1] * 50
+
+
+def test_idle_workers_killed_between_batches(pool: WorkerPool) -> None:
+    pool.map([["echo", 1]] * 10, 30)
+    for pid in pool.worker_pids():
+        os.kill(pid, signal.SIGKILL)
+    assert pool.map([["echo", value] for value in range(10)], 30) == list(range(10))
+
+
+def test_killed_fork_server_is_replaced(pool: WorkerPool, tmp_path: Path) -> None:
+    mark = tmp_path / "started"
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.extend(pool.map([["wait", str(mark)], ["echo", 5]], 30)))
+    thread.start()
+    until(mark.exists, "an item starts")
+    assert pool._server is not None
+    os.kill(pool._server.pid, signal.SIGKILL)
+    until(lambda: mark.read_text().count("\n") == 2, "the item starts again")
+    mark.with_suffix(".go").touch()
+    thread.join(30)
+    first, second = (int(line) for line in mark.read_text().split())
+    assert results == [second, 5]
+    until(lambda: not alive(first), "the old worker ends")
+
+
+def test_stopped_worker_holds_nobody_up() -> None:
+    pool = WorkerPool(FUNCTION, num_workers=1, wall_s=0.5)
+    try:
+        pool.map([["echo", 1]], 30)
+        os.kill(pool.worker_pids()[0], signal.SIGSTOP)
+        results = pool.map([["echo", "x" * 5_000_000], ["echo", 2]], 30)
+        assert kinds(results) == [FailureKind.WALL, None]
+    finally:
+        pool.close()
+
+
+def test_close_ends_every_process_and_is_idempotent(pool: WorkerPool) -> None:
+    pool.map([["echo", 1]] * 10, 30)
+    assert pool._server is not None
+    pids = [pool._server.pid, *pool.worker_pids()]
+    pool.close()
+    pool.close()
+    assert not any(map(alive, pids))
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.map([1], 1)
+
+
+def test_close_during_a_batch(pool: WorkerPool, tmp_path: Path) -> None:
+    mark = tmp_path / "started"
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.extend(pool.map([["wait", str(mark)]] * 3, 60)))
+    thread.start()
+    until(mark.exists, "an item starts")
+    pool.close()
+    thread.join(10)
+    assert kinds(results) == [FailureKind.BATCH] * 3
+    until(lambda: not any(alive(int(pid)) for pid in mark.read_text().split()), "workers end")
+
+
+def test_two_threads_share_a_pool(pool: WorkerPool) -> None:
+    results: dict[int, list[Any]] = {}
+    threads = [
+        threading.Thread(target=lambda k=k: results.update({k: pool.map([["echo", k]] * 50, 60)})) for k in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {k: [k] * 50 for k in range(4)}
+
+
+_HOST = """
+import os, sys, threading
+from llamarl.rewards._pool import WorkerPool
+pool = WorkerPool("tests.rewards.test_pool:act", num_workers=2, cpu_s=60, wall_s=60.0)
+def start():
+    pool.map([["echo", 1]] * 4, 60)
+thread = threading.Thread(target=start)  # the server must outlive the thread that started it
+thread.start(); thread.join()
+if os.fork() == 0:  # a forked copy holds the streams open
+    print(os.getpid(), flush=True)
+    threading.Event().wait(60)
+print(pool._server.pid, *pool.worker_pids(), flush=True)
+pool.map([["spin", 0]] * 2, 60)
+"""
+
+
+def test_nothing_outlives_a_killed_host() -> None:
+    host = subprocess.Popen(
+        [sys.executable, "-c", _HOST], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert host.stdout is not None
+    lines = sorted((host.stdout.readline().split() for _ in range(2)), key=len)
+    copy, pids = int(lines[0][0]), [int(pid) for pid in lines[1]]
+    try:
+        assert len(pids) == 3
+        assert set(children(pids[0])) == set(pids[1:])
+        host.kill()
+        host.wait(10)
+        until(lambda: not any(map(alive, pids)), "server and workers end", 10)
+    finally:
+        os.kill(copy, signal.SIGKILL)
+        host.stdout.close()
+
+
+def test_secrets_and_signal_masks_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "hush")
+    pool = WorkerPool(FUNCTION, num_workers=1, cpu_s=1)
+    results: list[Any] = []
+
+    def blocked() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGXCPU, signal.SIGCHLD])
+        results.extend(pool.map([["environment", 0], ["spin", 0]], 30))
+
+    thread = threading.Thread(target=blocked)
+    thread.start()
+    thread.join(40)
+    pool.close()
+    assert "SECRET_TOKEN" not in results[0]
+    assert results[1].kind is FailureKind.CPU
+
+
+def test_wrong_settings_and_functions() -> None:
+    with pytest.raises(ConfigError, match="cpu_s = 0"):
+        WorkerPool(FUNCTION, cpu_s=0)
+    pool = WorkerPool("tests.rewards.no_such_module:act")
+    with pytest.raises(RuntimeError, match="did not start"):
+        pool.map([1], 5)
+    pool.close()
