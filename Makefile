@@ -11,7 +11,7 @@ DEV := $(VENV)/.llamarl-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types contract pytest clean
+.PHONY: help demo test lint format types contract pytest clean
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,7 +23,11 @@ test: lint types contract pytest ## Check everything: style, types, import order
 
 lint: $(DEV) ## Check style
 	@echo "lint: ruff"
-	@$(VENV)/bin/ruff check --quiet . || { echo "make lint: style errors, listed above; 'ruff check --fix' mends some" >&2; exit 1; }
+	@$(VENV)/bin/ruff check --quiet . && $(VENV)/bin/ruff format --quiet --check . \
+		|| { echo "make lint: style errors, listed above; 'make format' mends some" >&2; exit 1; }
+
+format: $(DEV) ## Mend what can be mended of the style
+	@$(VENV)/bin/ruff check --quiet --fix --exit-zero . && $(VENV)/bin/ruff format --quiet .
 
 types: $(DEV) ## Check types
 	@echo "types: pyrefly"

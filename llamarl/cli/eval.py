@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.config import ConfigError, Ref, RunConfig, load_config
-from llamarl.config.schema import ClusterConfig, DataConfig, EvalConfig, GeneratorConfig, RewardConfig
+from llamarl.config.schema import ClusterConfig, DataConfig, EvalConfig, GeneratorConfig, RewardConfig, Section
+
+S = TypeVar("S", bound=Section)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     options = _parser().parse_args(arguments)
     from llamarl.controller.eval_run import EvalSettings, evaluate_checkpoint
-    from llamarl.observability.report import eval_table
+    from llamarl.observability.screen import eval_line
 
     run = load_config(options.config) if options.config else None
     temperature = options.temperature if options.temperature is not None else float(options.samples > 1)
@@ -52,7 +57,9 @@ def main(arguments: Sequence[str]) -> int:
         max_new_tokens=options.max_new_tokens or (run.rollout.max_new_tokens if run else 256),
         seed=options.seed,
     )
-    result = evaluate_checkpoint(settings, _progress)
+    with Progress(TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task("", total=None)
+        result = evaluate_checkpoint(settings, lambda done, total: bar.update(task, completed=done, total=total))
     if options.output:
         rows = (
             {"prompt_id": group.prompt.prompt_id, "response": text, "answer": group.prompt.answer, "right": item.is_right}
@@ -60,5 +67,29 @@ def main(arguments: Sequence[str]) -> int:
             for text, item in zip(group.responses, group.results, strict=True)
         )
         Path(options.output).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    print(eval_table(result.metrics))
+    print(eval_line(result.metrics))
     return 0
+
+
+def _data(options: argparse.Namespace, run: RunConfig | None) -> DataConfig:
+    source = Ref.model_validate({"name": "jsonl", "path": options.data}) if options.data else None
+    if run:
+        chosen = {"eval": source or run.data.eval, "template": options.template or run.data.template}
+        data = run.data.model_copy(update=chosen)
+    elif source:
+        data = DataConfig(train=source, eval=source, template=options.template or DataConfig.model_fields["template"].default)
+    else:
+        raise ConfigError("DATA.jsonl is missing: name a file of problems, or a run with --config")
+    if data.eval is None:
+        raise ConfigError(f"{options.config} has no data.eval; name a file of problems")
+    return data
+
+
+def _checked(section: type[S], **values: object) -> S:
+    """A config section from options. Raises ConfigError, which names the option."""
+    try:
+        return section.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = str(first["loc"][0]).replace("_", "-")
+        raise ConfigError(f"--{option} {first['input']}: {first['msg'].lower()}") from None

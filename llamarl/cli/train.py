@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.config import ConfigError, dump_toml, load_config
+from llamarl.config import dump_toml, load_config
 from llamarl.observability.spans import now_s
 
 EPILOG = """Every setting of the file can be overridden: --steps 10 --trainer.learning_rate 1e-5 --trainer.loss.rho 8.
@@ -34,13 +34,15 @@ def main(arguments: Sequence[str]) -> int:
         print(dump_toml(config), end="")
         return 0
 
-    from llamarl.controller.run import check_rewards, run
+    from llamarl.cluster.api import ExecutorError
+    from llamarl.controller.controller import TooManyInvalid
+    from llamarl.controller.run import check_parts, run
     from llamarl.controller.run_folder import prepare_run_folder
-    from llamarl.controller.supervision import Interrupted
+    from llamarl.controller.supervision import Interrupted, Stalled
     from llamarl.controller.warm_start import ensure_base_model
     from llamarl.observability.report import render_summary
 
-    check_rewards(config)
+    check_parts(config)
     folder = prepare_run_folder(config, resume=options.resume, overwrite=options.overwrite)
     ensure_base_model(config)
     try:
@@ -48,9 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     except Interrupted as error:
         print(f"llamarl train: {error}; go on with --resume. Files: {folder.path}", file=sys.stderr)
         return INTERRUPTED
-    except ConfigError:
-        raise
-    except Exception as error:
+    except (ExecutorError, Stalled, TooManyInvalid) as error:
         print(f"llamarl train: {type(error).__name__}: {error}", file=sys.stderr)
         print(f"Files: {folder.path}; output of each executor: {folder.logs}", file=sys.stderr)
         return FAILURE

@@ -53,6 +53,9 @@ class BaseHandle(ExecutorHandle):
             self._watch()
             for reply in await self._ask(READY, _NO_ARGUMENTS, max(0.0, deadline_s - time.monotonic())):
                 value_of(reply, self.name)
+        except CallTimeout as error:
+            await self.stop(timeout_s=_ABANDON_S)
+            raise CallTimeout(self.name, "start", timeout_s, error.doing) from None
         except (ExecutorError, asyncio.CancelledError):
             await self.stop(timeout_s=_ABANDON_S)
             raise
@@ -88,7 +91,7 @@ class BaseHandle(ExecutorHandle):
             self._fail(await self._lost(replies.exception()))
         if self._ended.done():
             raise _again(self._ended.result())
-        doing = "has not told what it does" if method == PEEK else await self._doing()
+        doing = "has not said yet what it does" if method == PEEK else await self._doing()
         raise CallTimeout(self.name, method.removeprefix("@"), timeout_s, doing)
 
     async def _lost(self, error: BaseException | None) -> ExecutorError:

@@ -121,6 +121,7 @@ class MonarchHandle(BaseHandle):
 
     def _exited(self, rank: int, cause: str | None) -> None:
         self._exits[rank].set_result(None)
+        _kill_group(self.pids[rank])
         error = MeshFailed(self.name, (rank,), f"pid {self.pids[rank]} {cause or 'has ended'}")
         if cause is not None:
             self._fail(error)
@@ -156,11 +157,9 @@ class MonarchHandle(BaseHandle):
                 value_of(reply, self.name)
 
     def _kill(self) -> None:
-        """Ends what still runs, together with the processes that it has started."""
         for pid, ended in zip(self.pids, self._exits, strict=True):
             if not ended.done():
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+                _kill_group(pid)
 
 
 class MonarchCluster(Cluster):
@@ -220,12 +219,20 @@ async def _leave(mesh: ProcMesh) -> None:
         await mesh.stop("stopped by the controller")
 
 
+def _kill_group(pid: int) -> None:
+    """Ends a worker, if it still runs, and the processes that it has started and left behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 def _cause(report: str) -> str:
     """What Monarch's report of a lost process says, in one line."""
     if killed := re.search(r"Killed\(sig=(\d+)\)", report):
         return _killed_by(int(killed[1]))
-    if ended := re.search(r"exit_code[=:] ?(\d+)", report):
+    if ended := re.search(r"(?:exit_code[=:] ?|exited with non-zero code )(\d+)", report):
         return f"ended with exit code {ended[1]}"
+    if "process exited cleanly" in report:
+        return "ended with exit code 0"
     return f"cannot be reached: {' '.join(report.split())[-300:]}"
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
+from datetime import date, time
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -64,12 +66,16 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, Any]]:
             if not rest:
                 raise ConfigError(f"`{word}` has no value; write {word} VALUE")
             text = rest.pop(0)
-        try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = text
-        pairs.append((key.replace("-", "_"), value))
+        pairs.append((key.replace("-", "_"), _parse_value(text)))
     return pairs
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text  # text of several lines can hold further keys
 
 
 def _set(data: dict[str, Any], key: str, value: Any) -> None:
@@ -96,7 +102,8 @@ def _explain(error: ValidationError, schema: type[Section]) -> str:
         return f"`{where}` is missing; set it in the file or with --{where} VALUE"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    return f"`{where} = {first['input']!r}`: {first['msg'][0].lower()}{first['msg'][1:]}"
+    hint = "; put quotes around it" if first["type"] == "string_type" and not isinstance(first["input"], dict) else ""
+    return f"`{where} = {first['input']!r}`: {first['msg'][0].lower()}{first['msg'][1:]}{hint}"
 
 
 def _section_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
@@ -136,10 +143,16 @@ def _toml_value(value: Any) -> str:
         case list() | tuple():
             return f"[{', '.join(_toml_value(item) for item in value)}]"
         case dict():
-            return f"{{{', '.join(f'{key} = {_toml_value(item)}' for key, item in value.items())}}}"
+            return f"{{{', '.join(f'{_toml_key(key)} = {_toml_value(item)}' for key, item in value.items())}}}"
+        case date() | time():
+            return value.isoformat()
         case Ref():
             return _toml_value(value.model_dump())
     raise TypeError(f"no TOML form for {type(value).__name__}")
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
 
 
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"} | {

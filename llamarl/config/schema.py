@@ -10,9 +10,11 @@ from llamarl.config.ref import Ref
 
 
 class Section(BaseModel):
-    """Unknown keys are errors, and nothing changes after validation."""
+    """Unknown keys are errors, `true` is no number, infinity is no setting, and nothing changes after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
+    )
 
 
 class ModelConfig(Section):
@@ -106,7 +108,7 @@ class RewardConfig(Section):
     weights: list[float] = []
     """One weight per part; empty means 1 for each."""
     max_invalid_share: float = Field(default=0.5, gt=0, le=1)
-    """Stop the run when a step has a larger share of invalid rewards than this: the grader is broken, not the policy."""
+    """A step with a larger share of invalid rewards stops the run: the grader is broken, not the policy."""
 
 
 class EvalConfig(Section):
@@ -163,7 +165,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     generator: GeneratorConfig = GeneratorConfig()
     trainer: TrainerConfig = TrainerConfig()
-    reward: RewardConfig = Field(default_factory=lambda: RewardConfig())
+    reward: RewardConfig = Field(default_factory=RewardConfig)
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -190,6 +192,7 @@ class RunConfig(Section):
             )
         if self.reward.weights and len(self.reward.weights) != len(self.reward.parts):
             raise ValueError(
-                f"reward.weights has {len(self.reward.weights)} numbers for {len(self.reward.parts)} parts; give one each"
+                f"reward.weights has {len(self.reward.weights)} numbers for {len(self.reward.parts)} parts; "
+                "give one each"
             )
         return self

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from llamarl.channels.channel import Channel, deal
 from llamarl.cluster.api import ExecutorHandle, chunks
+from llamarl.executors.replies import Collected
 from llamarl.types import GenerationRequest, Rollout
 from llamarl.weight_sync.layout import SegmentAddress, TensorSpec
 
@@ -65,10 +66,10 @@ class Generators:
         """
         while True:
             await replica.busy.wait()
-            reply = await replica.handle.call("collect", timeout_s=self._timeout_s)
+            reply: Collected = await replica.handle.call("collect", timeout_s=self._timeout_s)
             replica.owe(-len(reply.rollouts))
-            replica.num_waiting, replica.num_running = reply.stats.waiting, reply.stats.running
-            replica.generated_tokens = reply.stats.decode_tokens
+            replica.num_waiting, replica.num_running = reply.num_waiting, reply.num_running
+            replica.generated_tokens = reply.generated_tokens
             for rollout in reply.rollouts:
                 await self._collected.put(rollout)
 

@@ -8,11 +8,10 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorSpec, RemoteError, open_cluster
-from llamarl.config import ConfigError, RunConfig
+from llamarl.config import ConfigError, RunConfig, build
 from llamarl.controller.controller import Controller, Executors, Problems
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.run_folder import RunFolder
@@ -27,6 +26,7 @@ from llamarl.observability.screen import Screen, open_screen
 from llamarl.observability.sinks import JsonlSink, MetricsLog
 from llamarl.observability.spans import now_s
 from llamarl.observability.view import RunInfo
+from llamarl.rewards._build import build_reward
 from llamarl.rollouts.buffer import RolloutBuffer
 from llamarl.rollouts.recorder import RolloutRecorder
 from llamarl.types import Prompt
@@ -36,7 +36,7 @@ SAVE_ON_INTERRUPT_S = 4.0
 
 
 @dataclass(kw_only=True, slots=True)
-class Outcome:
+class _Progress:
     """How far a run came."""
 
     end: Literal["finished", "interrupted", "failed"] = "failed"
@@ -46,6 +46,13 @@ class Outcome:
     loop_ended_s: float = math.nan
     error: BaseException | None = None
     warnings: list[str] = field(default_factory=list)
+
+
+def check_parts(config: RunConfig) -> None:
+    """Builds what the config names by `Ref`, so that a mistake shows before any process starts. Raises ConfigError."""
+    build(config.trainer.loss, "llamarl.algorithms.losses", "trainer.loss")
+    build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
+    build_reward(config.reward).close()
 
 
 def run(config: RunConfig, folder: RunFolder, *, resume: bool, command_started_s: float) -> RunSummary:
@@ -65,7 +72,7 @@ class _Run:
         self._folder = folder
         self._resume = resume
         self._command_started_s = command_started_s
-        self._outcome = Outcome()
+        self._outcome = _Progress()
         self._shape = load_shape(config.model.path)
         tokenizer = Tokenizer(config.model.path)
         check_vocabulary(tokenizer, self._shape.vocab_size)

@@ -48,7 +48,9 @@ def load_prompts(
     """
     ref = config.train if which == "train" else config.eval
     if ref is None:
-        raise ConfigError("data.eval is not set; name a held-out source, for example {name = 'jsonl', path = 'test.jsonl'}")
+        raise ConfigError(
+            "data.eval is not set; name a held-out source, for example {name = 'jsonl', path = 'test.jsonl'}"
+        )
     source: ProblemSource = build(ref, SOURCES, f"data.{which}")
     rows = [source[i] for i in range(len(source))]
     texts = [render(row, config.template, tokenizer) for row in rows]
@@ -92,7 +94,9 @@ def fill_template(row: ProblemRow, template: str) -> str:
     except ValueError as error:
         raise ConfigError(f"data.template = {template!r} is malformed: {error}; write {{{{ for a plain brace") from None
     if not places:
-        raise ConfigError(f"data.template = {template!r} has no {{field}}, so all prompts would be alike; use {{question}}")
+        raise ConfigError(
+            f"data.template = {template!r} has no {{field}}, so all prompts would be alike; use {{question}}"
+        )
     for _, name, spec, conversion in places:
         if spec or conversion or name not in row.fields:
             raise ConfigError(

@@ -6,16 +6,18 @@ Shape suffix: T tokens of one text.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import tokenizers
-from jinja2 import TemplateError, TemplateSyntaxError
-from jinja2.ext import loopcontrols
+from jinja2 import Template, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -92,16 +94,13 @@ class Tokenizer:
             ConfigError: the folder has no template, or it fails on these messages.
         """
         try:
-            template = _chat_environment().from_string(self._chat_template)
-            return template.render(
+            return self._chat_template.render(
                 messages=[dict(message) for message in messages],
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except TemplateSyntaxError as error:
-            raise ConfigError(f"{self.folder}: the chat template is malformed at line {error.lineno}: {error}") from None
         except TemplateError as error:
             raise ConfigError(f"{self.folder}: the chat template refuses these messages: {error}") from None
 
@@ -115,7 +114,7 @@ class Tokenizer:
         return tokens
 
     @cached_property
-    def _chat_template(self) -> str:
+    def _chat_template(self) -> Template:
         file = self.folder / "chat_template.jinja"
         template = _read_text(file) if file.exists() else self._config.get("chat_template")
         if isinstance(template, list):
@@ -125,7 +124,12 @@ class Tokenizer:
                 f"{self.folder} has no chat template; set data.template to a text such as '{{question}}\\n' "
                 "or use an instruction-tuned checkpoint"
             )
-        return template
+        try:
+            return _chat_environment().from_string(template)
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"{self.folder}: line {error.lineno} of the chat template is malformed: {error}"
+            ) from None
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
@@ -137,7 +141,9 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
         )
 
 
-def train_byte_bpe(texts: Iterable[str], folder: str | Path, vocab_size: int, eos_token: str = "<|endoftext|>") -> Tokenizer:
+def train_byte_bpe(
+    texts: Iterable[str], folder: str | Path, vocab_size: int, eos_token: str = "<|endoftext|>"
+) -> Tokenizer:
     """Trains a byte-level BPE with single digits and writes it to `folder` as Hugging Face's classes load it.
 
     Args:
@@ -149,10 +155,10 @@ def train_byte_bpe(texts: Iterable[str], folder: str | Path, vocab_size: int, eo
     if vocab_size < 257:
         raise ConfigError(f"vocab_size = {vocab_size} cannot hold 256 bytes and the end-of-text token; use 257 or more")
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyrefly: ignore[read-only]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    tokenizer.decoder = decoders.ByteLevel()  # pyrefly: ignore[read-only]
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[eos_token],
@@ -173,18 +179,26 @@ def train_byte_bpe(texts: Iterable[str], folder: str | Path, vocab_size: int, eo
     return Tokenizer(folder)
 
 
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}` marks assistant text in some templates; here it marks nothing."""
+
+    tags: ClassVar = {"generation"}
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 def _chat_environment() -> ImmutableSandboxedEnvironment:
     """The environment that Hugging Face chat templates are written for: templates are untrusted, hence the sandbox."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+    # Jinja's own `tojson` escapes HTML, which chat templates do not want.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    helpers: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": time.strftime}
+    environment.globals.update(helpers)
     return environment
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """Jinja's own `tojson` escapes HTML, which chat templates do not want."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -14,7 +13,8 @@ from llamarl.cluster.api import chunks
 from llamarl.cluster.executor import Executor
 from llamarl.config.schema import GeneratorConfig
 from llamarl.distributed.runtime import set_up_device
-from llamarl.generation.engine import Engine, EngineStats
+from llamarl.executors.replies import Collected
+from llamarl.generation.engine import Engine
 from llamarl.models.hf import load_model
 from llamarl.types import GenerationRequest, Rollout
 from llamarl.weight_sync.layout import SegmentAddress, TensorSpec
@@ -24,14 +24,6 @@ REPLY_INTERVAL_S = 0.02
 """Finished rollouts are handed over at most this often: one message carries many."""
 REPLY_BYTES = 1 << 19
 """Rollouts of one reply, well below the payload cap of a call."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Collected:
-    """One reply of the generator."""
-
-    rollouts: list[Rollout]
-    stats: EngineStats
 
 
 class GeneratorExecutor(Executor):
@@ -90,10 +82,6 @@ class GeneratorExecutor(Executor):
         self._engine.set_version(version)
         return time.monotonic() - start
 
-    def stats(self) -> EngineStats:
-        """What the engine holds and has done."""
-        return self._engine.stats()
-
     def work(self) -> bool:
         if not self._engine.has_work:
             return False
@@ -110,4 +98,12 @@ class GeneratorExecutor(Executor):
         if reply.set_running_or_notify_cancel():  # a caller that gave up gets nothing, and nothing is lost
             rollouts = next(chunks(self._finished, REPLY_BYTES))
             self._finished = self._finished[len(rollouts) :]
-            reply.set_result(Collected(rollouts=rollouts, stats=self._engine.stats()))
+            stats = self._engine.stats()
+            reply.set_result(
+                Collected(
+                    rollouts=rollouts,
+                    num_running=stats.running,
+                    num_waiting=stats.waiting,
+                    generated_tokens=stats.decode_tokens,
+                )
+            )

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from llamarl.cluster.executor import Executor
 from llamarl.config.schema import RewardConfig
 from llamarl.data.tokenizer import Tokenizer
+from llamarl.executors.replies import Scored
 from llamarl.rewards._build import build_reward
-from llamarl.types import Prompt, RewardItem, RewardResult, Rollout
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scored:
-    """One response, judged."""
-
-    response: str
-    """Decoded text without special tokens."""
-    result: RewardResult
+from llamarl.types import Prompt, RewardItem, Rollout
 
 
 class RewardExecutor(Executor):
@@ -28,7 +19,7 @@ class RewardExecutor(Executor):
     SPANS: ClassVar[dict[str, str]] = {"score": "score"}
 
     def __init__(self, model_path: str, config: RewardConfig) -> None:
-        self._tokenizer = Tokenizer.load(model_path)
+        self._tokenizer = Tokenizer(model_path)
         self._reward = build_reward(config)
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[Scored]]:

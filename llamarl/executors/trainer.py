@@ -49,7 +49,7 @@ class TrainerExecutor(Executor):
     def _resume(self) -> None:
         checkpoint, self._damaged = self._store.load_newest()
         if checkpoint is not None:
-            load_training_state(self._trainer, checkpoint)
+            load_training_state(self._trainer, checkpoint.tensors, checkpoint.state)
             self._resumed = checkpoint.state
 
     def resumed(self) -> tuple[dict[str, Any] | None, list[str]]:

@@ -114,7 +114,7 @@ class Engine:
         """Take groups back: their unfinished rollouts, with the tokens so far. Ids not in the engine are ignored."""
         groups = self._scheduler.groups
         aborted = [one for i in group_ids if i in groups for one in groups[i].unfinished.values()]
-        return self._leave({one: (FinishReason.ABORTED, "") for one in aborted})
+        return self._leave(dict.fromkeys(aborted, (FinishReason.ABORTED, "")))
 
     def set_version(self, version: int) -> None:
         """Tokens sampled from now on carry `version`: the weights were swapped in place, between two steps."""

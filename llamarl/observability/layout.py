@@ -20,7 +20,7 @@ from llamarl.observability.metrics import EvalMetrics, StepMetrics
 from llamarl.observability.view import CompletionView, ExecutorView, RunInfo, RunView
 
 ACCENT, DIM, GOOD, WARN, BAD = "cyan", "dim", "green", "yellow", "red"
-LABEL_WIDTH = 12
+LABEL_WIDTH = 13
 WIDE = 112
 """From this width on, the reward chart stands beside the numbers."""
 NUMBERS_WIDTH = 72
@@ -181,7 +181,7 @@ def _executors(executors: Sequence[ExecutorView], inner: int, now_s: float, room
         state.truncate(23 if inner >= 56 else 13, overflow="ellipsis", pad=True)
         busy = Text.assemble(_line(executor.busy_share, 1.0, bar_width), percent(executor.busy_share).rjust(5))
         seen = Text(f"   seen {duration(age_s)} ago" if inner >= 56 else f"  {duration(age_s)}", age_style)
-        lines.append(_row(executor.name[:12].ljust(LABEL_WIDTH + 1), state, busy, seen))
+        lines.append(_row(executor.name[: LABEL_WIDTH - 1].ljust(LABEL_WIDTH), state, busy, seen))
     if len(shown) < len(executors):
         lines.append(_row("", Text(f"and {len(executors) - len(shown)} more", DIM)))
     return lines

@@ -30,7 +30,7 @@ from llamarl.rewards._pool_server import FORK, FORKED, ORDER, READY, REPORT
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
 _MAX_ATTEMPTS = 2
-_KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "VIRTUAL_ENV")
+_KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "VIRTUAL_ENV", "LLAMARL_")
 
 
 class FailureKind(StrEnum):
@@ -194,7 +194,7 @@ class WorkerPool:
         ours.settimeout(_START_TIMEOUT_S)
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         # Little is inherited: graders need no secrets. With a fixed hash seed, verdicts that hang on set order repeat.
-        environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+        environment = {name: value for name, value in os.environ.items() if name.startswith(_KEPT_ENVIRONMENT)}
         environment |= {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         options = json.dumps(self._options | {"parent": os.getpid()})
         with theirs:

@@ -98,7 +98,7 @@ def _split(groups: Sequence[SampleGroup], microbatch_tokens: int) -> Iterator[Sa
         prompt, part, room = group.prompt_token_ids_T, list[TrainSample](), 0
         for sample in group.samples:
             size = len(sample.response_token_ids_T) - 1
-            if part and size > room:
+            if part and size > max(room, 0):
                 yield SampleGroup(prompt_token_ids_T=prompt, samples=tuple(part))
                 part = []
             if not part:

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens in float32 without ever holding all logits.
+"""Log-probabilities of given tokens, in float32 at least, without ever holding all logits.
 
 Shape suffixes: R target tokens, C tokens of one chunk, D model dim, V vocabulary.
 """
@@ -14,7 +14,9 @@ CHUNK_LOGITS = 1 << 22
 
 
 def target_logprobs(hidden_R_D: Tensor, head_V_D: Tensor, targets_R: Tensor, temperature: float) -> Tensor:
-    """log softmax(hidden @ head.T / temperature)[target], float32 [R], differentiable in `hidden` and `head`.
+    """log softmax(hidden @ head.T / temperature)[target], [R], differentiable in `hidden` and `head`.
+
+    Float32, and float64 for float64 inputs.
 
     Forward and backward go through the tokens in chunks and compute each chunk's logits twice instead of keeping
     them: memory is O(chunk * V) instead of O(R * V).
@@ -26,13 +28,19 @@ def _chunk_tokens(vocab_size: int) -> int:
     return max(1, CHUNK_LOGITS // vocab_size)
 
 
+def _compute_type(hidden: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32)
+
+
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden_R_D: Tensor, head_V_D: Tensor, targets_R: Tensor, temperature: float) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, hidden_R_D: Tensor, head_V_D: Tensor, targets_R: Tensor, temperature: float
+    ) -> Tensor:
         logprobs, normalizers = list[Tensor](), list[Tensor]()
-        chunk = _chunk_tokens(head_V_D.shape[0])
+        chunk, dtype = _chunk_tokens(head_V_D.shape[0]), _compute_type(hidden_R_D)
         for hidden_C_D, targets_C in zip(hidden_R_D.split(chunk), targets_R.split(chunk), strict=True):
-            logits_C_V = (hidden_C_D @ head_V_D.T).float().div_(temperature)
+            logits_C_V = (hidden_C_D @ head_V_D.T).to(dtype).div_(temperature)
             normalizers.append(logits_C_V.logsumexp(1))
             logprobs.append(logits_C_V.gather(1, targets_C[:, None]).squeeze(1) - normalizers[-1])
         ctx.save_for_backward(hidden_R_D, head_V_D, targets_R, torch.cat(normalizers))
@@ -44,12 +52,12 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad_R: Tensor) -> tuple[Tensor, Tensor, None, None]:
         hidden_R_D, head_V_D, targets_R, normalizers_R = ctx.saved_tensors
         grad_hidden_R_D = torch.empty_like(hidden_R_D)
-        grad_head_V_D = torch.zeros_like(head_V_D, dtype=torch.float32)
-        chunk = _chunk_tokens(head_V_D.shape[0])
+        chunk, dtype = _chunk_tokens(head_V_D.shape[0]), _compute_type(hidden_R_D)
+        grad_head_V_D = torch.zeros_like(head_V_D, dtype=dtype)
         for start in range(0, len(targets_R), chunk):
             rows = slice(start, start + chunk)
             hidden_C_D = hidden_R_D[rows]
-            logits_C_V = (hidden_C_D @ head_V_D.T).float().div_(ctx.temperature)
+            logits_C_V = (hidden_C_D @ head_V_D.T).to(dtype).div_(ctx.temperature)
             probs_C_V = (logits_C_V - normalizers_R[rows, None]).exp_()
             # d logprob / d logits = onehot(target) - probs, over the temperature
             scale_C_1 = (grad_R[rows] / ctx.temperature)[:, None]

@@ -67,7 +67,7 @@ class PackedRows:
     positions_B_T: Tensor
     """int64: position in the document."""
     documents_B_T: Tensor
-    """int64: number of the document in its row, -1 where the row is not full."""
+    """int64: number of the document in its step, -1 where the row is not full."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,9 +207,7 @@ def _train(
             num_tokens = int((batch.documents_B_T >= 0).sum())
             elapsed_s = time.monotonic() - begin
             progress(
-                SftProgress(
-                    step=step, steps=config.steps, loss=loss.item(), num_tokens=num_tokens, elapsed_s=elapsed_s
-                )
+                SftProgress(step=step, steps=config.steps, loss=loss.item(), num_tokens=num_tokens, elapsed_s=elapsed_s)
             )
 
 
@@ -255,7 +253,7 @@ def attend_rows(documents_B_T: Tensor) -> Attend:
 
 
 def pack(documents: list[_Document], rows: int, row_tokens: int, seed: int) -> Iterator[PackedRows]:
-    """Steps without end. Each document goes to the first row that has room; the first that finds none opens the next step."""
+    """Steps without end. A document goes to the first row that has room; one that finds none opens the next step."""
     sampler = PromptSampler(len(documents), seed)
     document = documents[sampler.next()]
     while True:

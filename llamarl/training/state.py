@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llamarl.checkpoint.store import Checkpoint, CheckpointError
 from llamarl.training.trainer import Trainer
+
+
+class StateMismatch(ValueError):
+    """The saved state belongs to another model."""
 
 
 def training_state(trainer: Trainer) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
@@ -21,16 +25,21 @@ def training_state(trainer: Trainer) -> tuple[dict[str, dict[str, Tensor]], dict
     return {"model": weights, "optimizer": moments}, {"policy_version": trainer.policy_version}
 
 
-def load_training_state(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Puts a checkpoint's tensors into `trainer`, bit for bit. Raises CheckpointError on another model's checkpoint."""
+def load_training_state(
+    trainer: Trainer, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+) -> None:
+    """Puts what `training_state` gave into `trainer`, bit for bit. Raises StateMismatch."""
     weights = dict(trainer.model.named_parameters())
-    saved = checkpoint.tensors["model"]
+    saved = tensors["model"]
     if saved.keys() != weights.keys() or any(saved[name].shape != weights[name].shape for name in weights):
-        raise CheckpointError(f"{checkpoint.folder} holds another model than model.path; use the model it was made from")
+        raise StateMismatch("the checkpoint holds another model than model.path; use the model it was made from")
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(saved[name])
-    for key, value in checkpoint.tensors["optimizer"].items():
+    trainer.optimizer.state.clear()
+    for key, value in tensors["optimizer"].items():
         name, _, moment = key.rpartition(":")
-        trainer.optimizer.state[weights[name]][moment] = value.to(weights[name].device) if value.ndim else value
-    trainer.policy_version = checkpoint.state["policy_version"]
+        weight = weights[name]
+        # A copy, as a loaded tensor is a window into its file. Fused AdamW keeps its step count on the device, too.
+        trainer.optimizer.state[weight][moment] = value.to(weight.device, copy=True)
+    trainer.policy_version = state["policy_version"]

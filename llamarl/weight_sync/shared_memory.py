@@ -56,9 +56,7 @@ class _Slots:
             data = slot[header_bytes:]
             self.tensors.append(
                 {
-                    spec.name: data[offset : offset + spec.num_bytes]
-                    .view(getattr(torch, spec.dtype))
-                    .view(spec.shape)
+                    spec.name: data[offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype)).view(spec.shape)
                     for spec, offset in zip(layout.specs, layout.offsets_bytes, strict=True)
                 }
             )
@@ -85,8 +83,9 @@ class SharedMemoryPublisher:
         self._slots.versions[slot][0] = WRITING
         targets = self._slots.tensors[slot]
         for position, spec in enumerate(self._layout.specs):
-            target = targets[spec.name]
-            target.copy_(weights[spec.name].detach())
+            target, weight = targets[spec.name], weights[spec.name].detach()
+            assert weight.shape == target.shape, f"{spec.name}: {weight.shape} is not the generators' {target.shape}"
+            target.copy_(weight)
             self._slots.fingerprints[slot][position] = fingerprint(target)
         self._slots.versions[slot][0] = version
 
@@ -129,5 +128,5 @@ class SharedMemorySubscriber:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """xxh3-64 of the tensor's bytes; `tensor` is contiguous and on the CPU."""
-    return xxhash.xxh3_64_intdigest(tensor.view(-1).view(torch.uint8).numpy())
+    """xxh3-64 of the bytes of `tensor`, which is contiguous."""
+    return xxhash.xxh3_64_intdigest(tensor.detach().view(-1).view(torch.uint8).cpu().numpy())

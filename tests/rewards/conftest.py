@@ -48,7 +48,8 @@ def gsm8k_rows(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     path = _DATA / f"{request.param}.jsonl"
     if not path.exists():
         pytest.skip(f"{path} is not on this machine; GSM8K is not part of the repository")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,8 @@ REQUIRED = {"regex_format": {"pattern": "(a+)+b"}}
 """Options without a default."""
 HOSTILE = [
     "", " ", "\x00", "#### \x00", "é", "数学 #### 七十二", "\ud800", "💥" * 1000, "#### " + "9" * 1_000_000,
-    "#" * 1_000_000, r"\boxed{" * 150_000, r"\boxed{" + "{" * 5000 + "}" * 5000 + "}", r"\boxed{" + "(" * 5000 + ")" * 5000 + "}",
+    "#" * 1_000_000, r"\boxed{" * 150_000, r"\boxed{" + "{" * 5000 + "}" * 5000 + "}",
+    r"\boxed{" + "(" * 5000 + ")" * 5000 + "}",
     "}" * 1_000_000, r"\boxed{9^{9^{9^{9}}}}", r"\boxed{99999999!}", r"\boxed{\sum_{i=1}^{100} i}", "\\" * 100_001,
     " " * 1_000_000, "a" * 40,
     "$" * 100_000, "####" + "," * 4000, "####" + "-" * 4000, r"\boxed{x}", r"\boxed{\frac{}{}}", "a\r\nb\x85c\u2028d",
@@ -44,7 +45,7 @@ def test_is_a_documented_dataclass_reward(reward: Reward) -> None:
     assert type(reward).__doc__
 
 
-@pytest.mark.parametrize("gold", ["72", r"\frac{\sqrt{2}}{2}", "", "####", "\x00", "é{", "9" * 5000])
+@pytest.mark.parametrize("gold", ["72", r"\frac{\sqrt{2}}{2}", "", "\x00é{####"])
 def test_no_response_raises_or_hangs(reward: Reward, gold: str) -> None:
     items = [item(response, gold) for response in HOSTILE]
     start_s = time.monotonic()
@@ -71,7 +72,8 @@ def test_options_in_toml_style() -> None:
 @pytest.mark.parametrize(
     ("part", "message"),
     [({"name": "gsm9k"}, "gsm8k"), ({"name": "gsm8k", "corect": 1}, "correct"),
-     ({"name": "exact", "correct": "x"}, "correct"), ({"name": "regex_format", "pattern": "("}, "pattern"), ({"name": "math", "workers": 0}, "workers"),
+     ({"name": "exact", "correct": "x"}, "correct"),
+     ({"name": "regex_format", "pattern": "("}, "pattern"), ({"name": "math", "workers": 0}, "workers"),
      ({"name": "regex_format"}, "pattern")],
 )  # fmt: skip
 def test_mistakes_are_config_errors(part: dict[str, object], message: str) -> None:

@@ -60,12 +60,16 @@ def test_gsm8k_golds_end_on_the_fast_path(gsm8k_rows: list[dict[str, str]]) -> N
 def test_math_verify_decides_the_rest(math: Math) -> None:
     right = [
         (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"), (r"\frac{\pi}{4}", r"\pi/4"), ("x^2+1", "1+x^2"),
-        ("1,2", "2,1"), ("(x+y)^2", "x^2+2xy+y^2"), (r"x \ge 3", r"3 \le x"), ("120", "5!"), ("16", "2^4"), ("5", r"5\text{ cm}"),
+        ("1,2", "2,1"), ("(x+y)^2", "x^2+2xy+y^2"), (r"x \ge 3", r"3 \le x"), ("120", "5!"), ("16", "2^4"),
+        ("5", r"5\text{ cm}"),
         ("1,2", "x=1, x=2"), (r"10^{-3}", "0.001"), ("3+4i", "4i+3"), (r"[0,1)", r"\left[ 0,1 \right)"),
-        ("x^6", "(x^2)^3"), (r"\sqrt{2}", "1.414214"), ("e^{x^2}", r"e^{x \cdot x}"), ("12", "(" * 10 + "12" + ")" * 10), ("x=5", "5"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 1+1 \end{pmatrix}"),
+        ("x^6", "(x^2)^3"), (r"\sqrt{2}", "1.414214"), ("e^{x^2}", r"e^{x \cdot x}"),
+        ("12", "(" * 10 + "12" + ")" * 10), ("x=5", "5"),
     ]  # fmt: skip
     wrong = [
         (r"\frac{\sqrt{2}}{10^{7}}", "0.00000015"), ("x=5", "7=5"), ("x=5", "y=5"), ("(1,2]", "(1,2)"), ("1,2", "1,3"),
+        (r"\begin{pmatrix}10^{-7}\\2\end{pmatrix}", r"\begin{pmatrix}0.0000002\\2\end{pmatrix}"),
         ("[0,10^{-7}]", "[0,0.0000002]"), ("x=10^{-7}", "0.0000002"), (r"\sqrt{2}", "1.41"), ("5", "junk 5 text"),
         ("5", "the answer is 5"), (r"5\pi", "answer: 5"), ("12", r"\%"), ("12", r"\frac{12}{"), ("12", "&&&"),
     ]  # fmt: skip
@@ -119,7 +123,8 @@ def test_same_pair_is_compared_once(math: Math) -> None:
 @pytest.mark.timeout(5)
 def test_text_work_is_bounded() -> None:
     rude = ["(" * 4000, "{" * 4000, "^" * 4000, "=" * 4000, ", " * 2000, "a=" * 2000, "$" * 4000,
-            " " * 4000, "1" * 4000, "/" * 4000, r"\text{" * 600, r"\frac{" * 600, "x^" * 2000, "(1^" * 1300, "1!" * 2000,
+            " " * 4000, "1" * 4000, "/" * 4000, r"\text{" * 600, r"\frac{" * 600,
+            "x^" * 2000, "(1^" * 1300, "1!" * 2000,
             "\\" * 4001]  # fmt: skip
     for text in rude:
         for gold in ("12", r"\frac{1}{2}", "x+1", "Evelyn"):

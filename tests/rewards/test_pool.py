@@ -166,11 +166,10 @@ def test_killed_fork_server_is_replaced(pool: WorkerPool, tmp_path: Path) -> Non
     assert pool._server is not None
     os.kill(pool._server.pid, signal.SIGKILL)
     until(lambda: mark.read_text().count("\n") == 2, "the item starts again")
+    until(lambda: not alive(int(mark.read_text().split()[0])), "the old worker ends, still waiting")
     mark.with_suffix(".go").touch()
     thread.join(30)
-    first, second = (int(line) for line in mark.read_text().split())
-    assert results == [second, 5]
-    until(lambda: not alive(first), "the old worker ends")
+    assert results == [int(mark.read_text().split()[1]), 5]
 
 
 def test_stopped_worker_holds_nobody_up() -> None:
@@ -228,9 +227,9 @@ def start():
 thread = threading.Thread(target=start)  # the server must outlive the thread that started it
 thread.start(); thread.join()
 if os.fork() == 0:  # a forked copy holds the streams open
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())
     threading.Event().wait(60)
-print(pool._server.pid, *pool.worker_pids(), flush=True)
+os.write(1, f"{pool._server.pid} {' '.join(map(str, pool.worker_pids()))}\\n".encode())
 pool.map([["spin", 0]] * 2, 60)
 """
 
@@ -249,12 +248,14 @@ def test_nothing_outlives_a_killed_host() -> None:
         host.wait(10)
         until(lambda: not any(map(alive, pids)), "server and workers end", 10)
     finally:
+        host.kill()
         os.kill(copy, signal.SIGKILL)
         host.stdout.close()
 
 
 def test_secrets_and_signal_masks_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "hush")
+    monkeypatch.setenv("LLAMARL_SETTING", "told")
     pool = WorkerPool(FUNCTION, num_workers=1, cpu_s=1)
     results: list[Any] = []
 
@@ -267,6 +268,7 @@ def test_secrets_and_signal_masks_are_not_inherited(monkeypatch: pytest.MonkeyPa
     thread.join(40)
     pool.close()
     assert "SECRET_TOKEN" not in results[0]
+    assert results[0]["LLAMARL_SETTING"] == "told"
     assert results[1].kind is FailureKind.CPU
 
 

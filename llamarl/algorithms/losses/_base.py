@@ -66,11 +66,12 @@ def ratio_statistics(log_ratio_N: Tensor, cap: float) -> tuple[dict[str, Tensor]
     `kl_to_behavior` is the estimator r - 1 - log r of KL(mu || pi) under samples of mu: unbiased and never negative
     (Schulman, "Approximating KL divergence", 2020).
     """
-    ratio_N = log_ratio_N.exp()
+    # The ratio is near 1 almost everywhere; `exp() - 1` would lose the digits that the KL is made of.
+    excess_N = log_ratio_N.expm1()
     sums = {
-        # Masked positions have ratio 1; taking 1 off keeps them out of the sum.
-        "importance_ratio_excess": (ratio_N - 1).sum(),
-        "capped_share": (ratio_N > cap).float().sum(),
-        "kl_to_behavior": (ratio_N - 1 - log_ratio_N).sum(),
+        # Masked positions have ratio 1; the excess over 1 keeps them out of the sum.
+        "importance_ratio_excess": excess_N.sum(),
+        "capped_share": (excess_N > cap - 1).float().sum(),
+        "kl_to_behavior": (excess_N - log_ratio_N).sum(),
     }
-    return sums, {"importance_ratio_max": ratio_N.max()}
+    return sums, {"importance_ratio_max": 1 + excess_N.max()}

@@ -85,6 +85,8 @@ def _row(fields: dict[str, Any], default_id: str, place: str) -> ProblemRow:
         raise ConfigError(f"{place}: `question` (or `prompt`) is missing or not text; every row needs one")
     answer = fields.pop("answer", None)
     if not isinstance(answer, str | int | float) or isinstance(answer, bool):
-        raise ConfigError(f"{place}: `answer` is missing or not text or a number; every row needs one (it may be empty)")
+        raise ConfigError(
+            f"{place}: `answer` is missing or not text or a number; every row needs one (it may be empty)"
+        )
     problem_id = str(fields.pop("id", default_id))
     return ProblemRow(problem_id=problem_id, question=question, answer=str(answer), metadata=fields)

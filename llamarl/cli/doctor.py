@@ -1,0 +1,35 @@
+"""`llamarl doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Sequence
+
+PACKAGES = ("torch", "torchmonarch", "numpy", "pydantic", "tokenizers", "safetensors", "math-verify")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code is 1 when something that a run needs is missing."""
+    parser = argparse.ArgumentParser(prog="llamarl doctor", description="Check that this machine can run llamarl.")
+    parser.parse_args(arguments)
+    print(f"python {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
+    missing = False
+    for name in PACKAGES:
+        try:
+            print(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing |= name != "torchmonarch"
+            print(f"{name} is missing" + ("; only cluster.kind = 'inline' works" if name == "torchmonarch" else ""))
+    if missing:
+        return 1
+
+    import torch
+
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    print(f"GPUs: {', '.join(gpus) or 'none, CPU only'}")
+    print(f"free disk here: {shutil.disk_usage('.').free / 1e9:.0f} GB")
+    return 0

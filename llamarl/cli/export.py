@@ -1,0 +1,32 @@
+"""`llamarl export RUN [FOLDER]`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from llamarl.config import ConfigError, load_config
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="llamarl export",
+        description="Write a run's newest valid checkpoint as a Hugging Face folder.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="run folder, for example runs/demo")
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", help="where to write (RUN/export)")
+    parser.add_argument("--step", type=int, help="checkpoint of this step (the newest)")
+    options = parser.parse_args(arguments)
+    run = Path(options.run)
+    if not (run / "config.toml").exists():
+        raise ConfigError(f"RUN = {options.run!r} is no run folder (no config.toml in it); name one, such as runs/demo")
+    folder = Path(options.folder) if options.folder else run / "export"
+
+    from llamarl.checkpoint.export import export_checkpoint
+
+    step = export_checkpoint(run / "checkpoints", load_config(run / "config.toml").model.path, folder, options.step)
+    print(f"step {step}: {folder}")
+    return 0

@@ -1,0 +1,23 @@
+"""The base model, when the run makes its own: a supervised warm start in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from llamarl.config import ConfigError, RunConfig, load_sft_config
+from llamarl.training.base_model import is_made
+
+
+def ensure_base_model(config: RunConfig) -> None:
+    """Makes `model.path` with `model.warm_start` unless it is there. The command shows its own progress.
+
+    Raises:
+        ConfigError: the warm start cannot work, or the folder holds a model that other settings made.
+    """
+    if not config.model.warm_start or is_made(config.model.path, load_sft_config(config.model.warm_start)):
+        return
+    print(f"making the base model once: llamarl sft {config.model.warm_start}", flush=True)
+    command = [sys.executable, "-m", "llamarl", "sft", config.model.warm_start, "--output", config.model.path]
+    if subprocess.run(command, check=False).returncode:
+        raise ConfigError(f"model.warm_start = {config.model.warm_start!r} did not make {config.model.path}, see above")

@@ -1,0 +1,101 @@
+"""How long responses are: a lognormal cut at the limit, or the lengths of a run's `rollouts.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llamarl.config import ConfigError
+
+NUM_CELLS = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lengths:
+    """Distribution of response lengths, in tokens, as survival over cells of equal width."""
+
+    limit_tokens: int
+    """Longest response."""
+    middles_C: np.ndarray
+    """Middle of each cell, tokens, float64 [C]."""
+    survival_C: np.ndarray
+    """Share of responses longer than the middle of the cell, float64 [C]."""
+
+    @property
+    def cell_tokens(self) -> float:
+        """Width of a cell."""
+        return self.limit_tokens / len(self.middles_C)
+
+    @property
+    def mean_tokens(self) -> float:
+        """E[L] = integral of the survival."""
+        return float(self.survival_C.sum() * self.cell_tokens)
+
+    @property
+    def square_tokens(self) -> float:
+        """E[L^2] = integral of 2 t S(t), in tokens squared."""
+        return float((2 * self.middles_C * self.survival_C).sum() * self.cell_tokens)
+
+    def longest_tokens(self, count: float) -> float:
+        """E[max of `count` responses] = integral of 1 - (1 - S(t))^count, in tokens."""
+        return float((1 - (1 - self.survival_C) ** count).sum() * self.cell_tokens)
+
+    @property
+    def held_tokens(self) -> float:
+        """Response tokens that one busy slot holds, at most on average over slots.
+
+        Slots out of step hold E[L^2] / (2 E[L]) (renewal theory); slots that start together hold max of t S(t).
+        """
+        together = float((self.middles_C * self.survival_C).max()) + self.cell_tokens / 2
+        return min(float(self.limit_tokens), max(self.square_tokens / (2 * self.mean_tokens), together))
+
+    @classmethod
+    def lognormal(cls, *, mean_tokens: float, sigma: float, limit_tokens: int) -> Lengths:
+        """min(X, limit) with X lognormal of log-deviation `sigma`, shifted so that the mean is `mean_tokens`.
+
+        Raises:
+            ConfigError: the mean cannot be reached below the limit.
+        """
+        if not 0 < mean_tokens <= limit_tokens:
+            raise ConfigError(
+                f"a mean response of {mean_tokens:g} tokens is not within 1 and the limit of {limit_tokens}; "
+                f"use --mean-response-tokens {max(1, limit_tokens // 2)}"
+            )
+        middles_C = (np.arange(NUM_CELLS) + 0.5) * (limit_tokens / NUM_CELLS)
+        low, high = math.log(1e-3), math.log(limit_tokens) + 12 * max(sigma, 0.1)
+        survival_C = np.ones(NUM_CELLS)
+        for _ in range(60):
+            mu = (low + high) / 2
+            survival_C = _lognormal_survival(middles_C, mu, sigma)
+            too_long = survival_C.mean() * limit_tokens > mean_tokens
+            low, high = (low, mu) if too_long else (mu, high)
+        # A cell grid cannot hold every mean exactly; the rest of a narrow distribution goes to one cell.
+        if sigma == 0 or abs(survival_C.mean() * limit_tokens / mean_tokens - 1) > 1e-3:
+            survival_C = np.clip(mean_tokens / limit_tokens * NUM_CELLS - np.arange(NUM_CELLS), 0, 1)
+        return cls(limit_tokens=limit_tokens, middles_C=middles_C, survival_C=survival_C)
+
+    @classmethod
+    def from_rollouts(cls, path: str | Path) -> Lengths:
+        """Lengths of the `token_ids` in a run's `rollouts.jsonl`. Raises ConfigError."""
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            lengths = np.array([len(json.loads(line)["token_ids"]) for line in lines if line.strip()], dtype=np.float64)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"cannot read response lengths from {path}: {error!r}; give a run's rollouts.jsonl") from None
+        if not lengths.size or lengths.max() < 1:
+            raise ConfigError(f"{path} holds no response; give the rollouts.jsonl of a run with at least one step")
+        limit = int(lengths.max())
+        middles_C = (np.arange(NUM_CELLS) + 0.5) * (limit / NUM_CELLS)
+        survival_C = (lengths[None, :] > middles_C[:, None]).mean(axis=1)
+        return cls(limit_tokens=limit, middles_C=middles_C, survival_C=survival_C)
+
+
+def _lognormal_survival(t_C: np.ndarray, mu: float, sigma: float) -> np.ndarray:
+    """P(X > t) = erfc((ln t - mu) / (sigma sqrt 2)) / 2."""
+    if sigma == 0:
+        return (np.log(t_C) < mu).astype(np.float64)
+    return np.array([0.5 * math.erfc((math.log(t) - mu) / (sigma * math.sqrt(2))) for t in t_C])

@@ -1,0 +1,173 @@
+"""The loader: what it accepts, and the one sentence that it says otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from llamarl.config import ConfigError, load_config, load_sft_config
+from tests.config.conftest import MINIMAL, Write
+
+
+def _message(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(path, overrides)
+    assert "\n" not in str(error.value), "one sentence"
+    return str(error.value)
+
+
+def test_defaults_fill_in(minimal: Path) -> None:
+    config = load_config(minimal)
+    assert (config.steps, config.trainer.loss.name, config.rollout.max_staleness) == (100, "aipo", 1)
+    assert config.data.train.options == {"path": "train.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepz = 3", "unknown option `stepz`; did you mean `steps`?"),
+        ("zzz = 3", "unknown option `zzz`; known here: name, output, seed, steps, model, data"),
+        ("[trainer]\nlearning_rat = 1.0", "unknown option `trainer.learning_rat`; did you mean `learning_rate`?"),
+        ("steps = 'ten'", "`steps = 'ten'`: input should be a valid integer"),
+        ("steps = true", "`steps = True`: input should be a valid integer"),
+        ("steps = 1.5", "`steps = 1.5`: input should be a valid integer"),
+        ("steps = 0", "`steps = 0`: input should be greater than or equal to 1"),
+        ("name = 7", "`name = 7`: input should be a valid string; put quotes around it"),
+        ("name = '../elsewhere'", "`name = '../elsewhere'`: string should match pattern"),
+        ("rollout = 5", "`rollout = 5`: input should be a valid dictionary"),
+        ("[trainer]\nlearning_rate = nan", "`trainer.learning_rate = nan`"),
+        ("[cluster]\ncall_timeout_s = inf", "`cluster.call_timeout_s = inf`: input should be a finite number"),
+        ("[trainer]\non_nonfinite = 'ignore'", "`trainer.on_nonfinite = 'ignore'`: input should be 'stop' or 'skip'"),
+        ("[trainer]\nloss = {rho = 4.0}", "`trainer.loss.name` is missing; set it in the file or with --trainer.loss"),
+        ("[reward]\nparts = []", "`reward.parts = []`: list should have at least 1 item"),
+        ("[reward]\nweights = [1.0, 'two']", "`reward.weights.1 = 'two'`: input should be a valid number"),
+    ],
+)
+def test_mistake_in_the_file_is_named(write: Write, text: str, message: str) -> None:
+    assert message in _message(write(f"{text}\n{MINIMAL}"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\npath = 'm'", "`data` is missing; set it in the file or with --data VALUE"),
+        ("[model]\npath = 'm'\n[data]\neval = 'jsonl'", "`data.train` is missing; set it in the file or with --data."),
+        ("steps = ", "is not valid TOML"),
+        ("steps = 1\nsteps = 2", "is not valid TOML"),
+    ],
+)
+def test_incomplete_or_broken_file(write: Write, text: str, message: str) -> None:
+    assert message in _message(write(text))
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    assert "cannot read" in _message(tmp_path / "none.toml")
+    assert "cannot read" in _message(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b"name = '\xe9'")
+    assert "is not valid TOML" in _message(tmp_path / "latin.toml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--rollout.window", "5"], "rollout.window = 5 is larger than the 4 groups"),
+        (["--rollout.group_size=1"], "rollout.group_size = 1 with trainer.advantage = 'group_mean'"),
+        (["--cluster.placement=colocated"], "needs rollout.max_staleness = 0, not 1"),
+        (["--reward.weights=[1.0, 2.0]"], "reward.weights has 2 numbers for 1 parts; give one each"),
+    ],
+)
+def test_impossible_combination_is_explained(minimal: Path, overrides: list[str], message: str) -> None:
+    base = ["--rollout.prompts_per_step=2", "--rollout.max_staleness=1"]
+    assert message in _message(minimal, *base, *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["--rollout.window=4"],
+        ["--rollout.group_size=1", "--trainer.advantage=tests.parts:Baseline"],
+        ["--cluster.placement=colocated", "--rollout.max_staleness=0"],
+        ["--reward.weights=[1.0, 2.0]", '--reward.parts=["gsm8k", "math"]'],
+    ],
+)
+def test_neighbors_of_impossible_combinations_load(minimal: Path, overrides: list[str]) -> None:
+    load_config(minimal, ["--rollout.prompts_per_step=2", "--rollout.max_staleness=1", *overrides])
+
+
+def test_override_forms(minimal: Path) -> None:
+    config = load_config(
+        minimal,
+        [
+            *("--steps", "10"),
+            "--trainer.learning_rate=1e-5",
+            "--trainer.weight-decay=0",
+            *("--data.template", "Q: {question}\n5\nA ="),
+            "--name=run-7",
+            '--output="7"',
+            '--reward.parts=["gsm8k", {name = "math"}]',
+            *("--data.eval", '{name = "jsonl", path = "a = b.jsonl"}'),
+            *("--eval.temperature", "0"),
+            "--model.warm_start=",
+        ],
+    )
+    assert (config.steps, config.trainer.learning_rate, config.trainer.weight_decay) == (10, 1e-5, 0.0)
+    assert config.data.template == "Q: {question}\n5\nA ="
+    assert (config.name, config.output, config.model.warm_start) == ("run-7", "7", "")
+    assert [part.name for part in config.reward.parts] == ["gsm8k", "math"]
+    assert config.data.eval is not None
+    assert config.data.eval.options == {"path": "a = b.jsonl"}
+
+
+def test_text_that_only_begins_as_toml_stays_text(minimal: Path) -> None:
+    assert load_config(minimal, ["--data.template", "5\nsteps = 3"]).data.template == "5\nsteps = 3"
+
+
+def test_part_by_name_and_an_option(write: Write) -> None:
+    path = write(f"{MINIMAL}\n[trainer]\nloss = 'aipo'")
+    assert load_config(path, ["--trainer.loss.rho", "8"]).trainer.loss.options == {"rho": 8}
+    both = load_config(path, ["--trainer.loss=other", "--trainer.loss.beta=0.1"]).trainer.loss
+    assert (both.name, both.options) == ("other", {"beta": 0.1})
+
+
+def test_later_override_wins(minimal: Path) -> None:
+    assert load_config(minimal, ["--steps=3", "--steps=4"]).steps == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--trainer.learning_rat=1"], "unknown option `trainer.learning_rat`; did you mean `learning_rate`?"),
+        (["--trainr.steps=1"], "unknown option `trainr`; did you mean `trainer`?"),
+        (["--name", "7"], "`name = 7`: input should be a valid string; put quotes around it"),
+        (["--steps=many"], "`steps = 'many'`: input should be a valid integer"),
+        (["--steps"], "`--steps` has no value; write --steps VALUE"),
+        (["steps=3"], "`steps=3` is not an override; write --section.key value"),
+        (["--"], "`--` is not an override"),
+        (["--seed.x=1"], "`--seed.x`: `seed` is a value, not a section"),
+        (["--reward.parts=[]", "--reward.parts.0=math"], "`--reward.parts.0`: `parts` is a value, not a section"),
+    ],
+)
+def test_mistake_in_an_override_is_named(write: Write, overrides: list[str], message: str) -> None:
+    assert message in _message(write("seed = 1\n" + MINIMAL), *overrides)
+
+
+def test_warm_start_is_relative_to_its_file(write: Write) -> None:
+    path = write(MINIMAL.replace('path = "model"', 'path = "model"\nwarm_start = "base_sft.toml"'))
+    assert load_config(path).model.warm_start == str(path.parent.resolve() / "base_sft.toml")
+
+
+def test_nothing_changes_after_validation(minimal: Path) -> None:
+    config = load_config(minimal)
+    for section, name in ((config, "steps"), (config.trainer, "learning_rate"), (config.trainer.loss, "name")):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(section, name, 3)
+
+
+def test_sft_config(write: Write) -> None:
+    path = write("output = 'base'\nsource = {name = 'running_total', error_rate = 0.5}")
+    config = load_sft_config(path, ["--shape.hidden_size=64"])
+    assert (config.shape.hidden_size, config.source.options) == (64, {"error_rate": 0.5})
+    with pytest.raises(ConfigError, match=r"unknown option `shape\.hidden_sise`; did you mean `hidden_size`"):
+        load_sft_config(path, ["--shape.hidden_sise=64"])

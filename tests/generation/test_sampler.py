@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from llamarl.generation import sampler as sampler_module
+from llamarl.generation.sampler import Sampler, SamplingRows, noise_key, truncate, uniforms
+from llamarl.types import SamplingParams
+
+DRAWS = 20_000
+LOGITS_V = torch.tensor([0.3, -1.0, 2.0, 1.9, -4.0, 0.0, 1.0, -0.5, 0.3, -30.0])
+
+
+def expected_probs(params: SamplingParams) -> np.ndarray:
+    """The distribution that `SamplingParams` describes, one token at a time, in float64."""
+    logits = LOGITS_V.double().numpy() / (params.temperature or 1.0)
+    probs = np.exp(logits - logits.max())
+    probs /= probs.sum()
+    if params.temperature == 0:
+        return probs
+    order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))
+    if params.top_k:
+        order = order[: params.top_k]
+    mass, kept = probs[order].sum(), []
+    for token in order:
+        if sum(probs[kept]) >= params.top_p * mass and params.top_p < 1:
+            break
+        kept.append(token)
+    kept = [token for token in kept if probs[token] >= params.min_p * probs[order[0]]]
+    result = np.zeros_like(probs)
+    result[kept] = probs[kept] / probs[kept].sum()
+    return result
+
+
+def draw(params: SamplingParams, count: int = DRAWS) -> tuple[np.ndarray, np.ndarray]:
+    rows = SamplingRows(count)
+    for row in range(count):
+        rows.set(row, params, noise_key(0, row // 8, row % 8))
+    return Sampler(torch.device("cpu"))(LOGITS_V.expand(count, -1), rows, np.arange(count) % 5)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.6),
+        SamplingParams(temperature=1.7, top_k=4),
+        SamplingParams(top_p=0.8),
+        SamplingParams(min_p=0.2),
+        SamplingParams(temperature=1.3, top_p=0.7, top_k=6, min_p=0.1),
+    ],
+    ids=str,
+)
+def test_frequencies_and_log_probabilities_follow_the_distribution(params: SamplingParams) -> None:
+    tokens_B, logprobs_B = draw(params)
+    expected_V = expected_probs(params)
+    counts_V = np.bincount(tokens_B, minlength=len(expected_V))
+    assert not counts_V[expected_V == 0].any()
+    likely_V = expected_V * DRAWS >= 5
+    chi_square = ((counts_V - expected_V * DRAWS)[likely_V] ** 2 / (expected_V * DRAWS)[likely_V]).sum()
+    freedom = likely_V.sum() - 1
+    assert chi_square < freedom + 4 * np.sqrt(2 * max(freedom, 1)), (counts_V, expected_V * DRAWS)
+    np.testing.assert_allclose(logprobs_B, np.log(expected_V[tokens_B]), atol=1e-5)
+
+
+def test_greedy_rows_take_the_best_token_with_its_probability_at_temperature_1() -> None:
+    params = SamplingParams(temperature=0.0, top_k=1, top_p=0.5)
+    tokens_B, logprobs_B = draw(params, count=3)
+    assert tokens_B.tolist() == [2, 2, 2]
+    np.testing.assert_allclose(logprobs_B, np.log(expected_probs(SamplingParams())[2]), atol=1e-6)
+
+
+def test_rows_with_different_settings_do_not_disturb_each_other() -> None:
+    settings = [SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(top_k=2), SamplingParams(temperature=3)]
+    alone, rows = [], SamplingRows(len(settings))
+    for row, params in enumerate(settings):
+        one = SamplingRows(1)
+        for target, place in ((one, 0), (rows, row)):
+            target.set(place, params, noise_key(1, 2, row))
+        alone.append(Sampler(torch.device("cpu"))(LOGITS_V[None], one, np.array([7])))
+    tokens_B, logprobs_B = Sampler(torch.device("cpu"))(LOGITS_V.expand(4, -1), rows, np.full(4, 7))
+    assert tokens_B.tolist() == [int(token[0]) for token, _ in alone]
+    assert logprobs_B.tolist() == [float(logprob[0]) for _, logprob in alone]
+
+
+@pytest.mark.parametrize("noise", [0.0, 1 - 2**-24])
+def test_the_ends_of_the_noise_never_pick_an_impossible_token(noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_module, "uniforms", lambda keys_B, _: np.full(len(keys_B), noise, np.float32))
+    probs = [[0.0, 0.0, 1.0, 0.0], [0.0, 0.3, 0.7, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
+    logits_B_V = torch.tensor(probs).log()
+    rows = SamplingRows(4)
+    for row in range(4):
+        rows.set(row, SamplingParams(), row)
+    tokens_B, logprobs_B = Sampler(torch.device("cpu"))(logits_B_V, rows, np.zeros(4, np.int64))
+    assert all(probs[row][token] > 0 for row, token in enumerate(tokens_B))
+    assert np.isfinite(logprobs_B).all()
+
+
+def test_only_rows_that_are_not_finite_say_so() -> None:
+    logits_B_V = LOGITS_V.repeat(4, 1)
+    logits_B_V[1, 3], logits_B_V[2, 0] = float("nan"), float("inf")
+    rows = SamplingRows(4)
+    for row, temperature in enumerate((1.0, 1.0, 1.0, 0.0)):
+        rows.set(row, SamplingParams(temperature=temperature), row)
+    tokens_B, logprobs_B = Sampler(torch.device("cpu"))(logits_B_V, rows, np.zeros(4, np.int64))
+    assert np.isfinite(logprobs_B).tolist() == [True, False, False, True]
+    assert ((tokens_B >= 0) & (tokens_B < len(LOGITS_V))).all()
+
+
+def test_equally_likely_tokens_keep_their_order_under_top_k() -> None:
+    one = torch.tensor
+    kept = truncate(torch.full((1, 6), 1 / 6), one([1.0]), one([2.0]), one([0.0]))
+    assert kept[0].nonzero().flatten().tolist() == [0, 1]
+
+
+def test_noise_is_uniform_and_differs_in_every_part_of_its_key() -> None:
+    keys = [noise_key(seed, group, index) for seed in range(4) for group in range(-4, 60) for index in range(16)]
+    assert len(set(keys)) == len(keys)
+    assert noise_key(0, 1, 2) != noise_key(0, 2, 1) != noise_key(1, 2, 0)
+    keys_B = np.repeat(np.array(keys, np.uint64), 20)
+    noise_B = uniforms(keys_B, np.tile(np.arange(20), len(keys)))
+    assert noise_B.dtype == np.float32 and noise_B.min() >= 0 and noise_B.max() < 1
+    counts, _ = np.histogram(noise_B, bins=64, range=(0, 1))
+    expected = len(noise_B) / 64
+    assert ((counts - expected) ** 2 / expected).sum() < 63 + 4 * np.sqrt(126)
+    streams = noise_B.reshape(len(keys), 20)
+    assert abs(np.corrcoef(streams[:, 0], streams[:, 1])[0, 1]) < 0.05
+    assert abs(np.corrcoef(streams[:-1, 0], streams[1:, 0])[0, 1]) < 0.05
