@@ -54,7 +54,7 @@ class Channel(Generic[T]):
 
 
 def deal(items: Iterable[T], loads: list[int], weight: int) -> list[list[T]]:
-    """Scatters `items`, in order, each to the least loaded receiver; every item adds `weight` to its receiver's load."""
+    """Scatters `items`, in order, each to the least loaded receiver, whose load then grows by `weight`."""
     dealt = [list[T]() for _ in loads]
     loads = list(loads)
     for item in items:

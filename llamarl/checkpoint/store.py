@@ -128,7 +128,7 @@ def _write(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]],
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    """Of the manifest without its own digest; JSON keeps order and every digit, so a copy that was read has the same."""
+    """Of the manifest without its own digest. JSON keeps order and every digit, so what was read has the same."""
     return xxhash.xxh3_128_hexdigest(json.dumps(manifest))
 
 

@@ -6,13 +6,16 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.config import ConfigError, Ref, RunConfig, load_config
 from llamarl.config.schema import ClusterConfig, DataConfig, EvalConfig, GeneratorConfig, RewardConfig, Section
+
+if TYPE_CHECKING:
+    from llamarl.controller.evaluation import EvalResult
 
 S = TypeVar("S", bound=Section)
 
@@ -61,14 +64,25 @@ def main(arguments: Sequence[str]) -> int:
         task = bar.add_task("", total=None)
         result = evaluate_checkpoint(settings, lambda done, total: bar.update(task, completed=done, total=total))
     if options.output:
-        rows = (
-            {"prompt_id": group.prompt.prompt_id, "response": text, "answer": group.prompt.answer, "right": item.is_right}
-            for group in result.groups
-            for text, item in zip(group.responses, group.results, strict=True)
-        )
-        Path(options.output).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        _write_responses(Path(options.output), result)
     print(eval_line(result.metrics))
     return 0
+
+
+def _write_responses(path: Path, result: EvalResult) -> None:
+    rows = (
+        {
+            "prompt_id": group.prompt.prompt_id,
+            "prompt": group.prompt.text,
+            "response": response,
+            "answer": group.prompt.answer,
+            "outcome": judged.outcome.value,
+            "right": judged.is_right,
+        }
+        for group in result.groups
+        for response, judged in zip(group.responses, group.results, strict=True)
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _data(options: argparse.Namespace, run: RunConfig | None) -> DataConfig:
@@ -77,7 +91,8 @@ def _data(options: argparse.Namespace, run: RunConfig | None) -> DataConfig:
         chosen = {"eval": source or run.data.eval, "template": options.template or run.data.template}
         data = run.data.model_copy(update=chosen)
     elif source:
-        data = DataConfig(train=source, eval=source, template=options.template or DataConfig.model_fields["template"].default)
+        template = options.template or DataConfig.model_fields["template"].default
+        data = DataConfig(train=source, eval=source, template=template)
     else:
         raise ConfigError("DATA.jsonl is missing: name a file of problems, or a run with --config")
     if data.eval is None:

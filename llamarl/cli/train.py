@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("config", metavar="RUN.toml")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest valid checkpoint of the run folder")
+    parser.add_argument("--resume", action="store_true", help="go on from the run's newest valid checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the resolved config and stop")
     options, overrides = parser.parse_known_args(arguments)

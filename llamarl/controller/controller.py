@@ -263,7 +263,4 @@ class Controller:
             f"{buffer.num_ready} of {buffer.prompts_per_step} groups are ready for step {self.version + 1}",
             f"{self._pipeline.num_pending} are in flight and {buffer.num_free} slots free",
         ]
-        facts += [
-            f"{replica.handle.name} owes {replica.num_outstanding} rollouts" for replica in self.generators.replicas
-        ]
-        return "; ".join([*facts, *(await self._telemetry.describe_executors())])
+        return "; ".join([*facts, *self.generators.debts(), *(await self._telemetry.describe_executors())])

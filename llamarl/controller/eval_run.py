@@ -89,8 +89,7 @@ async def _evaluate(settings: EvalSettings, progress: Callable[[int, int], None]
 
 
 async def _describe(pipeline: Pipeline) -> str:
-    owed = [f"{replica.handle.name} owes {replica.num_outstanding} rollouts" for replica in pipeline.generators.replicas]
-    return "; ".join([f"{pipeline.num_pending} groups are in flight", *owed])
+    return "; ".join([f"{pipeline.num_pending} groups are in flight", *pipeline.generators.debts()])
 
 
 async def _deliver_nothing(groups: object) -> None:

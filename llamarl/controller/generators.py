@@ -83,6 +83,10 @@ class Generators:
         )
         return max(stalls)
 
+    def debts(self) -> list[str]:
+        """What each replica still owes, for a stall report."""
+        return [f"{replica.handle.name} owes {replica.num_outstanding} rollouts" for replica in self.replicas]
+
     @property
     def generated_tokens(self) -> int:
         """Tokens sampled by all replicas since their start."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def prepare_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> R
         folder.logs.mkdir(parents=True, exist_ok=True)
         folder.config.write_text(dump_toml(config))
     except OSError as error:
-        raise ConfigError(f"cannot write to {path}: {os.strerror(error.errno or 0)}; choose another --output") from error
+        raise ConfigError(f"cannot write to {path}: {error.strerror}; choose another --output") from error
     return folder
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -44,9 +45,17 @@ class Telemetry:
     """Polls the executors and turns what happens into records."""
 
     def __init__(
-        self, config: RunConfig, screen: Screen, log: MetricsLog, recorder: RolloutRecorder, staleness_limit: int
+        self,
+        config: RunConfig,
+        screen: Screen,
+        log: MetricsLog,
+        recorder: RolloutRecorder,
+        staleness_limit: int,
+        clock: Callable[[], float] = now_s,
     ) -> None:
+        """`clock` is the one that the executors' spans are on; the simulator has its own."""
         self._config = config
+        self._clock = clock
         self._screen = screen
         self._log = log
         self._recorder = recorder
@@ -56,8 +65,8 @@ class Telemetry:
         self._status = dict[str, tuple[HostStatus, float]]()
         self.spans = dict[str, deque[Span]]()
         self._marks = deque[StepMark](maxlen=RECENT_STEPS + 1)
-        self._view = RunView(step=0, started_s=now_s())
-        self.started_s = now_s()
+        self._view = RunView(step=0, started_s=self._clock())
+        self.started_s = self._clock()
         self.first_step_ended_s = float("nan")
         self.num_steps = 0
         self.num_samples = 0
@@ -75,7 +84,7 @@ class Telemetry:
     def begin_loop(self, step: int) -> None:
         """Training begins now, at `step` completed steps."""
         self._in_loop = True
-        self.started_s = now_s()
+        self.started_s = self._clock()
         self._marks.append(self.mark())
         self._show(step=step, started_s=self.started_s)
 
@@ -99,7 +108,7 @@ class Telemetry:
         try:
             for status in await handle.status_each(timeout_s=5.0):
                 self.spans[handle.name].extend(status.spans)
-                self._status[handle.name] = (status, now_s())
+                self._status[handle.name] = (status, self._clock())
         except CallTimeout:
             return
 
@@ -118,7 +127,7 @@ class Telemetry:
         """Now, as the end of a step."""
         assert self._generators is not None
         return StepMark(
-            ended_s=now_s(),
+            ended_s=self._clock(),
             generated_tokens=self._generators.generated_tokens,
             waiting_rollouts=self._generators.num_waiting,
             running_rollouts=self._generators.num_running,
@@ -178,7 +187,7 @@ class Telemetry:
         judged = [r.value for group in groups for r in group.results if r.outcome is not Outcome.INVALID]
         right = sum(answer.is_right for group in groups for answer in group.results)
         consumed_at = result.policy_version - 1
-        staleness = np.array([consumed_at - rollout.oldest_version for rollout in rollouts if rollout.num_tokens] or [0])
+        staleness = np.array([consumed_at - one.oldest_version for one in rollouts if one.num_tokens] or [0])
         previous = self._marks[-1]
         step_s = mark.ended_s - previous.ended_s
         measured = dict(result.metrics)
@@ -241,12 +250,12 @@ class Telemetry:
             for group in shown
         )
 
-    def _show(self, **changes: object) -> None:
+    def _show(self, **changes: Any) -> None:
         """Replaces the view. Spans arrive a poll late, so shares look at a window that ended one poll ago."""
         marks = self._marks
         if len(marks) > 1:
             changes["recent_step_s"] = (marks[-1].ended_s - marks[0].ended_s) / (len(marks) - 1)
-        end_s = now_s() - 2 * POLL_INTERVAL_S
+        end_s = self._clock() - 2 * POLL_INTERVAL_S
         accounts = self.accounts(marks[0].ended_s, end_s) if marks and end_s > marks[0].ended_s else None
         if accounts is not None and accounts.window_s > 1:
             changes["verdict"] = verdict(accounts)

@@ -17,7 +17,6 @@ def ensure_base_model(config: RunConfig) -> None:
     """
     if not config.model.warm_start or is_made(config.model.path, load_sft_config(config.model.warm_start)):
         return
-    print(f"making the base model once: llamarl sft {config.model.warm_start}", flush=True)
     command = [sys.executable, "-m", "llamarl", "sft", config.model.warm_start, "--output", config.model.path]
     if subprocess.run(command, check=False).returncode:
         raise ConfigError(f"model.warm_start = {config.model.warm_start!r} did not make {config.model.path}, see above")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import tokenizers
@@ -182,7 +182,7 @@ def train_byte_bpe(
 class _Generation(Extension):
     """`{% generation %} ... {% endgeneration %}` marks assistant text in some templates; here it marks nothing."""
 
-    tags: ClassVar = {"generation"}
+    tags: set[str] = {"generation"}  # noqa: RUF012 - declared so by jinja2
 
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)

@@ -19,5 +19,5 @@ def set_up_device(name: str, threads: int, option: str) -> torch.device:
     if not name.startswith("cuda"):
         raise ConfigError(f"`{option} = {name!r}` is no device; use `cpu` or `cuda`")
     if not torch.cuda.is_available():
-        raise ConfigError(f"`{option} = {name!r}`, but torch sees no GPU here; use `cpu` or install a CUDA build of torch")
+        raise ConfigError(f"`{option} = {name!r}`, but torch sees no GPU; use `cpu` or install a CUDA build of torch")
     return torch.device(name)

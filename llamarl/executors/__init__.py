@@ -1,1 +1,1 @@
-"""Executors: one thin file for each role. They join the parts below to the controller and hold no logic of their own."""
+"""Executors: one thin file for each role, which joins the parts below to the controller and holds no logic."""

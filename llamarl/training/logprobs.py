@@ -5,9 +5,11 @@ Shape suffixes: R target tokens, C tokens of one chunk, D model dim, V vocabular
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 CHUNK_LOGITS = 1 << 22
 """Logits held at once, in elements: 16 MiB of float32."""
@@ -49,7 +51,8 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_R: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (grad_R,) = grad_outputs
         hidden_R_D, head_V_D, targets_R, normalizers_R = ctx.saved_tensors
         grad_hidden_R_D = torch.empty_like(hidden_R_D)
         chunk, dtype = _chunk_tokens(head_V_D.shape[0]), _compute_type(hidden_R_D)

@@ -71,7 +71,9 @@ class PackedRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Document:
+class Document:
+    """A question with its worked solution."""
+
     token_ids_T: np.ndarray
     """Question, solution, end-of-text, int32 [T]."""
     num_prompt: int
@@ -167,7 +169,7 @@ def _shape(config: SftConfig, tokenizer: Tokenizer) -> ModelShape:
     )
 
 
-def _documents(texts: list[tuple[str, str]], tokenizer: Tokenizer, config: SftConfig) -> list[_Document]:
+def _documents(texts: list[tuple[str, str]], tokenizer: Tokenizer, config: SftConfig) -> list[Document]:
     """Question and solution are tokenized apart, as a prompt and a response are in the run that follows."""
     end = np.array([tokenizer.eos_token_ids[0]], dtype=np.int32)
     questions = tokenizer.encode_batch([question for question, _ in texts])
@@ -175,7 +177,7 @@ def _documents(texts: list[tuple[str, str]], tokenizer: Tokenizer, config: SftCo
     limit = min(config.row_tokens, config.shape.max_position_embeddings)
     documents = []
     for question_T, solution_T in zip(questions, solutions, strict=True):
-        document = _Document(token_ids_T=np.concatenate((question_T, solution_T, end)), num_prompt=len(question_T))
+        document = Document(token_ids_T=np.concatenate((question_T, solution_T, end)), num_prompt=len(question_T))
         if len(document.token_ids_T) > limit:
             raise ConfigError(
                 f"source: a document has {len(document.token_ids_T)} tokens and {limit} fit; raise row_tokens = "
@@ -187,7 +189,7 @@ def _documents(texts: list[tuple[str, str]], tokenizer: Tokenizer, config: SftCo
 
 def _train(
     model: Transformer,
-    documents: list[_Document],
+    documents: list[Document],
     config: SftConfig,
     progress: Callable[[SftProgress], None] | None,
 ) -> None:
@@ -242,7 +244,7 @@ def attend_rows(documents_B_T: Tensor) -> Attend:
     """
     rows, _ = documents_B_T.shape
     same_B_T_T = documents_B_T[:, :, None] == documents_B_T[:, None, :]
-    mask_B_1_T_T = same_B_T_T.tril()[:, None]
+    mask_B_1_T_T = torch.ones_like(same_B_T_T).tril()[:, None]
 
     def attend(_layer: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q_N_H_K, k_N_J_K, v_N_J_K))
@@ -252,7 +254,7 @@ def attend_rows(documents_B_T: Tensor) -> Attend:
     return attend
 
 
-def pack(documents: list[_Document], rows: int, row_tokens: int, seed: int) -> Iterator[PackedRows]:
+def pack(documents: list[Document], rows: int, row_tokens: int, seed: int) -> Iterator[PackedRows]:
     """Steps without end. A document goes to the first row that has room; one that finds none opens the next step."""
     sampler = PromptSampler(len(documents), seed)
     document = documents[sampler.next()]

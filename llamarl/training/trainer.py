@@ -74,8 +74,8 @@ class Trainer:
         if not finite and self.config.on_nonfinite == "stop":
             names = ", ".join(str(group.group_id) for group in groups)
             raise NonFiniteStep(
-                f"step {self.policy_version}: loss {metrics.get('loss')}, gradient norm {grad_norm} from groups {names}; "
-                "lower trainer.learning_rate, or set trainer.on_nonfinite = 'skip'"
+                f"step {self.policy_version}: loss {metrics.get('loss')}, gradient norm {grad_norm} from groups {names};"
+                " lower trainer.learning_rate, or set trainer.on_nonfinite = 'skip'"
             )
         self.policy_version += 1
         return StepResult(

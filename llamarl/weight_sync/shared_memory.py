@@ -78,7 +78,7 @@ class SharedMemoryPublisher:
         return SegmentAddress(pid=os.getpid(), fd=self._fd, specs=self._layout.specs)
 
     def publish(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Copies `weights` (cast to the specs' types) into the version's slot. The caller must not change them meanwhile."""
+        """Copies `weights`, cast to the specs' types, into the version's slot. Nobody may change them meanwhile."""
         slot = version % 2
         self._slots.versions[slot][0] = WRITING
         targets = self._slots.tensors[slot]

@@ -1,0 +1,31 @@
+"""What every prompt source promises. Members come from the folder: a new one without an entry in OPTIONS fails here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llamarl.config import Ref, build
+from llamarl.config.ref import members
+from llamarl.data.sources import ProblemRow, ProblemSource
+
+FAMILY = "llamarl.data.sources"
+OPTIONS = {"jsonl": {"path": "rows.jsonl"}, "running_total": {"count": 3}}
+
+
+@pytest.fixture(params=members(FAMILY))
+def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProblemSource:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(f'{{"question": "{i}+1?", "answer": "{i + 1}"}}\n' for i in range(3)))
+    return build(Ref(name=request.param, **OPTIONS[request.param]), FAMILY, "data.train")
+
+
+def test_source_is_a_finite_sequence_of_problems(source: ProblemSource) -> None:
+    rows = [source[i] for i in range(len(source))]
+    assert len(rows) == 3
+    assert all(isinstance(row, ProblemRow) and row.question and row.answer for row in rows)
+    assert len({row.problem_id for row in rows}) == 3
+    assert rows == [source[i] for i in range(3)]
+    with pytest.raises(IndexError):
+        source[3]
