@@ -12,6 +12,7 @@ COMMANDS = {
     "sft": "make a small base model by a supervised warm start",
     "eval": "score a checkpoint on held-out problems",
     "export": "write a run's checkpoint as a Hugging Face folder",
+    "plan": "predict step time and find the best layout for a cluster",
     "doctor": "check that this machine can run llamarl",
 }
 

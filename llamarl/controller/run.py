@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -73,6 +74,7 @@ class _Run:
         self._resume = resume
         self._command_started_s = command_started_s
         self._outcome = _Progress()
+        self._check_threads()
         self._shape = load_shape(config.model.path)
         tokenizer = Tokenizer(config.model.path)
         check_vocabulary(tokenizer, self._shape.vocab_size)
@@ -81,6 +83,22 @@ class _Run:
             eval=self._load_prompts(tokenizer, "eval") if config.data.eval else (),
             stop_token_ids=tokenizer.eos_token_ids,
         )
+
+    def _check_threads(self) -> None:
+        """Warns when executors that work at the same time want more threads than there are cores.
+
+        Two OpenMP threads that share a core wait for each other at every operation and can be 20 times slower than one.
+        """
+        trainer, generator = self._config.trainer, self._config.generator
+        of_generators = generator.replicas * generator.threads if generator.device == "cpu" else 0
+        of_trainer = trainer.threads if trainer.device == "cpu" else 0
+        together = max if self._config.cluster.placement == "colocated" else sum
+        wanted, cores = together((of_generators, of_trainer)), os.cpu_count() or 1
+        if wanted > cores:
+            self._outcome.warnings.append(
+                f"{wanted} CPU threads work at once on {cores} cores, which is slow; "
+                "lower trainer.threads, generator.threads or generator.replicas"
+            )
 
     def _load_prompts(self, tokenizer: Tokenizer, which: Literal["train", "eval"]) -> tuple[Prompt, ...]:
         loaded = load_prompts(self._config.data, tokenizer, self._shape.max_position_embeddings, which)

@@ -215,7 +215,6 @@ class Telemetry:
             loss=measured.pop("loss", 0.0),
             grad_norm=measured.pop("grad_norm"),
             learning_rate=measured.pop("learning_rate"),
-            padding_share=measured.pop("padding_share", 0.0),
             waiting_rollouts=mark.waiting_rollouts,
             running_rollouts=mark.running_rollouts,
             ready_groups=ready_groups,

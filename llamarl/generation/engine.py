@@ -12,7 +12,8 @@ Shape suffixes: T tokens of one sequence, B running rollouts, N packed tokens, J
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,8 +25,7 @@ from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.rows import Rows
 from llamarl.generation.sampler import Sampler
 from llamarl.generation.scheduler import Chunk, Schedule, Scheduler
-from llamarl.generation.sequence import Group
-from llamarl.generation.sequence import Sequence as Running
+from llamarl.generation.sequence import Group, Sequence
 from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 
@@ -89,21 +89,23 @@ class Engine:
         """`step` has something to do or to return."""
         return bool(self._scheduler.groups or self._refused)
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+    def submit(self, requests: Iterable[GenerationRequest]) -> None:
         """Queue requests, first in first out. The next `step` returns those that cannot run, as FAILED rollouts.
 
         Raises:
             ValueError: a group id is in the engine already; nothing was queued.
         """
-        ids = [request.group_id for request in requests]
-        taken = {i for i in ids if i in self._scheduler.groups or ids.count(i) > 1}
-        if taken:
-            raise ValueError(f"group ids {sorted(taken)} are submitted twice; each names one request")
+        requests = list(requests)
+        counts = Counter(request.group_id for request in requests)
+        counts.update(i for i in counts.keys() & self._scheduler.groups.keys())
+        twice = sorted(i for i, count in counts.items() if count > 1)
+        if twice:
+            raise ValueError(f"group ids {twice} are submitted twice; each names one request")
         for request in requests:
             prompt_T = np.array(request.prompt_token_ids_T, np.int32).reshape(-1)
             limit = min(request.sampling.max_new_tokens, self._context - len(prompt_T))
             group = Group(request, prompt_T, limit)
-            group.unfinished = {index: Running(group, index) for index in range(request.group_size)}
+            group.unfinished = {index: Sequence(group, index) for index in range(request.group_size)}
             error = self._refusal(group)
             if error:
                 self._refused += [one.rollout(FinishReason.FAILED, error) for one in group.unfinished.values()]
@@ -139,7 +141,7 @@ class Engine:
         return EngineStats(
             running=len(self._rows),
             waiting=len(self._scheduler.waiting),
-            kv_use=1 - pool.num_free / max(pool.num_blocks, 1),
+            kv_use=(pool.num_blocks - pool.num_free) / max(pool.num_blocks, 1),
             decode_tokens=self._decode_tokens,
             prefill_tokens=self._prefill_tokens,
             steps=self._steps,
@@ -212,7 +214,7 @@ class Engine:
         self._decode_tokens += count
         failed_B = ~np.isfinite(logprobs_B)
         done_B_2 = rows.append(tokens_B, logprobs_B, self.version)
-        leaving: dict[Running, tuple[FinishReason, str]] = {}
+        leaving: dict[Sequence, tuple[FinishReason, str]] = {}
         for row in np.flatnonzero(failed_B | done_B_2.any(axis=1)):
             if failed_B[row]:
                 rows.length_R[row] -= 1
@@ -222,7 +224,7 @@ class Engine:
                 leaving[rows.sequences[row]] = (reason, "")
         return self._leave(leaving)
 
-    def _leave(self, leaving: dict[Running, tuple[FinishReason, str]]) -> list[Rollout]:
+    def _leave(self, leaving: dict[Sequence, tuple[FinishReason, str]]) -> list[Rollout]:
         """Rollouts leave the engine with everything they hold."""
         for sequence in leaving:
             if sequence.row >= 0:

@@ -50,7 +50,9 @@ class KVCache:
     def write(self, layer: int, slots_NJ: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> None:
         """Store the keys and values of packed tokens."""
         self.keys_L_C_J_S_K[layer].view(-1, self.head_dim).index_copy_(0, slots_NJ, k_N_J_K.reshape(-1, self.head_dim))
-        self.values_L_C_J_S_K[layer].view(-1, self.head_dim).index_copy_(0, slots_NJ, v_N_J_K.reshape(-1, self.head_dim))
+        self.values_L_C_J_S_K[layer].view(-1, self.head_dim).index_copy_(
+            0, slots_NJ, v_N_J_K.reshape(-1, self.head_dim)
+        )
 
     def read(self, layer: int, segment: Segment) -> tuple[Tensor, Tensor]:
         """Keys and values of a segment's cached tokens, each [J, N, K]."""

@@ -69,7 +69,9 @@ class Sampler:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def __call__(self, logits_B_V: Tensor, rows: SamplingRows, positions_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(
+        self, logits_B_V: Tensor, rows: SamplingRows, positions_B: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Draw one token per row.
 
         Returns:

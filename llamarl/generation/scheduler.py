@@ -4,9 +4,12 @@
        ^                   |                   |
        +-------park--------+-------------------+        (no block free: the youngest gives its blocks back)
 
-Rollouts are admitted in the order of their arrival and parked in the reverse order, so `active` is always sorted by age,
-and the oldest is never parked while it shares the blocks with others. A request is only accepted when one of its
-rollouts fits alone, hence the oldest always gets on, and nothing starves.
+Rollouts are admitted in the order of their arrival and parked in the reverse order, so `active` is always sorted by
+age, and the oldest is never parked. `add` takes only groups of which one rollout fits alone, hence the oldest always
+gets on, and nothing starves.
+
+A group's prefix stays cached while one of its rollouts is active. Between two of them it may be idle, and is then freed
+when blocks run out.
 """
 
 from __future__ import annotations

@@ -66,8 +66,6 @@ class StepMetrics:
     """Step size of this step."""
     num_loss_tokens: int
     """Trainable tokens."""
-    padding_share: float
-    """Share of computed positions that held no token, 0 to 1."""
     waiting_rollouts: int
     """Rollouts queued at the generators at the end of the step."""
     running_rollouts: int

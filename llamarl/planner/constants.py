@@ -37,6 +37,8 @@ class Constants:
     """Host and launch time of one decode step: scheduler, sampler, CUDA graph replay."""
     microbatch_overhead_s: float = 20e-3
     """Host time of one microbatch: packing, copies, launches."""
+    step_overhead_s: float = 0.5
+    """Time of one optimizer step that does not grow with the model: last rewards, packing, metrics, barriers."""
     fsdp_overlap: float = 0.9
     """Share of the trainer's compute time behind which weight gathers can hide."""
     recompute: float = 1.0

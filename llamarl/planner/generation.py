@@ -139,7 +139,9 @@ def generation_parts(request: Request, pool: Pool, generators: Generators, rules
     peak = np.where(generators.weight_bytes_L == BF16, gpu.bf16_flops, gpu.fp8_flops or gpu.bf16_flops)
     prompt = request.prompt_tokens
     flops = prompt * (2.0 * request.model.matmul_parameters + request.model.attention_flops(prompt / 2))
-    prompts = request.prompts_per_step / replicas if rules.partial_rollouts else np.ceil(request.prompts_per_step / replicas)
+    prompts = (
+        request.prompts_per_step / replicas if rules.partial_rollouts else np.ceil(request.prompts_per_step / replicas)
+    )
     weights = request.model.num_parameters * generators.weight_bytes_L
     network = gpu.network_bandwidth * constants.link_efficiency
     through_node = 0.0 if rules.direct_sync else 1 / (network * gpu.node_gpus)

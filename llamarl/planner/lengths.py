@@ -85,7 +85,9 @@ class Lengths:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
             lengths = np.array([len(json.loads(line)["token_ids"]) for line in lines if line.strip()], dtype=np.float64)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"cannot read response lengths from {path}: {error!r}; give a run's rollouts.jsonl") from None
+            raise ConfigError(
+                f"cannot read response lengths from {path}: {error!r}; give a run's rollouts.jsonl"
+            ) from None
         if not lengths.size or lengths.max() < 1:
             raise ConfigError(f"{path} holds no response; give the rollouts.jsonl of a run with at least one step")
         limit = int(lengths.max())

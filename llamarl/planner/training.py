@@ -64,10 +64,10 @@ def training_parts(request: Request, pool: Pool, layouts: TrainerLayouts) -> dic
 
     compute: FLOPs / (GPUs x peak x efficiency), efficiency falling with few tokens per GPU, for the rank with the most
     samples. tensor: `PASSES` x 2 reductions of the activations per layer, ring cost 2 (tp-1)/tp (arXiv 1909.08053).
-    fsdp: gathers in forward and backward and a reduce-scatter, (s-1)/s of the weights each, what `fsdp_overlap` of
-    compute cannot hide (arXiv 2304.11277). context: keys and values of the other ranks, `PASSES` + 1 times. pipeline:
+    fsdp: gathers in forward and backward and a reduce-scatter, (s-1)/s of the weights each plus one network hop per
+    node and layer; what `fsdp_overlap` of compute cannot hide counts (arXiv 2304.11277). context: keys and values of the other ranks, `PASSES` + 1 times. pipeline:
     bubble (pp-1)/microbatches of the work (arXiv 2104.04473), and activations between stages.
-    optimizer: bytes of AdamW / memory bandwidth.
+    overhead: host time per microbatch and per step. optimizer: bytes of AdamW / memory bandwidth.
     """
     model, constants, gpu = request.model, request.constants, pool.gpu
     tp, cp, pp, dp = layouts.tp_L, layouts.cp_L, layouts.pp_L, layouts.dp_L
@@ -76,7 +76,8 @@ def training_parts(request: Request, pool: Pool, layouts: TrainerLayouts) -> dic
     microbatches = np.ceil(rank_tokens / layouts.microbatch_tokens_L)
     tokens = rank_tokens / microbatches / cp
     efficiency = constants.train_efficiency * tokens / (tokens + constants.half_efficiency_tokens)
-    flops = step_flops(request) * rank_samples / request.num_samples
+    stage_layers = np.ceil(model.num_layers / pp)
+    flops = step_flops(request) * rank_samples / request.num_samples * (stage_layers * pp / model.num_layers)
     compute = flops / (tp * cp * pp) / (gpu.bf16_flops * efficiency)
     shards, weights = layouts.shards_L, model.num_parameters / (tp * pp)
     activation_bytes = rank_tokens / cp * model.hidden_size * BF16
@@ -84,14 +85,15 @@ def training_parts(request: Request, pool: Pool, layouts: TrainerLayouts) -> dic
     gathered = PASSES * BF16 * weights * (shards - 1) / shards * microbatches
     reduced = 2 * BF16 * weights * (dp * cp - 1) / (dp * cp) if not layouts.sharded else 0.0
     outer = collective_bandwidth(gpu, constants, shards if layouts.sharded else dp * cp, inner=tp)
-    fsdp = (gathered + reduced) / outer
-    tensor = PASSES * 2 * (model.num_layers / pp) * 2 * (tp - 1) / tp * activation_bytes
+    hops = (shards > 1) * np.ceil(shards * tp / gpu.node_gpus) * constants.network_latency_s
+    fsdp = (gathered + reduced) / outer + PASSES * stage_layers * microbatches * hops
+    tensor = PASSES * 2 * stage_layers * 2 * (tp - 1) / tp * activation_bytes
     tensor = tensor / collective_bandwidth(gpu, constants, tp, inner=1)
     kv_bytes = rank_tokens * model.kv_width * BF16 / np.minimum(tp, model.num_kv_heads)
-    context = (PASSES + 1) * (model.num_layers / pp) * kv_bytes * (cp - 1) / cp
+    context = (PASSES + 1) * stage_layers * kv_bytes * (cp - 1) / cp
     context = context / collective_bandwidth(gpu, constants, cp, inner=tp)
     between_stages = 2 * (pp > 1) * activation_bytes / tp / (gpu.network_bandwidth * constants.link_efficiency)
-    overhead = microbatches * constants.microbatch_overhead_s
+    overhead = constants.step_overhead_s + microbatches * constants.microbatch_overhead_s
     state = model.num_parameters / (tp * pp * shards)
     return {
         "compute": compute,
@@ -100,7 +102,9 @@ def training_parts(request: Request, pool: Pool, layouts: TrainerLayouts) -> dic
         "context": context,
         "pipeline": (pp - 1) / microbatches * (compute + tensor + context) + between_stages,
         "overhead": overhead,
-        "optimizer": constants.optimizer_traffic_bytes * state / (gpu.memory_bandwidth * constants.bandwidth_efficiency),
+        "optimizer": constants.optimizer_traffic_bytes
+        * state
+        / (gpu.memory_bandwidth * constants.bandwidth_efficiency),
     }
 
 

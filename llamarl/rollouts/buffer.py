@@ -10,8 +10,8 @@ window W:
 Then no group is older than S + ceil((W - 1) / P) optimizer steps when it is consumed. Proof: i is admitted when at
 least i + 1 - (S + 1) * P groups were released, so the generators had adopted version floor(i / P) - S or a newer one.
 At most i + W - 1 groups are consumed before i, so it is consumed at version floor((i + W - 1) / P) or an older one.
-The difference is at most S + ceil((W - 1) / P). Discarding old groups would bound staleness too, but favors short
-answers.
+The difference is at most S + ceil((W - 1) / P). With S = 0 it is 0 for any window, as a step takes all P active groups.
+Discarding old groups would bound staleness too, but favors short answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RolloutBuffer:
         self.prompts_per_step = prompts_per_step
         self.window = window
         self.capacity = (max_staleness + 1) * prompts_per_step
-        self.staleness_limit = max_staleness + -(-(window - 1) // prompts_per_step)
+        self.staleness_limit = max_staleness + -(-(window - 1) // prompts_per_step) if max_staleness else 0
         self._next_id = first_group_id
         self._waiting: dict[int, RolloutGroup | None] = {}  # unconsumed groups in admission order; None: not ready
         self._num_unreleased = 0  # consumed, weights not yet adopted

@@ -74,6 +74,17 @@ def to_sample_group(group: RolloutGroup, advantages_G: np.ndarray) -> SampleGrou
     return SampleGroup(prompt_token_ids_T=group.prompt.token_ids_T, samples=samples)
 
 
+def with_advantage(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+    """The samples that have any advantage at all; groups where everybody did equally well vanish."""
+    return [
+        SampleGroup(
+            prompt_token_ids_T=group.prompt_token_ids_T,
+            samples=tuple(sample for sample in group.samples if sample.advantages_T.any()),
+        )
+        for group in groups
+    ]
+
+
 def pack(groups: Sequence[SampleGroup], microbatch_tokens: int) -> list[Microbatch]:
     """Microbatches of at most `microbatch_tokens` inputs, in order; a sample longer than that gets one of its own."""
     batches: list[list[SampleGroup]] = [[]]

@@ -37,7 +37,7 @@ def _compute_type(hidden: Tensor) -> torch.dtype:
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden_R_D: Tensor, head_V_D: Tensor, targets_R: Tensor, temperature: float
+        ctx: Any, hidden_R_D: Tensor, head_V_D: Tensor, targets_R: Tensor, temperature: float
     ) -> Tensor:
         logprobs, normalizers = list[Tensor](), list[Tensor]()
         chunk, dtype = _chunk_tokens(head_V_D.shape[0]), _compute_type(hidden_R_D)

@@ -10,7 +10,6 @@ heads, K head dim, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
@@ -34,8 +33,8 @@ from llamarl.data.tokenizer import Tokenizer, train_byte_bpe
 from llamarl.models.hf import new_model, save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Attend, Transformer
+from llamarl.training.base_model import RECORD_FILE, settings_hash
 
-RECORD_FILE = "llamarl_sft.json"
 NO_LABEL = -100
 WARMUP_STEPS = 10
 
@@ -78,33 +77,6 @@ class Document:
     """Question, solution, end-of-text, int32 [T]."""
     num_prompt: int
     """Tokens of the question."""
-
-
-def ensure_base_model(
-    model_path: str | Path, config: SftConfig, progress: Callable[[SftProgress], None] | None = None
-) -> Path:
-    """`model_path`, made by the warm start when it is not there yet.
-
-    Raises:
-        ConfigError: the folder holds a model that other settings, or something else, made.
-    """
-    folder = Path(model_path)
-    if not (folder / "config.json").exists():
-        return run_sft(config.model_copy(update={"output": str(folder)}), progress)
-    record = folder / RECORD_FILE
-    made_by = json.loads(record.read_text(encoding="utf-8"))["settings_hash"] if record.exists() else "something else"
-    if made_by != settings_hash(config):
-        raise ConfigError(
-            f"model.path = {str(folder)!r} holds a model that was made by other settings than model.warm_start "
-            f"({made_by} there, {settings_hash(config)} here); delete the folder, or set another model.path"
-        )
-    return folder
-
-
-def settings_hash(config: SftConfig) -> str:
-    """Short digest of what decides the weights; the output folder and the number of threads do not."""
-    settings = config.model_dump(mode="json", exclude={"output", "threads"})
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def run_sft(config: SftConfig, progress: Callable[[SftProgress], None] | None = None) -> Path:
@@ -244,7 +216,7 @@ def attend_rows(documents_B_T: Tensor) -> Attend:
     """
     rows, _ = documents_B_T.shape
     same_B_T_T = documents_B_T[:, :, None] == documents_B_T[:, None, :]
-    mask_B_1_T_T = torch.ones_like(same_B_T_T).tril()[:, None]
+    mask_B_1_T_T = same_B_T_T.tril()[:, None]
 
     def attend(_layer: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q_N_H_K, k_N_J_K, v_N_J_K))

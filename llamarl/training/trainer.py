@@ -16,7 +16,7 @@ from llamarl.algorithms.advantages._base import Advantage
 from llamarl.algorithms.losses._base import Loss, LossInputs
 from llamarl.config.schema import TrainerConfig
 from llamarl.models.transformer import Transformer
-from llamarl.rollouts.packing import Microbatch, pack, to_sample_group, valid_rollouts
+from llamarl.rollouts.packing import Microbatch, pack, to_sample_group, valid_rollouts, with_advantage
 from llamarl.training.attention import shared_prefix_attend
 from llamarl.training.logprobs import target_logprobs
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
@@ -42,6 +42,8 @@ class Trainer:
         self.optimizer = build_optimizer(model, config)
         self.policy_version = 0
         self.device = next(model.parameters()).device
+        for weight in model.parameters():
+            weight.grad = torch.zeros_like(weight)
 
     def step(self, groups: Sequence[RolloutGroup]) -> StepResult:
         """Learns from `groups` and completes one policy version.
@@ -56,25 +58,31 @@ class Trainer:
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = rate
 
+        # Samples without gradient still count in the denominator: leaving them out changes nothing but the time.
+        computed = batch.groups if self.loss.LEARNS_WITHOUT_ADVANTAGE else with_advantage(batch.groups)
         sums, maxima = dict[str, float](), dict[str, float]()
-        for microbatch in pack(batch.groups, self.config.microbatch_tokens):
+        for microbatch in pack(computed, self.config.microbatch_tokens):
             self._accumulate(microbatch, num_loss_tokens, sums, maxima)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
-        metrics = {name: value / num_loss_tokens for name, value in sums.items()} | maxima
+        loss = sums.pop("loss", 0.0) / num_loss_tokens
+        num_computed = max(TrainBatch(groups=tuple(computed)).num_loss_tokens, 1)
+        metrics = {name: value / num_computed for name, value in sums.items()} | maxima
         metrics |= {
+            "loss": loss,
             "importance_ratio_mean": 1 + metrics.pop("importance_ratio_excess", 0.0),
             "grad_norm": grad_norm,
             "learning_rate": rate,
             "num_loss_tokens": float(batch.num_loss_tokens),
+            "num_computed_tokens": float(num_computed),
         }
-        finite = math.isfinite(grad_norm) and math.isfinite(metrics.get("loss", 0.0))
+        finite = math.isfinite(grad_norm) and math.isfinite(loss)
         if finite:
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=False)  # a step without any gradient still moves by its momentum
         if not finite and self.config.on_nonfinite == "stop":
             names = ", ".join(str(group.group_id) for group in groups)
             raise NonFiniteStep(
-                f"step {self.policy_version}: loss {metrics.get('loss')}, gradient norm {grad_norm} from groups {names};"
+                f"step {self.policy_version}: loss {loss}, gradient norm {grad_norm}, groups {names};"
                 " lower trainer.learning_rate, or set trainer.on_nonfinite = 'skip'"
             )
         self.policy_version += 1

@@ -28,7 +28,7 @@ def random_inputs(num: int, seed: int = 0, dtype: torch.dtype = torch.float64, o
     logprobs_N = -torch.rand(num, generator=generator, dtype=torch.float64) * 3
     noise_N = torch.randn(num, generator=generator, dtype=torch.float64) * off_policy
     return LossInputs(
-        logprobs_N=logprobs_N.to(dtype).requires_grad_(),
+        logprobs_N=logprobs_N.to(dtype, copy=True).requires_grad_(),
         behavior_logprobs_N=(logprobs_N + noise_N).to(dtype),
         advantages_N=torch.randn(num, generator=generator, dtype=torch.float64).to(dtype),
         loss_mask_N=torch.ones(num, dtype=torch.bool),

@@ -7,7 +7,10 @@ from llamarl.generation.blocks import BlockPool
 
 
 @settings(deadline=None)
-@given(st.integers(1, 12), st.lists(st.tuples(st.sampled_from(["low", "high", "release"]), st.integers(0, 99)), max_size=80))
+@given(
+    st.integers(1, 12),
+    st.lists(st.tuples(st.sampled_from(["low", "high", "release"]), st.integers(0, 99)), max_size=80),
+)
 def test_pool_hands_out_the_outermost_free_block_and_conserves_blocks(
     num_blocks: int, actions: list[tuple[str, int]]
 ) -> None:

@@ -7,6 +7,8 @@ tokens unless two candidates are within rounding of each other (here: never), an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,17 +22,18 @@ from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 
 Requests = Callable[..., list[GenerationRequest]]
-Requests = Callable[..., list[GenerationRequest]]
 Models = Callable[..., Transformer]
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
 SAMPLED = SamplingParams(temperature=0.9, max_new_tokens=24, seed=5)
 
 
-def make_engine(model: Transformer, blocks: int = 400, **options: int) -> Engine:
+def make_engine(
+    model: Transformer, blocks: int | None = 400, max_running: int = 16, prefill_tokens: int = 64, version: int = 0
+) -> Engine:
     shape = model.shape
     block_bytes = KVCache.block_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, torch.float32)
-    settings = {"max_running": 16, "prefill_tokens": 64, "kv_bytes": blocks * block_bytes} | options
-    return Engine(model, **settings)
+    kv_bytes = None if blocks is None else blocks * block_bytes
+    return Engine(model, max_running=max_running, prefill_tokens=prefill_tokens, kv_bytes=kv_bytes, version=version)
 
 
 def drain(engine: Engine) -> list[Rollout]:
@@ -98,7 +101,9 @@ def test_records_are_typed_arrays(model: Transformer, make_requests: Requests) -
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_behavior_logprobs_equal_a_full_forward(model: Transformer, make_requests: Requests, temperature: float) -> None:
+def test_behavior_logprobs_equal_a_full_forward(
+    model: Transformer, make_requests: Requests, temperature: float
+) -> None:
     requests = make_requests(6, SamplingParams(temperature=temperature, max_new_tokens=40))
     for key, rollout in run(make_engine(model), requests).items():
         logits = response_logits(model, requests[key[0] - 10], rollout) / (temperature or 1.0)
@@ -108,7 +113,7 @@ def test_behavior_logprobs_equal_a_full_forward(model: Transformer, make_request
 
 @pytest.mark.parametrize("truncation", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
 def test_behavior_logprobs_include_truncation(
-    model: Transformer, make_requests: Requests, truncation: dict[str, float]
+    model: Transformer, make_requests: Requests, truncation: dict[str, Any]
 ) -> None:
     requests = make_requests(4, SamplingParams(temperature=1.2, max_new_tokens=30, **truncation))
     for key, rollout in run(make_engine(model), requests).items():
@@ -269,36 +274,36 @@ def test_the_end_of_the_context_ends_a_rollout(model: Transformer) -> None:
             assert (rollout.num_tokens, rollout.finish_reason) == (context - length, FinishReason.LENGTH)
 
 
+SHORT = SamplingParams(max_new_tokens=4)
 BAD = {
-    "the prompt is empty": {"prompt": []},
-    "the prompt has 96 tokens and the context 96": {"prompt": [1] * 96},
-    "token id 40, outside the vocabulary of 40": {"prompt": [1, 40]},
-    "token id -1, outside the vocabulary of 40": {"prompt": [-1]},
-    "too few for a prompt of 20 and a response of 60": {"prompt": [1] * 20, "max_new_tokens": 60},
-    "temperature = -1.0": {"temperature": -1.0},
-    "temperature = nan": {"temperature": float("nan")},
-    "top_p = 0.0": {"top_p": 0.0},
-    "top_k = -2": {"top_k": -2},
-    "min_p = 1.5": {"min_p": 1.5},
-    "max_new_tokens = 0": {"max_new_tokens": 0},
+    "the prompt is empty": ([], SHORT),
+    "the prompt has 96 tokens and the context 96": ([1] * 96, SHORT),
+    "token id 40, outside the vocabulary of 40": ([1, 40], SHORT),
+    "token id -1, outside the vocabulary of 40": ([-1], SHORT),
+    "too few for a prompt of 20 and a response of 60": ([1] * 20, replace(SHORT, max_new_tokens=60)),
+    "temperature = -1.0": ([1], replace(SHORT, temperature=-1.0)),
+    "temperature = nan": ([1], replace(SHORT, temperature=float("nan"))),
+    "top_p = 0.0": ([1], replace(SHORT, top_p=0.0)),
+    "top_k = -2": ([1], replace(SHORT, top_k=-2)),
+    "min_p = 1.5": ([1], replace(SHORT, min_p=1.5)),
+    "max_new_tokens = 0": ([1], replace(SHORT, max_new_tokens=0)),
 }
 
 
 def test_bad_requests_fail_with_a_reason_and_the_others_go_on(model: Transformer, make_requests: Requests) -> None:
     good = make_requests(2, GREEDY)
     bad = []
-    for i, changes in enumerate(BAD.values()):
-        options = {"max_new_tokens": 4} | changes
-        prompt_T = np.array(options.pop("prompt", [1, 2]), np.int32)
-        sampling = SamplingParams(**options)
+    for i, (prompt, sampling) in enumerate(BAD.values()):
+        prompt_T = np.array(prompt, np.int32)
         bad.append(GenerationRequest(group_id=i + 100, prompt_token_ids_T=prompt_T, group_size=2, sampling=sampling))
     engine = make_engine(model, blocks=4, max_running=4)
     rollouts = run(engine, [*bad[:3], good[0], *bad[3:], good[1]])
     for i, message in enumerate(BAD):
         for index in range(2):
             failed = rollouts.pop((i + 100, index))
-            assert failed.finish_reason == FinishReason.FAILED and message in failed.error
-            assert failed.num_tokens == 0 and failed.oldest_version == -1
+            assert failed.finish_reason == FinishReason.FAILED
+            assert message in failed.error
+            assert (failed.num_tokens, failed.oldest_version) == (0, -1)
     assert_same(rollouts, run(make_engine(model), good))
 
 
@@ -355,7 +360,7 @@ def test_stats_count_what_was_done(model: Transformer, make_requests: Requests) 
 def test_bfloat16_and_default_memory(make_model: Models, make_requests: Requests) -> None:
     model = make_model(seed=0).to(torch.bfloat16)
     requests = make_requests(4, SamplingParams(max_new_tokens=30))
-    for key, rollout in run(make_engine(model, kv_bytes=None), requests).items():
+    for key, rollout in run(make_engine(model, blocks=None), requests).items():
         logits = response_logits(model, requests[key[0] - 10], rollout).float()
         expected = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(rollout.token_ids_T).long()[:, None])[:, 0]
         assert np.abs(rollout.behavior_logprobs_T - expected.numpy()).mean() < 0.1

@@ -72,7 +72,12 @@ def test_greedy_rows_take_the_best_token_with_its_probability_at_temperature_1()
 
 
 def test_rows_with_different_settings_do_not_disturb_each_other() -> None:
-    settings = [SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(top_k=2), SamplingParams(temperature=3)]
+    settings = [
+        SamplingParams(),
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_k=2),
+        SamplingParams(temperature=3),
+    ]
     alone, rows = [], SamplingRows(len(settings))
     for row, params in enumerate(settings):
         one = SamplingRows(1)
@@ -120,7 +125,8 @@ def test_noise_is_uniform_and_differs_in_every_part_of_its_key() -> None:
     assert noise_key(0, 1, 2) != noise_key(0, 2, 1) != noise_key(1, 2, 0)
     keys_B = np.repeat(np.array(keys, np.uint64), 20)
     noise_B = uniforms(keys_B, np.tile(np.arange(20), len(keys)))
-    assert noise_B.dtype == np.float32 and noise_B.min() >= 0 and noise_B.max() < 1
+    assert noise_B.dtype == np.float32
+    assert 0 <= noise_B.min() < noise_B.max() < 1
     counts, _ = np.histogram(noise_B, bins=64, range=(0, 1))
     expected = len(noise_B) / 64
     assert ((counts - expected) ** 2 / expected).sum() < 63 + 4 * np.sqrt(126)

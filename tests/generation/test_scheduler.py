@@ -79,7 +79,12 @@ GROUPS = st.lists(st.tuples(st.integers(1, 14), st.integers(1, 4), st.integers(1
 
 @settings(deadline=None, max_examples=200)
 @given(
-    GROUPS, st.integers(8, 20), st.integers(1, 6), st.integers(1, 9), st.lists(st.integers(0, 40), max_size=3), st.data()
+    GROUPS,
+    st.integers(8, 20),
+    st.integers(1, 6),
+    st.integers(1, 9),
+    st.lists(st.integers(0, 40), max_size=3),
+    st.data(),
 )
 def test_everything_finishes_once_and_no_block_is_lost(
     sizes: list[tuple[int, int, int]],
@@ -108,7 +113,7 @@ def test_everything_finishes_once_and_no_block_is_lost(
             driver.check_blocks()
     everything = {(i, index) for i, (_, size, _) in enumerate(sizes) for index in range(size)}
     assert sorted(driver.finished) == sorted(everything - aborted)
-    assert not (scheduler.groups or scheduler.waiting or scheduler.active or scheduler.running)
+    assert [*scheduler.groups, *scheduler.waiting, *scheduler.active, *scheduler.running] == []
     assert scheduler.pool.num_free == num_blocks
     assert driver.first_admissions == sorted(driver.first_admissions), "admission is first in, first out"
 

@@ -40,7 +40,6 @@ def step_metrics(step: int = 43, **changes: Any) -> StepMetrics:
         "grad_norm": 0.834,
         "learning_rate": 3e-4,
         "num_loss_tokens": 3900,
-        "padding_share": 0.04,
         "waiting_rollouts": 32,
         "running_rollouts": 96,
         "ready_groups": 9,

@@ -16,16 +16,14 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.models.attention import causal_attend
 from llamarl.models.hf import load_model, new_model
 from llamarl.models.shape import ModelShape
+from llamarl.training.base_model import RECORD_FILE, is_made, settings_hash
 from llamarl.training.sft import (
     NO_LABEL,
-    RECORD_FILE,
     Document,
     SftProgress,
     attend_rows,
-    ensure_base_model,
     pack,
     run_sft,
-    settings_hash,
 )
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 64}
@@ -86,27 +84,18 @@ def test_seed_repeats_the_weights(tmp_path: Path) -> None:
     assert weights("c", 2) != first
 
 
-def test_base_model_is_made_once(tmp_path: Path) -> None:
-    config = tiny(tmp_path / "elsewhere", steps=1)
-    steps: list[SftProgress] = []
-    folder = ensure_base_model(tmp_path / "base", config, steps.append)
-    made_at = (folder / "model.safetensors").stat().st_mtime_ns
-    renamed = config.model_copy(update={"output": "another", "threads": 2})
-    assert ensure_base_model(str(folder), renamed, steps.append) == folder == tmp_path / "base"
-    assert (folder / "model.safetensors").stat().st_mtime_ns == made_at
-    assert len(steps) == 1
-
-
-def test_base_model_of_other_settings_is_refused(made: tuple[Path, SftConfig, list[SftProgress]]) -> None:
+def test_base_model_is_known_by_its_settings(made: tuple[Path, SftConfig, list[SftProgress]], tmp_path: Path) -> None:
     folder, config, _ = made
+    assert is_made(str(folder), config.model_copy(update={"output": "another", "threads": 2}))
+    assert not is_made(tmp_path / "nothing", config)
     with pytest.raises(ConfigError, match=r"made by other settings.*delete the folder, or set another model\.path"):
-        ensure_base_model(folder, config.model_copy(update={"steps": 31}))
+        is_made(folder, config.model_copy(update={"steps": 31}))
 
 
 def test_model_from_elsewhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="something else"):
-        ensure_base_model(tmp_path, tiny(tmp_path))
+        is_made(tmp_path, tiny(tmp_path))
 
 
 def test_failed_warm_start_leaves_nothing(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +41,9 @@ class LossOutput:
 
 class Loss(ABC):
     """A policy-gradient loss. Its dataclass fields are its options."""
+
+    LEARNS_WITHOUT_ADVANTAGE: ClassVar[bool] = False
+    """Whether a sample whose advantage is 0 still has a gradient. If not, the trainer does not compute it at all."""
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossOutput: ...

@@ -32,7 +32,8 @@ class RunningTotal:
     """Problems `first` to `first + count - 1` of the seed's sequence.
 
     Problem i is the i-th *distinct* question that the seed draws: ranges that do not overlap share no question, and a
-    range is the same whatever else is read.
+    range is the same whatever else is read. The price: all problems before `first` are drawn too (60,000 per second),
+    and the 23,040 problems of one line run out, so later ranges are longer and harder. Keep ranges below about 40,000.
     """
 
     count: Annotated[int, Field(ge=1)]

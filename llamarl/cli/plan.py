@@ -1,0 +1,136 @@
+"""`llamarl plan --model llama3-405b --gpus 1024 ...`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llamarl.config import ConfigError, RunConfig, load_config
+
+if TYPE_CHECKING:
+    from llamarl.planner.lengths import Lengths
+    from llamarl.planner.request import Request
+
+EXAMPLE = """Without --mean-response-tokens or --rollouts, responses are 30 % of the longest on average.
+A profile is a JSON file {"constants": {...}, "gpu": {...}} whose numbers replace the built-in ones."""
+MEAN_SHARE = 0.3
+"""Mean response as a share of the limit when nothing better is known."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="llamarl plan",
+        description="Find the best layout, split and staleness for a model on a cluster, before renting it.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", metavar="RUN.toml", help="take model, lengths and batch from a run file; options here win")
+    add("--model", help="llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, qwen3-235b-a22b or a Hugging Face folder")
+    add("--gpus", type=int, required=True, metavar="N", help="GPUs in the cluster")
+    add("--gpu", default="h100-80g", metavar="KIND", help="h100-80g, h200-141g, a100-80g, l40s-48g, b200 (h100-80g)")
+    add("--second-gpus", type=int, metavar="N", help="a second pool of another kind")
+    add("--second-gpu", default="l40s-48g", metavar="KIND", help="kind of the second pool (l40s-48g)")
+    add("--price", type=float, metavar="USD", help="per GPU-hour (from the table)")
+    add("--second-price", type=float, metavar="USD", help="per GPU-hour of the second pool (from the table)")
+    add("--prompt-tokens", type=int, metavar="N", help="prompt length (512)")
+    add("--response-tokens", type=int, metavar="N", help="longest response (4096)")
+    add("--mean-response-tokens", type=float, metavar="N", help="mean response (30 %% of the longest)")
+    add("--response-sigma", type=float, default=0.7, metavar="S", help="log-deviation of the response length (0.7)")
+    add("--rollouts", metavar="FILE", help="take response lengths from a run's rollouts.jsonl")
+    add("--prompts-per-step", type=int, metavar="P", help="groups per optimizer step (256)")
+    add("--group-size", type=int, metavar="G", help="responses per prompt (8)")
+    add("--max-staleness", type=int, metavar="S", help="largest staleness to consider (4)")
+    add("--profile", metavar="FILE", help="measured constants of your machine, JSON")
+    add("--output", metavar="RUN.toml", help="write the better plan as a run file")
+    add("--data", default="train.jsonl", metavar="FILE", help="training prompts, for --output (train.jsonl)")
+    add("--plot", metavar="FOLDER", help="draw the split sweep and the staleness curve (needs matplotlib)")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    options = _parser().parse_args(arguments)
+    from llamarl.planner.feasibility import plans
+    from llamarl.planner.report import choose, render
+    from llamarl.planner.toml import run_toml
+
+    base = load_config(options.config) if options.config else None
+    request = _request(options, base)
+    synchronous, asynchronous = plans(request)
+    print(render(request, synchronous, asynchronous))
+    plan = choose(synchronous, asynchronous)
+    if options.output:
+        model_path = options.model or (base.model.path if base else "")
+        text = run_toml(plan, model_path=model_path, data_path=options.data, base=base)
+        _write(Path(options.output), text)
+    if options.plot:
+        from llamarl.planner.plots import plot_request
+
+        for path in plot_request(Path(options.plot), request, max(1, plan.staleness)):
+            print(f"wrote {path}")
+    return 0
+
+
+def _request(options: argparse.Namespace, base: RunConfig | None) -> Request:
+    from llamarl.planner.constants import load_profile
+    from llamarl.planner.hardware import Pool, find_gpu
+    from llamarl.planner.shapes import find_model
+
+    model = options.model or (base.model.path if base else None)
+    if not model:
+        raise ConfigError("no model to plan for; give --model NAME or --config RUN.toml")
+    profile = load_profile(options.profile)
+    kinds = [(options.gpu, options.gpus, options.price)]
+    if options.second_gpus is not None:
+        kinds.append((options.second_gpu, options.second_gpus, options.second_price))
+    if len(kinds) > 1 and profile.gpu:
+        raise ConfigError(f"{options.profile} measures one kind of GPU, not two pools; leave out its `gpu` part")
+    pools = []
+    for kind, count, price in kinds:
+        gpu = profile.device(find_gpu(kind))
+        pools.append(Pool(gpu=gpu if price is None else replace(gpu, price=price), count=count))
+    rollout = base.rollout if base else None
+    request = Request(
+        model=find_model(model),
+        prompt_tokens=_first(options.prompt_tokens, base.data.max_prompt_tokens if base else None, 512),
+        lengths=_lengths(options, _first(options.response_tokens, rollout and rollout.max_new_tokens, 4096)),
+        prompts_per_step=_first(options.prompts_per_step, rollout and rollout.prompts_per_step, 256),
+        group_size=_first(options.group_size, rollout and rollout.group_size, 8),
+        max_staleness=_first(options.max_staleness, rollout and (rollout.max_staleness or None), 4),
+        pools=tuple(pools),
+        constants=profile.constants,
+    )
+    request.check()
+    return request
+
+
+def _lengths(options: argparse.Namespace, limit: int) -> Lengths:
+    from llamarl.planner.lengths import Lengths
+
+    if options.rollouts:
+        return Lengths.from_rollouts(options.rollouts)
+    if limit < 1:
+        raise ConfigError(f"`--response-tokens {limit}` asks for nothing; use 1 or more")
+    if not 0 <= options.response_sigma < 10:
+        raise ConfigError(f"`--response-sigma {options.response_sigma}` is no log-deviation; use 0 to 3")
+    mean = options.mean_response_tokens if options.mean_response_tokens is not None else max(1.0, MEAN_SHARE * limit)
+    return Lengths.lognormal(mean_tokens=mean, sigma=options.response_sigma, limit_tokens=limit)
+
+
+def _first(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; give --output a path in an existing folder"
+        ) from None
+    print(f"wrote {path}")

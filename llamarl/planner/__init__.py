@@ -1,0 +1,1 @@
+"""Throughput and memory theory, and the search for the best layout. Imports no torch."""

@@ -1,0 +1,182 @@
+"""The step times that LlamaRL (arXiv 2505.24034) and NeMo RL publish, beside what this model predicts for them.
+
+Two constants, `step_overhead_s` and `decode_overhead_s`, are set so that the two rows of the 8B model come out; every
+other row is a prediction. The paper does not state lengths that could be checked here, so the workload is an assumption
+(`PAPER_WORKLOAD`), the same for all rows, and its influence is part of the result.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llamarl.planner.constants import Constants
+from llamarl.planner.hardware import GPUS, Pool
+from llamarl.planner.lengths import Lengths
+from llamarl.planner.plan import Plan
+from llamarl.planner.request import ASYNCHRONOUS, BASELINE, Request, Rules
+from llamarl.planner.shapes import MODELS
+from llamarl.planner.solver import asynchronous_plan, solve, synchronous_plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A published pair of step times."""
+
+    model: str
+    gpus: int
+    synchronous_s: float
+    asynchronous_s: float
+
+
+PAPER_ROWS = (
+    Row(model="llama3-8b", gpus=256, synchronous_s=22.45, asynchronous_s=8.90),
+    Row(model="llama3-70b", gpus=256, synchronous_s=82.32, asynchronous_s=20.67),
+    Row(model="llama3-405b", gpus=1024, synchronous_s=635.8, asynchronous_s=59.5),
+)
+"""Section 7 of the paper. 256 GPUs for the 70B row is an assumption; the text gives 256 and 1,024 for the others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """Work of one step: an assumption where a source does not say."""
+
+    prompts_per_step: int
+    group_size: int
+    prompt_tokens: int
+    mean_response_tokens: float
+    sigma: float
+    """Log-deviation of the lognormal response length."""
+    response_tokens: int
+    """Longest response."""
+
+
+PAPER_WORKLOAD = Workload(
+    prompts_per_step=256,
+    group_size=8,
+    prompt_tokens=200,
+    mean_response_tokens=900,
+    sigma=0.7,
+    response_tokens=4096,
+)
+"""2,048 responses of about 1,100 tokens with their prompt: what NeMo RL measured for Llama 3.1 8B on math problems with
+the same limit (docs/about/performance-summary.md of NVIDIA-NeMo/RL: mean 1,060 to 1,129)."""
+MAX_STALENESS = 8
+PAPER_CONSTANTS = Constants(weight_copies=1)
+"""LlamaRL writes weights into the generator's memory in place."""
+
+
+def paper_request(row: Row, constants: Constants, workload: Workload = PAPER_WORKLOAD) -> Request:
+    """The row as a request, on H100s."""
+    return Request(
+        model=MODELS[row.model],
+        prompt_tokens=workload.prompt_tokens,
+        lengths=Lengths.lognormal(
+            mean_tokens=workload.mean_response_tokens, sigma=workload.sigma, limit_tokens=workload.response_tokens
+        ),
+        prompts_per_step=workload.prompts_per_step,
+        group_size=workload.group_size,
+        max_staleness=MAX_STALENESS,
+        pools=(Pool(gpu=GPUS["h100-80g"], count=row.gpus),),
+        constants=constants,
+    )
+
+
+def predict(request: Request, rules: Rules) -> Plan:
+    """The best plan under `rules` and, when asynchronous, `MAX_STALENESS`. Raises ValueError: nothing fits."""
+    pool = request.pools[0]
+    plan = solve(request, (pool, pool), rules, request.max_staleness if rules.overlap else 0)
+    if plan is None:
+        raise ValueError(f"{request.model.name} does not fit on {pool.count} GPUs under {rules}")
+    return plan
+
+
+def calibrate(workload: Workload = PAPER_WORKLOAD, iterations: int = 12) -> Constants:
+    """Constants for which both 8B rows come out, by Newton steps on the logarithms.
+
+    Raises:
+        ValueError: no such constants were found within 1 % (the workload cannot explain the rows).
+    """
+    row = PAPER_ROWS[0]
+    targets = np.log([row.synchronous_s, row.asynchronous_s])
+
+    def misses(x: np.ndarray) -> np.ndarray:
+        request = paper_request(row, _constants(x), workload)
+        return np.log([predict(request, rules).step_s for rules in (BASELINE, ASYNCHRONOUS)]) - targets
+
+    x = np.log([PAPER_CONSTANTS.step_overhead_s, PAPER_CONSTANTS.decode_overhead_s])
+    for _ in range(iterations):
+        miss = misses(x)
+        if np.abs(miss).max() < 1e-3:
+            return _constants(x)
+        slopes = np.stack([(misses(x + step) - miss) / 0.05 for step in 0.05 * np.eye(2)], axis=1)
+        x = x - np.clip(np.linalg.pinv(slopes, rcond=1e-3) @ miss, -0.7, 0.7)
+    miss = misses(x)
+    if np.abs(miss).max() > 0.01:
+        raise ValueError(f"8B rows are missed by {np.expm1(miss).round(3).tolist()} with {_constants(x)}")
+    return _constants(x)
+
+
+def _constants(x: np.ndarray) -> Constants:
+    return replace(PAPER_CONSTANTS, step_overhead_s=math.exp(x[0]), decode_overhead_s=math.exp(x[1]))
+
+
+SWITCHES = (
+    ("memory split", {"own_memory": True}),
+    ("parallelism", {"own_parallelism": True}),
+    ("precision", {"own_precision": True}),
+    ("overlap", {"overlap": True}),
+    ("stragglers", {"partial_rollouts": True}),
+    ("weight sync", {"direct_sync": True}),
+)
+"""Order in which the freedoms of the asynchronous system are switched on; another order shares the gain differently."""
+
+
+def decompose(request: Request) -> dict[str, float]:
+    """Factor by which each switch shortens the step, in the order of `SWITCHES`; the product is the whole speed-up."""
+    rules = BASELINE
+    before_s = predict(request, rules).step_s
+    factors: dict[str, float] = {}
+    for name, change in SWITCHES:
+        rules = replace(rules, **change)
+        after_s = predict(request, rules).step_s
+        factors[name] = before_s / after_s
+        before_s = after_s
+    return factors
+
+
+PEER_ROWS = (
+    (Row(model="llama3-8b", gpus=16, synchronous_s=97.7, asynchronous_s=74.6), (256, 8, 150, 940.0, 4096)),
+    (Row(model="qwen3-235b-a22b", gpus=256, synchronous_s=math.nan, asynchronous_s=241.0), (32, 16, 150, 5540.0, 8192)),
+    (Row(model="qwen3-235b-a22b", gpus=128, synchronous_s=506.0, asynchronous_s=math.nan), (32, 16, 150, 5540.0, 8192)),
+)
+"""NeMo RL 0.4 on H100, bf16 generation, one step off policy (NVIDIA-NeMo/RL docs/about/performance-summary.md), with
+(prompts, group, prompt tokens, mean response, limit). Prompt and response are split by assumption, their sum is given.
+Its steps also score log-probs twice (policy and reference), which this model leaves out."""
+
+
+def peer_errors(constants: Constants) -> dict[str, float]:
+    """Relative error of the step time for each of `PEER_ROWS`, with the best plan of this solver and bf16 generation."""
+    errors: dict[str, float] = {}
+    for row, (prompts, group, prompt, mean, limit) in PEER_ROWS:
+        workload = Workload(
+            prompts_per_step=prompts,
+            group_size=group,
+            prompt_tokens=prompt,
+            mean_response_tokens=mean,
+            sigma=0.7,
+            response_tokens=limit,
+        )
+        request = paper_request(row, constants, workload)
+        gpu = replace(request.pools[0].gpu, fp8_flops=0.0)
+        request = replace(request, max_staleness=1, pools=(Pool(gpu=gpu, count=row.gpus),))
+        for kind, published_s, planner in (
+            ("sync", row.synchronous_s, synchronous_plan),
+            ("async", row.asynchronous_s, asynchronous_plan),
+        ):
+            plan = None if math.isnan(published_s) else planner(request)
+            if plan:
+                errors[f"{row.model}/{row.gpus}/{kind}"] = plan.step_s / published_s - 1
+    return errors

@@ -1,0 +1,231 @@
+"""The staleness bound under random and adversarial finish orders, liveness, and misuse."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.rollouts.buffer import RolloutBuffer
+from llamarl.types import Prompt, RolloutGroup
+
+
+def group(group_id: int) -> RolloutGroup:
+    prompt = Prompt(prompt_id="p", text="", token_ids_T=np.zeros(1, np.int32), answer="")
+    return RolloutGroup(group_id=group_id, prompt=prompt, rollouts=(), results=(), responses=())
+
+
+class Model:
+    """Trainer and generators around a buffer. Every event that could happen next is a choice of the driver.
+
+    A group's age counts from the version that the generators held when it was admitted: the worst case, as if its first
+    token were sampled at once.
+    """
+
+    def __init__(self, P: int, S: int, W: int, num_steps: int, first_step: int = 0) -> None:
+        self.buffer = RolloutBuffer(P, S, W, first_group_id=first_step * P)
+        self.left_to_admit = num_steps * P
+        self.last_step = first_step + num_steps
+        self.trained = self.adopted = first_step
+        self.generating: dict[int, int] = {}
+        self.born: dict[int, int] = {}
+        self.consumed: list[int] = []
+        self.staleness: list[int] = []
+
+    @property
+    def done(self) -> bool:
+        return self.trained == self.last_step
+
+    @property
+    def num_admissible(self) -> int:
+        return min(self.buffer.num_free, self.left_to_admit)
+
+    def admit(self, count: int) -> None:
+        for group_id in self.buffer.admit(count):
+            self.generating[group_id] = self.born[group_id] = self.adopted
+        self.left_to_admit -= count
+
+    def finish(self, group_id: int) -> None:
+        del self.generating[group_id]
+        self.buffer.put(group(group_id))
+
+    def train(self) -> bool:
+        taken = self.buffer.take()
+        if taken is None:
+            return False
+        ids = [item.group_id for item in taken]
+        assert len(ids) == self.buffer.prompts_per_step
+        assert ids == sorted(ids)
+        self.consumed += ids
+        self.staleness += [self.trained - self.born[group_id] for group_id in ids]
+        self.trained += 1
+        return True
+
+    def adopt(self) -> None:
+        self.adopted += 1
+        self.buffer.release(self.buffer.prompts_per_step)
+
+
+SIZES = st.integers(1, 5).flatmap(
+    lambda P: st.integers(0, 3).flatmap(
+        lambda S: st.tuples(st.just(P), st.just(S), st.integers(1, (S + 1) * P), st.integers(1, 14))
+    )
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(sizes=SIZES, seed=st.integers(0, 2**32), first_step=st.integers(0, 3))
+def test_any_finish_order(sizes: tuple[int, int, int, int], seed: int, first_step: int) -> None:
+    """Bounded staleness, no deadlock, and every group exactly once."""
+    P, S, W, num_steps = sizes
+    model, rng = Model(P, S, W, num_steps, first_step), random.Random(seed)
+    # How eager each party is differs between runs: slow generators, slow trainer, slow weight sync.
+    eagerness = {name: rng.choice([0.05, 0.5, 1.0, 20.0]) for name in ("admit", "finish", "train", "adopt")}
+    trainer_starved = False
+    while not model.done:
+        possible = dict[str, float]()
+        if model.num_admissible:
+            possible["admit"] = eagerness["admit"]
+        if model.generating:
+            possible["finish"] = eagerness["finish"]
+        if not trainer_starved:
+            possible["train"] = eagerness["train"]
+        if model.adopted < model.trained:
+            possible["adopt"] = eagerness["adopt"]
+        assert possible, f"deadlock: step {model.trained}, {model.buffer.num_ready} ready, {model.buffer.num_free} free"
+        match rng.choices(list(possible), list(possible.values()))[0]:
+            case "admit":
+                model.admit(rng.randint(1, model.num_admissible))
+            case "finish":
+                model.finish(rng.choice(list(model.generating)))
+                trainer_starved = False
+            case "train":
+                trainer_starved = not model.train()
+            case "adopt":
+                model.adopt()
+        assert 0 <= model.buffer.num_active <= model.buffer.capacity
+    assert max(model.staleness) <= model.buffer.staleness_limit == (S + -(-(W - 1) // P) if S else 0)
+    assert sorted(model.consumed) == list(range(first_step * P, (first_step + num_steps) * P))
+    if W == 1:
+        assert model.consumed == sorted(model.consumed), "a window of 1 is first in, first out"
+
+
+def all_sizes() -> Iterator[tuple[int, int, int]]:
+    for P in (1, 2, 3, 4):
+        for S in (0, 1, 2):
+            for W in range(1, (S + 1) * P + 1):
+                yield P, S, W
+
+
+@pytest.mark.parametrize(("P", "S", "W"), list(all_sizes()))
+def test_the_bound_is_reached(P: int, S: int, W: int) -> None:
+    """One slow group, admitted on the oldest weights that admission allows, is passed by all that the window allows."""
+    slow = (S + 1) * P - 1
+    model = Model(P, S, W, num_steps=3 * (S + 2) + W)
+    model.admit(model.num_admissible)
+    assert slow in model.generating
+    while slow not in model.consumed:
+        while model.num_admissible:
+            model.admit(model.num_admissible)
+        for group_id in [group_id for group_id in model.generating if group_id != slow]:
+            model.finish(group_id)
+        if not model.train():
+            model.finish(slow)
+            assert model.train()
+        while model.adopted < model.trained:
+            model.adopt()
+    assert model.trained - 1 - model.born[slow] == model.buffer.staleness_limit
+
+
+def test_without_staleness_phases_take_turns() -> None:
+    """S = 0: nothing is admitted until the weights that were trained on the last groups are adopted."""
+    P = 3
+    buffer = RolloutBuffer(P, max_staleness=0, window=1)
+    for step in range(4):
+        ids = buffer.admit(buffer.num_free)
+        assert list(ids) == [step * P, step * P + 1, step * P + 2]
+        for group_id in reversed(ids):
+            assert buffer.num_free == 0
+            assert buffer.take() is None
+            buffer.put(group(group_id))
+        assert [item.group_id for item in buffer.take() or []] == list(ids)
+        assert buffer.num_free == 0, "trained, but the generators still hold the old weights"
+        buffer.release(P)
+        assert buffer.num_free == P
+
+
+class TestWindow:
+    def ready(self, window: int, ids: list[int]) -> RolloutBuffer:
+        buffer = RolloutBuffer(2, max_staleness=3, window=window)
+        buffer.admit(8)
+        for group_id in ids:
+            buffer.put(group(group_id))
+        return buffer
+
+    def taken(self, buffer: RolloutBuffer) -> list[int] | None:
+        groups = buffer.take()
+        return None if groups is None else [item.group_id for item in groups]
+
+    def test_a_slow_group_may_be_passed_up_to_the_window(self) -> None:
+        assert self.taken(self.ready(3, [1, 2])) == [1, 2]
+        assert self.taken(self.ready(3, [1, 3])) is None, "3 is not below 0 + 3"
+        assert self.taken(self.ready(4, [1, 3])) == [1, 3]
+
+    def test_the_window_moves_within_one_step(self) -> None:
+        assert self.taken(self.ready(1, [1, 0])) == [0, 1]
+        assert self.taken(self.ready(2, [0, 2])) == [0, 2], "once 0 is taken, the oldest is 1 and 2 is below 1 + 2"
+
+    def test_a_refused_take_changes_nothing(self) -> None:
+        buffer = self.ready(3, [1, 5])
+        assert self.taken(buffer) is None
+        assert buffer.unconsumed == list(range(8))
+        assert (buffer.num_ready, buffer.num_active, buffer.num_free) == (2, 8, 0)
+
+    def test_unconsumed_are_oldest_first(self) -> None:
+        buffer = self.ready(4, [1, 3])
+        buffer.take()
+        assert buffer.unconsumed == [0, 2, 4, 5, 6, 7]
+        assert buffer.num_active == 8, "consumed groups stay active until their weights are adopted"
+
+
+class TestMisuse:
+    def test_admission_beyond_the_bound(self) -> None:
+        buffer = RolloutBuffer(2, max_staleness=1, window=1)
+        buffer.admit(3)
+        with pytest.raises(AssertionError, match="staleness bound"):
+            buffer.admit(2)
+        assert buffer.num_free == 1
+
+    def test_put_of_an_unknown_group(self) -> None:
+        buffer = RolloutBuffer(2, max_staleness=0, window=1)
+        with pytest.raises(AssertionError, match="unknown group"):
+            buffer.put(group(0))
+
+    def test_put_twice(self) -> None:
+        buffer = RolloutBuffer(2, max_staleness=0, window=1)
+        buffer.admit(2)
+        buffer.put(group(0))
+        with pytest.raises(AssertionError, match="put twice"):
+            buffer.put(group(0))
+
+    def test_release_of_more_than_was_consumed(self) -> None:
+        buffer = RolloutBuffer(1, max_staleness=1, window=1)
+        buffer.admit(2)
+        buffer.put(group(0))
+        buffer.take()
+        with pytest.raises(AssertionError, match="released more"):
+            buffer.release(2)
+
+
+def test_a_resumed_run_goes_on_counting() -> None:
+    buffer = RolloutBuffer(2, max_staleness=1, window=2, first_group_id=14)
+    assert list(buffer.admit(4)) == [14, 15, 16, 17]
+    buffer.put(group(15))
+    buffer.put(group(14))
+    assert [item.group_id for item in buffer.take() or []] == [14, 15]
+    buffer.release(2)
+    assert list(buffer.admit(2)) == [18, 19]

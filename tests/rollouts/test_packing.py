@@ -1,0 +1,174 @@
+"""Every response token is a target exactly once, predicted from where it should be, within the budget."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamarl.rollouts.packing import Microbatch, pack, to_sample_group, valid_rollouts
+from llamarl.types import FinishReason, Outcome, SampleGroup, TrainBatch, TrainSample
+
+LAYOUTS = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(1, 12), max_size=6)),  # prompt tokens, tokens of each response
+    max_size=6,
+)
+
+
+def sample_group(prompt_tokens: int, lengths: list[int], names: list[int]) -> SampleGroup:
+    """Responses whose tokens and log-probs are numbers taken from `names`, so that each can be followed."""
+
+    def sample(length: int) -> TrainSample:
+        ids = np.array([names.pop() for _ in range(length)])
+        return TrainSample(
+            response_token_ids_T=ids.astype(np.int32),
+            behavior_logprobs_T=-ids.astype(np.float32),
+            policy_versions_T=ids.astype(np.int32) + 1,
+            advantages_T=ids.astype(np.float32) / 2,
+            loss_mask_T=ids % 3 > 0,
+        )
+
+    prompt = np.array([names.pop() for _ in range(prompt_tokens)], np.int32)
+    return SampleGroup(prompt_token_ids_T=prompt, samples=tuple(sample(length) for length in lengths))
+
+
+def sample_groups(layout: list[tuple[int, list[int]]]) -> list[SampleGroup]:
+    names = list(range(5000, 0, -1))
+    return [sample_group(prompt, lengths, names) for prompt, lengths in layout]
+
+
+def unpack(batch: Microbatch) -> list[tuple[list[int], list[int]]]:
+    """(inputs of the whole sequence, targets' predictors) of every sample, by the layout in the module's docstring."""
+    found, start = [], 0
+    for prompt, responses in zip(batch.prompt_lengths, batch.response_lengths, strict=True):
+        prompt_rows = list(range(start, start + prompt))
+        start += prompt
+        for response in responses:
+            rows = list(range(start, start + response))
+            start += response
+            found.append((prompt_rows + rows, [prompt_rows[-1], *rows]))
+    assert start == len(batch.token_ids_N) == len(batch.positions_N)
+    return found
+
+
+@given(layout=LAYOUTS, budget=st.integers(1, 60))
+def test_any_layout(layout: list[tuple[int, list[int]]], budget: int) -> None:
+    groups = sample_groups(layout)
+    batches = pack(groups, budget)
+    expected = [(group.prompt_token_ids_T, sample) for group in groups for sample in group.samples]
+    position = 0
+    for batch in batches:
+        sequences = unpack(batch)
+        assert batch.predictors_R.tolist() == [row for _, predictors in sequences for row in predictors]
+        taken = 0
+        for rows, predictors in sequences:
+            prompt, sample = expected[position]
+            tokens = np.concatenate((prompt, sample.response_token_ids_T))
+            position += 1
+            np.testing.assert_array_equal(batch.token_ids_N[rows], tokens[:-1])
+            np.testing.assert_array_equal(batch.positions_N[rows], np.arange(len(tokens) - 1))
+            own = slice(taken, taken + len(predictors))
+            taken += len(predictors)
+            np.testing.assert_array_equal(batch.targets_R[own], sample.response_token_ids_T)
+            np.testing.assert_array_equal(batch.behavior_logprobs_R[own], sample.behavior_logprobs_T)
+            np.testing.assert_array_equal(batch.policy_versions_R[own], sample.policy_versions_T)
+            np.testing.assert_array_equal(batch.advantages_R[own], sample.advantages_T)
+            np.testing.assert_array_equal(batch.loss_mask_R[own], sample.loss_mask_T)
+            # The predictor of token t stands right before it in the sample's own sequence.
+            np.testing.assert_array_equal(
+                batch.positions_N[predictors] + 1, np.arange(len(prompt), len(tokens)), "a predictor is misplaced"
+            )
+        lengths = {len(getattr(batch, name)) for name in type(batch).__slots__ if name.endswith("_R")}
+        assert lengths == {taken}
+    assert position == len(expected), "a sample was lost"
+
+
+@given(layout=LAYOUTS, budget=st.integers(1, 60))
+def test_the_budget_holds(layout: list[tuple[int, list[int]]], budget: int) -> None:
+    """Only a single sample, with such as add no input, may be over it."""
+    for batch in pack(sample_groups(layout), budget):
+        if len(batch.token_ids_N) > budget:
+            assert len(batch.prompt_lengths) == 1
+            assert sum(length > 0 for length in batch.response_lengths[0]) <= 1
+
+
+@given(layout=LAYOUTS, budget=st.integers(1, 60))
+def test_no_room_is_wasted(layout: list[tuple[int, list[int]]], budget: int) -> None:
+    """What opens a microbatch did not fit into the one before."""
+    batches = pack(sample_groups(layout), budget)
+    for before, batch in zip(batches, batches[1:], strict=False):
+        first_sample = batch.prompt_lengths[0] + batch.response_lengths[0][0]
+        # A group that is small enough moves on whole instead of being cut.
+        first_group = batch.prompt_lengths[0] + sum(batch.response_lengths[0])
+        assert len(before.token_ids_N) + max(first_sample, first_group) > budget
+
+
+def test_types() -> None:
+    (batch,) = pack(sample_groups([(2, [3, 1])]), 100)
+    assert {name: getattr(batch, name).dtype.name for name in type(batch).__slots__ if name[-2:] in ("_N", "_R")} == {
+        "token_ids_N": "int64",
+        "positions_N": "int64",
+        "predictors_R": "int64",
+        "targets_R": "int64",
+        "behavior_logprobs_R": "float32",
+        "policy_versions_R": "int32",
+        "advantages_R": "float32",
+        "loss_mask_R": "bool",
+    }
+
+
+def test_a_group_over_the_budget_is_cut_and_repeats_its_prompt() -> None:
+    batches = pack(sample_groups([(4, [5, 5, 5, 5])]), 12)  # 4 inputs a response: two fit beside the prompt
+    assert [batch.response_lengths for batch in batches] == [((4, 4),), ((4, 4),)]
+    assert [batch.prompt_lengths for batch in batches] == [(4,), (4,)]
+    np.testing.assert_array_equal(batches[0].token_ids_N[:4], batches[1].token_ids_N[:4])
+
+
+def test_single_token_responses_have_no_inputs() -> None:
+    """All are predicted by the prompt's last position; they fit even where the prompt alone is over the budget."""
+    (batch,) = pack(sample_groups([(5, [1, 1, 1])]), 3)
+    assert batch.response_lengths == ((0, 0, 0),)
+    assert batch.predictors_R.tolist() == [4, 4, 4]
+    assert len(batch.targets_R) == 3
+
+
+def test_nothing_to_learn_from() -> None:
+    assert pack([], 10) == []
+    assert pack(sample_groups([(3, []), (2, [])]), 10) == []
+
+
+class TestToSampleGroup:
+    def test_invalid_failed_and_empty_rollouts_are_left_out(self, make_group) -> None:
+        group = make_group(
+            responses=[(4, 5), (6,), (7, 8, 9), (), (10, 11), (12,)],
+            outcomes=[Outcome.SCORE, Outcome.WRONG, Outcome.INVALID, Outcome.SCORE, Outcome.SCORE, Outcome.SCORE],
+            finish=[
+                FinishReason.STOP,
+                FinishReason.LENGTH,
+                FinishReason.STOP,
+                FinishReason.STOP,
+                FinishReason.FAILED,
+                FinishReason.ABORTED,
+            ],
+        )
+        np.testing.assert_array_equal(valid_rollouts(group), [True, True, False, False, False, True])
+        samples = to_sample_group(group, np.array([0.5, -0.5, 9, 9, 9, 0.25])).samples
+        assert [sample.response_token_ids_T.tolist() for sample in samples] == [[4, 5], [6], [12]]
+        assert [sample.advantages_T.tolist() for sample in samples] == [[0.5, 0.5], [-0.5], [0.25]]
+        for sample, index in zip(samples, (0, 1, 5), strict=True):
+            rollout = group.rollouts[index]
+            np.testing.assert_array_equal(sample.behavior_logprobs_T, rollout.behavior_logprobs_T)
+            np.testing.assert_array_equal(sample.policy_versions_T, rollout.policy_versions_T)
+            assert sample.loss_mask_T.tolist() == [True] * rollout.num_tokens
+
+    def test_the_global_count_is_that_of_the_targets(self, make_group) -> None:
+        groups = [make_group(0), make_group(1, outcomes=[Outcome.INVALID] * 2), make_group(2, responses=[(4, 5, 6)])]
+        batch = TrainBatch(groups=tuple(to_sample_group(group, np.zeros(len(group.rollouts))) for group in groups))
+        assert batch.num_loss_tokens == 6
+        assert sum(int(part.loss_mask_R.sum()) for part in pack(batch.groups, 4)) == 6
+
+    def test_one_result_per_rollout(self, make_group) -> None:
+        group = make_group()
+        with pytest.raises(ValueError, match="zip"):
+            to_sample_group(group, np.zeros(3))

@@ -1,0 +1,111 @@
+"""`target_logprobs` against log_softmax, for every chunk size, and without all logits in memory."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from llamarl.training import logprobs
+from llamarl.training.logprobs import target_logprobs
+
+R, D, V = 9, 6, 13
+
+
+def random_case(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    hidden_R_D = (torch.randn(R, D, generator=generator, dtype=torch.float64) * scale).to(dtype).requires_grad_()
+    head_V_D = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    return hidden_R_D, head_V_D, torch.randint(V, (R,), generator=generator)
+
+
+def plain(hidden_R_D: Tensor, head_V_D: Tensor, targets_R: Tensor, temperature: float) -> Tensor:
+    logits_R_V = hidden_R_D @ head_V_D.T / temperature
+    return logits_R_V.log_softmax(-1).gather(1, targets_R[:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
+@pytest.mark.parametrize("chunk", range(1, R + 2))
+def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: float) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", chunk * V)
+    hidden_R_D, head_V_D, targets_R = random_case()
+    weights_R = torch.randn(R, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    results = []
+    for function in (target_logprobs, plain):
+        values_R = function(hidden_R_D, head_V_D, targets_R, temperature)
+        results.append((values_R, *torch.autograd.grad(values_R @ weights_R, (hidden_R_D, head_V_D))))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
+    """Log-probs are float32 even where the matmul is not; gradients come back in the type of their input."""
+    exact = plain(*random_case(), 0.7)
+    hidden_R_D, head_V_D, targets_R = random_case(dtype)
+    values_R = target_logprobs(hidden_R_D, head_V_D, targets_R, 0.7)
+    assert values_R.dtype is torch.float32
+    torch.testing.assert_close(values_R.double(), exact, rtol=tolerance, atol=tolerance)
+    values_R.sum().backward()
+    assert hidden_R_D.grad is not None
+    assert head_V_D.grad is not None
+    assert (hidden_R_D.grad.dtype, head_V_D.grad.dtype) == (dtype, dtype)
+
+
+def test_large_logits_stay_finite() -> None:
+    hidden_R_D, head_V_D, targets_R = random_case(torch.float32, scale=1e4)
+    values_R = target_logprobs(hidden_R_D, head_V_D, targets_R, 0.1)
+    values_R.sum().backward()
+    assert torch.isfinite(values_R).all()
+    assert hidden_R_D.grad is not None
+    assert torch.isfinite(hidden_R_D.grad).all()
+
+
+def test_no_targets() -> None:
+    hidden_R_D, head_V_D, targets_R = random_case()
+    values_R = target_logprobs(hidden_R_D[:0], head_V_D, targets_R[:0], 1.0)
+    assert values_R.shape == (0,)
+    values_R.sum().backward()
+
+
+class LiveBytes(TorchDispatchMode):
+    """Most bytes that results of operations held at once, by storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, weakref.ref[Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._live[id(leaf)] = weakref.ref(leaf)
+        tensors = [tensor for ref in self._live.values() if (tensor := ref()) is not None]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        self.peak = max(self.peak, sum(storages.values()))
+        self._live = {id(tensor): weakref.ref(tensor) for tensor in tensors}
+        return result
+
+
+def peak_bytes(function: Any) -> int:
+    generator = torch.Generator().manual_seed(0)
+    hidden_R_D = torch.randn(640, 4, generator=generator, requires_grad=True)
+    head_V_D = torch.randn(500, 4, generator=generator, requires_grad=True)
+    targets_R = torch.randint(500, (640,), generator=generator)
+    with LiveBytes() as live:
+        function(hidden_R_D, head_V_D, targets_R, 0.9).sum().backward()
+    return live.peak
+
+
+def test_memory_does_not_hold_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in bytes of live results, forward and backward; the plain formula shows that the count can fail."""
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 16 * 500)
+    all_logits, chunk = 640 * 500 * 4, 16 * 500 * 4
+    assert peak_bytes(plain) >= 2 * all_logits
+    assert peak_bytes(target_logprobs) < 4 * chunk + all_logits / 10
