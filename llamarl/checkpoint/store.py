@@ -129,7 +129,7 @@ def _write(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]],
 
 def _digest(manifest: Mapping[str, Any]) -> str:
     """Of the manifest without its own digest. JSON keeps order and every digit, so what was read has the same."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(manifest))
+    return xxhash.xxh3_128_hexdigest(json.dumps(manifest).encode())
 
 
 def _describe(path: Path) -> dict[str, Any]:

@@ -6,16 +6,23 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llamarl.config import ConfigError, RunConfig, load_config
-
-if TYPE_CHECKING:
-    from llamarl.planner.lengths import Lengths
-    from llamarl.planner.request import Request
+from llamarl.config.schema import RolloutConfig
+from llamarl.planner.constants import load_profile
+from llamarl.planner.feasibility import plans
+from llamarl.planner.hardware import Pool, find_gpu
+from llamarl.planner.lengths import Lengths
+from llamarl.planner.plots import plot_request
+from llamarl.planner.report import choose, render
+from llamarl.planner.request import Request
+from llamarl.planner.shapes import find_model
+from llamarl.planner.toml import run_toml
 
 EXAMPLE = """Without --mean-response-tokens or --rollouts, responses are 30 % of the longest on average.
 A profile is a JSON file {"constants": {...}, "gpu": {...}} whose numbers replace the built-in ones."""
+DEFAULTS = RolloutConfig(prompts_per_step=256, group_size=8, max_staleness=4, max_new_tokens=4096)
+"""Work of a step without a run file."""
 MEAN_SHARE = 0.3
 """Mean response as a share of the limit when nothing better is known."""
 
@@ -55,10 +62,6 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     options = _parser().parse_args(arguments)
-    from llamarl.planner.feasibility import plans
-    from llamarl.planner.report import choose, render
-    from llamarl.planner.toml import run_toml
-
     base = load_config(options.config) if options.config else None
     request = _request(options, base)
     synchronous, asynchronous = plans(request)
@@ -69,18 +72,12 @@ def main(arguments: Sequence[str]) -> int:
         text = run_toml(plan, model_path=model_path, data_path=options.data, base=base)
         _write(Path(options.output), text)
     if options.plot:
-        from llamarl.planner.plots import plot_request
-
         for path in plot_request(Path(options.plot), request, max(1, plan.staleness)):
             print(f"wrote {path}")
     return 0
 
 
 def _request(options: argparse.Namespace, base: RunConfig | None) -> Request:
-    from llamarl.planner.constants import load_profile
-    from llamarl.planner.hardware import Pool, find_gpu
-    from llamarl.planner.shapes import find_model
-
     model = options.model or (base.model.path if base else None)
     if not model:
         raise ConfigError("no model to plan for; give --model NAME or --config RUN.toml")
@@ -94,14 +91,14 @@ def _request(options: argparse.Namespace, base: RunConfig | None) -> Request:
     for kind, count, price in kinds:
         gpu = profile.device(find_gpu(kind))
         pools.append(Pool(gpu=gpu if price is None else replace(gpu, price=price), count=count))
-    rollout = base.rollout if base else None
+    rollout = base.rollout if base else DEFAULTS
     request = Request(
         model=find_model(model),
-        prompt_tokens=_first(options.prompt_tokens, base.data.max_prompt_tokens if base else None, 512),
-        lengths=_lengths(options, _first(options.response_tokens, rollout and rollout.max_new_tokens, 4096)),
-        prompts_per_step=_first(options.prompts_per_step, rollout and rollout.prompts_per_step, 256),
-        group_size=_first(options.group_size, rollout and rollout.group_size, 8),
-        max_staleness=_first(options.max_staleness, rollout and (rollout.max_staleness or None), 4),
+        prompt_tokens=_first(options.prompt_tokens, base.data.max_prompt_tokens if base else 512),
+        lengths=_lengths(options, _first(options.response_tokens, rollout.max_new_tokens)),
+        prompts_per_step=_first(options.prompts_per_step, rollout.prompts_per_step),
+        group_size=_first(options.group_size, rollout.group_size),
+        max_staleness=_first(options.max_staleness, rollout.max_staleness or 1),
         pools=tuple(pools),
         constants=profile.constants,
     )
@@ -110,8 +107,6 @@ def _request(options: argparse.Namespace, base: RunConfig | None) -> Request:
 
 
 def _lengths(options: argparse.Namespace, limit: int) -> Lengths:
-    from llamarl.planner.lengths import Lengths
-
     if options.rollouts:
         return Lengths.from_rollouts(options.rollouts)
     if limit < 1:
@@ -122,8 +117,8 @@ def _lengths(options: argparse.Namespace, limit: int) -> Lengths:
     return Lengths.lognormal(mean_tokens=mean, sigma=options.response_sigma, limit_tokens=limit)
 
 
-def _first(*values: int | None) -> int:
-    return next(value for value in values if value is not None)
+def _first(option: int | None, otherwise: int) -> int:
+    return otherwise if option is None else option
 
 
 def _write(path: Path, text: str) -> None:

@@ -94,9 +94,9 @@ class Sampler:
         cumulative_B_V = probs_B_V.cumsum(dim=-1)
         total_B_1 = cumulative_B_V[:, -1:]
         noise_B_1 = self._tensor(uniforms(rows.keys_R[:count], positions_B))[:, None]
-        # Strictly below the total, so that rounding never reaches past the last token with any probability.
-        target_B_1 = torch.minimum(noise_B_1 * total_B_1, torch.nextafter(total_B_1, torch.zeros_like(total_B_1)))
-        tokens_B_1 = torch.searchsorted(cumulative_B_V, target_B_1, right=True)
+        # Noise is at most 1 - 2^-24, so the product lies at least half a unit in the last place below the total and is
+        # never rounded up to it: the search ends at a token with some probability.
+        tokens_B_1 = torch.searchsorted(cumulative_B_V, noise_B_1 * total_B_1, right=True)
         tokens_B_1.clamp_(max=probs_B_V.shape[-1] - 1)  # rows that are not finite
         if greedy_B.any():
             best_B_1 = logits_B_V.argmax(dim=-1, keepdim=True)

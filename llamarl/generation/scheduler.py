@@ -166,11 +166,8 @@ class Scheduler:
     def _park(self, plan: Schedule) -> None:
         """The youngest active rollout gives its blocks back; it will prefill its tokens again."""
         sequence = self.active.pop()
-        group = sequence.group
         self._free(sequence.own)
-        group.num_active -= 1
-        if not group.num_active:
-            self._free(group.prefix)
+        sequence.group.num_active -= 1
         if sequence.running:
             sequence.running = False
             self.running.remove(sequence)

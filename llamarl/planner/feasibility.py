@@ -33,7 +33,7 @@ def plans(request: Request) -> tuple[Plan | None, Plan | None]:
 
 
 def explain(request: Request) -> str:
-    """Which memory constraint fails on the first pool, by how many gigabytes, and the least number of GPUs that works."""
+    """Which memory constraint fails on the first pool, by how many gigabytes, and the fewest GPUs that work."""
     pool = request.pools[0]
     usable = request.usable_bytes(pool)
     parts = training_memory(request, trainer_candidates(request, pool, ASYNCHRONOUS))

@@ -72,8 +72,8 @@ def decode_parts(
     }
 
 
-def _decode_s(request: Request, pool: Pool, **state: np.ndarray) -> np.ndarray:
-    return np.sum(np.stack(np.broadcast_arrays(*decode_parts(request, pool, **state).values())), axis=0)
+def _sum(parts: dict[str, np.ndarray]) -> np.ndarray:
+    return np.sum(np.stack(np.broadcast_arrays(*parts.values())), axis=0)
 
 
 def steady_context_tokens(request: Request) -> float:
@@ -83,13 +83,15 @@ def steady_context_tokens(request: Request) -> float:
 
 def steady_step_s(request: Request, pool: Pool, generators: Generators) -> np.ndarray:
     """Seconds of a decode step with every slot busy."""
-    return _decode_s(
-        request,
-        pool,
-        tp=generators.tp_L,
-        weight_bytes=generators.weight_bytes_L,
-        active=generators.slots_L,
-        context_tokens=np.float64(steady_context_tokens(request)),
+    return _sum(
+        decode_parts(
+            request,
+            pool,
+            tp=generators.tp_L,
+            weight_bytes=generators.weight_bytes_L,
+            active=generators.slots_L,
+            context_tokens=steady_context_tokens(request),
+        )
     )
 
 
@@ -104,15 +106,15 @@ def drain_s(request: Request, pool: Pool, generators: Generators) -> np.ndarray:
     total = np.zeros(len(generators.slots_L))
     for middle, survival, span in zip(lengths.middles_C, lengths.survival_C, span_C, strict=True):
         if span > 0:
-            step = _decode_s(
+            parts = decode_parts(
                 request,
                 pool,
                 tp=generators.tp_L,
                 weight_bytes=generators.weight_bytes_L,
                 active=np.maximum(1.0, generators.slots_L * survival),
-                context_tokens=np.float64(request.prompt_tokens + middle),
+                context_tokens=request.prompt_tokens + middle,
             )
-            total += span * step
+            total += span * _sum(parts)
     return total
 
 

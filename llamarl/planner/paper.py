@@ -158,7 +158,7 @@ Its steps also score log-probs twice (policy and reference), which this model le
 
 
 def peer_errors(constants: Constants) -> dict[str, float]:
-    """Relative error of the step time for each of `PEER_ROWS`, with the best plan of this solver and bf16 generation."""
+    """Relative error of the step time for each of `PEER_ROWS`, for the best plan with bf16 generation."""
     errors: dict[str, float] = {}
     for row, (prompts, group, prompt, mean, limit) in PEER_ROWS:
         workload = Workload(

@@ -107,6 +107,17 @@ class Plan:
         return sum(both) if self.rules.overlap else max(both)
 
     @property
+    def peak_bytes(self) -> float:
+        """Most memory that one GPU needs at a time, under the rule of the placement."""
+        trainer, generator = self.trainer.memory_parts, self.generator.memory_parts
+        if self.rules.own_memory:
+            return max(sum(trainer.values()), sum(generator.values()))
+        if not self.rules.own_parallelism:
+            return sum(trainer.values()) + sum(generator.values())
+        training = sum(trainer.values()) - trainer["state"]
+        return trainer["state"] + generator["weights"] + max(training, generator["kv"])
+
+    @property
     def dollars_per_hour(self) -> float:
         """Price of the GPUs in use."""
         if not self.rules.overlap:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llamarl.planner.plan import Plan
+from llamarl.planner.plan import GeneratorPlan, Plan, TrainerPlan
 from llamarl.planner.request import Request
 
 CLOSE = 0.02
@@ -66,6 +66,7 @@ def _table(*plans: Plan | None) -> list[str]:
         ("staleness", [_cell(plan, lambda one: f"{one.staleness}") for plan in plans]),
         ("trainer busy", [_cell(plan, lambda one: f"{one.trainer.busy_s / one.step_s:.0%}") for plan in plans]),
         ("generators busy", [_cell(plan, lambda one: f"{one.generator.busy_s / one.step_s:.0%}") for plan in plans]),
+        ("peak GB per GPU", [_cell(plan, lambda one: f"{one.peak_bytes / 1e9:.1f}") for plan in plans]),
         ("$ per 1M samples", [_cell(plan, lambda one: f"{one.dollars_per_million_samples:,.0f}") for plan in plans]),
     ]
     return [f"{name:<18}{first:>14}{second:>14}" for name, (first, second) in rows]
@@ -79,17 +80,25 @@ def _details(name: str, plan: Plan) -> list[str]:
     trainer, generator = plan.trainer, plan.generator
     return [
         f"{name}; bound by {plan.step_binds}",
-        f"  trainer     {trainer.gpus} x {trainer.pool.gpu.name}: tp {trainer.tp}, cp {trainer.cp}, pp {trainer.pp}, "
-        f"dp {trainer.dp}, microbatch {trainer.microbatch_tokens} tokens, bfloat16",
+        f"  trainer     {trainer.gpus} x {trainer.pool.gpu.name}: {_trainer_layout(trainer)}",
         f"    bound by  {plan.trainer_binds}",
         f"    time, s   {_parts(trainer.time_parts, 1.0)}",
         f"    GB/GPU    {_parts(trainer.memory_parts, 1e9)}",
-        f"  generators  {generator.gpus} x {generator.pool.gpu.name}: {generator.replicas} replicas of tp {generator.tp}, "
-        f"{generator.slots} responses at once each, {generator.precision}",
+        f"  generators  {generator.gpus} x {generator.pool.gpu.name}: {_generator_layout(generator)}",
         f"    bound by  {plan.generator_binds}",
         f"    time, s   {_parts(generator.time_parts, 1.0)}",
         f"    GB/GPU    {_parts(generator.memory_parts, 1e9)}",
     ]
+
+
+def _trainer_layout(trainer: TrainerPlan) -> str:
+    layout = f"tp {trainer.tp}, cp {trainer.cp}, pp {trainer.pp}, dp {trainer.dp}"
+    return f"{layout}, microbatch {trainer.microbatch_tokens} tokens, bfloat16"
+
+
+def _generator_layout(generator: GeneratorPlan) -> str:
+    layout = f"{generator.replicas} replicas of tp {generator.tp}"
+    return f"{layout}, {generator.slots} responses at once each, {generator.precision}"
 
 
 def _parts(parts: dict[str, float], unit: float) -> str:

@@ -250,7 +250,7 @@ def _generator_plan(
             tp=generators.tp_L,
             weight_bytes=generators.weight_bytes_L,
             active=generators.slots_L,
-            context_tokens=np.float64(steady_context_tokens(request)),
+            context_tokens=steady_context_tokens(request),
         )
     )
     decode_s, step_s = times.pop("decode"), sum(step.values())

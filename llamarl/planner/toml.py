@@ -57,10 +57,10 @@ def _update(data: dict[str, Any], **sections: dict[str, Any]) -> None:
 
 def _comments(plan: Plan) -> str:
     trainer, generator = plan.trainer, plan.generator
+    layout = f"tensor {trainer.tp}, context {trainer.cp}, pipeline {trainer.pp}, data (FSDP) {trainer.dp}"
     lines = [
         f"Planned: {plan.step_s:.2f} s per step, {plan.samples_per_s:.1f} samples/s on {plan.gpus} GPUs.",
-        f"Trainer: {trainer.gpus} x {trainer.pool.gpu.name}, tensor {trainer.tp}, context {trainer.cp}, "
-        f"pipeline {trainer.pp}, data (FSDP) {trainer.dp}.",
+        f"Trainer: {trainer.gpus} x {trainer.pool.gpu.name}, {layout}.",
         f"Generators: {generator.gpus} x {generator.pool.gpu.name}, tensor {generator.tp} each, {generator.precision}.",
         "A run file has no settings for these layouts yet: they are comments, and only what follows takes effect.",
     ]

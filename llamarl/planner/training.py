@@ -65,8 +65,9 @@ def training_parts(request: Request, pool: Pool, layouts: TrainerLayouts) -> dic
     compute: FLOPs / (GPUs x peak x efficiency), efficiency falling with few tokens per GPU, for the rank with the most
     samples. tensor: `PASSES` x 2 reductions of the activations per layer, ring cost 2 (tp-1)/tp (arXiv 1909.08053).
     fsdp: gathers in forward and backward and a reduce-scatter, (s-1)/s of the weights each plus one network hop per
-    node and layer; what `fsdp_overlap` of compute cannot hide counts (arXiv 2304.11277). context: keys and values of the other ranks, `PASSES` + 1 times. pipeline:
-    bubble (pp-1)/microbatches of the work (arXiv 2104.04473), and activations between stages.
+    node and layer; what `fsdp_overlap` of compute cannot hide counts (arXiv 2304.11277). context: keys and values of
+    the other ranks, `PASSES` + 1 times. pipeline: bubble (pp-1)/microbatches of the work (arXiv 2104.04473), and
+    activations between stages.
     overhead: host time per microbatch and per step. optimizer: bytes of AdamW / memory bandwidth.
     """
     model, constants, gpu = request.model, request.constants, pool.gpu

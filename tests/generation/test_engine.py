@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llamarl.generation.attention import DecodePlan
 from llamarl.generation.engine import Engine
 from llamarl.generation.kv_cache import KVCache
 from llamarl.models.attention import causal_attend
@@ -184,7 +185,12 @@ def test_sparse_blocks_give_the_same_rollouts(model: Transformer, make_requests:
     engine.submit(requests[:1])
     engine.step()
     pool.release(blocks)
-    assert_same(run(engine, requests[1:]), run(make_engine(model), requests))
+    engine.submit(requests[1:])
+    engine.step()
+    plan = DecodePlan(engine._cache, engine._rows, model.shape.num_heads, torch.float32)
+    assert isinstance(plan._sets[0].blocks, Tensor)
+    rollouts = {(rollout.group_id, rollout.index): rollout for rollout in drain(engine)}
+    assert_same(rollouts, run(make_engine(model), requests))
 
 
 class CachedReference:

@@ -92,14 +92,16 @@ def test_rows_with_different_settings_do_not_disturb_each_other() -> None:
 @pytest.mark.parametrize("noise", [0.0, 1 - 2**-24])
 def test_the_ends_of_the_noise_never_pick_an_impossible_token(noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "uniforms", lambda keys_B, _: np.full(len(keys_B), noise, np.float32))
-    probs = [[0.0, 0.0, 1.0, 0.0], [0.0, 0.3, 0.7, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
-    logits_B_V = torch.tensor(probs).log()
-    rows = SamplingRows(4)
-    for row in range(4):
-        rows.set(row, SamplingParams(), row)
-    tokens_B, logprobs_B = Sampler(torch.device("cpu"))(logits_B_V, rows, np.zeros(4, np.int64))
-    assert all(probs[row][token] > 0 for row, token in enumerate(tokens_B))
+    generator = torch.Generator().manual_seed(0)
+    probs_B_V = torch.softmax(torch.randn(2000, 30, generator=generator), -1)
+    probs_B_V[:, 0] = probs_B_V[:, -1] = 0.0
+    probs_B_V[0], probs_B_V[1], probs_B_V[2] = torch.eye(30)[[0, 29, 7]]
+    rows = SamplingRows(2000)
+    for row in range(2000):
+        rows.set(row, SamplingParams(top_k=row % 20), row)
+    tokens_B, logprobs_B = Sampler(torch.device("cpu"))(probs_B_V.log(), rows, np.zeros(2000, np.int64))
     assert np.isfinite(logprobs_B).all()
+    assert (probs_B_V[np.arange(2000), tokens_B] > 0).all()
 
 
 def test_only_rows_that_are_not_finite_say_so() -> None:

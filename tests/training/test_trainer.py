@@ -1,0 +1,273 @@
+"""`Trainer.step`: accumulation, clipping, rates, decay, non-finite policies, and state that resumes bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from llamarl.checkpoint.store import CheckpointStore
+from llamarl.config.schema import TrainerConfig
+from llamarl.rollouts.packing import pack, to_sample_group
+from llamarl.training.optimizer import build_optimizer, learning_rate_at
+from llamarl.training.result import StepResult
+from llamarl.training.state import StateMismatch, load_training_state, training_state
+from llamarl.training.trainer import NonFiniteStep, Trainer
+from llamarl.types import Outcome, RolloutGroup
+
+
+def step_with_gradient(trainer: Trainer, groups: Sequence[RolloutGroup]) -> tuple[StepResult, dict[str, Tensor]]:
+    """One step, and the gradient that the optimizer saw."""
+    seen = dict[str, Tensor]()
+
+    def keep(*_: object) -> None:
+        for name, weight in trainer.model.named_parameters():
+            if weight.grad is not None:
+                seen[name] = weight.grad.clone()
+
+    hook = trainer.optimizer.register_step_pre_hook(keep)
+    try:
+        return trainer.step(groups), seen
+    finally:
+        hook.remove()
+
+
+def snapshot(trainer: Trainer) -> dict[str, Tensor]:
+    """Weights and moments, in one dictionary."""
+    tensors, _ = training_state(trainer)
+    return {f"{file}/{name}": value.clone() for file, named in tensors.items() for name, value in named.items()}
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def norm(gradient: dict[str, Tensor]) -> float:
+    return float(torch.stack([grad.double().norm() for grad in gradient.values()]).norm())
+
+
+class TestAccumulation:
+    def budget_for(self, groups: list[RolloutGroup], count: int) -> int:
+        """A token budget that gives `count` microbatches."""
+        samples = [to_sample_group(group, np.zeros(len(group.rollouts))) for group in groups]
+        return next(budget for budget in range(1, 200) if len(pack(samples, budget)) == count)
+
+    @pytest.mark.parametrize("count", [2, 5, 7])
+    @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
+    def test_microbatches_do_not_change_the_gradient(
+        self, make_trainer, make_groups, dtype: torch.dtype, tolerance: float, count: int
+    ) -> None:
+        groups = make_groups()
+        whole_result, whole = step_with_gradient(make_trainer(dtype), groups)
+        trainer = make_trainer(dtype, microbatch_tokens=self.budget_for(groups, count))
+        result, parts = step_with_gradient(trainer, groups)
+        difference = norm({name: parts[name] - whole[name] for name in whole}) / norm(whole)
+        assert difference < tolerance
+        for name, value in whole_result.metrics.items():
+            assert result.metrics[name] == pytest.approx(value, rel=1e-5), name
+
+    def test_the_gradient_is_per_trainable_token(self, make_trainer, make_groups) -> None:
+        """The same groups twice have the same mean gradient; invalid groups beside them change nothing."""
+        groups, invalid = make_groups(), make_groups(seed=9, outcome=Outcome.INVALID)
+        _, once = step_with_gradient(make_trainer(torch.float64), groups)
+        for batch in ([*groups, *groups], [*groups, *invalid]):
+            _, other = step_with_gradient(make_trainer(torch.float64), batch)
+            assert norm({name: other[name] - once[name] for name in once}) < 1e-12 * norm(once)
+
+    def test_loss_is_the_mean_over_tokens(self, make_trainer, make_groups) -> None:
+        """AIPO by hand on the log-probs that the trainer computes."""
+        groups = make_groups()
+        trainer = make_trainer(torch.float64)
+        samples = [to_sample_group(group, trainer._advantages(group)) for group in groups]
+        (batch,) = pack(samples, 1000)
+        logprobs_R = trainer.logprobs(batch).detach()
+        ratio_R = (logprobs_R - torch.from_numpy(batch.behavior_logprobs_R)).exp()
+        loss_R = -ratio_R.clamp(max=4.0) * torch.from_numpy(batch.advantages_R) * logprobs_R
+        metrics = trainer.step(groups).metrics
+        assert metrics["loss"] == pytest.approx(float(loss_R.mean()), rel=1e-9)
+        assert metrics["importance_ratio_mean"] == pytest.approx(float(ratio_R.mean()), rel=1e-9)
+        assert metrics["importance_ratio_max"] == pytest.approx(float(ratio_R.max()), rel=1e-9)
+        assert metrics["capped_share"] == pytest.approx(float((ratio_R > 4).double().mean()))
+        assert metrics["num_loss_tokens"] == len(logprobs_R)
+
+
+class TestReport:
+    def test_advantages_of_every_group(self, make_trainer, make_groups) -> None:
+        groups = make_groups()
+        result = make_trainer().step(groups)
+        np.testing.assert_allclose(result.advantages[0], [-1, 0, 1])
+        np.testing.assert_allclose(result.advantages[1], [-0.5, 0.5])
+        assert (result.policy_version, result.skipped) == (1, False)
+
+    def test_nothing_valid_is_a_step_without_gradient(self, make_trainer, make_groups) -> None:
+        trainer = make_trainer(weight_decay=0.1)
+        before = snapshot(trainer)
+        result = trainer.step(make_groups(outcome=Outcome.INVALID))
+        assert_same_bits(snapshot(trainer), before)
+        assert (result.policy_version, result.skipped) == (1, False)
+        assert (result.metrics["num_loss_tokens"], result.metrics["grad_norm"]) == (0, 0)
+        assert all((advantages_G == 0).all() for advantages_G in result.advantages.values())
+
+    def test_equal_rewards_have_no_gradient(self, make_trainer, make_groups) -> None:
+        result, gradient = step_with_gradient(make_trainer(), make_groups(reward=lambda _: 1.0))
+        assert result.metrics["grad_norm"] == 0
+        assert all((grad == 0).all() for grad in gradient.values())
+
+    def test_it_learns(self, make_trainer, make_groups) -> None:
+        """Ascent: log-probs of better responses rise against those of worse ones."""
+        groups = make_groups(((6, 6),))
+        trainer = make_trainer(learning_rate=1e-3)
+        (batch,) = pack([to_sample_group(groups[0], np.array([-1.0, 1.0]))], 1000)
+        sign_R = torch.from_numpy(batch.advantages_R)
+        before = float((trainer.logprobs(batch) * sign_R).sum())
+        for _ in range(5):
+            trainer.step(groups)
+        assert float((trainer.logprobs(batch) * sign_R).sum()) > before + 0.1
+
+
+class TestOptimizer:
+    def test_clipping(self, make_trainer, make_groups) -> None:
+        groups = make_groups()
+        free_result, free = step_with_gradient(make_trainer(), groups)
+        limit = free_result.metrics["grad_norm"] / 10
+        result, clipped = step_with_gradient(make_trainer(max_grad_norm=limit), groups)
+        assert free_result.metrics["grad_norm"] == pytest.approx(norm(free), rel=1e-5)
+        assert result.metrics["grad_norm"] == pytest.approx(norm(free), rel=1e-5), "reported before clipping"
+        assert norm(clipped) == pytest.approx(limit, rel=1e-3)
+        direction = norm({name: clipped[name] * 10 - free[name] for name in free})
+        assert direction < 1e-3 * norm(free)
+
+    def test_warm_up(self, make_trainer, make_groups) -> None:
+        config = TrainerConfig(learning_rate=1.0, warmup_steps=4)
+        assert [learning_rate_at(step, config) for step in range(7)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1])
+        assert learning_rate_at(0, TrainerConfig(learning_rate=0.5)) == 0.5
+
+        trainer, groups = make_trainer(learning_rate=1e-3, warmup_steps=1), make_groups()
+        moved = list[float]()
+        for _ in range(2):
+            before = snapshot(trainer)
+            result = trainer.step(groups)
+            assert result.metrics["learning_rate"] == trainer.optimizer.param_groups[0]["lr"]
+            after = snapshot(trainer)
+            moved.append(max(float((after[name] - before[name]).abs().max()) for name in before if "model/" in name))
+        assert moved[0] == pytest.approx(0.5e-3, rel=0.01), "the first AdamW step has the size of the rate"
+        assert moved[1] > 0.7e-3
+
+    def test_only_matrices_decay(self, make_model) -> None:
+        model = make_model(family="qwen2")
+        optimizer = build_optimizer(model, TrainerConfig(learning_rate=0.1, weight_decay=0.5))
+        before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        for weight in model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        for name, weight in model.named_parameters():
+            factor = 1 - 0.1 * 0.5 if weight.ndim == 2 else 1.0
+            torch.testing.assert_close(weight.detach(), before[name] * factor, msg=name)
+        assert {weight.ndim for weight in model.parameters()} == {1, 2}
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == len(before)
+
+
+def poisoned(groups: list[RolloutGroup], value: float = float("nan")) -> list[RolloutGroup]:
+    """The last group's behavior log-probs are no numbers, as after a broken generator."""
+    groups[-1].rollouts[1].behavior_logprobs_T[0] = value
+    return groups
+
+
+class TestNonFinite:
+    def test_stop_changes_nothing(self, make_trainer, make_groups) -> None:
+        trainer = make_trainer(microbatch_tokens=12)
+        trainer.step(make_groups())
+        before = snapshot(trainer)
+        with pytest.raises(NonFiniteStep, match=r"groups 0, 1, 2") as error:
+            trainer.step(poisoned(make_groups(seed=1)))
+        assert "on_nonfinite" in str(error.value)
+        assert_same_bits(snapshot(trainer), before)
+        assert trainer.policy_version == 1
+        assert all(weight.grad is None for weight in trainer.model.parameters())
+
+    def test_skip_counts_the_step_and_goes_on(self, make_trainer, make_groups) -> None:
+        trainer, never_poisoned = (make_trainer(on_nonfinite="skip", microbatch_tokens=12) for _ in range(2))
+        for each in (trainer, never_poisoned):
+            each.step(make_groups())
+        before = snapshot(trainer)
+        result = trainer.step(poisoned(make_groups(seed=1)))
+        assert (result.skipped, result.policy_version) == (True, 2)
+        assert_same_bits(snapshot(trainer), before)
+        result = trainer.step(make_groups(seed=2))
+        assert (result.skipped, result.policy_version) == (False, 3)
+        never_poisoned.step(make_groups(seed=2))
+        assert_same_bits(snapshot(trainer), snapshot(never_poisoned))
+
+    def test_an_infinite_weight_is_found(self, make_trainer, make_groups) -> None:
+        trainer = make_trainer()
+        with torch.no_grad():
+            next(trainer.model.parameters())[3, 3] = torch.inf
+        with pytest.raises(NonFiniteStep):
+            trainer.step(make_groups())
+
+    def test_extreme_ratios_are_finite(self, make_trainer, make_groups) -> None:
+        for behavior in (-200.0, 0.0):
+            groups = make_groups()
+            for group in groups:
+                for rollout in group.rollouts:
+                    rollout.behavior_logprobs_T[:] = behavior
+            assert not make_trainer().step(groups).skipped
+
+
+class TestResume:
+    def test_equals_the_uninterrupted_run(self, make_trainer, make_groups, tmp_path: Path) -> None:
+        batches = [make_groups(seed=seed) for seed in range(4)]
+        settings = {"warmup_steps": 3, "weight_decay": 0.01, "max_grad_norm": 0.1}
+        straight, first, resumed = (make_trainer(**settings) for _ in range(3))
+        results = [straight.step(batch) for batch in batches]
+
+        store = CheckpointStore(tmp_path, keep=1)
+        for batch in batches[:2]:
+            first.step(batch)
+        store.save(first.policy_version, *training_state(first))
+        resumed.step(batches[3])  # whatever it held before is replaced, moments included
+        checkpoint, _ = store.load_newest()
+        assert checkpoint is not None
+        load_training_state(resumed, checkpoint.tensors, checkpoint.state)
+        assert_same_bits(snapshot(resumed), snapshot(first))
+        again = [resumed.step(batch) for batch in batches[2:]]
+        assert_same_bits(snapshot(resumed), snapshot(straight))
+        assert [result.metrics for result in again] == [result.metrics for result in results[2:]]
+        assert resumed.policy_version == 4
+
+    def test_training_leaves_the_checkpoint_alone(self, make_trainer, make_groups, tmp_path: Path) -> None:
+        """Neither its files nor the tensors that were read from them."""
+        store, trainer = CheckpointStore(tmp_path, keep=1), make_trainer()
+        trainer.step(make_groups())
+        store.save(1, *training_state(trainer))
+        checkpoint, _ = store.load_newest()
+        assert checkpoint is not None
+        before = {name: value.clone() for name, value in checkpoint.tensors["optimizer"].items()}
+        load_training_state(trainer, checkpoint.tensors, checkpoint.state)
+        trainer.step(make_groups(seed=1))
+        assert_same_bits(dict(checkpoint.tensors["optimizer"]), before)
+        reread, damaged = store.load_newest()
+        assert reread is not None
+        assert damaged == []
+
+    def test_before_the_first_step_there_are_no_moments(self, make_trainer, make_groups) -> None:
+        fresh, trainer = make_trainer(), make_trainer()
+        trainer.step(make_groups())
+        load_training_state(trainer, *training_state(fresh))
+        assert_same_bits(snapshot(trainer), snapshot(fresh))
+
+    @pytest.mark.parametrize("shape", [{"num_layers": 3}, {"intermediate_size": 48}, {"tie_embeddings": False}], ids=str)
+    def test_another_models_state_is_refused(self, make_trainer, make_groups, shape: dict) -> None:
+        other, trainer = make_trainer(shape=shape), make_trainer()
+        other.step(make_groups())
+        before = snapshot(trainer)
+        with pytest.raises(StateMismatch, match=r"another model"):
+            load_training_state(trainer, *training_state(other))
+        assert_same_bits(snapshot(trainer), before)
+        assert trainer.policy_version == 0
