@@ -45,9 +45,9 @@ class SftConfig(Section):
     seed: int = 0
     """Seeds data and weights."""
     shape: ShapeConfig = ShapeConfig()
-    steps: int = Field(default=700, ge=1)
+    steps: int = Field(default=300, ge=1)
     """Optimizer steps."""
-    rows: int = Field(default=16, ge=1)
+    rows: int = Field(default=8, ge=1)
     """Packed rows per step."""
     row_tokens: int = Field(default=256, ge=1)
     """Tokens per packed row."""
@@ -55,5 +55,5 @@ class SftConfig(Section):
     """Muon, on the layers' matrices."""
     adamw_learning_rate: float = Field(default=0.008, gt=0)
     """AdamW, on embeddings and norms."""
-    threads: int = Field(default=2, ge=1)
-    """CPU threads; nothing else runs during a warm start."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads; small models gain little from more."""

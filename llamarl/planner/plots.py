@@ -10,7 +10,7 @@ from typing import Any
 from llamarl.config import ConfigError
 from llamarl.planner.hardware import Pool
 from llamarl.planner.request import ASYNCHRONOUS, Request
-from llamarl.planner.solver import solve
+from llamarl.planner.solver import fastest_phases, solve
 
 SHARES = 24
 """Points of a split sweep."""
@@ -49,7 +49,7 @@ def speedup_plot(path: Path, series: Mapping[str, Sequence[tuple[float, float]]]
 
 
 def split_sweep(request: Request, staleness: int) -> list[tuple[float, float, float, float]]:
-    """(trainer's share of the GPUs, step, trainer, generators in seconds) with the first pool cut in two."""
+    """(trainer's share of the GPUs, step, trainer and generators at their fastest, in seconds), the pool cut in two."""
     pool = request.pools[0]
     points = []
     for index in range(1, SHARES):
@@ -58,8 +58,9 @@ def split_sweep(request: Request, staleness: int) -> list[tuple[float, float, fl
             continue
         halves = (Pool(gpu=pool.gpu, count=count), Pool(gpu=pool.gpu, count=pool.count - count))
         plan = solve(request, halves, ASYNCHRONOUS, staleness)
-        if plan:
-            points.append((count / pool.count, plan.step_s, plan.trainer.busy_s, plan.generator.busy_s))
+        phases = fastest_phases(request, halves, staleness)
+        if plan and phases:
+            points.append((count / pool.count, plan.step_s, *phases))
     return points
 
 

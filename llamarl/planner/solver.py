@@ -97,6 +97,15 @@ def solve(request: Request, pools: tuple[Pool, Pool], rules: Rules, staleness: i
     )
 
 
+def fastest_phases(request: Request, pools: tuple[Pool, Pool], staleness: int) -> tuple[float, float] | None:
+    """Seconds of training and of generation when each is as fast as its own pool allows, or None."""
+    trainers = _trainers(request, pools[0], ASYNCHRONOUS)
+    generators = _generators(request, pools[1], ASYNCHRONOUS, staleness)
+    if not len(trainers.time_s_L) or not len(generators.time_s_L):
+        return None
+    return float(trainers.time_s_L.min()), float(generators.time_s_L.min())
+
+
 def _time_parts(request: Request, pool: Pool, layouts: TrainerLayouts, rules: Rules) -> dict[str, np.ndarray]:
     parts = training_parts(request, pool, layouts)
     if rules.overlap:
@@ -177,10 +186,19 @@ def _disaggregated(
     shares = trainer_pool is generator_pool
     room = trainer_pool.count - generators.candidates.gpus_L * shares
     train_s, rows = _best_below(trainers.layouts.gpus_L, trainers.time_s_L, room)
-    step_s = np.maximum(train_s, generators.time_s_L)
-    if rules.partial_rollouts:
-        step_s = np.maximum(step_s, (generators.latency_s_L + train_s) / (staleness + 1))
-    return _pick(step_s, rows)
+    latency_s = generators.latency_s_L * rules.partial_rollouts
+    step_s = np.maximum(np.maximum(train_s, generators.time_s_L), (latency_s + train_s) / (staleness + 1))
+    if not np.isfinite(step_s.min()):
+        return None
+    # Among equals the fewest GPUs: what does not shorten the step is better given back.
+    least_s = float(step_s.min())
+    generator = int(np.lexsort((generators.candidates.gpus_L, step_s))[0])
+    allowed_s = min(least_s, (staleness + 1) * least_s - latency_s[generator])
+    fits = np.flatnonzero((trainers.layouts.gpus_L <= room[generator]) & (trainers.time_s_L <= allowed_s))
+    best = (
+        fits[np.lexsort((trainers.time_s_L[fits], trainers.layouts.gpus_L[fits]))] if len(fits) else rows[[generator]]
+    )
+    return least_s, int(best[0]), generator
 
 
 def _colocated(

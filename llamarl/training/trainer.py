@@ -65,7 +65,7 @@ class Trainer:
             self._accumulate(microbatch, num_loss_tokens, sums, maxima)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
         loss = sums.pop("loss", 0.0) / num_loss_tokens
-        num_computed = max(TrainBatch(groups=tuple(computed)).num_loss_tokens, 1)
+        num_computed = TrainBatch(groups=tuple(computed)).num_loss_tokens
         metrics = {name: value / num_computed for name, value in sums.items()} | maxima
         metrics |= {
             "loss": loss,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.rollouts.packing import Microbatch, pack, to_sample_group, valid_rollouts
+from llamarl.rollouts.packing import Microbatch, pack, to_sample_group, valid_rollouts, with_advantage
 from llamarl.types import FinishReason, Outcome, SampleGroup, TrainBatch, TrainSample
 
 LAYOUTS = st.lists(
@@ -167,6 +167,18 @@ class TestToSampleGroup:
         batch = TrainBatch(groups=tuple(to_sample_group(group, np.zeros(len(group.rollouts))) for group in groups))
         assert batch.num_loss_tokens == 6
         assert sum(int(part.loss_mask_R.sum()) for part in pack(batch.groups, 4)) == 6
+
+    def test_samples_without_advantage_vanish(self, make_group) -> None:
+        groups = [
+            to_sample_group(make_group(responses=[(4, 5), (6,), (7, 8)]), np.array([0.5, 0.0, -0.5])),
+            to_sample_group(make_group(), np.zeros(2)),
+        ]
+        kept = with_advantage(groups)
+        assert [[sample.response_token_ids_T.tolist() for sample in group.samples] for group in kept] == [
+            [[4, 5], [7, 8]],
+            [],
+        ]
+        assert len(pack(kept, 100)[0].targets_R) == 4
 
     def test_one_result_per_rollout(self, make_group) -> None:
         group = make_group()

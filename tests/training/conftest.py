@@ -63,12 +63,13 @@ def make_groups() -> MakeGroups:
         lengths: Sequence[Sequence[int]] = ((5, 1, 9), (3, 3), (1, 7, 2, 4)),
         seed: int = 0,
         outcome: Outcome = Outcome.SCORE,
-        reward: Callable[[int], float] = float,
+        reward: Callable[[int], float] = lambda index: float(index**2),
+        first_id: int = 0,
     ) -> list[RolloutGroup]:
-        """Groups whose responses have `lengths` tokens, after prompts of 3, 4, ... tokens."""
+        """Groups whose responses have `lengths` tokens, after prompts of 3, 4, ... tokens; no advantage is 0."""
         rng = np.random.default_rng(seed)
         groups = list[RolloutGroup]()
-        for group_id, responses in enumerate(lengths):
+        for group_id, responses in enumerate(lengths, first_id):
             rollouts = tuple(
                 Rollout(
                     group_id=group_id,

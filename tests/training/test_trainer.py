@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config.schema import TrainerConfig
 from llamarl.rollouts.packing import pack, to_sample_group
@@ -74,9 +75,10 @@ class TestAccumulation:
 
     def test_the_gradient_is_per_trainable_token(self, make_trainer, make_groups) -> None:
         """The same groups twice have the same mean gradient; invalid groups beside them change nothing."""
-        groups, invalid = make_groups(), make_groups(seed=9, outcome=Outcome.INVALID)
+        groups, again = make_groups(), make_groups(first_id=0)
+        invalid = make_groups(first_id=3, outcome=Outcome.INVALID)
         _, once = step_with_gradient(make_trainer(torch.float64), groups)
-        for batch in ([*groups, *groups], [*groups, *invalid]):
+        for batch in ([*groups, *again], [*groups, *invalid]):
             _, other = step_with_gradient(make_trainer(torch.float64), batch)
             assert norm({name: other[name] - once[name] for name in once}) < 1e-12 * norm(once)
 
@@ -101,23 +103,48 @@ class TestReport:
     def test_advantages_of_every_group(self, make_trainer, make_groups) -> None:
         groups = make_groups()
         result = make_trainer().step(groups)
-        np.testing.assert_allclose(result.advantages[0], [-1, 0, 1])
+        np.testing.assert_allclose(result.advantages[0], np.array([0, 1, 4]) - 5 / 3)
         np.testing.assert_allclose(result.advantages[1], [-0.5, 0.5])
         assert (result.policy_version, result.skipped) == (1, False)
 
-    def test_nothing_valid_is_a_step_without_gradient(self, make_trainer, make_groups) -> None:
-        trainer = make_trainer(weight_decay=0.1)
+    @pytest.mark.parametrize(
+        "nothing", [{"outcome": Outcome.INVALID}, {"reward": lambda _: 0.1}], ids=["all invalid", "equal rewards"]
+    )
+    def test_nothing_to_learn_is_a_step_without_gradient(self, make_trainer, make_groups, nothing: dict) -> None:
+        trainer = make_trainer()
         before = snapshot(trainer)
-        result = trainer.step(make_groups(outcome=Outcome.INVALID))
-        assert_same_bits(snapshot(trainer), before)
+        result, gradient = step_with_gradient(trainer, make_groups(**nothing))
+        assert all((grad == 0).all() for grad in gradient.values())
+        after = snapshot(trainer)
+        assert_same_bits({name: after[name] for name in before}, before)
         assert (result.policy_version, result.skipped) == (1, False)
-        assert (result.metrics["num_loss_tokens"], result.metrics["grad_norm"]) == (0, 0)
+        assert (result.metrics["loss"], result.metrics["grad_norm"], result.metrics["num_computed_tokens"]) == (0, 0, 0)
+        assert result.metrics["importance_ratio_mean"] == 1
         assert all((advantages_G == 0).all() for advantages_G in result.advantages.values())
 
-    def test_equal_rewards_have_no_gradient(self, make_trainer, make_groups) -> None:
-        result, gradient = step_with_gradient(make_trainer(), make_groups(reward=lambda _: 1.0))
-        assert result.metrics["grad_norm"] == 0
-        assert all((grad == 0).all() for grad in gradient.values())
+    def test_momentum_goes_on_without_gradient(self, make_trainer, make_groups) -> None:
+        trainer = make_trainer()
+        trainer.step(make_groups())
+        before = snapshot(trainer)
+        trainer.step(make_groups(outcome=Outcome.INVALID))
+        after = snapshot(trainer)
+        assert not any(torch.equal(after[name], before[name]) for name in before if "model/" in name)
+
+    def test_uncomputed_samples_had_no_gradient(self, make_trainer, make_groups) -> None:
+        """Leaving out samples whose advantage is 0 changes neither gradient nor loss."""
+
+        class Everything(Aipo):
+            LEARNS_WITHOUT_ADVANTAGE = True
+
+        groups = make_groups(reward=lambda index: float(index % 3))
+        thrifty, thorough = make_trainer(torch.float64), make_trainer(torch.float64)
+        thorough.loss = Everything()
+        result, gradient = step_with_gradient(thrifty, groups)
+        full_result, full_gradient = step_with_gradient(thorough, groups)
+        assert result.metrics["num_computed_tokens"] < full_result.metrics["num_computed_tokens"]
+        assert result.metrics["num_loss_tokens"] == full_result.metrics["num_loss_tokens"]
+        assert result.metrics["loss"] == pytest.approx(full_result.metrics["loss"], rel=1e-12)
+        assert norm({name: gradient[name] - full_gradient[name] for name in gradient}) < 1e-13 * norm(gradient)
 
     def test_it_learns(self, make_trainer, make_groups) -> None:
         """Ascent: log-probs of better responses rise against those of worse ones."""
@@ -125,10 +152,10 @@ class TestReport:
         trainer = make_trainer(learning_rate=1e-3)
         (batch,) = pack([to_sample_group(groups[0], np.array([-1.0, 1.0]))], 1000)
         sign_R = torch.from_numpy(batch.advantages_R)
-        before = float((trainer.logprobs(batch) * sign_R).sum())
+        before = float((trainer.logprobs(batch).detach() * sign_R).sum())
         for _ in range(5):
             trainer.step(groups)
-        assert float((trainer.logprobs(batch) * sign_R).sum()) > before + 0.1
+        assert float((trainer.logprobs(batch).detach() * sign_R).sum()) > before + 0.1
 
 
 class TestOptimizer:
@@ -189,7 +216,7 @@ class TestNonFinite:
         assert "on_nonfinite" in str(error.value)
         assert_same_bits(snapshot(trainer), before)
         assert trainer.policy_version == 1
-        assert all(weight.grad is None for weight in trainer.model.parameters())
+        assert not any(weight.grad is not None and weight.grad.any() for weight in trainer.model.parameters())
 
     def test_skip_counts_the_step_and_goes_on(self, make_trainer, make_groups) -> None:
         trainer, never_poisoned = (make_trainer(on_nonfinite="skip", microbatch_tokens=12) for _ in range(2))

@@ -11,10 +11,11 @@ from llamarl.algorithms.advantages._base import Advantage
 
 @dataclass(frozen=True)
 class GroupMean(Advantage):
-    """A_i = r_i - mean(r) over the valid rollouts; all 0 when fewer than two are valid."""
+    """A_i = r_i - mean(r) over the valid rollouts; all 0 when fewer than two differ."""
 
     def __call__(self, rewards_G: np.ndarray, valid_G: np.ndarray) -> np.ndarray:
-        if valid_G.sum() < 2:
+        valid_rewards = rewards_G[valid_G]
+        if (valid_rewards == valid_rewards[:1]).all():  # exactly 0, where the mean would be rounded
             return np.zeros(len(rewards_G))
-        rewards_G = np.where(valid_G, rewards_G, 0.0)
-        return np.where(valid_G, rewards_G - rewards_G.sum() / valid_G.sum(), 0.0)
+        mean = valid_rewards.mean()
+        return np.where(valid_G, rewards_G, mean) - mean

@@ -11,14 +11,14 @@ from llamarl.algorithms.advantages._base import Advantage
 
 @dataclass(frozen=True)
 class GroupNormalized(Advantage):
-    """A_i = (r_i - mean(r)) / (std(r) + epsilon) over the valid rollouts; all 0 when fewer than two are valid."""
+    """A_i = (r_i - mean(r)) / (std(r) + epsilon) over the valid rollouts; all 0 when fewer than two differ."""
 
     epsilon: float = 1e-4
     """Keeps groups with nearly equal rewards from being blown up."""
 
     def __call__(self, rewards_G: np.ndarray, valid_G: np.ndarray) -> np.ndarray:
-        if valid_G.sum() < 2:
-            return np.zeros(len(rewards_G))
         valid_rewards = rewards_G[valid_G]
-        centered_G = np.where(valid_G, rewards_G, valid_rewards.mean()) - valid_rewards.mean()
-        return centered_G / (valid_rewards.std(ddof=1) + self.epsilon)
+        if (valid_rewards == valid_rewards[:1]).all():  # exactly 0, where the mean would be rounded
+            return np.zeros(len(rewards_G))
+        mean = valid_rewards.mean()
+        return (np.where(valid_G, rewards_G, mean) - mean) / (valid_rewards.std(ddof=1) + self.epsilon)

@@ -34,7 +34,7 @@ class LossOutput:
     loss: Tensor
     """Scalar sum, with gradient."""
     sums: dict[str, Tensor]
-    """Scalar sums to log; the trainer divides them by the global count of trainable tokens."""
+    """Scalar sums to log; the trainer divides them by the count of positions that it computed."""
     maxima: dict[str, Tensor]
     """Scalar maxima to log."""
 

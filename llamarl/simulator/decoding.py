@@ -1,0 +1,122 @@
+"""Continuous batching of one generator replica, in closed form between events.
+
+While n rollouts run, a decode step takes `slowness * (a + b * n)` seconds and gives each of them one token, so a rollout
+of length L that joins after step s ends with step s + L. Between two changes of n time is linear in steps: a heap of
+end steps says when the next change is, and nothing is done per token.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from typing import NamedTuple
+
+STEP_TOLERANCE = 1e-9
+"""Share of a decode step by which a time may miss its boundary through rounding."""
+
+
+class Attempt(NamedTuple):
+    """One rollout to decode."""
+
+    group_id: int
+    index: int
+    num_tokens: int
+
+
+class Decoded(NamedTuple):
+    """One rollout that has all its tokens."""
+
+    attempt: Attempt
+    finished_s: float
+    first_version: int
+    last_version: int
+
+
+class DecodeQueue:
+    """A state machine over virtual time. Changes take effect at the next step boundary, as in a real engine."""
+
+    def __init__(self, *, base_s: float, per_rollout_s: float, max_running: int) -> None:
+        """`base_s` (a) and `per_rollout_s` (b) make up a decode step; more than `max_running` rollouts wait in line."""
+        self._base_s = base_s
+        self._per_rollout_s = per_rollout_s
+        self._max_running = max_running
+        self._boundary_s = 0.0
+        self._steps = 0
+        self._running = list[tuple[int, Attempt, int]]()  # heap of (end step, attempt, first version)
+        self._waiting = deque[tuple[Attempt, float]]()  # with the seconds of prefill that it brings
+        self.finished = deque[Decoded]()
+        """In the order of their ends; an end may lie less than one step in the future."""
+        self.version = 0
+        self.generated_tokens = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def unfinished(self) -> list[Attempt]:
+        """Attempts that wait or run."""
+        return [attempt for _, attempt, _ in self._running] + [attempt for attempt, _ in self._waiting]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one decode step now."""
+        return self._base_s + self._per_rollout_s * len(self._running)
+
+    @property
+    def next_finish_s(self) -> float:
+        """When the next rollout ends if nothing else happens; infinite when none runs."""
+        if self.finished:
+            return self.finished[0].finished_s
+        if not self._running:
+            return math.inf
+        return self._boundary_s + (self._running[0][0] - self._steps) * self.step_s
+
+    def submit(self, now_s: float, attempts: list[Attempt], prefill_s: float) -> None:
+        """Attempts of one group join the line; the first one to be decoded brings the `prefill_s` of their prompt."""
+        self.advance(now_s)
+        self._waiting.extend((attempt, 0.0 if number else prefill_s) for number, attempt in enumerate(attempts))
+        self._admit()
+
+    def adopt(self, now_s: float, version: int, pause_s: float) -> float:
+        """Decoding stands still for `pause_s` from the next boundary on; when it goes on, with the new version."""
+        self.advance(now_s)
+        self._boundary_s += pause_s
+        self.version = version
+        return self._boundary_s
+
+    def advance(self, now_s: float) -> None:
+        """Decodes up to the first step boundary at or after `now_s`."""
+        while self._running:
+            step_s = self.step_s
+            due = max(0, math.ceil((now_s - self._boundary_s) / step_s - STEP_TOLERANCE))
+            steps = min(due, self._running[0][0] - self._steps)
+            self._steps += steps
+            self._boundary_s += steps * step_s
+            self.generated_tokens += steps * len(self._running)
+            if self._running[0][0] > self._steps:
+                return
+            self._finish()
+        self._boundary_s = max(self._boundary_s, now_s)
+
+    def _finish(self) -> None:
+        """Takes what ends at the boundary out of the batch and admits who waits."""
+        while self._running and self._running[0][0] == self._steps:
+            _, attempt, first_version = heapq.heappop(self._running)
+            self.finished.append(Decoded(attempt, self._boundary_s, first_version, self.version))
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._max_running:
+            attempt, prefill_s = self._waiting.popleft()
+            self._boundary_s += prefill_s
+            heapq.heappush(self._running, (self._steps + attempt.num_tokens, attempt, self.version))

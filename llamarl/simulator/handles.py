@@ -1,0 +1,352 @@
+"""Simulated executors: handles that answer as the real ones do, after the time that the real ones would take.
+
+They take calls in the order of their arrival and one at a time, as an `ExecutorHost` does; only `collect` waits aside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
+from llamarl.executors.replies import Collected, Scored
+from llamarl.observability.spans import Span
+from llamarl.simulator.costs import SCORES, ResponseLengths, SimulatorCosts, keyed
+from llamarl.simulator.decoding import Attempt, DecodeQueue, Decoded
+from llamarl.simulator.records import repeated
+from llamarl.training.result import StepResult
+from llamarl.types import FinishReason, GenerationRequest, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
+from llamarl.weight_sync.layout import SegmentAddress
+
+REPLY_INTERVAL_S = 0.02
+"""As in the real generator: finished rollouts are handed over at most this often."""
+ADDRESS = SegmentAddress(pid=0, fd=0, specs=())
+
+
+class SimulatedHandle(ExecutorHandle):
+    """One executor that only takes time."""
+
+    SPANS: ClassVar[dict[str, str]] = {}
+    """Span name of each method that is work."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.name = name
+        self.pids = [0]
+        self.failed: asyncio.Future[ExecutorError] = self._loop.create_future()
+        self._ended: ExecutorError | None = None
+        self._free_s = 0.0
+        """When the calls that were taken so far are done."""
+        self._doing = "idle"
+        self._doing_since_s = 0.0
+        self._calls = set[asyncio.Future[None]]()
+        self._spans = list[Span]()
+
+    @abstractmethod
+    def _answer(self, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
+        """Seconds that the call takes, and its result."""
+
+    async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+        if self._ended:
+            raise self._ended
+        now_s = self._loop.time()
+        start_s = max(now_s, self._free_s)
+        duration_s, result = self._answer(method, args)
+        await self._busy_until(start_s, start_s + duration_s, method, timeout_s)
+        return result
+
+    async def _busy_until(self, start_s: float, end_s: float, method: str, timeout_s: float) -> None:
+        """Waits until this call is done, no longer than `timeout_s`; the executor goes on in either case."""
+        now_s = self._loop.time()
+        if end_s > start_s:
+            self._free_s = end_s
+            self._doing, self._doing_since_s = method, start_s
+            if method in self.SPANS:
+                self._spans.append(Span(self.SPANS[method], start_s, end_s))
+        if end_s <= now_s or end_s == start_s:
+            return
+        done = self._loop.create_future()
+        timer = self._loop.call_at(min(end_s, now_s + timeout_s), _resolve, done)
+        self._calls.add(done)
+        try:
+            await done
+        finally:
+            timer.cancel()
+            self._calls.discard(done)
+        if end_s > now_s + timeout_s:
+            raise CallTimeout(self.name, method, timeout_s, f"is in {self._doing}")
+
+    async def call_each(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
+        return [await self.call(method, *args, timeout_s=timeout_s, **kwargs)]
+
+    async def status(self, timeout_s: float) -> HostStatus:
+        if self._ended:
+            raise self._ended
+        spans, self._spans = self._spans, []
+        now_s = self._loop.time()
+        doing, since_s = self._current(now_s)
+        return HostStatus(
+            pid=0, doing=doing, doing_age_s=now_s - since_s, busy_s={}, queued_calls=0, spans=spans, rss_bytes=0
+        )
+
+    def _current(self, now_s: float) -> tuple[str, float]:
+        """What it does, and since when."""
+        return (self._doing, self._doing_since_s) if now_s < self._free_s else ("idle", self._free_s)
+
+    async def status_each(self, timeout_s: float) -> list[HostStatus]:
+        return [await self.status(timeout_s)]
+
+    async def stop(self, timeout_s: float) -> None:
+        self._end(MeshFailed(self.name, (0,), "stopped by the controller"))
+
+    def die(self) -> None:
+        """The process is gone, as after `kill -9`."""
+        error = MeshFailed(self.name, (0,), "was killed by SIGKILL")
+        self._end(error)
+        self.failed.set_result(error)
+
+    def _end(self, error: ExecutorError) -> None:
+        self._ended = self._ended or error
+        for done in self._calls:
+            if not done.done():
+                done.set_exception(error)
+
+
+def _resolve(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
+
+
+class SimulatedGenerator(SimulatedHandle):
+    """Decodes by `DecodeQueue`; one timer stands for its next event."""
+
+    SPANS: ClassVar[dict[str, str]] = {"adopt": "weight_sync"}
+
+    def __init__(
+        self, name: str, costs: SimulatorCosts, lengths: ResponseLengths, max_running: int, slowness: float
+    ) -> None:
+        super().__init__(name)
+        self._costs = costs
+        self._lengths = lengths
+        self._slowness = slowness
+        self._queue = DecodeQueue(
+            base_s=costs.decode_base_s * slowness,
+            per_rollout_s=costs.decode_per_rollout_s * slowness,
+            max_running=max_running,
+        )
+        self._reply: asyncio.Future[Collected] | None = None
+        self._reply_deadline_s = self._reply_timeout_s = 0.0
+        self._replied_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
+        self._decoding_since_s: float | None = None
+        self.num_mixed = 0
+        """Rollouts that went on under newer weights than they began with."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Rollouts that would be lost with it."""
+        return len(self._queue.unfinished) + len(self._queue.finished)
+
+    async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+        if method != "collect":
+            return await super().call(method, *args, timeout_s=timeout_s, **kwargs)
+        if self._ended:
+            raise self._ended
+        assert self._reply is None, "one collect at a time"
+        reply = self._reply = self._loop.create_future()
+        self._reply_timeout_s, self._reply_deadline_s = timeout_s, self._loop.time() + timeout_s
+        self._schedule()
+        return await reply
+
+    def _answer(self, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
+        now_s = self._loop.time()
+        match method:
+            case "weight_specs":
+                return 0.0, ()
+            case "submit":
+                for request in args[0]:
+                    self._submit(now_s, request)
+                self._schedule()
+                return 0.0, None
+            case "adopt":
+                return self._adopt(now_s, args[0])
+        raise AssertionError(f"{self.name} has no method {method}")
+
+    def _submit(self, now_s: float, request: GenerationRequest) -> None:
+        if self._decoding_since_s is None:
+            self._decoding_since_s = max(now_s, self._free_s)
+        lengths = self._lengths.draw(request.group_id, request.group_size)
+        attempts = [Attempt(request.group_id, index, length) for index, length in enumerate(lengths)]
+        prefill_s = self._costs.prefill_token_s * self._slowness * len(request.prompt_token_ids_T)
+        self._queue.submit(now_s, attempts, prefill_s)
+
+    def _adopt(self, now_s: float, version: int) -> tuple[float, Any]:
+        pause_s = self._costs.adopt_s * self._slowness
+        end_s = self._queue.adopt(max(now_s, self._free_s), version, pause_s)
+        if self._decoding_since_s is not None:
+            self._spans.append(Span("generate", self._decoding_since_s, end_s - pause_s))
+            self._decoding_since_s = end_s
+        self._schedule()
+        return end_s - max(now_s, self._free_s), pause_s
+
+    def _schedule(self) -> None:
+        """Sets the timer to the next moment at which something can be handed over, or at which the reply is overdue."""
+        if self._reply is None:
+            return
+        due_s = max(self._queue.next_finish_s, self._replied_s + REPLY_INTERVAL_S)
+        due_s = max(min(due_s, self._reply_deadline_s), self._loop.time())
+        if self._timer is None or due_s < self._timer_s:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(due_s, self._wake)
+            self._timer_s = due_s
+
+    def _wake(self) -> None:
+        self._timer = None
+        reply, now_s = self._reply, self._loop.time()
+        if self._ended or reply is None:
+            return
+        self._queue.advance(now_s)
+        finished = self._queue.finished
+        rollouts = list[Rollout]()
+        while finished and finished[0].finished_s <= now_s:
+            rollouts.append(self._rollout(finished.popleft()))
+        if not self._queue.has_work and not finished and self._decoding_since_s is not None:
+            self._spans.append(Span("generate", self._decoding_since_s, now_s))
+            self._decoding_since_s = None
+        if rollouts:
+            self._reply, self._replied_s = None, now_s
+            reply.set_result(
+                Collected(
+                    rollouts=rollouts,
+                    num_running=self._queue.num_running,
+                    num_waiting=self._queue.num_waiting,
+                    generated_tokens=self._queue.generated_tokens,
+                )
+            )
+        elif now_s >= self._reply_deadline_s:
+            self._reply = None
+            reply.set_exception(CallTimeout(self.name, "collect", self._reply_timeout_s, "is in work"))
+        else:
+            self._schedule()
+
+    def _rollout(self, decoded: Decoded) -> Rollout:
+        attempt = decoded.attempt
+        self.num_mixed += decoded.last_version > decoded.first_version
+        return Rollout(
+            group_id=attempt.group_id,
+            index=attempt.index,
+            token_ids_T=repeated(0, attempt.num_tokens, "<i4"),
+            behavior_logprobs_T=repeated(0.0, attempt.num_tokens, "<f4"),
+            # Only the oldest version matters to the controller, so all tokens carry it.
+            policy_versions_T=repeated(decoded.first_version, attempt.num_tokens, "<i4"),
+            finish_reason=(
+                FinishReason.LENGTH if attempt.num_tokens >= self._lengths.limit_tokens else FinishReason.STOP
+            ),
+        )
+
+    def _current(self, now_s: float) -> tuple[str, float]:
+        if now_s >= self._free_s and self._decoding_since_s is not None:
+            return "work", self._decoding_since_s
+        return super()._current(now_s)
+
+    def _end(self, error: ExecutorError) -> None:
+        super()._end(error)
+        if self._decoding_since_s is not None:
+            self._spans.append(Span("generate", self._decoding_since_s, self._loop.time()))
+            self._decoding_since_s = None
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(error)
+            self._reply = None
+
+
+class SimulatedReward(SimulatedHandle):
+    """Judges the responses of a call on a number of workers; some responses never get an answer."""
+
+    SPANS: ClassVar[dict[str, str]] = {"score": "score"}
+
+    def __init__(self, name: str, costs: SimulatorCosts, seed: int, timeout_share: float) -> None:
+        super().__init__(name)
+        self._costs = costs
+        self._seed = seed
+        self._timeout_share = timeout_share
+        self._invalid = RewardResult(
+            outcome=Outcome.INVALID, value=0.0, reason=f"grader timed out after {costs.score_timeout_s:g} s"
+        )
+        self._right = RewardResult(outcome=Outcome.SCORE, value=1.0)
+        self._wrong = RewardResult(outcome=Outcome.WRONG, value=0.0)
+
+    def _answer(self, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
+        assert method == "score", method
+        answers, busy_s, longest_s = list[list[Scored]](), 0.0, 0.0
+        for _, rollouts in args[0]:
+            scored, seconds = self._score(rollouts)
+            answers.append(scored)
+            busy_s += float(seconds.sum())
+            longest_s = max(longest_s, float(seconds.max()))
+        return max(longest_s, busy_s / self._costs.score_workers), answers
+
+    def _score(self, rollouts: Sequence[Rollout]) -> tuple[list[Scored], np.ndarray]:
+        random = keyed(self._seed, SCORES, rollouts[0].group_id)
+        fates = random.random(len(rollouts))
+        seconds = self._costs.score_s * random.standard_exponential(len(rollouts))
+        late = fates < self._timeout_share
+        seconds[late] = self._costs.score_timeout_s
+        is_right = fates > (1 + self._timeout_share) / 2
+        results = [
+            self._invalid if timed_out else self._right if right else self._wrong
+            for timed_out, right in zip(late.tolist(), is_right.tolist(), strict=True)
+        ]
+        return [Scored(response="", result=result) for result in results], seconds
+
+
+class SimulatedTrainer(SimulatedHandle):
+    """Steps take a fixed time and a share per token."""
+
+    SPANS: ClassVar[dict[str, str]] = {"step": "train", "publish": "weight_sync", "save": "checkpoint"}
+
+    def __init__(self, name: str, costs: SimulatorCosts, num_gpus: int) -> None:
+        super().__init__(name)
+        self._costs = costs
+        self._token_s = costs.train_token_gpu_s / num_gpus
+        self._groups = dict[int, tuple[int, int, int]]()
+        """Rollouts, response tokens and prompt tokens of each group that was sent ahead."""
+        self._version = 0
+
+    def _answer(self, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
+        match method:
+            case "add_groups":
+                for group in args[0]:
+                    self._groups[group.group_id] = _size(group)
+                return 0.0, None
+            case "step":
+                return self._step(args[0])
+            case "publish":
+                return self._costs.publish_s, ADDRESS
+            case "save":
+                return self._costs.save_s, ""
+        raise AssertionError(f"{self.name} has no method {method}")
+
+    def _step(self, group_ids: Sequence[int]) -> tuple[float, StepResult]:
+        sizes = [self._groups.pop(group_id) for group_id in group_ids]
+        loss_tokens = sum(tokens for _, tokens, _ in sizes)
+        tokens = loss_tokens + sum(prompt_tokens for _, _, prompt_tokens in sizes)
+        self._version += 1
+        result = StepResult(
+            policy_version=self._version,
+            skipped=False,
+            metrics={"num_loss_tokens": loss_tokens, "importance_ratio_mean": 1, "grad_norm": 0, "learning_rate": 0},
+            advantages={group_id: np.zeros(size[0]) for group_id, size in zip(group_ids, sizes, strict=True)},
+        )
+        return self._costs.train_base_s + self._token_s * tokens, result
+
+
+def _size(group: RolloutGroup) -> tuple[int, int, int]:
+    prompt: Prompt = group.prompt
+    tokens = sum(rollout.num_tokens for rollout in group.rollouts)
+    return len(group.rollouts), tokens, len(prompt.token_ids_T)
