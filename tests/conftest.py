@@ -1,8 +1,9 @@
-"""One thread per process, no network, and nothing left behind: no process and no shared memory outlives the tests."""
+"""One thread per process, bounded memory, no network; no process and no shared memory outlives the tests."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 import uuid
@@ -18,11 +19,16 @@ GRACE_S = 10.0
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Part of the standard library; they end with the tests' own process."""
 
+MAX_PROCESS_BYTES = 8 * 2**30
+"""A test that allocates without end gets a MemoryError; without this the machine's other processes pay for it."""
+
 os.environ |= dict([MARK.split("=")])
 # Before torch is imported: two cores, shared with every process that a test starts.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[variable] = "1"
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
+
+resource.setrlimit(resource.RLIMIT_DATA, (MAX_PROCESS_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def _processes() -> dict[int, str]:

@@ -108,7 +108,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         tensors = {Path(name).stem: load_file(folder / name) for name in manifest["files"]}
         return Checkpoint(folder=folder, step=manifest["step"], state=manifest["state"], tensors=tensors)
     except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {error!r}") from error
+        raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _write(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:

@@ -90,6 +90,8 @@ def _request(options: argparse.Namespace, base: RunConfig | None) -> Request:
     pools = []
     for kind, count, price in kinds:
         gpu = profile.device(find_gpu(kind))
+        if price is not None and not 0 <= price < float("inf"):
+            raise ConfigError(f"{price} US dollars per GPU-hour is no price; use 0 or more")
         pools.append(Pool(gpu=gpu if price is None else replace(gpu, price=price), count=count))
     rollout = base.rollout if base else DEFAULTS
     request = Request(

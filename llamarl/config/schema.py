@@ -134,6 +134,9 @@ class ClusterConfig(Section):
     """Where executors run: Monarch processes, or all in this process."""
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
     """Own devices per executor, or (the baseline to beat) the same devices for all, phases in turn."""
+    on_generator_failure: Literal["stop", "drop", "respawn"] = "stop"
+    """A generator whose processes die ends the run, or is left out, or is replaced by a new one; in the last two cases
+    the others generate its unfinished groups again, from their prompts."""
     start_timeout_s: float = Field(default=120, gt=0)
     """Longest wait for an executor to start and load its model."""
     call_timeout_s: float = Field(default=600, gt=0)

@@ -24,13 +24,14 @@ from llamarl.config import RunConfig
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.generators import Generators
 from llamarl.controller.pipeline import Pipeline
+from llamarl.controller.recovery import Recovery, SpawnGenerator
 from llamarl.controller.supervision import StallWatch, Supervisor
 from llamarl.controller.telemetry import StepMark, Telemetry
 from llamarl.data.sampler import PromptSampler
 from llamarl.rollouts.buffer import RolloutBuffer
 from llamarl.training.result import StepResult
 from llamarl.types import GenerationRequest, Outcome, Prompt, Rollout, RolloutGroup, SamplingParams
-from llamarl.weight_sync.layout import TensorSpec
+from llamarl.weight_sync.layout import SegmentAddress, TensorSpec
 
 
 class StalenessViolated(AssertionError):
@@ -48,6 +49,8 @@ class Executors:
     generators: Sequence[ExecutorHandle]
     reward: ExecutorHandle
     trainer: ExecutorHandle
+    spawn_generator: SpawnGenerator | None = None
+    """Replaces a dead generator; needed for `cluster.on_generator_failure = "respawn"`."""
 
     def __iter__(self) -> Iterator[ExecutorHandle]:
         return iter((*self.generators, self.reward, self.trainer))
@@ -116,16 +119,34 @@ class Controller:
         """Notified when the buffer changes."""
         self._watch = StallWatch(config.cluster.stall_timeout_s, self._who_waits)
         collected = Channel[Rollout]("collected rollouts", capacity=4 * self.buffer.capacity * rollout.group_size)
-        self.generators = Generators(executors.generators, collected, timeout_s)
+        policy = config.cluster.on_generator_failure
+        self.generators = Generators(executors.generators, collected, timeout_s, survives_deaths=policy != "stop")
         self._pipeline = Pipeline(self.generators, collected, executors.reward, self._watch, timeout_s)
+        self.recovery = Recovery(
+            policy, self.generators, supervisor, telemetry, self.add_generator, executors.spawn_generator
+        )
         self._specs: tuple[TensorSpec, ...] = ()
+        self._syncing = asyncio.Lock()
+        """Held while weights are published and adopted."""
+        self._published: tuple[int, SegmentAddress] | None = None
 
     async def start(self) -> None:
         """Brings the generators to the trainer's version and starts the background loops."""
+        for replica in self.generators.replicas:
+            self.recovery.watch(replica)
         self._specs = await self.generators.weight_specs()
         await self._sync_weights(self.version)
         self._pipeline.start(self._supervisor, self._deliver)
         self._supervisor.start(self._watch.loop(), "stall watch")
+
+    async def add_generator(self, handle: ExecutorHandle) -> None:
+        """Brings a new generator to the weights that the others have, and into service."""
+        async with self._syncing:  # no group may be admitted for weights that it does not have yet
+            assert self._published is not None, "the generators have no weights yet"
+            replica = await self.generators.join(handle, *self._published)
+        self.recovery.watch(replica)
+        self._pipeline.collect_from(replica, self._supervisor)
+        self._telemetry.joined(handle)
 
     async def train(self) -> None:
         """The train loop: runs to `config.steps`.
@@ -222,8 +243,10 @@ class Controller:
         """Seconds from publish to the last adoption."""
         clock = asyncio.get_running_loop()
         start_s = clock.time()
-        address = await self._call_trainer("publish", version, self._specs)
-        stall_s = await self.generators.adopt(version, address)
+        async with self._syncing:
+            address = await self._call_trainer("publish", version, self._specs)
+            stall_s = await self.generators.adopt(version, address)
+            self._published = version, address
         self._telemetry.adopted(stall_s)
         self._watch.progress()
         return clock.time() - start_s

@@ -14,7 +14,7 @@ from llamarl.channels.channel import Channel
 from llamarl.cluster.api import ExecutorHandle, chunks
 from llamarl.config.schema import EvalConfig
 from llamarl.controller.evaluation import EVAL_GROUPS, EvalResult, Evaluation
-from llamarl.controller.generators import Generators
+from llamarl.controller.generators import Generators, Replica
 from llamarl.controller.supervision import StallWatch, Supervisor
 from llamarl.types import GenerationRequest, Prompt, Rollout, RolloutGroup, SamplingParams
 
@@ -59,9 +59,13 @@ class Pipeline:
     def start(self, supervisor: Supervisor, deliver: Callable[[Sequence[RolloutGroup]], Awaitable[None]]) -> None:
         """Starts the loops; scored groups that belong to no evaluation go to `deliver`."""
         for replica in self.generators.replicas:
-            supervisor.start(self.generators.collect(replica), f"collect {replica.handle.name}")
+            self.collect_from(replica, supervisor)
         supervisor.start(self._group_loop(), "group")
         supervisor.start(self._score_loop(deliver), "score")
+
+    def collect_from(self, replica: Replica, supervisor: Supervisor) -> None:
+        """Starts the loop that takes what `replica` finishes."""
+        supervisor.start(self.generators.collect(replica), f"collect {replica.handle.name}")
 
     async def submit(self, requests: Sequence[tuple[GenerationRequest, Prompt]]) -> None:
         """Sends requests to the generators."""
@@ -89,7 +93,9 @@ class Pipeline:
         """Consumes collected rollouts; produces whole groups to score; unblocked by the generators."""
         while True:
             for rollout in await self._collected.get_batch(EVERYTHING):
-                pending = self._pending[rollout.group_id]
+                pending = self._pending.get(rollout.group_id)
+                if pending is None or rollout.index in pending.rollouts:
+                    continue  # generated again after a death, and the first one had arrived
                 pending.rollouts[rollout.index] = rollout
                 if len(pending.rollouts) == pending.group_size:
                     await self._to_score.put(pending)

@@ -150,7 +150,7 @@ class _Run:
             with _interruptible(supervisor):
                 screen.phase("starting executors")
                 executors = await supervisor.run(self._spawn(cluster))
-                for handle in executors:
+                for handle in (executors.trainer, executors.reward):  # generators have a policy of their own
                     supervisor.watch(handle)
                 state = await supervisor.run(self._resumed(executors, screen))
                 controller = Controller(self._config, self._problems, executors, supervisor, telemetry, state)
@@ -178,15 +178,16 @@ class _Run:
             return ExecutorSpec(name=name, target=f"llamarl.executors.{target}", options=options, env=env)
 
         path = config.model.path
+
+        def generator(number: int) -> ExecutorSpec:
+            return spec(f"generator-{number}", "generator:GeneratorExecutor", config.generator.threads,
+                        model_path=path, config=config.generator)  # fmt: skip
+
         specs = [
             spec("trainer", "trainer:TrainerExecutor", config.trainer.threads, config=config,
                  checkpoint_folder=str(self._folder.checkpoints), resume=self._resume),
             spec("reward", "reward:RewardExecutor", 1, model_path=path, config=config.reward),
-            *(
-                spec(f"generator-{number}", "generator:GeneratorExecutor", config.generator.threads,
-                     model_path=path, config=config.generator)
-                for number in range(config.generator.replicas)
-            ),
+            *(generator(number) for number in range(config.generator.replicas)),
         ]  # fmt: skip
         try:
             handles = await asyncio.gather(*(cluster.spawn(item, timeout_s) for item in specs))
@@ -195,7 +196,12 @@ class _Run:
                 raise error.__cause__ from None
             raise
         trainer, reward, *generators = handles
-        return Executors(trainer=trainer, reward=reward, generators=generators)
+        return Executors(
+            trainer=trainer,
+            reward=reward,
+            generators=generators,
+            spawn_generator=lambda number: cluster.spawn(generator(number), timeout_s),
+        )
 
     async def _resumed(self, executors: Executors, screen: Screen) -> dict[str, Any] | None:
         state, damaged = await executors.trainer.call("resumed", timeout_s=self._config.cluster.call_timeout_s)
@@ -262,7 +268,7 @@ class _Run:
             before=outcome.before.metrics if outcome.before else None,
             after=outcome.after.metrics if outcome.after else None,
             completions=telemetry.completions,
-            files=tuple(RunFile(path=path, meaning=meaning) for path, meaning in files.items() if path.exists()),
+            files=tuple(RunFile(path=path, meaning=meaning) for path, meaning in files.items()),
             warnings=tuple(outcome.warnings),
             extra={"stall_p99_s": stalls[math.ceil(0.99 * len(stalls)) - 1], "first_step_s": first_step_s},
         )

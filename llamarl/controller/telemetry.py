@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus
+from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
 from llamarl.config import RunConfig
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.generators import Generators
@@ -60,7 +60,7 @@ class Telemetry:
         self._log = log
         self._recorder = recorder
         self._staleness_limit = staleness_limit
-        self._handles: Sequence[ExecutorHandle] = ()
+        self._handles = list[ExecutorHandle]()
         self._generators: Generators | None = None
         self._status = dict[str, tuple[HostStatus, float]]()
         self.spans = dict[str, deque[Span]]()
@@ -77,9 +77,19 @@ class Telemetry:
 
     def attach(self, handles: Sequence[ExecutorHandle], generators: Generators) -> None:
         """The executors are up."""
-        self._handles = handles
+        self._handles = list(handles)
         self._generators = generators
         self.spans = {handle.name: deque(maxlen=MAX_SPANS) for handle in handles}
+
+    def joined(self, handle: ExecutorHandle) -> None:
+        """An executor came later."""
+        self._handles.append(handle)
+        self.spans[handle.name] = deque(maxlen=MAX_SPANS)
+
+    def left(self, handle: ExecutorHandle) -> None:
+        """An executor is gone; what it did stays in the accounts."""
+        self._handles.remove(handle)
+        self._status.pop(handle.name, None)
 
     def begin_loop(self, step: int) -> None:
         """Training begins now, at `step` completed steps."""
@@ -99,7 +109,7 @@ class Telemetry:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def poll(self) -> None:
-        """One round of statuses. An executor that does not answer just gets older on the screen."""
+        """One round of statuses. One that does not answer gets older on the screen; deaths are the supervisor's."""
         await asyncio.gather(*(self._poll_one(handle) for handle in self._handles))
         if self._in_loop:
             self._show()
@@ -109,7 +119,7 @@ class Telemetry:
             for status in await handle.status_each(timeout_s=5.0):
                 self.spans[handle.name].extend(status.spans)
                 self._status[handle.name] = (status, self._clock())
-        except CallTimeout:
+        except (CallTimeout, MeshFailed):
             return
 
     async def describe_executors(self) -> list[str]:

@@ -26,7 +26,8 @@ class Constants:
     """Tokens per GPU and microbatch at which matrix products reach half of `train_efficiency`: the ridge point of an
     H100 is 295 FLOPs per byte, so products of fewer tokens are bound by reading the weights."""
     bandwidth_efficiency: float = 0.75
-    """Share of memory bandwidth that decode reaches. vLLM reaches 68-89 % of this roofline on our CPU bars."""
+    """Share of memory bandwidth that decode reaches: vLLM's CPU build was measured at 68-89 % of it with
+    100M parameters; GPU kernels are assumed to do as well."""
     link_efficiency: float = 0.8
     """Share of link bandwidth in large collectives (NCCL tests: 360-370 of 450 GB/s on NVLink 4)."""
     node_latency_s: float = 10e-6
@@ -100,6 +101,23 @@ def _check_numbers(path: str | Path, where: str, data: Any, record: type[Constan
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: `{where}` = {data!r} is no JSON object; write names and numbers")
     _check(path, where, data, tuple(field.name for field in dataclasses.fields(record) if field.name != "name"))
+    whole = {field.name for field in dataclasses.fields(record) if field.type == "int"}
     for key, value in data.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise ConfigError(f"{path}: `{where}.{key}` = {value!r}; give a finite number of at least 0")
+        if isinstance(value, bool) or not isinstance(value, int if key in whole else int | float):
+            kind = "whole number" if key in whole else "number"
+            raise ConfigError(f"{path}: `{where}.{key}` = {value!r}; give a {kind}")
+        lowest, highest = 0 if _may_be_zero(key) else 1e-12, 1 - 1e-6 if key == "reserved_share" else 1e30
+        if not lowest <= value <= highest:
+            raise ConfigError(f"{path}: `{where}.{key}` = {value!r} is outside {lowest:g} to {highest:g}; correct it")
+
+
+def _may_be_zero(key: str) -> bool:
+    """Times may vanish, and so may what a device or a system does without."""
+    return key.endswith("_s") or key in (
+        "fp8_flops",
+        "fsdp_overlap",
+        "half_efficiency_tokens",
+        "price",
+        "recompute",
+        "reserved_share",
+    )

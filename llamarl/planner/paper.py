@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from llamarl.planner.constants import Constants
 from llamarl.planner.hardware import GPUS, Pool
 from llamarl.planner.lengths import Lengths
@@ -64,6 +62,9 @@ PAPER_WORKLOAD = Workload(
 """2,048 responses of about 1,100 tokens with their prompt: what NeMo RL measured for Llama 3.1 8B on math problems with
 the same limit (docs/about/performance-summary.md of NVIDIA-NeMo/RL: mean 1,060 to 1,129)."""
 MAX_STALENESS = 8
+DECODE_OVERHEAD_LIMIT_S = 0.02
+"""Longest host time of one decode step that calibration believes."""
+CALIBRATION_STEPS = 24
 PAPER_CONSTANTS = Constants(weight_copies=1)
 """LlamaRL writes weights into the generator's memory in place."""
 
@@ -93,34 +94,35 @@ def predict(request: Request, rules: Rules) -> Plan:
     return plan
 
 
-def calibrate(workload: Workload = PAPER_WORKLOAD, iterations: int = 12) -> Constants:
-    """Constants for which both 8B rows come out, by Newton steps on the logarithms.
+def calibrate(workload: Workload = PAPER_WORKLOAD) -> Constants:
+    """Constants for which both 8B rows come out.
+
+    `step_overhead_s` adds to the synchronous step and changes none of its layouts, so that row gives it for any
+    `decode_overhead_s`; the asynchronous row then fixes that by bisection: more of it leaves less for the step.
 
     Raises:
-        ValueError: no such constants were found within 1 % (the workload cannot explain the rows).
+        ValueError: no two such constants explain the rows under this workload.
     """
     row = PAPER_ROWS[0]
-    targets = np.log([row.synchronous_s, row.asynchronous_s])
 
-    def misses(x: np.ndarray) -> np.ndarray:
-        request = paper_request(row, _constants(x), workload)
-        return np.log([predict(request, rules).step_s for rules in (BASELINE, ASYNCHRONOUS)]) - targets
+    def constants(decode_overhead_s: float) -> Constants:
+        alone = replace(PAPER_CONSTANTS, decode_overhead_s=decode_overhead_s, step_overhead_s=0.0)
+        rest_s = row.synchronous_s - predict(paper_request(row, alone, workload), BASELINE).step_s
+        return replace(alone, step_overhead_s=max(0.0, rest_s))
 
-    x = np.log([PAPER_CONSTANTS.step_overhead_s, PAPER_CONSTANTS.decode_overhead_s])
-    for _ in range(iterations):
-        miss = misses(x)
-        if np.abs(miss).max() < 1e-3:
-            return _constants(x)
-        slopes = np.stack([(misses(x + step) - miss) / 0.05 for step in 0.05 * np.eye(2)], axis=1)
-        x = x - np.clip(np.linalg.pinv(slopes, rcond=1e-3) @ miss, -0.7, 0.7)
-    miss = misses(x)
-    if np.abs(miss).max() > 0.01:
-        raise ValueError(f"8B rows are missed by {np.expm1(miss).round(3).tolist()} with {_constants(x)}")
-    return _constants(x)
+    def is_slow(decode_overhead_s: float) -> bool:
+        request = paper_request(row, constants(decode_overhead_s), workload)
+        return predict(request, ASYNCHRONOUS).step_s > row.asynchronous_s
 
-
-def _constants(x: np.ndarray) -> Constants:
-    return replace(PAPER_CONSTANTS, step_overhead_s=math.exp(x[0]), decode_overhead_s=math.exp(x[1]))
+    low, high = 0.0, DECODE_OVERHEAD_LIMIT_S
+    while high > 1e-4 and not constants(high).step_overhead_s:
+        high /= 1.1
+    if not is_slow(low) or is_slow(high):
+        raise ValueError(f"the 8B rows need constants outside 0 to {high:.2g} s per decode step with {workload}")
+    for _ in range(CALIBRATION_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_slow(middle) else (low, middle)
+    return constants((low + high) / 2)
 
 
 SWITCHES = (

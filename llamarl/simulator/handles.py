@@ -6,6 +6,7 @@ They take calls in the order of their arrival and one at a time, as an `Executor
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -27,14 +28,22 @@ REPLY_INTERVAL_S = 0.02
 ADDRESS = SegmentAddress(pid=0, fd=0, specs=())
 
 
+class Stopwatch:
+    """Processor time inside simulated executors: in a real run it passes elsewhere, not in the controller."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
 class SimulatedHandle(ExecutorHandle):
     """One executor that only takes time."""
 
     SPANS: ClassVar[dict[str, str]] = {}
     """Span name of each method that is work."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, watch: Stopwatch) -> None:
         self._loop = asyncio.get_running_loop()
+        self._watch = watch
         self.name = name
         self.pids = [0]
         self.failed: asyncio.Future[ExecutorError] = self._loop.create_future()
@@ -46,6 +55,10 @@ class SimulatedHandle(ExecutorHandle):
         self._calls = set[asyncio.Future[None]]()
         self._spans = list[Span]()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._ended is None
+
     @abstractmethod
     def _answer(self, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
         """Seconds that the call takes, and its result."""
@@ -53,9 +66,10 @@ class SimulatedHandle(ExecutorHandle):
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         if self._ended:
             raise self._ended
-        now_s = self._loop.time()
-        start_s = max(now_s, self._free_s)
+        start_s = max(self._loop.time(), self._free_s)
+        began_s = time.perf_counter()
         duration_s, result = self._answer(method, args)
+        self._watch.seconds += time.perf_counter() - began_s
         await self._busy_until(start_s, start_s + duration_s, method, timeout_s)
         return result
 
@@ -127,9 +141,15 @@ class SimulatedGenerator(SimulatedHandle):
     SPANS: ClassVar[dict[str, str]] = {"adopt": "weight_sync"}
 
     def __init__(
-        self, name: str, costs: SimulatorCosts, lengths: ResponseLengths, max_running: int, slowness: float
+        self,
+        name: str,
+        watch: Stopwatch,
+        costs: SimulatorCosts,
+        lengths: ResponseLengths,
+        max_running: int,
+        slowness: float,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, watch)
         self._costs = costs
         self._lengths = lengths
         self._slowness = slowness
@@ -144,7 +164,7 @@ class SimulatedGenerator(SimulatedHandle):
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
         self._decoding_since_s: float | None = None
-        self.num_mixed = 0
+        self.num_resumed = 0
         """Rollouts that went on under newer weights than they began with."""
 
     @property
@@ -207,10 +227,14 @@ class SimulatedGenerator(SimulatedHandle):
             self._timer_s = due_s
 
     def _wake(self) -> None:
+        began_s = time.perf_counter()
         self._timer = None
-        reply, now_s = self._reply, self._loop.time()
-        if self._ended or reply is None:
-            return
+        if self._reply is not None:
+            self._hand_over(self._reply, self._loop.time())
+        self._watch.seconds += time.perf_counter() - began_s
+
+    def _hand_over(self, reply: asyncio.Future[Collected], now_s: float) -> None:
+        """Answers the waiting `collect` with what has finished."""
         self._queue.advance(now_s)
         finished = self._queue.finished
         rollouts = list[Rollout]()
@@ -237,7 +261,7 @@ class SimulatedGenerator(SimulatedHandle):
 
     def _rollout(self, decoded: Decoded) -> Rollout:
         attempt = decoded.attempt
-        self.num_mixed += decoded.last_version > decoded.first_version
+        self.num_resumed += decoded.last_version > decoded.first_version
         return Rollout(
             group_id=attempt.group_id,
             index=attempt.index,
@@ -270,8 +294,8 @@ class SimulatedReward(SimulatedHandle):
 
     SPANS: ClassVar[dict[str, str]] = {"score": "score"}
 
-    def __init__(self, name: str, costs: SimulatorCosts, seed: int, timeout_share: float) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, watch: Stopwatch, costs: SimulatorCosts, seed: int, timeout_share: float) -> None:
+        super().__init__(name, watch)
         self._costs = costs
         self._seed = seed
         self._timeout_share = timeout_share
@@ -310,8 +334,8 @@ class SimulatedTrainer(SimulatedHandle):
 
     SPANS: ClassVar[dict[str, str]] = {"step": "train", "publish": "weight_sync", "save": "checkpoint"}
 
-    def __init__(self, name: str, costs: SimulatorCosts, num_gpus: int) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, watch: Stopwatch, costs: SimulatorCosts, num_gpus: int) -> None:
+        super().__init__(name, watch)
         self._costs = costs
         self._token_s = costs.train_token_gpu_s / num_gpus
         self._groups = dict[int, tuple[int, int, int]]()

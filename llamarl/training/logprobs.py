@@ -36,9 +36,7 @@ def _compute_type(hidden: Tensor) -> torch.dtype:
 
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden_R_D: Tensor, head_V_D: Tensor, targets_R: Tensor, temperature: float
-    ) -> Tensor:
+    def forward(ctx: Any, hidden_R_D: Tensor, head_V_D: Tensor, targets_R: Tensor, temperature: float) -> Tensor:
         logprobs, normalizers = list[Tensor](), list[Tensor]()
         chunk, dtype = _chunk_tokens(head_V_D.shape[0]), _compute_type(hidden_R_D)
         for hidden_C_D, targets_C in zip(hidden_R_D.split(chunk), targets_R.split(chunk), strict=True):
@@ -51,7 +49,7 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor, None, None]:
         (grad_R,) = grad_outputs
         hidden_R_D, head_V_D, targets_R, normalizers_R = ctx.saved_tensors
         grad_hidden_R_D = torch.empty_like(hidden_R_D)

@@ -129,4 +129,4 @@ class SharedMemorySubscriber:
 
 def fingerprint(tensor: Tensor) -> int:
     """xxh3-64 of the bytes of `tensor`, which is contiguous."""
-    return xxhash.xxh3_64_intdigest(tensor.detach().view(-1).view(torch.uint8).cpu().numpy())
+    return xxhash.xxh3_64_intdigest(tensor.detach().view(-1).view(torch.uint8).cpu().numpy().data)

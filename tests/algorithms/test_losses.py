@@ -1,4 +1,7 @@
-"""The contract of every loss in the folder, and AIPO against its closed form. Shape suffixes: N positions, V vocabulary."""
+"""The contract of every loss in the folder, and AIPO against its closed form.
+
+Shape suffixes: N positions, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -225,7 +228,7 @@ class TestAipo:
         assert output.sums["capped_share"] == (ratio_N > self.RHO).sum()
 
     def test_kl_keeps_its_digits_near_the_behavior_policy(self) -> None:
-        """Log-ratios of 1e-4, as after one small step, make a KL of 5e-9 a token: below the rounding of float32 near 1."""
+        """Log-ratios of 1e-4, as after one small step: a KL of 5e-9 a token, below the rounding of float32 near 1."""
         inputs = random_inputs(500, dtype=torch.float32)
         inputs = replace(inputs, logprobs_N=inputs.behavior_logprobs_N + 2.0**-13)
         log_ratio = (inputs.logprobs_N - inputs.behavior_logprobs_N).double()

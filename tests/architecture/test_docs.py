@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,8 @@ CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 DOTTED = re.compile(r"\w+(\.\w+)+")
 FILE_PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/?")
-CHECKED_SUFFIXES = (".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".sh")
-READERS_OWN = {"my_reward.py", "my_loss.py", "mine.toml", "my.toml", "train.py"}
+CHECKED_SUFFIXES = (".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".sh", ".json", ".jsonl", ".safetensors")
+READERS_OWN = {"my_reward.py", "my_loss.py", "mine.toml", "my.toml", "train.jsonl", "test.jsonl"}
 """Names that stand for a file of the reader's."""
 OWN_FOLDERS = ("llamarl", "tests", "configs", "docs", "examples", "benchmarks", ".ci")
 SELF = Path(__file__)
@@ -51,9 +52,14 @@ def test_names_exist(page: Path) -> None:
 
 
 def _file_exists(span: str, page: Path) -> bool:
-    if span in READERS_OWN or any((folder / span).exists() for folder in (ROOT, PACKAGE, page.parent)):
+    """In the repository; or, outside its folders, a file of a run or a model: then the code has its name."""
+    if any((folder / span).exists() for folder in (ROOT, PACKAGE, page.parent)):
         return True
-    return "/" not in span and any(path.name == span for path in python_files())
+    if span.split("/", maxsplit=1)[0] in OWN_FOLDERS:
+        return False
+    name = span.rsplit("/", 1)[-1]
+    sources = python_files("llamarl")
+    return name in READERS_OWN or any(path.name == name or name in path.read_text("utf-8") for path in sources)
 
 
 def _name_exists(dotted: str) -> bool:
@@ -112,10 +118,11 @@ def test_no_words_of_the_workplace() -> None:
 
 
 def _commands(page: Path) -> list[str]:
-    """Command lines of a page's `bash` blocks, continuation lines joined."""
+    """Command lines of a page's `bash` blocks, without comments, continuation lines joined."""
     blocks = [text for language, text in FENCE.findall(page.read_text(encoding="utf-8")) if language == "bash"]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    bare = (re.sub(r"\s+#.*", "", f" {line}").strip() for line in lines)
+    return [line for line in bare if line]
 
 
 SHOWN = [(page, command) for page in documents() for command in _commands(page)]
@@ -124,7 +131,7 @@ SHOWN = [(page, command) for page in documents() for command in _commands(page)]
 @pytest.mark.parametrize(("page", "command"), SHOWN, ids=[f"{page.name}:{command}" for page, command in SHOWN])
 def test_shown_command_works(page: Path, command: str) -> None:
     for part in re.split(r"\s(?:&&|\|\||[|;])\s", command):
-        words = shlex.split(part, comments=True)
+        words = shlex.split(part)
         while words and re.fullmatch(r"\w+=.*", words[0]):  # NAME=value in front of a command
             words.pop(0)
         program = words[0].rsplit("/", 1)[-1]
@@ -156,7 +163,7 @@ def _check_llamarl(words: list[str]) -> None:
 def _check_overrides(path: Path, words: list[str]) -> None:
     schema, load = (SftConfig, load_sft_config) if path.stem.endswith("_sft") else (RunConfig, load_config)
     overrides: list[str] = []
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
+    for word, after in pairwise([*words, "--"]):
         if word.startswith("--") and word[2:].replace("-", "_").partition("=")[0].split(".")[0] in schema.model_fields:
             overrides += [word] if "=" in word else [word, after]
     load(path, overrides)
@@ -194,6 +201,8 @@ def test_the_checks_can_fail() -> None:
     assert not _name_exists("llamarl.no_such_module")
     assert _setting_exists("trainer.loss.rho")
     assert not _setting_exists("trainer.los")
+    assert _file_exists("model.safetensors", ROOT / "README.md")
     assert not _file_exists("llamarl/no_such_file.py", ROOT / "README.md")
+    assert not _file_exists("no_such_file.json", ROOT / "README.md")
     with pytest.raises(AssertionError, match="no make target"):
         _check_make(["demmo"])

@@ -16,13 +16,12 @@ MONARCH_FILE = "llamarl/cluster/monarch.py"
 ONE_FILE_EACH = ("monarch", "vllm", "wandb", "tensorboard")
 """Optional packages: an adapter each."""
 CATCHES_EVERYTHING = {
-    "llamarl/cli/train.py": "whatever ends a run becomes one line, the run folder and a non-zero exit code",
     "llamarl/cluster/host.py": "whatever an executor raises becomes a reply",
     "llamarl/cluster/monarch.py": "a broken mesh may refuse to stop; its processes are killed next",
     "llamarl/cluster/payload.py": "what cannot be pickled becomes text",
     "llamarl/rewards/_pool_server.py": "whatever a grader raises is an answer about that item",
 }
-"""Supervision, sandboxes, and the outermost frame."""
+"""Supervision and sandboxes."""
 OWN_HOMES = (("architecture",), ("multiprocess",), ("end_to_end",))
 """Folders of tests that mirror no folder of the package."""
 

@@ -59,7 +59,7 @@ def test_gradients_equal_transformers(oracle: PreTrainedModel) -> None:
     assert ours.keys() == theirs.keys()
     for name, parameter in ours.items():
         gradient, expected = parameter.grad, theirs[name].grad
-        assert gradient is not None and expected is not None  # noqa: PT018 - for the type checker
+        assert gradient is not None and expected is not None
         assert (gradient - expected).norm() <= 1e-6 * expected.norm(), name
 
 

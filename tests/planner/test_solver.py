@@ -26,7 +26,10 @@ def _exhaustive(request: Request, rules: Rules, staleness: int) -> float:
     """Least step time over all pairs of candidates, one pair at a time, from the statement of the problem."""
     pool = request.pools[0]
     usable, network = request.usable_bytes(pool), pool.gpu.network_bandwidth * request.constants.link_efficiency
-    layouts, candidates = trainer_candidates(request, pool, rules), generator_candidates(request, pool, rules, staleness)
+    layouts, candidates = (
+        trainer_candidates(request, pool, rules),
+        generator_candidates(request, pool, rules, staleness),
+    )
     train_s = sum_parts(training_parts(request, pool, layouts))
     if rules.overlap:
         train_s = train_s + request.model.num_parameters * BF16 / layouts.gpus_L / network
@@ -55,7 +58,9 @@ def _exhaustive(request: Request, rules: Rules, staleness: int) -> float:
     return least
 
 
-@pytest.mark.parametrize(("rules", "staleness"), [(BASELINE, 0), (SYNCHRONOUS, 0), (ASYNCHRONOUS, 1), (ASYNCHRONOUS, 3)])
+@pytest.mark.parametrize(
+    ("rules", "staleness"), [(BASELINE, 0), (SYNCHRONOUS, 0), (ASYNCHRONOUS, 1), (ASYNCHRONOUS, 3)]
+)
 @pytest.mark.parametrize(("gpus", "prompts", "layers"), [(2, 2, 16), (3, 3, 60), (5, 4, 100)])
 def test_solver_equals_exhaustive_search(rules: Rules, staleness: int, gpus: int, prompts: int, layers: int) -> None:
     model = replace(SMALL, num_layers=layers)
@@ -63,6 +68,7 @@ def test_solver_equals_exhaustive_search(rules: Rules, staleness: int, gpus: int
     plan = solve(request, (request.pools[0],) * 2, rules, staleness)
     least = _exhaustive(request, rules, staleness)
     assert (plan.step_s if plan else np.inf) == pytest.approx(least, rel=1e-12)
+    assert plan or rules is not ASYNCHRONOUS or gpus == 3, "an instance that does not fit tests little"
 
 
 REQUESTS = st.fixed_dictionaries(
@@ -107,13 +113,13 @@ def test_more_gpus_are_never_slower(changes: dict[str, float], gpus: int, more: 
         assert few is None or (many is not None and many.step_s <= few.step_s * (1 + 1e-12))
 
 
-def test_a_larger_second_pool_is_never_slower(small_request: Request) -> None:
-    first = small_request.pools[0]
-    one = asynchronous_plan(small_request)
-    two = asynchronous_plan(replace(small_request, pools=(first, Pool(gpu=GPUS["l40s-48g"], count=16))))
+def test_a_second_pool_of_another_kind_is_used_when_it_helps() -> None:
+    request = make_request("llama3-8b", 8)
+    one = asynchronous_plan(request)
+    two = asynchronous_plan(replace(request, pools=(request.pools[0], Pool(gpu=GPUS["l40s-48g"], count=64))))
     assert one
     assert two
-    assert two.step_s <= one.step_s
+    assert two.step_s < one.step_s
     assert {two.trainer.pool.gpu.name, two.generator.pool.gpu.name} == {"h100-80g", "l40s-48g"}
 
 

@@ -39,13 +39,9 @@ def make_group() -> MakeGroup:
         )
         return RolloutGroup(
             group_id=group_id,
-            prompt=Prompt(
-                prompt_id=f"p-{group_id}", text="ab", token_ids_T=np.array(prompt, np.int32), answer="42"
-            ),
+            prompt=Prompt(prompt_id=f"p-{group_id}", text="ab", token_ids_T=np.array(prompt, np.int32), answer="42"),
             rollouts=rollouts,
-            results=tuple(
-                RewardResult(outcome=outcome, value=float(index)) for index, outcome in enumerate(outcomes)
-            ),
+            results=tuple(RewardResult(outcome=outcome, value=float(index)) for index, outcome in enumerate(outcomes)),
             responses=tuple(f"response {index}" for index in range(len(rollouts))),
         )
 

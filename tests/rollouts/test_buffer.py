@@ -35,6 +35,7 @@ class Model:
         self.born: dict[int, int] = {}
         self.consumed: list[int] = []
         self.staleness: list[int] = []
+        self.starved = False
 
     @property
     def done(self) -> bool:
@@ -44,6 +45,16 @@ class Model:
     def num_admissible(self) -> int:
         return min(self.buffer.num_free, self.left_to_admit)
 
+    def possible(self) -> list[str]:
+        """Events that may happen next; the trainer asks again once a group has come in."""
+        events = {
+            "admit": self.num_admissible > 0,
+            "finish": bool(self.generating),
+            "train": not self.starved,
+            "adopt": self.adopted < self.trained,
+        }
+        return [event for event, may_happen in events.items() if may_happen]
+
     def admit(self, count: int) -> None:
         for group_id in self.buffer.admit(count):
             self.generating[group_id] = self.born[group_id] = self.adopted
@@ -52,10 +63,12 @@ class Model:
     def finish(self, group_id: int) -> None:
         del self.generating[group_id]
         self.buffer.put(group(group_id))
+        self.starved = False
 
     def train(self) -> bool:
         taken = self.buffer.take()
         if taken is None:
+            self.starved = True
             return False
         ids = [item.group_id for item in taken]
         assert len(ids) == self.buffer.prompts_per_step
@@ -85,26 +98,16 @@ def test_any_finish_order(sizes: tuple[int, int, int, int], seed: int, first_ste
     model, rng = Model(P, S, W, num_steps, first_step), random.Random(seed)
     # How eager each party is differs between runs: slow generators, slow trainer, slow weight sync.
     eagerness = {name: rng.choice([0.05, 0.5, 1.0, 20.0]) for name in ("admit", "finish", "train", "adopt")}
-    trainer_starved = False
     while not model.done:
-        possible = dict[str, float]()
-        if model.num_admissible:
-            possible["admit"] = eagerness["admit"]
-        if model.generating:
-            possible["finish"] = eagerness["finish"]
-        if not trainer_starved:
-            possible["train"] = eagerness["train"]
-        if model.adopted < model.trained:
-            possible["adopt"] = eagerness["adopt"]
+        possible = model.possible()
         assert possible, f"deadlock: step {model.trained}, {model.buffer.num_ready} ready, {model.buffer.num_free} free"
-        match rng.choices(list(possible), list(possible.values()))[0]:
+        match rng.choices(possible, [eagerness[event] for event in possible])[0]:
             case "admit":
                 model.admit(rng.randint(1, model.num_admissible))
             case "finish":
                 model.finish(rng.choice(list(model.generating)))
-                trainer_starved = False
             case "train":
-                trainer_starved = not model.train()
+                model.train()
             case "adopt":
                 model.adopt()
         assert 0 <= model.buffer.num_active <= model.buffer.capacity

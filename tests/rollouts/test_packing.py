@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -97,7 +99,7 @@ def test_the_budget_holds(layout: list[tuple[int, list[int]]], budget: int) -> N
 def test_no_room_is_wasted(layout: list[tuple[int, list[int]]], budget: int) -> None:
     """What opens a microbatch did not fit into the one before."""
     batches = pack(sample_groups(layout), budget)
-    for before, batch in zip(batches, batches[1:], strict=False):
+    for before, batch in pairwise(batches):
         first_sample = batch.prompt_lengths[0] + batch.response_lengths[0][0]
         # A group that is small enough moves on whole instead of being cut.
         first_group = batch.prompt_lengths[0] + sum(batch.response_lengths[0])

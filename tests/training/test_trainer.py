@@ -45,8 +45,8 @@ def snapshot(trainer: Trainer) -> dict[str, Tensor]:
 
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
 
 
 def norm(gradient: dict[str, Tensor]) -> float:
@@ -75,10 +75,10 @@ class TestAccumulation:
 
     def test_the_gradient_is_per_trainable_token(self, make_trainer, make_groups) -> None:
         """The same groups twice have the same mean gradient; invalid groups beside them change nothing."""
-        groups, again = make_groups(), make_groups(first_id=0)
+        groups = make_groups()
         invalid = make_groups(first_id=3, outcome=Outcome.INVALID)
         _, once = step_with_gradient(make_trainer(torch.float64), groups)
-        for batch in ([*groups, *again], [*groups, *invalid]):
+        for batch in ([*groups, *groups], [*groups, *invalid]):
             _, other = step_with_gradient(make_trainer(torch.float64), batch)
             assert norm({name: other[name] - once[name] for name in once}) < 1e-12 * norm(once)
 
@@ -289,7 +289,9 @@ class TestResume:
         load_training_state(trainer, *training_state(fresh))
         assert_same_bits(snapshot(trainer), snapshot(fresh))
 
-    @pytest.mark.parametrize("shape", [{"num_layers": 3}, {"intermediate_size": 48}, {"tie_embeddings": False}], ids=str)
+    @pytest.mark.parametrize(
+        "shape", [{"num_layers": 3}, {"intermediate_size": 48}, {"tie_embeddings": False}], ids=str
+    )
     def test_another_models_state_is_refused(self, make_trainer, make_groups, shape: dict) -> None:
         other, trainer = make_trainer(shape=shape), make_trainer()
         other.step(make_groups())

@@ -1,0 +1,97 @@
+"""What goes wrong in a simulation, and when. Random faults depend on the seed alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from llamarl.config import ConfigError
+
+HELP = (
+    "comma-separated: slow=SHARExFACTOR, die=REPLICA@SECONDS, deaths=RATE (per hour, of all generators), "
+    "join=COUNT@SECONDS, reward_timeouts=SHARE; for example slow=0.01x4,deaths=2,die=3@600"
+)
+_NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
+_FORMS = {
+    "slow": rf"{_NUMBER}x{_NUMBER}",
+    "die": rf"(\d+)@{_NUMBER}",
+    "deaths": _NUMBER,
+    "join": rf"(\d+)@{_NUMBER}",
+    "reward_timeouts": _NUMBER,
+}
+_EXAMPLES = {
+    "slow": "slow=0.01x4 (1 % of the replicas, four times slower)",
+    "die": "die=3@600 (generator-3 after 600 s)",
+    "deaths": "deaths=2 (per hour)",
+    "join": "join=8@600 (eight generators after 600 s)",
+    "reward_timeouts": "reward_timeouts=0.001 (of all responses)",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Faults:
+    """By default nothing goes wrong."""
+
+    slow_share: float = 0.0
+    """Share of the generators that are slow, 0 to 1."""
+    slow_factor: float = 1.0
+    """How many times longer everything takes there."""
+    deaths: tuple[tuple[float, int], ...] = ()
+    """(seconds from the start of the loop, replica) of each generator that dies at a given time."""
+    deaths_per_hour: float = 0.0
+    """Further deaths at random times, of random generators."""
+    joins: tuple[tuple[float, int], ...] = ()
+    """(seconds from the start of the loop, count) of generators that come in addition."""
+    reward_timeout_share: float = 0.0
+    """Share of responses that the reward never judges, 0 to 1."""
+
+    def slowness(self, replica: int, num_replicas: int) -> float:
+        """Factor of one replica: the slow ones are spread evenly, and there is one as soon as the share is not 0."""
+        count = math.ceil(self.slow_share * num_replicas)
+        is_slow = replica < num_replicas and (replica * count) // num_replicas != ((replica + 1) * count) // num_replicas
+        return self.slow_factor if is_slow else 1.0
+
+    @classmethod
+    def parse(cls, text: str, num_replicas: int) -> Faults:
+        """`slow=0.01x4,deaths=2`. Raises ConfigError, with the right form of the part that is wrong."""
+        values = {name: list[tuple[float, ...]]() for name in _FORMS}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, _, value = part.partition("=")
+            if name not in _FORMS:
+                near = get_close_matches(name, _FORMS, n=1)
+                hint = f"did you mean `{_EXAMPLES[near[0]]}`?" if near else f"known: {', '.join(_FORMS)}"
+                raise ConfigError(f"--faults: `{name}` is no fault; {hint}")
+            found = re.fullmatch(_FORMS[name], value)
+            if not found:
+                raise ConfigError(f"--faults: `{part}` cannot be read; write {_EXAMPLES[name]}")
+            values[name].append(tuple(float(group) for group in found.groups()))
+        for name in ("slow", "deaths", "reward_timeouts"):
+            if len(values[name]) > 1:
+                raise ConfigError(f"--faults: `{name}` is given {len(values[name])} times; give it once")
+        faults = cls(
+            **_pair(values["slow"]),
+            deaths=tuple((at_s, int(replica)) for replica, at_s in values["die"]),
+            deaths_per_hour=values["deaths"][0][0] if values["deaths"] else 0.0,
+            joins=tuple((at_s, int(count)) for count, at_s in values["join"]),
+            reward_timeout_share=values["reward_timeouts"][0][0] if values["reward_timeouts"] else 0.0,
+        )
+        faults._check(num_replicas)
+        return faults
+
+    def _check(self, num_replicas: int) -> None:
+        for name, share in (("slow", self.slow_share), ("reward_timeouts", self.reward_timeout_share)):
+            if share > 1:
+                raise ConfigError(f"--faults: `{name}` = {share:g} is a share of all; give at most 1")
+        if self.slow_factor < 1:
+            raise ConfigError(f"--faults: slow generators are {self.slow_factor:g} times slower; give at least 1")
+        for _, replica in self.deaths:
+            if replica >= num_replicas:
+                raise ConfigError(
+                    f"--faults: `die={replica}` names no generator; there are {num_replicas}, 0 to {num_replicas - 1}"
+                )
+
+
+def _pair(slow: list[tuple[float, ...]]) -> dict[str, float]:
+    return {"slow_share": slow[0][0], "slow_factor": slow[0][1]} if slow else {}

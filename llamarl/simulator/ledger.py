@@ -1,0 +1,45 @@
+"""What a simulation keeps of its steps: the places where a real run writes rollouts and metrics, as counters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from llamarl.observability.metrics import EvalMetrics, StepMetrics
+from llamarl.observability.sinks import JsonlSink, MetricsLog
+from llamarl.rollouts.recorder import RolloutRecorder
+from llamarl.types import RolloutGroup
+
+
+class StalenessCounter(RolloutRecorder):
+    """Counts the staleness of every rollout that is trained on, and which groups they were; writes nothing."""
+
+    def __init__(self) -> None:
+        self.counts = Counter[int]()
+        """Rollouts by staleness, in optimizer steps."""
+        self.group_ids = list[int]()
+        """In the order of their consumption."""
+
+    def record(self, step: int, groups: Sequence[RolloutGroup], advantages: Mapping[int, np.ndarray]) -> None:
+        for group in groups:
+            self.group_ids.append(group.group_id)
+            self.counts.update(step - 1 - rollout.oldest_version for rollout in group.rollouts)
+
+    def close(self) -> None:
+        return None
+
+
+class StepLog(MetricsLog):
+    """`metrics.jsonl`, and the steps in memory."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__([JsonlSink(path)], lambda _: None)
+        self.steps = list[StepMetrics]()
+
+    def log(self, record: StepMetrics | EvalMetrics) -> None:
+        super().log(record)
+        if isinstance(record, StepMetrics):
+            self.steps.append(record)

@@ -1,0 +1,43 @@
+"""Processes for the tests. A fork server has torch loaded, so that each starts in milliseconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that a child finds `writer` and `reader` functions by name
+
+Start = Callable[..., tuple[ForkServerProcess, Connection]]
+
+
+@pytest.fixture(scope="session")
+def context() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "llamarl.weight_sync.shared_memory", "llamarl.checkpoint.store"])
+    return context
+
+
+@pytest.fixture
+def start(context: multiprocessing.context.ForkServerContext) -> Iterator[Start]:
+    """start(function, *args) runs function(connection, *args) in a process that is killed at the end of the test."""
+    started = list[ForkServerProcess]()
+
+    def start_one(function: Callable[..., None], *args: Any) -> tuple[ForkServerProcess, Connection]:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=function, args=(theirs, *args))
+        process.start()
+        theirs.close()
+        started.append(process)
+        return process, ours
+
+    yield start_one
+    for process in started:
+        process.kill()
+        process.join(10)
