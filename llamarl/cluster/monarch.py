@@ -47,7 +47,7 @@ _SETTINGS = {
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "30s",
 }
 """With the defaults of Monarch the death of a process may take 9 s to be noticed."""
-_CAUSE_S = 1.0
+_CAUSE_S = 4.0
 """Longest wait for Monarch to tell why a process that is known to be dead has died."""
 
 

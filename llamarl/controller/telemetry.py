@@ -25,6 +25,8 @@ from llamarl.training.result import StepResult
 from llamarl.types import FinishReason, Outcome, RolloutGroup
 
 POLL_INTERVAL_S = 0.5
+MAX_POLLS_PER_S = 200
+"""Status calls to all executors together; a thousand executors are asked every five seconds."""
 RECENT_STEPS = 10
 """Steps that the ETA, the busy shares and the verdict on the screen look back at."""
 MAX_SPANS = 200_000
@@ -74,6 +76,8 @@ class Telemetry:
         self.staleness_max = 0
         self.stalls_s = list[float]()
         self._in_loop = False
+        self._shows_work = config.screen.kind not in ("lines", "none")
+        """Somebody looks at busy shares; with a thousand executors they cost a tenth of a second each time."""
 
     def attach(self, handles: Sequence[ExecutorHandle], generators: Generators) -> None:
         """The executors are up."""
@@ -102,11 +106,15 @@ class Telemetry:
         """Training has ended; phases show again."""
         self._in_loop = False
 
+    @property
+    def _poll_interval_s(self) -> float:
+        return max(POLL_INTERVAL_S, len(self._handles) / MAX_POLLS_PER_S)
+
     async def poll_loop(self) -> None:
         """Asks every executor for its status, for ever; produces heartbeats, spans and the view."""
         while True:
             await self.poll()
-            await asyncio.sleep(POLL_INTERVAL_S)
+            await asyncio.sleep(self._poll_interval_s)
 
     async def poll(self) -> None:
         """One round of statuses. One that does not answer gets older on the screen; deaths are the supervisor's."""
@@ -242,7 +250,7 @@ class Telemetry:
         for name, spans in self.spans.items():
             taken = recent[name] = list[Span]()
             for span in reversed(spans):  # nearly sorted: a few may have arrived late
-                if span.end_s < start_s - 5 * POLL_INTERVAL_S:
+                if span.end_s < start_s - 5 * self._poll_interval_s:
                     break
                 taken.append(span)
         return recent
@@ -264,8 +272,9 @@ class Telemetry:
         marks = self._marks
         if len(marks) > 1:
             changes["recent_step_s"] = (marks[-1].ended_s - marks[0].ended_s) / (len(marks) - 1)
-        end_s = self._clock() - 2 * POLL_INTERVAL_S
-        accounts = self.accounts(marks[0].ended_s, end_s) if marks and end_s > marks[0].ended_s else None
+        end_s = self._clock() - 2 * self._poll_interval_s
+        is_due = self._shows_work and marks and end_s > marks[0].ended_s
+        accounts = self.accounts(marks[0].ended_s, end_s) if is_due else None
         if accounts is not None and accounts.window_s > 1:
             changes["verdict"] = verdict(accounts)
         if self._generators is not None and len(marks) > 1:

@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def account(spans: SpansByExecutor, start_s: float, end_s: float) -> Accounts:
     )
 
 
+@cache
 def role_of(executor: str) -> str:
     """`generator-1` -> `generator`."""
     return re.sub(r"[-_.]?\d+$", "", executor)

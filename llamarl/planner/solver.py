@@ -157,7 +157,7 @@ def _best_below(key_L: np.ndarray, time_s_L: np.ndarray, limits: np.ndarray) -> 
     running = np.minimum.accumulate(time_s_L[order])
     is_new = np.concatenate([[True], running[1:] < running[:-1]])
     rows = order[np.maximum.accumulate(np.where(is_new, np.arange(len(order)), 0))]
-    position = np.searchsorted(key_L[order], limits, side="left") - 1
+    position = np.searchsorted(key_L[order], limits, side="right") - 1
     found = position >= 0
     return np.where(found, running[position], np.inf), np.where(found, rows[position], 0)
 

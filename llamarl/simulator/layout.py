@@ -24,33 +24,42 @@ class Layout:
         return self.trainer_gpus + self.replicas * self.generator_gpus
 
 
-def make_layout(config: RunConfig, costs: SimulatorCosts, gpus: int | None) -> Layout:
-    """Splits `gpus` so that trainer and generators take equally long; without `gpus`, by `generator.replicas`.
+def make_layout(config: RunConfig, costs: SimulatorCosts, *, gpus: int, replicas: int | None = None) -> Layout:
+    """Splits `gpus`: the trainer gets what `replicas` generators leave, or the split that makes the step shortest.
 
-    theta* = f_t / (f_t + f_g), where f is the GPU time per sample of each role. Raises ConfigError.
+    Raises:
+        ConfigError: there are too few GPUs.
     """
-    each, settings = costs.generator_gpus, config.generator
-    train, generate = gpu_s_per_sample(config, costs)
-    if gpus is None:
-        generators = settings.replicas * each
-        return Layout(
-            trainer_gpus=max(1, round(generators * train / generate)), replicas=settings.replicas, generator_gpus=each
-        )
-    if gpus < each + 1:
+    each = costs.generator_gpus
+    most = (gpus - 1) // each
+    if most < (replicas or 1):
         raise ConfigError(
-            f"`--gpus {gpus}` is too few: one generator takes {each} GPUs (generator_gpus of the costs) and the trainer "
-            f"at least one; give --gpus {each + 1} or more"
+            f"`--gpus {gpus}` is too few by {(replicas or 1) * each + 1 - gpus}: {replicas or 1} generators take {each} "
+            f"GPUs each (generator_gpus of the costs) and the trainer at least one; give --gpus "
+            f"{(replicas or 1) * each + 1} or fewer generators"
         )
-    replicas = min(max(1, round(gpus * generate / (train + generate) / each)), (gpus - 1) // each)
+    if replicas is None:
+        counts = np.arange(1, most + 1)
+        generate_s, train_s = step_parts_s(config, costs, replicas=counts, trainer_gpus=gpus - counts * each)
+        replicas = int(counts[np.argmin(np.maximum(generate_s, train_s))])
     return Layout(trainer_gpus=gpus - replicas * each, replicas=replicas, generator_gpus=each)
 
 
-def gpu_s_per_sample(config: RunConfig, costs: SimulatorCosts) -> tuple[float, float]:
-    """GPU-seconds of training and of generating one rollout with full batches."""
-    group_size, slots = config.rollout.group_size, config.generator.max_running
-    tokens = min(costs.response_tokens, float(config.rollout.max_new_tokens))
+def step_parts_s(
+    config: RunConfig, costs: SimulatorCosts, *, replicas: np.ndarray, trainer_gpus: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of generators and of the trainer for one step's rollouts, stragglers left out.
+
+    In flight are (S + 1) * P * G rollouts, dealt evenly; with n of them on a replica a decode step takes a + b * n.
+    """
+    rollout = config.rollout
+    samples = rollout.prompts_per_step * rollout.group_size
+    tokens = min(costs.response_tokens, float(rollout.max_new_tokens))
     if costs.response_lengths:
-        tokens = float(np.minimum(costs.response_lengths, config.rollout.max_new_tokens).mean())
-    train = costs.train_token_gpu_s * (tokens + costs.prompt_tokens / group_size)
-    decode = (costs.decode_base_s / slots + costs.decode_per_rollout_s) * tokens
-    return train, costs.generator_gpus * (decode + costs.prefill_token_s * costs.prompt_tokens / group_size)
+        tokens = float(np.minimum(costs.response_lengths, rollout.max_new_tokens).mean())
+    prompts = rollout.prompts_per_step * costs.prompt_tokens
+    running = np.clip((rollout.max_staleness + 1) * samples / replicas, 1, config.generator.max_running)
+    decode_s = samples * tokens / running * (costs.decode_base_s + costs.decode_per_rollout_s * running)
+    generate_s = (decode_s + prompts * costs.prefill_token_s) / replicas + costs.adopt_s
+    train_s = costs.train_base_s + costs.publish_s + costs.train_token_gpu_s * (samples * tokens + prompts) / trainer_gpus
+    return generate_s, train_s

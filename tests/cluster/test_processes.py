@@ -1,0 +1,208 @@
+"""What separate processes add: deaths, hangs, orphans, signals. No torch in any worker.
+
+Not covered here: several machines, and executors that hold a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llamarl.cluster.api import (
+    CallTimeout,
+    Cluster,
+    ExecutorSpec,
+    MeshFailed,
+)
+from tests.cluster.harness import CALL_S, HERE, SPAWN_S, echo, is_alive, run, until
+
+
+def test_ranks_environment_and_log_files(tmp_path: Path) -> None:
+    async def main(cluster: Cluster) -> None:
+        spec = ExecutorSpec(
+            name="two",
+            target="executors:Echo",
+            num_ranks=2,
+            env={"OMP_NUM_THREADS": "3"},
+            code_paths=(str(HERE),),
+        )
+        handle = await cluster.spawn(spec, SPAWN_S)
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+        environs = await handle.call_each("environ", *names, timeout_s=CALL_S)
+        assert environs == [["0", "0", "2", "3"], ["1", "1", "2", "3"]]
+        assert await handle.call_each("pid", timeout_s=CALL_S) == handle.pids
+        assert len({os.getpid(), *handle.pids}) == 3
+        assert await handle.call_each("loaded", "torch", timeout_s=CALL_S) == [False, False]
+        await handle.call("say", "hello", timeout_s=CALL_S)
+        assert [status.pid for status in await handle.status_each(CALL_S)] == handle.pids
+
+        os.kill(handle.pids[1], signal.SIGKILL)
+        error = await asyncio.wait_for(handle.failed, 5.0)
+        assert str(error) == f"two (rank 1): pid {handle.pids[1]} was killed by SIGKILL"
+
+    run(main, "monarch", tmp_path)
+    assert (tmp_path / "two.0.log").read_text() == (tmp_path / "two.1.log").read_text() == "hello\nhello on stderr\n"
+
+
+def test_kill_is_noticed_and_named_and_the_executor_can_be_spawned_again() -> None:
+    async def main(cluster: Cluster) -> None:
+        handle, bystander = await asyncio.gather(
+            cluster.spawn(echo(), SPAWN_S), cluster.spawn(echo("bystander"), SPAWN_S)
+        )
+        poll = asyncio.ensure_future(handle.call("poll", timeout_s=CALL_S))
+        await handle.call("echo", 1, timeout_s=CALL_S)
+        start_s = time.monotonic()
+        os.kill(handle.pids[0], signal.SIGKILL)
+        error = await asyncio.wait_for(handle.failed, 5.0)
+        assert time.monotonic() - start_s < 2.0
+        assert isinstance(error, MeshFailed)
+        assert error.cause == f"pid {handle.pids[0]} was killed by SIGKILL"
+        for call in (poll, handle.call("echo", 1, timeout_s=CALL_S)):
+            with pytest.raises(MeshFailed, match="SIGKILL"):
+                await call
+        await handle.stop(CALL_S)
+        again = await cluster.spawn(echo(), SPAWN_S)
+        assert await again.call("echo", 2, timeout_s=CALL_S) == 2
+        assert await bystander.call("echo", 3, timeout_s=CALL_S) == 3
+        assert not bystander.failed.done()
+
+    run(main, "monarch")
+
+
+def test_a_hanging_method_does_not_hold_up_shutdown_and_nothing_is_left() -> None:
+    async def main(cluster: Cluster) -> None:
+        handles = await asyncio.gather(*(cluster.spawn(echo(f"echo-{index}"), SPAWN_S) for index in range(2)))
+        pids = [pid for handle in handles for pid in handle.pids]
+        hang = asyncio.ensure_future(handles[0].call("sleep", 600.0, timeout_s=600.0))
+        while (await handles[0].status(CALL_S)).doing != "sleep":
+            await asyncio.sleep(0.01)
+        start_s = time.monotonic()
+        await cluster.shutdown(timeout_s=3.0)
+        assert time.monotonic() - start_s < 3.5
+        with pytest.raises(MeshFailed):
+            await hang
+        assert not any(map(is_alive, pids))
+
+    run(main, "monarch")
+
+
+def test_workers_survive_ctrl_c() -> None:
+    async def main(cluster: Cluster) -> None:
+        handle = await cluster.spawn(echo(), SPAWN_S)
+        os.kill(handle.pids[0], signal.SIGINT)
+        assert await handle.call("interrupt_self", timeout_s=CALL_S)
+        assert await handle.call("echo", 1, timeout_s=CALL_S) == 1
+
+    run(main, "monarch")
+
+
+def test_exits_are_named_and_a_worker_that_cannot_start_is_reported() -> None:
+    async def main(cluster: Cluster) -> None:
+        handles = await asyncio.gather(*(cluster.spawn(echo(f"exit-{code}"), SPAWN_S) for code in (0, 3)))
+        for handle, code in zip(handles, (0, 3), strict=True):
+            with pytest.raises(MeshFailed, match=rf"pid {handle.pids[0]} ended with exit code {code}"):
+                await handle.call("exit", code, timeout_s=CALL_S)
+        bare = ExecutorSpec(name="bare", target="executors:Echo", env={"PYTHONHOME": "/nonexistent"})
+        with pytest.raises(MeshFailed, match=r"bare .* ended with exit code 1"):
+            await cluster.spawn(bare, SPAWN_S)
+
+    run(main, "monarch")
+
+
+def test_a_dead_worker_takes_the_processes_it_has_started_with_it() -> None:
+    async def main(cluster: Cluster) -> None:
+        handle = await cluster.spawn(echo(), SPAWN_S)
+        child = await handle.call("start_child", timeout_s=CALL_S)
+        with pytest.raises(CallTimeout):
+            await handle.call("sleep", 600.0, timeout_s=0.1)
+        assert is_alive(child)
+        await handle.stop(timeout_s=1.0)
+        await until(lambda: not is_alive(child) and not is_alive(handle.pids[0]), CALL_S)
+
+        killed = await cluster.spawn(echo("killed"), SPAWN_S)
+        child = await killed.call("start_child", timeout_s=CALL_S)
+        os.kill(killed.pids[0], signal.SIGKILL)
+        await until(lambda: not is_alive(child), CALL_S)
+
+    run(main, "monarch")
+
+
+def test_many_rounds_in_one_process() -> None:
+    pids: list[int] = []
+
+    async def main(cluster: Cluster) -> None:
+        handle = await cluster.spawn(echo(), SPAWN_S)
+        assert await handle.call("echo", 1, timeout_s=CALL_S) == 1
+        pids.extend(handle.pids)
+
+    for _ in range(5):
+        run(main, "monarch")
+    assert len(set(pids)) == 5
+    assert not any(map(is_alive, pids))
+
+
+CONTROLLER = """
+import asyncio, sys
+from llamarl.cluster.api import ExecutorSpec, open_cluster
+
+async def main(code_path, folder):
+    def spec(name):
+        options = {"closed_file": f"{folder}/{name}"}
+        return ExecutorSpec(name=name, target="executors:Echo", options=options, code_paths=(code_path,))
+
+    async with open_cluster("monarch") as cluster:
+        handles = await asyncio.gather(*(cluster.spawn(spec(name), 30.0) for name in "ab"))
+        print(*(pid for handle in handles for pid in handle.pids), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def start_controller(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A controller with two executors in a process group of its own, as a shell would start it, and their pids."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, str(HERE), str(folder)],
+        cwd=HERE.parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().split()]
+    assert len(pids) == 2
+    assert all(map(is_alive, pids))
+    return process, pids
+
+
+def test_no_orphans_after_the_controller_is_killed(tmp_path: Path) -> None:
+    process, pids = start_controller(tmp_path)
+    process.kill()
+    process.communicate(timeout=CALL_S)
+    asyncio.run(until(lambda: not any(map(is_alive, pids)), 10.0))
+
+
+def test_a_controller_says_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+    process, pids = start_controller(tmp_path)
+    out, err = process.communicate("", timeout=CALL_S)
+    assert (process.returncode, out, err) == (0, "", "")
+    assert not any(map(is_alive, pids))
+
+
+def test_ctrl_c_lets_the_controller_close_its_executors(tmp_path: Path) -> None:
+    process, pids = start_controller(tmp_path)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=CALL_S)
+    assert process.returncode == -signal.SIGINT
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert [(tmp_path / name).read_text() for name in "ab"] == ["closed", "closed"]
+    assert not any(map(is_alive, pids))
