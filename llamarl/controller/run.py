@@ -155,6 +155,8 @@ class _Run:
                 state = await supervisor.run(self._resumed(executors, screen))
                 controller = Controller(self._config, self._problems, executors, supervisor, telemetry, state)
                 telemetry.attach(list(executors), controller.generators)
+                if self._resume:
+                    telemetry.resume_at(controller.version)
                 supervisor.start(telemetry.poll_loop(), "status")
                 try:
                     await supervisor.run(self._train(controller, telemetry))

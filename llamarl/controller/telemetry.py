@@ -95,6 +95,11 @@ class Telemetry:
         self._handles.remove(handle)
         self._status.pop(handle.name, None)
 
+    def resume_at(self, step: int) -> None:
+        """Metrics and rollouts of later steps are taken back: these steps come again."""
+        self._log.drop_after(step)
+        self._recorder.drop_after(step)
+
     def begin_loop(self, step: int) -> None:
         """Training begins now, at `step` completed steps."""
         self._in_loop = True

@@ -36,6 +36,10 @@ class Sink(Protocol):
         """Keep one row, or say why not."""
         ...
 
+    def drop_after(self, step: int) -> None:
+        """Take back the rows of later steps: a resumed run does those steps again."""
+        ...
+
     def close(self) -> SinkFailure | None:
         """Make all rows durable. Says how many rows were lost in all, if any."""
         ...
@@ -77,6 +81,20 @@ class JsonlSink:
         while rest:  # a nearly full disk takes a part first and refuses the rest
             rest = rest[self._file.write(rest) :]
 
+    def drop_after(self, step: int) -> None:
+        """Take back the rows of later steps.
+
+        Raises:
+            OSError: the file cannot be rewritten; it is as it was.
+        """
+        kept = self._path.with_name(f".{self._path.name}.kept")
+        with self._path.open("rb") as rows, kept.open("wb") as file:
+            file.writelines(row for row in rows if json.loads(row)["step"] <= step)
+        self._file.close()
+        os.replace(kept, self._path)
+        self._file = self._path.open("a+b", buffering=0)
+        self._size = self._path.stat().st_size
+
     def close(self) -> SinkFailure | None:
         try:
             os.fsync(self._file.fileno())
@@ -111,6 +129,11 @@ class MetricsLog:
             if failure and number not in self._failed:
                 self._failed.add(number)
                 self._on_failure(failure)
+
+    def drop_after(self, step: int) -> None:
+        """Every sink takes back the rows of later steps. Raises OSError."""
+        for sink in self._sinks:
+            sink.drop_after(step)
 
     def close(self) -> None:
         for sink in self._sinks:

@@ -66,20 +66,23 @@ class RolloutBuffer:
         """The P groups of the next step in admission order, or None while the window does not hold enough."""
         if self.num_ready < self.prompts_per_step:
             return None
-        waiting, taken = list(self._waiting.items()), list[RolloutGroup]()
-        while len(taken) < self.prompts_per_step:
-            limit = waiting[0][0] + self.window
-            position = next((n for n, (i, group) in enumerate(waiting) if group is not None and i < limit), None)
-            if position is None:
+        taken, limit = list[RolloutGroup](), None
+        for group_id, group in self._waiting.items():
+            if limit is not None and group_id >= limit:
                 return None
-            group = waiting.pop(position)[1]
-            assert group is not None
-            taken.append(group)
+            if group is not None:
+                taken.append(group)
+            elif limit is None:  # the oldest group that stays: the window begins with it
+                limit = group_id + self.window
+            if len(taken) == self.prompts_per_step:
+                break
+        else:
+            return None
         for group in taken:
             del self._waiting[group.group_id]
         self.num_ready -= len(taken)
         self._num_unreleased += len(taken)
-        return sorted(taken, key=lambda group: group.group_id)
+        return taken
 
     def release(self, count: int) -> None:
         """The generators adopted weights that were trained on `count` more groups."""

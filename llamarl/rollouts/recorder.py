@@ -30,6 +30,10 @@ class RolloutRecorder:
                     self._failed = True
                     self._on_failure(failure)
 
+    def drop_after(self, step: int) -> None:
+        """Takes back the rows of later steps: a resumed run does those steps again. Raises OSError."""
+        self._sink.drop_after(step)
+
     def close(self) -> None:
         if failure := self._sink.close():
             self._on_failure(failure)

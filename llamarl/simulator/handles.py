@@ -67,9 +67,9 @@ class SimulatedHandle(ExecutorHandle):
         if self._ended:
             raise self._ended
         start_s = max(self._loop.time(), self._free_s)
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         duration_s, result = self._answer(method, args)
-        self._watch.seconds += time.perf_counter() - began_s
+        self._watch.seconds += time.thread_time() - began_s
         await self._busy_until(start_s, start_s + duration_s, method, timeout_s)
         return result
 
@@ -227,11 +227,11 @@ class SimulatedGenerator(SimulatedHandle):
             self._timer_s = due_s
 
     def _wake(self) -> None:
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         self._timer = None
         if self._reply is not None:
             self._hand_over(self._reply, self._loop.time())
-        self._watch.seconds += time.perf_counter() - began_s
+        self._watch.seconds += time.thread_time() - began_s
 
     def _hand_over(self, reply: asyncio.Future[Collected], now_s: float) -> None:
         """Answers the waiting `collect` with what has finished."""

@@ -107,3 +107,17 @@ def test_appends_after_a_torn_line(tmp_path, make_metrics):
 def test_a_path_that_cannot_be_opened_is_an_error_at_the_start(tmp_path):
     with pytest.raises(OSError, match="missing"):
         JsonlSink(tmp_path / "missing" / "metrics.jsonl")
+
+
+def test_rows_of_later_steps_are_taken_back_for_a_resumed_run(tmp_path, make_metrics, make_eval):
+    path, failures = tmp_path / "metrics.jsonl", []
+    log = MetricsLog([JsonlSink(path)], failures.append)
+    for step in (1, 2, 3):
+        log.log(make_metrics(step))
+    log.log(make_eval(2, 0.5))  # an evaluation may end after later steps
+    log.drop_after(2)
+    log.log(make_metrics(3))
+    log.close()
+    assert [(row["kind"], row["step"]) for row in rows(path)] == [("step", 1), ("step", 2), ("eval", 2), ("step", 3)]
+    assert failures == []
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
