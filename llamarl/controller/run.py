@@ -16,7 +16,7 @@ from llamarl.config import ConfigError, RunConfig, build
 from llamarl.controller.controller import Controller, Executors, Problems
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.run_folder import RunFolder
-from llamarl.controller.supervision import Interrupted, Supervisor
+from llamarl.controller.supervision import Interrupted, Supervisor, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
@@ -64,7 +64,8 @@ def run(config: RunConfig, folder: RunFolder, *, resume: bool, command_started_s
         Interrupted: the user ended it; the last checkpoint is intact.
         ExecutorError, Stalled, TooManyInvalid: it failed.
     """
-    return asyncio.run(_Run(config, folder, resume, command_started_s).run())
+    with rare_garbage_collections():
+        return asyncio.run(_Run(config, folder, resume, command_started_s).run())
 
 
 class _Run:

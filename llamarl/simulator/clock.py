@@ -1,4 +1,4 @@
-"""A virtual clock: an asyncio event loop whose time jumps to the next timer whenever nothing is ready. It never sleeps."""
+"""A virtual clock: an event loop whose time jumps to the next timer whenever nothing is ready. It never sleeps."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class SimulatorCosts:
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read costs {path}: {error}; give a JSON object of numbers") from None
         if not isinstance(data, dict):
-            raise ConfigError(f"costs {path} hold no JSON object; write {{\"decode_base_s\": 0.012, ...}}")
+            raise ConfigError(f'costs {path} hold no JSON object; write {{"decode_base_s": 0.012, ...}}')
         known = {field.name for field in dataclasses.fields(cls)}
         for name, value in data.items():
             if name not in known:
@@ -124,7 +124,7 @@ def _check(path: str | Path, name: str, value: object) -> None:
     whole = name in ("generator_gpus", "score_workers", "prompt_tokens")
     positive = whole or name in ("decode_base_s", "response_tokens")
     fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not fits or not (0 < value if positive else 0 <= value) or value == float("inf"):
+    if not fits or not 0 <= value < float("inf") or (positive and not value):
         kind = "a whole number of at least 1" if whole else "a number above 0" if positive else "a number of at least 0"
         raise ConfigError(f"{path}: `{name} = {value!r}`; give {kind}")
 

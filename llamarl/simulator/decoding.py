@@ -1,8 +1,8 @@
 """Continuous batching of one generator replica, in closed form between events.
 
-While n rollouts run, a decode step takes `slowness * (a + b * n)` seconds and gives each of them one token, so a rollout
-of length L that joins after step s ends with step s + L. Between two changes of n time is linear in steps: a heap of
-end steps says when the next change is, and nothing is done per token.
+While n rollouts run, a decode step takes a + b * n seconds and gives each of them one token, so a rollout of length L
+that joins after step s ends with step s + L. Between two changes of n time is linear in steps: a heap of end steps says
+when the next change is, and nothing is done per token.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class Faults:
     def slowness(self, replica: int, num_replicas: int) -> float:
         """Factor of one replica: the slow ones are spread evenly, and there is one as soon as the share is not 0."""
         count = math.ceil(self.slow_share * num_replicas)
-        is_slow = replica < num_replicas and (replica * count) // num_replicas != ((replica + 1) * count) // num_replicas
-        return self.slow_factor if is_slow else 1.0
+        before, after = replica * count // num_replicas, (replica + 1) * count // num_replicas
+        return self.slow_factor if replica < num_replicas and before != after else 1.0
 
     @classmethod
     def parse(cls, text: str, num_replicas: int) -> Faults:

@@ -17,7 +17,7 @@ from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, Host
 from llamarl.executors.replies import Collected, Scored
 from llamarl.observability.spans import Span
 from llamarl.simulator.costs import SCORES, ResponseLengths, SimulatorCosts, keyed
-from llamarl.simulator.decoding import Attempt, DecodeQueue, Decoded
+from llamarl.simulator.decoding import Attempt, Decoded, DecodeQueue
 from llamarl.simulator.records import repeated
 from llamarl.training.result import StepResult
 from llamarl.types import FinishReason, GenerationRequest, Outcome, Prompt, RewardResult, Rollout, RolloutGroup

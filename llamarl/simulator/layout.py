@@ -24,24 +24,18 @@ class Layout:
         return self.trainer_gpus + self.replicas * self.generator_gpus
 
 
-def make_layout(config: RunConfig, costs: SimulatorCosts, *, gpus: int, replicas: int | None = None) -> Layout:
-    """Splits `gpus`: the trainer gets what `replicas` generators leave, or the split that makes the step shortest.
-
-    Raises:
-        ConfigError: there are too few GPUs.
-    """
+def make_layout(config: RunConfig, costs: SimulatorCosts, gpus: int) -> Layout:
+    """The split of `gpus` with the shortest step, by `step_parts_s`. Raises ConfigError."""
     each = costs.generator_gpus
     most = (gpus - 1) // each
-    if most < (replicas or 1):
+    if most < 1:
         raise ConfigError(
-            f"`--gpus {gpus}` is too few by {(replicas or 1) * each + 1 - gpus}: {replicas or 1} generators take {each} "
-            f"GPUs each (generator_gpus of the costs) and the trainer at least one; give --gpus "
-            f"{(replicas or 1) * each + 1} or fewer generators"
+            f"`--gpus {gpus}` is too few by {each + 1 - gpus}: one generator takes {each} (generator_gpus of the "
+            f"costs) and the trainer at least one; give --gpus {each + 1} or more"
         )
-    if replicas is None:
-        counts = np.arange(1, most + 1)
-        generate_s, train_s = step_parts_s(config, costs, replicas=counts, trainer_gpus=gpus - counts * each)
-        replicas = int(counts[np.argmin(np.maximum(generate_s, train_s))])
+    counts = np.arange(1, most + 1)
+    generate_s, train_s = step_parts_s(config, costs, replicas=counts, trainer_gpus=gpus - counts * each)
+    replicas = int(counts[np.argmin(np.maximum(generate_s, train_s))])
     return Layout(trainer_gpus=gpus - replicas * each, replicas=replicas, generator_gpus=each)
 
 
@@ -61,5 +55,28 @@ def step_parts_s(
     running = np.clip((rollout.max_staleness + 1) * samples / replicas, 1, config.generator.max_running)
     decode_s = samples * tokens / running * (costs.decode_base_s + costs.decode_per_rollout_s * running)
     generate_s = (decode_s + prompts * costs.prefill_token_s) / replicas + costs.adopt_s
-    train_s = costs.train_base_s + costs.publish_s + costs.train_token_gpu_s * (samples * tokens + prompts) / trainer_gpus
-    return generate_s, train_s
+    train_gpu_s = costs.train_token_gpu_s * (samples * tokens + prompts)
+    return generate_s, costs.train_base_s + costs.publish_s + train_gpu_s / trainer_gpus
+
+
+def choose_layout(config: RunConfig, costs: SimulatorCosts, gpus: int | None, trainer_gpus: int | None) -> Layout:
+    """What the command line asks for. Without `gpus` the run's own generators, and as much for the trainer.
+
+    Raises:
+        ConfigError: there are too few GPUs.
+    """
+    each, replicas = costs.generator_gpus, config.generator.replicas
+    for name, value in (("gpus", gpus), ("trainer-gpus", trainer_gpus)):
+        if value is not None and value < 1:
+            raise ConfigError(f"`--{name} {value}` is no cluster; give 1 or more")
+    if gpus is None:
+        return Layout(trainer_gpus=trainer_gpus or replicas * each, replicas=replicas, generator_gpus=each)
+    if trainer_gpus is None:
+        return make_layout(config, costs, gpus)
+    if gpus < trainer_gpus + each:
+        raise ConfigError(
+            f"`--trainer-gpus {trainer_gpus}` leaves {max(0, gpus - trainer_gpus)} of {gpus} GPUs, and one generator "
+            f"takes {each} (generator_gpus of the costs); "
+            + (f"give --trainer-gpus {gpus - each} or less" if gpus > each else f"give --gpus {each + 1} or more")
+        )
+    return Layout(trainer_gpus=trainer_gpus, replicas=(gpus - trainer_gpus) // each, generator_gpus=each)

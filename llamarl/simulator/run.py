@@ -10,7 +10,7 @@ from pathlib import Path
 from llamarl.cluster.api import ExecutorError, ExecutorHandle, ExecutorSpec
 from llamarl.config import RunConfig
 from llamarl.controller.controller import Controller, Executors, Problems, TooManyInvalid
-from llamarl.controller.supervision import Stalled, Supervisor
+from llamarl.controller.supervision import Stalled, Supervisor, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.accounting import verdict
 from llamarl.observability.screen import NullScreen
@@ -40,7 +40,8 @@ def simulate(config: RunConfig, costs: SimulatorCosts, faults: Faults, layout: L
     config = config.model_copy(update={"generator": generator, "screen": screen})
     wall_s, cpu_s = time.monotonic(), time.process_time()
     run = _Run(config, costs, faults, layout, metrics)
-    run_virtual(run.run())
+    with rare_garbage_collections():  # as a real run does
+        run_virtual(run.run())
     return run.result(time.monotonic() - wall_s, time.process_time() - cpu_s)
 
 
@@ -61,9 +62,7 @@ class _Progress(NullScreen):
 
 
 class _Run:
-    def __init__(
-        self, config: RunConfig, costs: SimulatorCosts, faults: Faults, layout: Layout, metrics: Path
-    ) -> None:
+    def __init__(self, config: RunConfig, costs: SimulatorCosts, faults: Faults, layout: Layout, metrics: Path) -> None:
         rollout = config.rollout
         self._config = config
         self._layout = layout

@@ -96,12 +96,17 @@ def write_and_die(connection: Connection, last_words: int) -> None:
 
 
 def read_freely(connection: Connection, address: SegmentAddress, count: int) -> None:
-    """Fetches `count` times what lies in either slot; sends (refused fetches, descriptions of mixtures)."""
+    """Fetches `count` times the newest version or the one before, which may be on its way out.
+
+    Sends (refused fetches, descriptions of mixtures).
+    """
     subscriber = SharedMemorySubscriber(address)
     into = buffers(address.specs)
     whole, refused, torn = 0, 0, list[str]()
     while whole < count:
-        version = int(subscriber._slots.versions[(whole + refused) % 2][0])  # perhaps on its way out
+        version = max(0, *(int(word[0]) for word in subscriber._slots.versions)) - (whole + refused) % 2
+        if version < 0:
+            continue
         try:
             subscriber.fetch(version, into)
         except Superseded:

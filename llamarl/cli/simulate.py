@@ -1,0 +1,111 @@
+"""`llamarl simulate RUN.toml --gpus 16384 --faults ... [--section.key value ...]`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from llamarl.cli.main import FAILURE
+from llamarl.config import ConfigError, RunConfig, load_config
+
+if TYPE_CHECKING:
+    from llamarl.simulator.costs import SimulatorCosts
+
+EPILOG = """Runs the real controller under a virtual clock over simulated executors; needs neither GPUs nor torch.
+Costs come from --costs (a JSON file), from the planner (--model and --gpu), or are those of a 70B model on H100s.
+Every setting of the run file can be overridden: --rollout.max_staleness 2 --cluster.on_generator_failure respawn.
+Exit codes: 0 all steps done, 1 the simulated run failed, 2 a setting cannot work."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    from llamarl.simulator.faults import HELP
+
+    parser = argparse.ArgumentParser(
+        prog="llamarl simulate",
+        description="Simulate a run on a cluster of any size.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("config", metavar="RUN.toml")
+    add("--gpus", type=int, metavar="N", help="GPUs of the cluster (twice those of the run's generators)")
+    add("--trainer-gpus", type=int, metavar="N", help="GPUs of the trainer (the split with the shortest step)")
+    add("--faults", default="", metavar="LIST", help=HELP)
+    add("--costs", metavar="FILE", help="how long things take, a JSON file")
+    add("--model", metavar="NAME", help="let the planner say how long things take for this model, e.g. llama3-405b")
+    add("--gpu", default="h100-80g", metavar="KIND", help="with --model: the kind of GPU (h100-80g)")
+    add("--png", action="store_true", help="draw timeline.png too (needs matplotlib)")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    options, overrides = _parser().parse_known_args(arguments)
+    config = load_config(options.config, overrides)
+
+    from llamarl.controller.run_folder import prepare_run_folder
+    from llamarl.observability.accounting import write_trace
+    from llamarl.simulator.costs import SimulatorCosts
+    from llamarl.simulator.faults import Faults
+    from llamarl.simulator.layout import choose_layout
+    from llamarl.simulator.report import render, write_simulation
+    from llamarl.simulator.run import simulate
+    from llamarl.simulator.timeline import TRACE_GENERATORS, chosen, write_html, write_png
+
+    if options.model and options.costs:
+        raise ConfigError("--model and --costs both say how long things take; give one")
+    costs = SimulatorCosts.load(options.costs) if options.costs else SimulatorCosts()
+    if options.model:
+        config, costs = _planned(options, config)
+    layout = choose_layout(config, costs, options.gpus, options.trainer_gpus)
+    faults = Faults.parse(options.faults, layout.replicas)
+    config = config.model_copy(update={"name": f"{config.name}-simulation"})
+    folder = prepare_run_folder(config, resume=False, overwrite=True)
+    simulation = simulate(config, costs, faults, layout, folder.metrics)
+    print(render(simulation))
+    write_simulation(folder.summary, simulation)
+    write_trace(folder.trace, chosen(simulation.spans, TRACE_GENERATORS))
+    costs.save(folder.path / "costs.json")
+    write_html(folder.path / "timeline.html", simulation)
+    if options.png:
+        write_png(folder.path / "timeline.png", simulation)
+    names = sorted(path.name for path in folder.path.iterdir() if path.is_file())
+    print(f"files        {folder.path}: {', '.join(names)}")
+    return 0 if simulation.end == "finished" else FAILURE
+
+
+def _planned(options: argparse.Namespace, config: RunConfig) -> tuple[RunConfig, SimulatorCosts]:
+    """The planner's costs for the model, and its number of rollouts that a generator decodes at once."""
+    from llamarl.cli.plan import MEAN_SHARE
+    from llamarl.planner.constants import Constants
+    from llamarl.planner.feasibility import plans
+    from llamarl.planner.hardware import Pool, find_gpu
+    from llamarl.planner.lengths import Lengths
+    from llamarl.planner.request import Request
+    from llamarl.planner.shapes import find_model
+    from llamarl.simulator.costs import SimulatorCosts
+
+    if options.gpus is None:
+        raise ConfigError("--model asks the planner, which needs the size of the cluster; give --gpus N")
+    rollout, sigma = config.rollout, 0.7
+    limit = rollout.max_new_tokens
+    request = Request(
+        model=find_model(options.model),
+        prompt_tokens=config.data.max_prompt_tokens,
+        lengths=Lengths.lognormal(mean_tokens=max(1.0, MEAN_SHARE * limit), sigma=sigma, limit_tokens=limit),
+        prompts_per_step=rollout.prompts_per_step,
+        group_size=rollout.group_size,
+        max_staleness=max(1, rollout.max_staleness),
+        pools=(Pool(gpu=find_gpu(options.gpu), count=options.gpus),),
+        constants=Constants(),
+    )
+    request.check()
+    _, plan = plans(request)
+    if plan is None:
+        raise ConfigError(f"no asynchronous layout of {options.model} fits {options.gpus} GPUs; see llamarl plan")
+    generator = config.generator.model_copy(update={"max_running": plan.generator.slots})
+    costs = replace(SimulatorCosts.from_plan(plan), response_sigma=sigma)
+    return config.model_copy(update={"generator": generator}), costs
