@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamarl.channels.channel import Channel
-from llamarl.cluster.api import ExecutorHandle, chunks
+from llamarl.cluster.api import ExecutorHandle, RemoteError, chunks
 from llamarl.config import RunConfig
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.generators import Generators
@@ -115,6 +115,8 @@ class Controller:
         self.buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window, first_group_id)
         self._prompt_of = dict[int, int]()
         """Prompt index of each unconsumed group."""
+        self._in_step = list[int]()
+        """Prompts of the groups that the trainer is learning from right now."""
         self._changed = asyncio.Condition()
         """Notified when the buffer changes."""
         self._watch = StallWatch(config.cluster.stall_timeout_s, self._who_waits)
@@ -163,11 +165,12 @@ class Controller:
             await self._report(previous)  # bookkeeping of the last step, while the trainer works on this one
             result: StepResult = await step
             self.version = result.policy_version
+            self._in_step = []
             self._watch.progress()
             sync = self._supervisor.start(self._sync_and_release(len(groups)), f"sync version {self.version}")
             previous = _Finished(groups=groups, result=result, sync=sync, mark=self._telemetry.mark())
             if self._is_due(self._config.checkpoint.every_steps):
-                await self.save()
+                await self._save_and_go_on()
             if self._problems.eval and self._is_due(self._config.eval.every_steps):
                 evaluations.append(self._supervisor.start(self.evaluate(), f"evaluation at step {self.version}"))
         await self._report(previous)
@@ -211,8 +214,8 @@ class Controller:
         async with self._changed:
             while (groups := self.buffer.take()) is None:
                 await self._changed.wait()
+        self._in_step = [self._prompt_of.pop(group.group_id) for group in groups]
         for group in groups:
-            del self._prompt_of[group.group_id]
             staleness = self.version - group.oldest_version
             if group.oldest_version >= 0 and staleness > self.buffer.staleness_limit:
                 raise StalenessViolated(
@@ -265,13 +268,28 @@ class Controller:
         return result
 
     async def save(self) -> str:
-        """Saves trainer and data position together: after a resume nothing is trained twice or skipped."""
+        """Saves trainer and data position together: after a resume nothing is trained twice or skipped.
+
+        The trainer's own version decides whether a step that the run was interrupted in has still happened.
+        """
+        version: int = await self._call_trainer("policy_version")
+        interrupted = self._in_step if version == self.version else []
+        waiting = [self._prompt_of[group_id] for group_id in self.buffer.unconsumed]
         state = {
-            "step": self.version,
+            "step": version,
             "sampler": self._sampler.state(),
-            "unconsumed_prompts": [self._prompt_of[group_id] for group_id in self.buffer.unconsumed] + self._readmit,
+            "unconsumed_prompts": interrupted + waiting + self._readmit,
         }
         return await self._call_trainer("save", state)
+
+    async def _save_and_go_on(self) -> None:
+        """A periodic checkpoint that the disk refuses costs a warning, not the run; the last good one stands."""
+        try:
+            await self.save()
+        except RemoteError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            self._telemetry.warn(f"no checkpoint at step {self.version}: {error.__cause__}; the run goes on")
 
     async def _call_trainer(self, method: str, *args: Any) -> Any:
         return await self._trainer.call(method, *args, timeout_s=self._config.cluster.call_timeout_s)

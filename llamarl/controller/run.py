@@ -163,7 +163,7 @@ class _Run:
                     await supervisor.run(self._train(controller, telemetry))
                 except Interrupted:
                     screen.phase("saving a checkpoint before ending")
-                    await self._save_on_interrupt(controller)
+                    await self._save_on_interrupt(controller, screen)
                     raise
         finally:
             screen.phase("stopping executors")
@@ -229,12 +229,12 @@ class _Run:
         await controller.save()
         await telemetry.poll()  # the spans of the last half second
 
-    async def _save_on_interrupt(self, controller: Controller) -> None:
+    async def _save_on_interrupt(self, controller: Controller, screen: Screen) -> None:
         try:
             async with asyncio.timeout(SAVE_ON_INTERRUPT_S):
                 await controller.save()
         except (TimeoutError, ExecutorError) as error:
-            self._outcome.warnings.append(f"no checkpoint at the end, the last periodic one stands: {error!r}")
+            screen.warn(f"no checkpoint at the end, the last periodic one stands: {error!r}")
 
     def _summary(self, telemetry: Telemetry, staleness_limit: int) -> RunSummary:
         outcome, folder = self._outcome, self._folder

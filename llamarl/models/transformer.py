@@ -77,6 +77,13 @@ def rotate(x_N_H_K: Tensor, rotation: Rotation) -> Tensor:
     return x_N_H_K * cos_N_1_K + swapped_N_H_K * sin_N_1_K
 
 
+class RMSNorm(nn.RMSNorm):
+    """Under autocast the input is bfloat16 and the weight float32; the fused kernel needs one type for both."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     """Grouped-query attention. Head counts follow from the projections' outputs, which tensor parallelism cuts."""
 
@@ -89,8 +96,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(shape.hidden_size, kv_size, bias=shape.qkv_bias)
         self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=shape.qkv_bias)
         self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
-        self.k_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
+        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
 
     def project(self, x_N_D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Flat queries, keys and values; a generator may replace this by one matmul with the joined weights."""
@@ -127,9 +134,9 @@ class Layer(nn.Module):
 
     def __init__(self, shape: ModelShape, index: int) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = Attention(shape, index)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
 
     def forward(self, x_N_D: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
@@ -144,7 +151,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Layer(shape, index) for index in range(shape.num_layers))
-        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.rope = Rope(shape)
 
     def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:

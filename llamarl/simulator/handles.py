@@ -6,6 +6,7 @@ They take calls in the order of their arrival and one at a time, as an `Executor
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -48,6 +49,8 @@ class SimulatedHandle(ExecutorHandle):
         self.pids = [0]
         self.failed: asyncio.Future[ExecutorError] = self._loop.create_future()
         self._ended: ExecutorError | None = None
+        self.alive_s = (self._loop.time(), math.inf)
+        """Virtual seconds of its birth and of its death."""
         self._free_s = 0.0
         """When the calls that were taken so far are done."""
         self._doing = "idle"
@@ -124,7 +127,8 @@ class SimulatedHandle(ExecutorHandle):
         self.failed.set_result(error)
 
     def _end(self, error: ExecutorError) -> None:
-        self._ended = self._ended or error
+        if self._ended is None:
+            self._ended, self.alive_s = error, (self.alive_s[0], self._loop.time())
         for done in self._calls:
             if not done.done():
                 done.set_exception(error)
@@ -352,6 +356,10 @@ class SimulatedTrainer(SimulatedHandle):
                 return self._step(args[0])
             case "publish":
                 return self._costs.publish_s, ADDRESS
+            case "policy_version":
+                return 0.0, self._version
+            case "policy_version":
+                return 0.0, self._version
             case "save":
                 return self._costs.save_s, ""
         raise AssertionError(f"{self.name} has no method {method}")

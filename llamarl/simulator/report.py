@@ -71,8 +71,8 @@ def render(simulation: Simulation) -> str:
         "faults": f"{simulation.num_deaths} deaths, {simulation.num_joins} joins; {simulation.num_dropped:,} rollouts "
         f"dropped, {simulation.num_resubmitted:,} groups generated again; {percent(invalid, 2)} of rewards invalid",
         "resumed": f"{simulation.num_resumed:,} rollouts went on under newer weights than they began with",
-        "controller": f"{number(simulation.controller_s_per_group * 1e3)} ms of one core per group, {_load(simulation)} "
-        "of a core at this pace; transport comes on top",
+        "controller": f"{number(simulation.controller_s_per_group * 1e3)} ms of one core per group, "
+        f"{_load(simulation)} of a core at this pace; transport comes on top",
         "simulated": f"in {duration(simulation.wall_s)}",
     }
     if len(steps_s):

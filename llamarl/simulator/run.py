@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from llamarl.cluster.api import ExecutorError, ExecutorHandle, ExecutorSpec
@@ -12,7 +13,7 @@ from llamarl.config import RunConfig
 from llamarl.controller.controller import Controller, Executors, Problems, TooManyInvalid
 from llamarl.controller.supervision import Stalled, Supervisor, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
-from llamarl.observability.accounting import verdict
+from llamarl.observability.accounting import Accounts, verdict
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.view import RunView
 from llamarl.rollouts.buffer import RolloutBuffer
@@ -136,10 +137,19 @@ class _Run:
         spec = ExecutorSpec(name=name, target="")
         return await self._cluster.spawn(spec, self._config.cluster.start_timeout_s)
 
+    def _generator_busy_share(self, accounts: Accounts) -> float:
+        """Of the time in which they were alive: a generator that is not there does not idle."""
+        start_s, end_s = self._loop_s
+        lives_s = [min(end_s, h.alive_s[1]) - max(start_s, h.alive_s[0]) for h in self._cluster.generators]
+        busy_s = [accounts.busy_share.get(h.name, 0.0) * accounts.window_s for h in self._cluster.generators]
+        return sum(busy_s) / sum(lives_s) if sum(lives_s) > 0 else 0.0
+
     def result(self, wall_s: float, cpu_s: float) -> Simulation:
         """What was found, with the time that it took."""
         cluster, telemetry = self._cluster, self._telemetry
         accounts = telemetry.accounts(*self._loop_s)
+        generator = self._generator_busy_share(accounts)
+        accounts = replace(accounts, role_share={**accounts.role_share, "generator": generator})
         return Simulation(
             layout=self._layout,
             end=self._end,

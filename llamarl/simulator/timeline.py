@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +30,10 @@ TRACE_GENERATORS = 64
 
 
 def chosen(spans: Mapping[str, list[Span]], num_generators: int) -> dict[str, list[Span]]:
-    """Trainer, reward and some generators, evenly spread; the first and the last are among them."""
-    generators = [name for name in spans if name.startswith("generator-")]
-    count = min(num_generators, len(generators))
-    picked = {generators[index] for index in np.linspace(0, len(generators) - 1, count).astype(int)}
-    return {name: list(work) for name, work in spans.items() if name in picked or not name.startswith("generator-")}
+    """Trainer, reward and some of the generators that did something, evenly spread, the first and the last included."""
+    generators = [name for name, work in spans.items() if name.startswith("generator-") and work]
+    places = np.linspace(0, len(generators) - 1, min(num_generators, len(generators))).astype(int)
+    return {name: list(spans[name]) for name in ("trainer", "reward", *(generators[place] for place in places))}
 
 
 def _window(simulation: Simulation) -> tuple[float, float]:
@@ -46,25 +45,33 @@ def _window(simulation: Simulation) -> tuple[float, float]:
     return (ends_s[first - 1] if first else simulation.loop_s[0]), ends_s[min(first + NUM_STEPS, len(ends_s)) - 1]
 
 
-def _clipped(spans: Sequence[Span], start_s: float, end_s: float) -> list[tuple[str, float, float]]:
-    """(kind, start, length) of what lies in the window, in seconds from its start."""
-    cut = ((span.name, max(span.start_s, start_s) - start_s, min(span.end_s, end_s) - start_s) for span in spans)
-    return [(name, begin, end - begin) for name, begin, end in cut if end > begin]
+def _rows(simulation: Simulation, start_s: float, end_s: float) -> dict[str, list[Span]]:
+    """What lies in the window, in seconds from its start."""
+    clipped = {
+        name: [
+            Span(span.name, max(span.start_s, start_s) - start_s, min(span.end_s, end_s) - start_s)
+            for span in spans
+            if span.end_s > start_s and span.start_s < end_s
+        ]
+        for name, spans in simulation.spans.items()
+    }
+    return chosen(clipped, NUM_GENERATORS)
 
 
 def write_html(path: Path, simulation: Simulation) -> None:
     """Summary and timeline as one page without scripts. Raises OSError."""
     start_s, end_s = _window(simulation)
-    rows = chosen(simulation.spans, NUM_GENERATORS)
+    rows = _rows(simulation, start_s, end_s)
     width, height, left = 1200, 22, 130
     scale = (width - left - 10) / max(end_s - start_s, 1e-9)
     parts = []
     for row, (name, spans) in enumerate(rows.items()):
         parts.append(f'<text x="{left - 8}" y="{row * height + 15}" text-anchor="end">{html.escape(name)}</text>')
         parts += [
-            f'<rect x="{left + begin * scale:.1f}" y="{row * height + 3}" width="{max(length * scale, 0.5):.1f}" '
-            f'height="{height - 6}" fill="{COLORS.get(kind, "#999")}"><title>{kind} {length:.2f} s</title></rect>'
-            for kind, begin, length in _clipped(spans, start_s, end_s)
+            f'<rect x="{left + span.start_s * scale:.1f}" y="{row * height + 3}" height="{height - 6}" '
+            f'width="{max((span.end_s - span.start_s) * scale, 0.5):.1f}" fill="{COLORS[span.name]}">'
+            f"<title>{span.name} {span.end_s - span.start_s:.2f} s</title></rect>"
+            for span in spans
         ]
     legend = " ".join(f'<span style="color:{color}">■</span> {kind}' for kind, color in COLORS.items())
     page = (
@@ -85,22 +92,19 @@ def write_png(path: Path, simulation: Simulation) -> None:
     except ImportError:
         raise ConfigError("the PNG timeline needs matplotlib; pip install 'llamarl[plot]'") from None
     start_s, end_s = _window(simulation)
-    rows = chosen(simulation.spans, NUM_GENERATORS)
+    rows = _rows(simulation, start_s, end_s)
     figure = Figure(figsize=(12, 3 + 0.28 * len(rows)), layout="constrained")
     places = figure.add_gridspec(2, 2, height_ratios=(0.28 * len(rows), 2))
     time_axes = figure.add_subplot(places[0, :])
     step_axes, stale_axes = figure.add_subplot(places[1, 0]), figure.add_subplot(places[1, 1])
-    kinds = set[str]()
     for row, spans in enumerate(rows.values()):
-        work = _clipped(spans, start_s, end_s)
-        kinds.update(kind for kind, _, _ in work)
-        colors = [COLORS.get(kind, "#999999") for kind, _, _ in work]
-        time_axes.broken_barh([(begin, length) for _, begin, length in work], (row - 0.4, 0.8), facecolors=colors)
+        bars = [(span.start_s, span.end_s - span.start_s) for span in spans]
+        time_axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=[COLORS[span.name] for span in spans])
     time_axes.set(yticks=range(len(rows)), yticklabels=list(rows), xlabel="virtual seconds", xlim=(0, end_s - start_s))
     time_axes.invert_yaxis()
-    time_axes.set_title(f"{simulation.layout.gpus:,} GPUs, steps in the middle of the run")
-    patches = [Patch(color=color, label=kind) for kind, color in COLORS.items() if kind in kinds]
-    time_axes.legend(handles=patches, ncols=len(patches) or 1, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    time_axes.set_title(f"{simulation.layout.gpus:,} GPUs, steps in the middle of the run", loc="left")
+    patches = [Patch(color=color, label=kind) for kind, color in COLORS.items()]
+    time_axes.legend(handles=patches, ncols=len(patches), loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     step_axes.hist(simulation.step_s, bins=30, color="#4c78a8")
     step_axes.set(xlabel="step time, s", ylabel="steps")
     stale_axes.bar(list(simulation.staleness), list(simulation.staleness.values()), color="#4c78a8")

@@ -49,7 +49,7 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor, None, None]:  # pyrefly: ignore[bad-override]
         (grad_R,) = grad_outputs
         hidden_R_D, head_V_D, targets_R, normalizers_R = ctx.saved_tensors
         grad_hidden_R_D = torch.empty_like(hidden_R_D)
