@@ -14,6 +14,7 @@ mode is this same code.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,8 +72,8 @@ class _Finished:
 
     groups: list[RolloutGroup]
     result: StepResult
-    sync: asyncio.Task[float]
-    """Seconds from publish to the last adoption."""
+    sync: asyncio.Task[float] | None
+    """Seconds from publish to the last adoption; None when the run was interrupted before."""
     mark: StepMark
 
 
@@ -115,8 +116,9 @@ class Controller:
         self.buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window, first_group_id)
         self._prompt_of = dict[int, int]()
         """Prompt index of each unconsumed group."""
-        self._in_step = list[int]()
-        """Prompts of the groups that the trainer is learning from right now."""
+        self._under_way: tuple[list[RolloutGroup], asyncio.Future[StepResult]] | None = None
+        """The step that the trainer takes right now."""
+        self._unreported: _Finished | None = None
         self._changed = asyncio.Condition()
         """Notified when the buffer changes."""
         self._watch = StallWatch(config.cluster.stall_timeout_s, self._who_waits)
@@ -158,23 +160,40 @@ class Controller:
         """
         admission = self._supervisor.start(self._admission_loop(), "admission")
         evaluations = list[asyncio.Task[EvalResult]]()
-        previous: _Finished | None = None
         while self.version < self._config.steps:
             groups = await self._next_batch()
             step = asyncio.ensure_future(self._call_trainer("step", [group.group_id for group in groups]))
-            await self._report(previous)  # bookkeeping of the last step, while the trainer works on this one
-            result: StepResult = await step
-            self.version = result.policy_version
-            self._in_step = []
-            self._watch.progress()
-            sync = self._supervisor.start(self._sync_and_release(len(groups)), f"sync version {self.version}")
-            previous = _Finished(groups=groups, result=result, sync=sync, mark=self._telemetry.mark())
+            self._under_way = groups, step
+            await self._report()  # bookkeeping of the last step, while the trainer works on this one
+            await asyncio.shield(step)  # an interrupted run still wants its result
+            self._step_ended(sync=True)
             if self._is_due(self._config.checkpoint.every_steps):
                 await self._save_and_go_on()
             if self._problems.eval and self._is_due(self._config.eval.every_steps):
                 evaluations.append(self._supervisor.start(self.evaluate(), f"evaluation at step {self.version}"))
-        await self._report(previous)
+        await self._report()
         await asyncio.gather(admission, *evaluations)
+
+    def _step_ended(self, *, sync: bool) -> None:
+        """The trainer has completed the step under way; with `sync`, its weights go to the generators."""
+        assert self._under_way is not None
+        groups, step = self._under_way
+        self._under_way = None
+        self.version = step.result().policy_version
+        self._watch.progress()
+        mark, task = self._telemetry.mark(), None
+        if sync:
+            task = self._supervisor.start(self._sync_and_release(len(groups)), f"sync version {self.version}")
+        self._unreported = _Finished(groups=groups, result=step.result(), sync=task, mark=mark)
+
+    async def wind_down(self) -> None:
+        """After an interruption: ends and reports the step under way, without syncing it, and saves a checkpoint."""
+        await self._report()
+        if self._under_way is not None:
+            await self._under_way[1]
+            self._step_ended(sync=False)
+            await self._report()
+        await self.save()
 
     async def _admission_loop(self) -> None:
         """Consumes free slots and prompts; waits for slots; produces requests to generators; unblocked by releases."""
@@ -214,8 +233,8 @@ class Controller:
         async with self._changed:
             while (groups := self.buffer.take()) is None:
                 await self._changed.wait()
-        self._in_step = [self._prompt_of.pop(group.group_id) for group in groups]
         for group in groups:
+            del self._prompt_of[group.group_id]
             staleness = self.version - group.oldest_version
             if group.oldest_version >= 0 and staleness > self.buffer.staleness_limit:
                 raise StalenessViolated(
@@ -254,9 +273,12 @@ class Controller:
         self._watch.progress()
         return clock.time() - start_s
 
-    async def _report(self, finished: _Finished | None) -> None:
-        if finished is not None:
-            sync_s = await finished.sync
+    async def _report(self) -> None:
+        """Records the last completed step, once its weights have arrived."""
+        if self._unreported is not None:
+            finished = self._unreported
+            sync_s = await finished.sync if finished.sync and not finished.sync.cancelled() else math.nan
+            self._unreported = None
             self._telemetry.step(finished.groups, finished.result, finished.mark, sync_s, self.buffer.num_ready)
 
     async def evaluate(self) -> EvalResult:
@@ -268,17 +290,11 @@ class Controller:
         return result
 
     async def save(self) -> str:
-        """Saves trainer and data position together: after a resume nothing is trained twice or skipped.
-
-        The trainer's own version decides whether a step that the run was interrupted in has still happened.
-        """
-        version: int = await self._call_trainer("policy_version")
-        interrupted = self._in_step if version == self.version else []
-        waiting = [self._prompt_of[group_id] for group_id in self.buffer.unconsumed]
+        """Saves trainer and data position together: after a resume nothing is trained twice or skipped."""
         state = {
-            "step": version,
+            "step": self.version,
             "sampler": self._sampler.state(),
-            "unconsumed_prompts": interrupted + waiting + self._readmit,
+            "unconsumed_prompts": [self._prompt_of[group_id] for group_id in self.buffer.unconsumed] + self._readmit,
         }
         return await self._call_trainer("save", state)
 

@@ -32,8 +32,8 @@ from llamarl.rollouts.buffer import RolloutBuffer
 from llamarl.rollouts.recorder import RolloutRecorder
 from llamarl.types import Prompt
 
-SAVE_ON_INTERRUPT_S = 4.0
-"""Longest wait for a checkpoint when the run is asked to end; with `shutdown_timeout_s` below ten seconds in all."""
+WIND_DOWN_S = 4.0
+"""Longest wait for the step under way and a checkpoint when the run is asked to end."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -163,7 +163,7 @@ class _Run:
                     await supervisor.run(self._train(controller, telemetry))
                 except Interrupted:
                     screen.phase("saving a checkpoint before ending")
-                    await self._save_on_interrupt(controller, screen)
+                    await self._wind_down(controller, screen)
                     raise
         finally:
             screen.phase("stopping executors")
@@ -229,10 +229,10 @@ class _Run:
         await controller.save()
         await telemetry.poll()  # the spans of the last half second
 
-    async def _save_on_interrupt(self, controller: Controller, screen: Screen) -> None:
+    async def _wind_down(self, controller: Controller, screen: Screen) -> None:
         try:
-            async with asyncio.timeout(SAVE_ON_INTERRUPT_S):
-                await controller.save()
+            async with asyncio.timeout(WIND_DOWN_S):
+                await controller.wind_down()
         except (TimeoutError, ExecutorError) as error:
             screen.warn(f"no checkpoint at the end, the last periodic one stands: {error!r}")
 

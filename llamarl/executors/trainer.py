@@ -64,10 +64,6 @@ class TrainerExecutor(Executor):
         """One optimizer step on these groups. Raises NonFiniteStep."""
         return self._trainer.step([self._groups.pop(group_id) for group_id in group_ids])
 
-    def policy_version(self) -> int:
-        """Completed optimizer steps."""
-        return self._trainer.policy_version
-
     def publish(self, version: int, specs: tuple[TensorSpec, ...]) -> SegmentAddress:
         """Makes the current weights available as `version`, in the generators' types."""
         if self._publisher is None:

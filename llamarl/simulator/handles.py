@@ -356,10 +356,6 @@ class SimulatedTrainer(SimulatedHandle):
                 return self._step(args[0])
             case "publish":
                 return self._costs.publish_s, ADDRESS
-            case "policy_version":
-                return 0.0, self._version
-            case "policy_version":
-                return 0.0, self._version
             case "save":
                 return self._costs.save_s, ""
         raise AssertionError(f"{self.name} has no method {method}")

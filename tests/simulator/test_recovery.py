@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llamarl.config import RunConfig
 from llamarl.simulator.costs import SimulatorCosts
 from llamarl.simulator.faults import Faults
 from tests.simulator.conftest import Simulate, run_config
@@ -10,7 +11,7 @@ COSTS = SimulatorCosts(response_lengths=(300, 500), train_token_gpu_s=1e-4, gene
 ONE_DEATH = Faults(deaths=((12.0, 1),))
 
 
-def config(policy: str, **rollout: int) -> object:
+def config(policy: str, **rollout: int) -> RunConfig:
     rollout = {"max_staleness": 1, "window": 4} | rollout
     return run_config(steps=20, cluster={"on_generator_failure": policy}, **rollout)
 
@@ -71,4 +72,6 @@ def test_joining_generators_take_weights_and_work(simulated: Simulate) -> None:
     assert found.end == "finished"
     assert found.num_joins == 2
     for name in ("generator-2", "generator-3"):
-        assert [span.name for span in found.spans[name][:2]] == ["weight_sync", "generate"]
+        kinds = [span.name for span in found.spans[name]]
+        assert kinds[0] == "weight_sync"
+        assert "generate" in kinds
