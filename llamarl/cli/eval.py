@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     options = _parser().parse_args(arguments)
     from llamarl.controller.eval_run import EvalSettings, evaluate_checkpoint
-    from llamarl.observability.screen import eval_line
+    from llamarl.observability.screen import eval_facts
 
     run = load_config(options.config) if options.config else None
     temperature = options.temperature if options.temperature is not None else float(options.samples > 1)
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         result = evaluate_checkpoint(settings, lambda done, total: bar.update(task, completed=done, total=total))
     if options.output:
         _write_responses(Path(options.output), result)
-    print(eval_line(result.metrics))
+    print(eval_facts(result.metrics))
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 from llamarl.config import ConfigError
@@ -36,6 +37,9 @@ def main() -> None:
     except ConfigError as error:
         print(f"llamarl {name}: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
+    except BrokenPipeError:  # whoever read the output has gone (`| head`); Python must not flush to it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILURE)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 

@@ -27,26 +27,29 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("config", metavar="RUN.toml")
     parser.add_argument("--resume", action="store_true", help="go on from the run's newest valid checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the resolved config and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check the settings, print them in full and stop")
     options, overrides = parser.parse_known_args(arguments)
     config = load_config(options.config, overrides)
-    if options.dry_run:
-        print(dump_toml(config), end="")
-        return 0
 
     from llamarl.cluster.api import ExecutorError
     from llamarl.controller.controller import TooManyInvalid
-    from llamarl.controller.run import check_parts, run
-    from llamarl.controller.run_folder import prepare_run_folder
+    from llamarl.controller.prepare import check_parts, prepare
+    from llamarl.controller.run import run
+    from llamarl.controller.run_folder import check_run_folder, prepare_run_folder
     from llamarl.controller.supervision import Interrupted, Stalled
     from llamarl.controller.warm_start import ensure_base_model
     from llamarl.observability.report import render_summary
 
     check_parts(config)
-    folder = prepare_run_folder(config, resume=options.resume, overwrite=options.overwrite)
+    if options.dry_run:
+        print(dump_toml(config), end="")
+        return 0
+    check_run_folder(config, resume=options.resume, overwrite=options.overwrite)
     ensure_base_model(config)
+    prepared = prepare(config)
+    folder = prepare_run_folder(config, resume=options.resume, overwrite=options.overwrite)
     try:
-        summary = run(config, folder, resume=options.resume, command_started_s=started_s)
+        summary = run(config, prepared, folder, resume=options.resume, command_started_s=started_s)
     except Interrupted as error:
         print(f"llamarl train: {error}; go on with --resume. Files: {folder.path}", file=sys.stderr)
         return INTERRUPTED

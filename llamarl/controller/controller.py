@@ -112,7 +112,7 @@ class Controller:
             self.version = state["step"]
             self._sampler.restore(state["sampler"])
             self._readmit += state["unconsumed_prompts"]
-        first_group_id = self.version * rollout.prompts_per_step
+        first_group_id = state["next_group_id"] if state else 0
         self.buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window, first_group_id)
         self._prompt_of = dict[int, int]()
         """Prompt index of each unconsumed group."""
@@ -131,7 +131,7 @@ class Controller:
         )
         self._specs: tuple[TensorSpec, ...] = ()
         self._syncing = asyncio.Lock()
-        """Held while weights are published and adopted."""
+        """Held while weights are adopted."""
         self._published: tuple[int, SegmentAddress] | None = None
 
     async def start(self) -> None:
@@ -167,9 +167,13 @@ class Controller:
             await self._report()  # bookkeeping of the last step, while the trainer works on this one
             await asyncio.shield(step)  # an interrupted run still wants its result
             self._step_ended(sync=True)
-            if self._is_due(self._config.checkpoint.every_steps):
+            saves = self._is_due(self._config.checkpoint.every_steps)
+            evaluates = bool(self._problems.eval) and self._is_due(self._config.eval.every_steps)
+            if saves or evaluates:
+                await self._report()  # a step that is saved is on record, and one that is evaluated has been adopted
+            if saves:
                 await self._save_and_go_on()
-            if self._problems.eval and self._is_due(self._config.eval.every_steps):
+            if evaluates:
                 evaluations.append(self._supervisor.start(self.evaluate(), f"evaluation at step {self.version}"))
         await self._report()
         await asyncio.gather(admission, *evaluations)
@@ -265,8 +269,9 @@ class Controller:
         """Seconds from publish to the last adoption."""
         clock = asyncio.get_running_loop()
         start_s = clock.time()
+        # Before the lock: the next step may begin while a new generator joins, and would change the weights.
+        address = await self._call_trainer("publish", version, self._specs)
         async with self._syncing:
-            address = await self._call_trainer("publish", version, self._specs)
             stall_s = await self.generators.adopt(version, address)
             self._published = version, address
         self._telemetry.adopted(stall_s)
@@ -294,6 +299,7 @@ class Controller:
         state = {
             "step": self.version,
             "sampler": self._sampler.state(),
+            "next_group_id": self.buffer.next_group_id,
             "unconsumed_prompts": [self._prompt_of[group_id] for group_id in self.buffer.unconsumed] + self._readmit,
         }
         return await self._call_trainer("save", state)
@@ -317,7 +323,8 @@ class Controller:
         """What everybody is doing, for the stall report."""
         buffer = self.buffer
         facts = [
-            f"{buffer.num_ready} of {buffer.prompts_per_step} groups are ready for step {self.version + 1}",
-            f"{self._pipeline.num_pending} are in flight and {buffer.num_free} slots free",
+            f"step {self.version + 1} takes {buffer.prompts_per_step} groups, oldest first (rollout.window = "
+            f"{buffer.window}), and {buffer.num_ready} are ready",
+            f"{self._pipeline.describe_pending()}, {buffer.num_free} slots are free",
         ]
         return "; ".join([*facts, *self.generators.debts(), *(await self._telemetry.describe_executors())])

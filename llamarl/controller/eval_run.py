@@ -89,7 +89,7 @@ async def _evaluate(settings: EvalSettings, progress: Callable[[int, int], None]
 
 
 async def _describe(pipeline: Pipeline) -> str:
-    return "; ".join([f"{pipeline.num_pending} groups are in flight", *pipeline.generators.debts()])
+    return "; ".join([pipeline.describe_pending(), *pipeline.generators.debts()])
 
 
 async def _deliver_nothing(groups: object) -> None:

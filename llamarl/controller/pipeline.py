@@ -51,10 +51,13 @@ class Pipeline:
         self._to_score = Channel[_Pending]("groups to score", collected.capacity)
         self._evaluations = dict[int, Evaluation]()
 
-    @property
-    def num_pending(self) -> int:
-        """Groups that are being generated or scored."""
-        return len(self._pending)
+    def describe_pending(self) -> str:
+        """Groups that are being generated or scored, for a stall report."""
+        if not self._pending:
+            return "none is in flight"
+        oldest = min(self._pending)
+        arrived, size = len(self._pending[oldest].rollouts), self._pending[oldest].group_size
+        return f"{len(self._pending)} are in flight, the oldest is group {oldest} with {arrived} of {size} rollouts"
 
     def start(self, supervisor: Supervisor, deliver: Callable[[Sequence[RolloutGroup]], Awaitable[None]]) -> None:
         """Starts the loops; scored groups that belong to no evaluation go to `deliver`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,25 +11,21 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorSpec, RemoteError, open_cluster
-from llamarl.config import ConfigError, RunConfig, build
-from llamarl.controller.controller import Controller, Executors, Problems
+from llamarl.config import ConfigError, RunConfig
+from llamarl.controller.controller import Controller, Executors
 from llamarl.controller.evaluation import EvalResult
+from llamarl.controller.prepare import Prepared
 from llamarl.controller.run_folder import RunFolder
 from llamarl.controller.supervision import Interrupted, Supervisor, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
-from llamarl.data.prompts import load_prompts
-from llamarl.data.tokenizer import Tokenizer, check_vocabulary
-from llamarl.models.folder import load_shape
 from llamarl.observability.accounting import verdict, write_trace
 from llamarl.observability.report import RunFile, RunSummary, write_summary
 from llamarl.observability.screen import Screen, open_screen
 from llamarl.observability.sinks import JsonlSink, MetricsLog
 from llamarl.observability.spans import now_s
 from llamarl.observability.view import RunInfo
-from llamarl.rewards._build import build_reward
 from llamarl.rollouts.buffer import RolloutBuffer
 from llamarl.rollouts.recorder import RolloutRecorder
-from llamarl.types import Prompt
 
 WIND_DOWN_S = 4.0
 """Longest wait for the step under way and a checkpoint when the run is asked to end."""
@@ -49,66 +44,31 @@ class _Progress:
     warnings: list[str] = field(default_factory=list)
 
 
-def check_parts(config: RunConfig) -> None:
-    """Builds what the config names by `Ref`, so that a mistake shows before any process starts. Raises ConfigError."""
-    build(config.trainer.loss, "llamarl.algorithms.losses", "trainer.loss")
-    build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
-    build_reward(config.reward).close()
-
-
-def run(config: RunConfig, folder: RunFolder, *, resume: bool, command_started_s: float) -> RunSummary:
+def run(
+    config: RunConfig, prepared: Prepared, folder: RunFolder, *, resume: bool, command_started_s: float
+) -> RunSummary:
     """Runs `config` to its end.
 
     Raises:
-        ConfigError: the model, the data or a combination of them cannot work.
+        ConfigError: a device or a part cannot work.
         Interrupted: the user ended it; the last checkpoint is intact.
         ExecutorError, Stalled, TooManyInvalid: it failed.
     """
     with rare_garbage_collections():
-        return asyncio.run(_Run(config, folder, resume, command_started_s).run())
+        return asyncio.run(_Run(config, prepared, folder, resume, command_started_s).run())
 
 
 class _Run:
-    def __init__(self, config: RunConfig, folder: RunFolder, resume: bool, command_started_s: float) -> None:
+    def __init__(
+        self, config: RunConfig, prepared: Prepared, folder: RunFolder, resume: bool, command_started_s: float
+    ) -> None:
         self._config = config
         self._folder = folder
         self._resume = resume
         self._command_started_s = command_started_s
-        self._outcome = _Progress()
-        self._check_threads()
-        self._shape = load_shape(config.model.path)
-        tokenizer = Tokenizer(config.model.path)
-        check_vocabulary(tokenizer, self._shape.vocab_size)
-        self._problems = Problems(
-            train=self._load_prompts(tokenizer, "train"),
-            eval=self._load_prompts(tokenizer, "eval") if config.data.eval else (),
-            stop_token_ids=tokenizer.eos_token_ids,
-        )
-
-    def _check_threads(self) -> None:
-        """Warns when executors that work at the same time want more threads than there are cores.
-
-        Two OpenMP threads that share a core wait for each other at every operation and can be 20 times slower than one.
-        """
-        trainer, generator = self._config.trainer, self._config.generator
-        of_generators = generator.replicas * generator.threads if generator.device == "cpu" else 0
-        of_trainer = trainer.threads if trainer.device == "cpu" else 0
-        together = max if self._config.cluster.placement == "colocated" else sum
-        wanted, cores = together((of_generators, of_trainer)), os.cpu_count() or 1
-        if wanted > cores:
-            self._outcome.warnings.append(
-                f"{wanted} CPU threads work at once on {cores} cores, which is slow; "
-                "lower trainer.threads, generator.threads or generator.replicas"
-            )
-
-    def _load_prompts(self, tokenizer: Tokenizer, which: Literal["train", "eval"]) -> tuple[Prompt, ...]:
-        loaded = load_prompts(self._config.data, tokenizer, self._shape.max_position_embeddings, which)
-        if loaded.num_overlong:
-            self._outcome.warnings.append(
-                f"data.{which}: {loaded.num_overlong} prompts are too long and were skipped "
-                f"(data.max_prompt_tokens = {self._config.data.max_prompt_tokens})"
-            )
-        return loaded.prompts
+        self._problems = prepared.problems
+        self._shape = prepared.shape
+        self._outcome = _Progress(warnings=list(prepared.warnings))
 
     async def run(self) -> RunSummary:
         config, folder = self._config, self._folder

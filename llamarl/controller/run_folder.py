@@ -22,11 +22,11 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
 
 
-def prepare_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> RunFolder:
-    """Creates the run's folder, or takes it over, and writes the resolved config into it.
+def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Path:
+    """The path of the run's folder, which nothing has touched yet.
 
     Raises:
-        ConfigError: it exists and neither `resume` nor `overwrite` was asked for, or it cannot be written.
+        ConfigError: it exists and neither `resume` nor `overwrite` was asked for, or what was asked for cannot be.
     """
     path = Path(config.output) / config.name
     if overwrite and resume:
@@ -35,19 +35,23 @@ def prepare_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> R
         raise ConfigError(f"{path} exists; go on with it (--resume), replace it (--overwrite) or choose another --name")
     if resume and not path.exists():
         raise ConfigError(f"--resume: there is no run in {path}; start it without --resume")
-    folder = RunFolder(path)
+    if overwrite and path.exists() and any(path.iterdir()) and not (path / "config.toml").exists():
+        raise ConfigError(f"--overwrite: {path} is not a run folder (no config.toml in it), so it is not deleted")
+    return path
+
+
+def prepare_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> RunFolder:
+    """Creates the run's folder, or takes it over, and writes the resolved config into it.
+
+    Raises:
+        ConfigError: as `check_run_folder`, or it cannot be written.
+    """
+    folder = RunFolder(check_run_folder(config, resume=resume, overwrite=overwrite))
     try:
-        if overwrite and path.exists():
-            _remove_run(path)
+        if overwrite and folder.path.exists():
+            shutil.rmtree(folder.path)
         folder.logs.mkdir(parents=True, exist_ok=True)
         folder.config.write_text(dump_toml(config))
     except OSError as error:
-        raise ConfigError(f"cannot write to {path}: {error.strerror}; choose another --output") from error
+        raise ConfigError(f"cannot write to {folder.path}: {error.strerror}; choose another --output") from error
     return folder
-
-
-def _remove_run(path: Path) -> None:
-    """Deletes a run folder; refuses to delete what is not one."""
-    if any(path.iterdir()) and not (path / "config.toml").exists():
-        raise ConfigError(f"--overwrite: {path} is not a run folder (no config.toml in it), so it is not deleted")
-    shutil.rmtree(path)

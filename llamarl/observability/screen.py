@@ -149,10 +149,15 @@ def step_line(last: StepMetrics, info: RunInfo, recent_step_s: float) -> str:
 
 
 def eval_line(entry: EvalMetrics) -> str:
-    """One evaluation for a log."""
+    """One evaluation of a run, for a log."""
+    return f"held-out at step {entry.step}: {eval_facts(entry)}"
+
+
+def eval_facts(entry: EvalMetrics) -> str:
+    """What an evaluation found, on one line."""
     at_k = f"  pass@{entry.k} {percent(entry.pass_at_k, 1)}" if entry.k > 1 else ""
     return (
-        f"held-out at step {entry.step}: accuracy {percent(entry.accuracy, 1)}{at_k}  "
+        f"accuracy {percent(entry.accuracy, 1)}{at_k}  "
         f"length {number(entry.mean_response_tokens)}  {entry.num_prompts:,} prompts  {duration(entry.wall_s)}"
     )
 

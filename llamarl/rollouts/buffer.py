@@ -29,7 +29,8 @@ class RolloutBuffer:
         self.window = window
         self.capacity = (max_staleness + 1) * prompts_per_step
         self.staleness_limit = max_staleness + -(-(window - 1) // prompts_per_step) if max_staleness else 0
-        self._next_id = first_group_id
+        self.next_group_id = first_group_id
+        """Of the next group to be admitted."""
         self._waiting: dict[int, RolloutGroup | None] = {}  # unconsumed groups in admission order; None: not ready
         self._num_unreleased = 0  # consumed, weights not yet adopted
         self.num_ready = 0
@@ -51,8 +52,8 @@ class RolloutBuffer:
     def admit(self, count: int) -> Sequence[int]:
         """Ids of `count` newly admitted groups, oldest first."""
         assert count <= self.num_free, "admission beyond the staleness bound"
-        ids = range(self._next_id, self._next_id + count)
-        self._next_id += count
+        ids = range(self.next_group_id, self.next_group_id + count)
+        self.next_group_id += count
         self._waiting.update(dict.fromkeys(ids))
         return ids
 

@@ -266,13 +266,14 @@ class SimulatedGenerator(SimulatedHandle):
     def _rollout(self, decoded: Decoded) -> Rollout:
         attempt = decoded.attempt
         self.num_resumed += decoded.last_version > decoded.first_version
+        # Of the tokens only their number and the oldest version matter to the controller: one array stands for all.
+        versions_T = repeated(decoded.first_version, attempt.num_tokens)
         return Rollout(
             group_id=attempt.group_id,
             index=attempt.index,
-            token_ids_T=repeated(0, attempt.num_tokens, "<i4"),
-            behavior_logprobs_T=repeated(0.0, attempt.num_tokens, "<f4"),
-            # Only the oldest version matters to the controller, so all tokens carry it.
-            policy_versions_T=repeated(decoded.first_version, attempt.num_tokens, "<i4"),
+            token_ids_T=versions_T,
+            behavior_logprobs_T=versions_T,
+            policy_versions_T=versions_T,
             finish_reason=(
                 FinishReason.LENGTH if attempt.num_tokens >= self._lengths.limit_tokens else FinishReason.STOP
             ),

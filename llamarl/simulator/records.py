@@ -13,20 +13,20 @@ from llamarl.types import Prompt
 
 
 class Repeated(np.ndarray):
-    """One value, `len` times: an array with stride 0 that is pickled as (value, length, type)."""
+    """One number, `len` times, int32: an array with stride 0 that is pickled as (value, length)."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return repeated, (self[0].item() if len(self) else 0, len(self), self.dtype.str)
+        return repeated, (int(self[0]), len(self))
 
 
-def repeated(value: float, length: int, dtype: str) -> Repeated:
-    """An array [length] of one value."""
-    return Repeated((length,), dtype, np.array(value, dtype), 0, (0,))
+def repeated(value: int, length: int) -> Repeated:
+    """An array [length] of one number; `length` is at least 1."""
+    return Repeated((length,), np.int32, np.array(value, np.int32), 0, (0,))
 
 
 def simulated_prompts(count: int, num_tokens: int) -> tuple[Prompt, ...]:
     """Prompts to draw from."""
-    token_ids_T = repeated(0, num_tokens, "<i4")
+    token_ids_T = repeated(0, num_tokens)
     return tuple(
         Prompt(prompt_id=f"simulated-{number}", text="", token_ids_T=token_ids_T, answer="") for number in range(count)
     )

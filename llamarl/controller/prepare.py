@@ -1,0 +1,74 @@
+"""Everything about a run that can be checked before a process starts or a file is written."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from llamarl.config import RunConfig, build
+from llamarl.controller.controller import Problems
+from llamarl.data.prompts import load_prompts
+from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+from llamarl.models.folder import load_shape
+from llamarl.models.shape import ModelShape
+from llamarl.rewards._build import build_reward
+from llamarl.types import Prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What a run needs to know of its model and data."""
+
+    shape: ModelShape
+    problems: Problems
+    warnings: tuple[str, ...]
+    """Sentences for the user."""
+
+
+def check_parts(config: RunConfig) -> None:
+    """Builds what the config names by `Ref`, so that a mistake shows early. Raises ConfigError."""
+    build(config.trainer.loss, "llamarl.algorithms.losses", "trainer.loss")
+    build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
+    build_reward(config.reward).close()
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Reads model shape, tokenizer and prompts; the model exists.
+
+    Raises:
+        ConfigError: the model, the data or a combination of them cannot work.
+    """
+    shape, tokenizer = load_shape(config.model.path), Tokenizer(config.model.path)
+    check_vocabulary(tokenizer, shape.vocab_size)
+    warnings = _thread_warnings(config)
+
+    def load(which: Literal["train", "eval"]) -> tuple[Prompt, ...]:
+        loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings, which)
+        if loaded.num_overlong:
+            warnings.append(
+                f"data.{which}: {loaded.num_overlong} prompts are too long and were skipped "
+                f"(data.max_prompt_tokens = {config.data.max_prompt_tokens})"
+            )
+        return loaded.prompts
+
+    problems = Problems(
+        train=load("train"), eval=load("eval") if config.data.eval else (), stop_token_ids=tokenizer.eos_token_ids
+    )
+    return Prepared(shape=shape, problems=problems, warnings=tuple(warnings))
+
+
+def _thread_warnings(config: RunConfig) -> list[str]:
+    """Executors that work at the same time and want more threads than there are cores.
+
+    Two OpenMP threads that share a core wait for each other at every operation and can be 20 times slower than one.
+    """
+    trainer, generator = config.trainer, config.generator
+    of_generators = generator.replicas * generator.threads if generator.device == "cpu" else 0
+    of_trainer = trainer.threads if trainer.device == "cpu" else 0
+    together = max if config.cluster.placement == "colocated" else sum
+    wanted, cores = together((of_generators, of_trainer)), os.cpu_count() or 1
+    if wanted <= cores:
+        return []
+    fix = "lower trainer.threads, generator.threads or generator.replicas"
+    return [f"{wanted} CPU threads work at once on {cores} cores, which is slow; {fix}"]

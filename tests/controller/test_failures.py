@@ -1,0 +1,192 @@
+"""Deaths, interruptions and resumed runs, over executors that are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from llamarl.cluster.api import CallTimeout, MeshFailed, RemoteError
+from llamarl.controller.supervision import Interrupted, Supervisor
+from llamarl.data.sampler import PromptSampler
+from llamarl.simulator.clock import run_virtual
+from tests.controller.fakes import Generator, Run, Trainer, config
+
+NUM_STEPS, NUM_TRAIN = 7, 23
+
+
+def kills(name: str, at_s: float) -> Callable[[Run], Awaitable[None]]:
+    async def strike(run: Run) -> None:
+        await asyncio.sleep(at_s)
+        run.handles[name].die()
+
+    return strike
+
+
+@pytest.mark.parametrize("name", ["generator-0", "generator-1", "reward", "trainer"])
+def test_a_death_ends_the_run_and_is_what_it_reports(tmp_path: Path, name: str) -> None:
+    """At any moment, and never as an error that only follows from it."""
+    for tenth in range(0, 100, 3):
+        run = Run(config(tmp_path, steps=50), tmp_path, [Generator(), Generator(adopt_s=0.4)])
+        with pytest.raises(MeshFailed) as caught:
+            run.train(strike=kills(name, tenth / 10))
+        assert str(caught.value) == f"{name} (rank 0): pid 7 was killed by SIGKILL"
+        assert run.wall_s < tenth / 10 + 2.0
+        assert not run.complaints, f"killed at {tenth / 10} s"
+
+
+@pytest.mark.parametrize(("name", "method"), [("trainer", "publish"), ("generator-0", "adopt"), ("trainer", "step")])
+def test_an_exception_in_an_executor_is_what_the_run_reports(tmp_path: Path, name: str, method: str) -> None:
+    run = Run(config(tmp_path, steps=50), tmp_path)
+
+    async def strike(run: Run) -> None:
+        await asyncio.sleep(5.0)
+
+        async def broken(*args: object) -> None:
+            raise RemoteError(name, method, "Traceback: boom")
+
+        setattr(run.handles[name].role, method, broken)
+
+    with pytest.raises(RemoteError) as caught:
+        run.train(strike=strike)
+    assert str(caught.value) == f"{name}.{method} failed\nTraceback: boom"
+    assert not run.complaints
+
+
+def test_a_call_without_answer_ends_the_run_by_name(tmp_path: Path) -> None:
+    run = Run(config(tmp_path, cluster={"call_timeout_s": 30.0}), tmp_path, trainer=Trainer(step_s=1e6))
+    with pytest.raises(CallTimeout, match=r"trainer.step had no answer after 30 s; trainer is in step"):
+        run.train()
+
+
+def draws(count: int) -> list[str]:
+    """Prompts that an uninterrupted run trains on."""
+    sampler = PromptSampler(NUM_TRAIN, 0)
+    return [f"p-{sampler.next()}" for _ in range(count)]
+
+
+def audit(run: Run) -> None:
+    """Every prompt that was admitted was trained once, and every step and rollout is on record once."""
+    assert [row["step"] for row in run.steps] == list(range(1, NUM_STEPS + 1))
+    trained = [row["prompt_id"] for row in run.rollouts if not row["index"]]
+    assert Counter(trained) == Counter(draws(2 * NUM_STEPS))
+    keys = [(row["group_id"], row["index"]) for row in run.rollouts]
+    assert len(set(keys)) == len(keys) == 4 * NUM_STEPS
+    assert Counter(row["step"] for row in run.rollouts) == dict.fromkeys(range(1, NUM_STEPS + 1), 4)
+    assert max(row["staleness"] for row in run.rollouts) <= run.steps[0]["staleness_limit"]
+    assert run.trainer.version == NUM_STEPS
+
+
+def uneven(seed: int) -> Generator:
+    return Generator(duration_s=lambda group_id, index: random.Random(f"{seed}/{group_id}/{index}").uniform(0.2, 4.0))
+
+
+def run_of(tmp_path: Path, staleness: int, window: int, trainer: Trainer, seed: int) -> Run:
+    settings = config(
+        tmp_path,
+        steps=NUM_STEPS,
+        rollout={"max_staleness": staleness, "window": window},
+        checkpoint={"every_steps": 2},
+    )
+    return Run(settings, tmp_path, [uneven(seed)], trainer=trainer, num_train=NUM_TRAIN)
+
+
+def resumed(tmp_path: Path, staleness: int, window: int, disk: Trainer, seed: int) -> Run:
+    """The rest of the run, from the newest checkpoint."""
+    version, state = disk.saved[-1] if disk.saved else (0, "null")
+    run = run_of(tmp_path, staleness, window, Trainer(version=version, saved=disk.saved), seed)
+    if not disk.saved:
+        run.metrics_file.unlink(missing_ok=True)
+        run.rollouts_file.unlink(missing_ok=True)
+    return run.train(json.loads(state))
+
+
+@pytest.mark.parametrize(("staleness", "window"), [(0, 1), (1, 1), (1, 4), (3, 6)])
+def test_after_a_crash_no_prompt_is_skipped_or_trained_twice(tmp_path: Path, staleness: int, window: int) -> None:
+    for moment in range(1, 30, 2):
+        for file in tmp_path.glob("*.jsonl"):
+            file.unlink()
+        disk = Trainer()
+        try:
+            run_of(tmp_path, staleness, window, disk, moment).train(strike=kills("generator-0", moment / 1.3))
+        except MeshFailed:
+            audit(resumed(tmp_path, staleness, window, disk, moment + 1000))
+
+
+@pytest.mark.parametrize(("staleness", "window"), [(0, 1), (1, 4), (3, 6)])
+def test_after_an_interruption_no_step_is_lost(tmp_path: Path, staleness: int, window: int) -> None:
+    """A step that the trainer works on when the run is asked to end is completed, saved and on record."""
+    num_in_step = 0
+    for moment in range(1, 40):
+        for file in tmp_path.glob("*.jsonl"):
+            file.unlink()
+        disk = Trainer(step_s=0.9)
+        run = run_of(tmp_path, staleness, window, disk, moment)
+
+        async def interrupt(run: Run, at_s: float = moment / 2.1) -> None:
+            await asyncio.sleep(at_s)
+            run.supervisor.fail(Interrupted("ended by SIGINT"))
+
+        try:
+            run.train(strike=interrupt)
+        except Interrupted:
+            num_in_step += any(begin < moment / 2.1 < end for begin, end in disk.spans)
+            assert disk.saved[-1][0] == disk.version
+            assert [row["step"] for row in run.steps] == list(range(1, disk.version + 1))
+            audit(resumed(tmp_path, staleness, window, disk, moment + 1000))
+        assert not run.complaints
+    assert num_in_step > 3
+
+
+def test_a_finished_run_can_be_resumed_and_extended(tmp_path: Path) -> None:
+    disk = Trainer()
+    run = run_of(tmp_path, 1, 3, disk, 0)
+    run.train()
+    again = run_of(tmp_path, 1, 3, Trainer(version=NUM_STEPS, saved=disk.saved), 0)
+    state = json.loads(disk.saved[-1][1])
+    assert again.train(state).trainer.spans == []
+    audit(again)
+
+
+def test_the_death_of_the_last_generator_ends_the_run(tmp_path: Path) -> None:
+    run = Run(config(tmp_path, steps=50, cluster={"on_generator_failure": "drop"}), tmp_path)
+    with pytest.raises(MeshFailed, match="generator-0"):
+        run.train(strike=kills("generator-0", 5.0))
+    assert not run.complaints
+
+
+def test_supervisor_reports_the_first_failure_and_ends_the_others() -> None:
+    ended = list[str]()
+
+    async def wait(name: str) -> None:
+        try:
+            await asyncio.sleep(100)
+        finally:
+            ended.append(name)
+
+    async def fail() -> None:
+        await asyncio.sleep(1)
+        raise ValueError("first")
+
+    async def fail_later() -> None:
+        await asyncio.sleep(2)
+        raise ValueError("second")
+
+    async def main() -> None:
+        supervisor = Supervisor()
+        for coroutine in (wait("background"), fail(), fail_later()):
+            supervisor.start(coroutine, "one of three")
+        try:
+            await supervisor.run(wait("main"))
+        finally:
+            await supervisor.stop()
+        raise AssertionError("the failure was lost")
+
+    with pytest.raises(ValueError, match="first"):
+        run_virtual(main())
+    assert ended == ["main", "background"]
