@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import pickle
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 import llamarl
+from llamarl.cluster.api import ExecutorSpec, open_cluster
 from llamarl.config import RunConfig
 from llamarl.executors.replies import Collected, Scored
 from llamarl.simulator.costs import SimulatorCosts
@@ -115,45 +117,87 @@ def transport_s_per_group(response_tokens: int, group_size: int, repeats: int = 
     return (time.process_time() - start_s) / repeats
 
 
-def main() -> None:
-    """Runs everything and writes the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=SETTINGS["steps"])
-    parser.add_argument("--output", type=Path, default=None)
-    options = parser.parse_args()
-    date = datetime.now(UTC).date().isoformat()
-    output = options.output or Path(__file__).parent / "results" / f"simulator-{date}.json"
-    clean, faulty = simulated("", options.steps), simulated(FAULTS, options.steps)
-    control_s = clean["controller_ms_per_group"] / 1e3
-    transport_s = transport_s_per_group(1200, 16)
-    needed = clean["groups"] / clean["virtual_s"]
-    result = {
-        "date": date,
-        "command": f"python benchmarks/simulator.py --steps {options.steps}",
-        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.platform()},
-        "versions": {"llamarl": _version(), "python": platform.python_version(), "numpy": np.__version__},
-        "settings": SETTINGS | {"gpus": GPUS, "faults": FAULTS, "costs": "SimulatorCosts()"},
+async def message_s(calls: int = 2000, at_once: int = 16) -> float:
+    """Processor seconds of this process per call to an executor on Monarch, `at_once` under way at a time."""
+    async with open_cluster("monarch") as cluster:
+        folder = str(Path(__file__).parents[1] / "tests" / "simulator")
+        spec = ExecutorSpec(name="reward", target="light_executors:LightReward", code_paths=(folder,))
+        handle = await cluster.spawn(spec, timeout_s=60)
+
+        async def call(count: int) -> None:
+            for _ in range(count):
+                await handle.call("score", [], timeout_s=30)
+
+        start_s = time.process_time()
+        await asyncio.gather(*(call(calls // at_once) for _ in range(at_once)))
+        return (time.process_time() - start_s) / calls
+
+
+def large(steps: int) -> dict[str, Any]:
+    """Both large runs."""
+    clean = simulated("", steps)
+    faulty = simulated(FAULTS, steps)
+    return {
         "gpus": clean["gpus"],
         "generator_replicas": clean["generator_replicas"],
         "wall_s": clean["wall_s"],
         "cpu_s": clean["cpu_s"],
         "staleness_max": max(clean["staleness_max"], faulty["staleness_max"]),
         "staleness_bound": clean["staleness_bound"],
-        "controller_ms_per_group": clean["controller_ms_per_group"],
-        "transport_ms_per_group": transport_s * 1e3,
-        "groups_per_s": 1 / control_s,
-        "groups_per_s_with_transport": 1 / (control_s + transport_s),
-        "groups_per_s_needed": needed,
-        "controller_core_share": needed * control_s,
-        "controller_core_share_with_transport": needed * (control_s + transport_s),
         "memory_max_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "clean": clean,
         "faulty": faulty,
+    }
+
+
+def controller_costs(clean: dict[str, Any]) -> dict[str, Any]:
+    """What one core of the controller has to do for a group, and how many groups per second it could do."""
+    size = SETTINGS["rollout"]["group_size"]
+    control_s = clean["controller_ms_per_group"] / 1e3
+    packing_s = transport_s_per_group(1200, size)
+    call_s = asyncio.run(message_s())
+    # One reply per rollout; request, scoring and the trainer's copy are about one more call each.
+    total_s = control_s + packing_s + (size + 3) * call_s
+    needed = clean["groups"] / clean["virtual_s"]
+    return {
+        "controller_ms_per_group": control_s * 1e3,
+        "packing_ms_per_group": packing_s * 1e3,
+        "message_ms_per_call": call_s * 1e3,
+        "messages_per_group": size + 3,
+        "groups_per_s": 1 / control_s,
+        "groups_per_s_with_transport": 1 / total_s,
+        "groups_per_s_needed": needed,
+        "controller_core_share": needed * control_s,
+        "controller_core_share_with_transport": needed * total_s,
+    }
+
+
+def main() -> None:
+    """Runs what is asked for and writes, or updates, the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=SETTINGS["steps"])
+    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument(
+        "--part", choices=("all", "costs"), default="all", help="costs: keep the large runs of the file"
+    )
+    options = parser.parse_args()
+    date = datetime.now(UTC).date().isoformat()
+    output = options.output or Path(__file__).parent / "results" / f"simulator-{date}.json"
+    found = json.loads(output.read_text()) if options.part == "costs" else large(options.steps)
+    result = found | {
+        "date": date,
+        "command": f"python benchmarks/simulator.py --steps {options.steps}",
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.platform()},
+        "versions": {"llamarl": _version(), "python": platform.python_version(), "numpy": np.__version__},
+        "settings": SETTINGS | {"gpus": GPUS, "faults": FAULTS, "costs": "SimulatorCosts()"},
+        **controller_costs(found["clean"]),
         "notes": [
-            "wall_s is one process on one core of a machine that others used at the same time; cpu_s is its share.",
-            "groups_per_s is the controller alone: its loops, buffer, records and event loop, without transport.",
-            "transport is packing and unpacking of 16 responses of 1,200 tokens; the messages of Monarch come on top.",
-            "groups_per_s_needed is what the simulated cluster consumes at the pace that it reaches.",
+            "wall_s is one process on a two-core machine that others used at the same time; cpu_s is its own share.",
+            "groups_per_s is the controller alone: loops, buffer, records, telemetry and event loop.",
+            "With transport: packing and unpacking 16 responses of 1,200 tokens, and Monarch's cost per call, of which "
+            "there is one per rollout because generators hand each one over as it ends.",
+            "groups_per_s_needed is what the simulated cluster consumes at the pace that it reaches; with slower models "
+            "or longer responses it is less.",
         ],
     }
     output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--faults", default="", metavar="LIST", help=HELP)
     add("--costs", metavar="FILE", help="how long things take, a JSON file")
     add("--model", metavar="NAME", help="let the planner say how long things take for this model, e.g. llama3-405b")
-    add("--gpu", default="h100-80g", metavar="KIND", help="with --model: the kind of GPU (h100-80g)")
+    add("--gpu", metavar="KIND", help="with --model: the kind of GPU (h100-80g)")
     add("--png", action="store_true", help="draw timeline.png too (needs matplotlib)")
     return parser
 
@@ -55,6 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     from llamarl.simulator.run import simulate
     from llamarl.simulator.timeline import TRACE_GENERATORS, chosen, write_html, write_png
 
+    if options.gpu and not options.model:
+        raise ConfigError("--gpu chooses the kind of GPU for the planner; give --model NAME, or --gpus N for the number")
     if options.model and options.costs:
         raise ConfigError("--model and --costs both say how long things take; give one")
     costs = SimulatorCosts.load(options.costs) if options.costs else SimulatorCosts()
@@ -99,7 +101,7 @@ def _planned(options: argparse.Namespace, config: RunConfig) -> tuple[RunConfig,
         prompts_per_step=rollout.prompts_per_step,
         group_size=rollout.group_size,
         max_staleness=max(1, rollout.max_staleness),
-        pools=(Pool(gpu=find_gpu(options.gpu), count=options.gpus),),
+        pools=(Pool(gpu=find_gpu(options.gpu or "h100-80g"), count=options.gpus),),
         constants=Constants(),
     )
     request.check()

@@ -323,8 +323,8 @@ class Controller:
         """What everybody is doing, for the stall report."""
         buffer = self.buffer
         facts = [
-            f"step {self.version + 1} takes {buffer.prompts_per_step} groups, oldest first (rollout.window = "
-            f"{buffer.window}), and {buffer.num_ready} are ready",
+            f"step {self.version + 1} takes {buffer.prompts_per_step} groups (window {buffer.window}, oldest first)",
+            f"{buffer.num_ready} are ready",
             f"{self._pipeline.describe_pending()}, {buffer.num_free} slots are free",
         ]
         return "; ".join([*facts, *self.generators.debts(), *(await self._telemetry.describe_executors())])

@@ -8,7 +8,7 @@ from typing import Any
 
 from llamarl.channels.channel import Channel, deal
 from llamarl.cluster.api import ExecutorHandle, MeshFailed, chunks
-from llamarl.executors.replies import Collected
+from llamarl.executors.replies import Collected, DecodingWork
 from llamarl.types import GenerationRequest, Rollout
 from llamarl.weight_sync.layout import SegmentAddress, TensorSpec
 
@@ -31,6 +31,7 @@ class Replica:
         self.num_waiting = 0
         self.num_running = 0
         self.generated_tokens = 0
+        self.work = DecodingWork()
 
     def owe(self, requests: Sequence[GenerationRequest]) -> None:
         """It is about to be asked for these."""
@@ -73,6 +74,7 @@ class Generators:
             self._joined.set()
         self._tokens_of_lost = 0
         """Sampled by replicas that have died."""
+        self._work_of_lost = DecodingWork()
 
     async def weight_specs(self) -> tuple[TensorSpec, ...]:
         """What the replicas want to receive; all of them hold the same model."""
@@ -117,7 +119,7 @@ class Generators:
                 return
             replica.deliver(reply.rollouts)
             replica.num_waiting, replica.num_running = reply.num_waiting, reply.num_running
-            replica.generated_tokens = reply.generated_tokens
+            replica.generated_tokens, replica.work = reply.generated_tokens, reply.work
             for rollout in reply.rollouts:
                 await self._collected.put(rollout)
 
@@ -140,6 +142,7 @@ class Generators:
         if not self.replicas:
             self._joined.clear()
         self._tokens_of_lost += replica.generated_tokens
+        self._work_of_lost += replica.work
         return list(replica.requests.values())
 
     def debts(self) -> list[str]:
@@ -150,6 +153,11 @@ class Generators:
     def generated_tokens(self) -> int:
         """Tokens sampled by all replicas since their start."""
         return self._tokens_of_lost + sum(replica.generated_tokens for replica in self.replicas)
+
+    @property
+    def work(self) -> DecodingWork:
+        """What all replicas have done since their start."""
+        return sum((replica.work for replica in self.replicas), start=self._work_of_lost)
 
     @property
     def num_waiting(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, Host
 from llamarl.config import RunConfig
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.generators import Generators
+from llamarl.executors.replies import DecodingWork
 from llamarl.observability.accounting import Accounts, account, verdict
 from llamarl.observability.metrics import StepMetrics
 from llamarl.observability.screen import Screen
@@ -39,6 +41,9 @@ class StepMark:
 
     ended_s: float
     generated_tokens: int
+    work: DecodingWork
+    controller_cpu_s: float
+    """Processor seconds of this process since its start."""
     waiting_rollouts: int
     running_rollouts: int
 
@@ -152,6 +157,8 @@ class Telemetry:
         return StepMark(
             ended_s=self._clock(),
             generated_tokens=self._generators.generated_tokens,
+            work=self._generators.work,
+            controller_cpu_s=time.process_time(),
             waiting_rollouts=self._generators.num_waiting,
             running_rollouts=self._generators.num_running,
         )
@@ -243,7 +250,7 @@ class Telemetry:
             ready_groups=ready_groups,
             busy_share=self.accounts(previous.ended_s, mark.ended_s).busy_share,
             sync_s=sync_s,
-            extra=measured,
+            extra=measured | _work(previous, mark),
         )
 
     def accounts(self, start_s: float, end_s: float) -> Accounts:
@@ -298,3 +305,14 @@ class Telemetry:
         )
         self._view = replace(self._view, **changes)
         self._screen.show(self._view)
+
+
+def _work(start: StepMark, end: StepMark) -> dict[str, float]:
+    """What one step cost where spans do not tell."""
+    return {
+        "engine_steps": float(end.work.engine_steps - start.work.engine_steps),
+        "prefill_tokens": float(end.work.prefill_tokens - start.work.prefill_tokens),
+        "generate_wall_s": end.work.wall_s - start.work.wall_s,
+        "generate_cpu_s": end.work.cpu_s - start.work.cpu_s,
+        "controller_cpu_s": end.controller_cpu_s - start.controller_cpu_s,
+    }

@@ -13,7 +13,7 @@ from llamarl.cluster.api import chunks
 from llamarl.cluster.executor import Executor
 from llamarl.config.schema import GeneratorConfig
 from llamarl.distributed.runtime import set_up_device
-from llamarl.executors.replies import Collected
+from llamarl.executors.replies import Collected, DecodingWork
 from llamarl.generation.engine import Engine
 from llamarl.models.hf import load_model
 from llamarl.types import GenerationRequest, Rollout
@@ -43,6 +43,8 @@ class GeneratorExecutor(Executor):
         self._finished = list[Rollout]()
         self._reply: Future[Collected] | None = None
         self._replied_s = 0.0
+        self._wall_s = self._cpu_s = 0.0
+        """Seconds in engine steps, as in `DecodingWork`."""
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         """What this generator wants to receive."""
@@ -85,7 +87,10 @@ class GeneratorExecutor(Executor):
     def work(self) -> bool:
         if not self._engine.has_work:
             return False
+        wall_s, cpu_s = time.monotonic(), time.thread_time()
         self._finished += self._engine.step()
+        self._wall_s += time.monotonic() - wall_s
+        self._cpu_s += time.thread_time() - cpu_s
         self._hand_over()
         return True
 
@@ -105,5 +110,11 @@ class GeneratorExecutor(Executor):
                     num_running=stats.running,
                     num_waiting=stats.waiting,
                     generated_tokens=stats.decode_tokens,
+                    work=DecodingWork(
+                        engine_steps=stats.steps,
+                        prefill_tokens=stats.prefill_tokens,
+                        wall_s=self._wall_s,
+                        cpu_s=self._cpu_s,
+                    ),
                 )
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -62,7 +63,10 @@ class TrainerExecutor(Executor):
 
     def step(self, group_ids: Sequence[int]) -> StepResult:
         """One optimizer step on these groups. Raises NonFiniteStep."""
-        return self._trainer.step([self._groups.pop(group_id) for group_id in group_ids])
+        cpu_s = time.thread_time()
+        result = self._trainer.step([self._groups.pop(group_id) for group_id in group_ids])
+        result.metrics["train_cpu_s"] = time.thread_time() - cpu_s
+        return result
 
     def publish(self, version: int, specs: tuple[TensorSpec, ...]) -> SegmentAddress:
         """Makes the current weights available as `version`, in the generators' types."""

@@ -59,6 +59,6 @@ def _row(step: int, group: RolloutGroup, index: int, advantage: float) -> dict[s
         "error": rollout.error,
         "policy_versions": [[version, len(list(run))] for version, run in groupby(versions)],  # [version, tokens]
         "token_ids": rollout.token_ids_T.tolist(),
-        # Seven digits give back the same float32 in all but rare cases, in half the bytes.
-        "behavior_logprobs": [float(f"{value:.7g}") for value in rollout.behavior_logprobs_T.tolist()],
+        # Nine digits always give back the same float32.
+        "behavior_logprobs": [float(f"{value:.9g}") for value in rollout.behavior_logprobs_T.tolist()],
     }

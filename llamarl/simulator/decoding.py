@@ -42,7 +42,8 @@ class DecodeQueue:
         self._per_rollout_s = per_rollout_s
         self._max_running = max_running
         self._boundary_s = 0.0
-        self._steps = 0
+        self.num_steps = 0
+        """Decode steps up to the last boundary."""
         self._running = list[tuple[int, Attempt, int]]()  # heap of (end step, attempt, first version)
         self._waiting = deque[tuple[Attempt, float]]()  # with the seconds of prefill that it brings
         self.finished = deque[Decoded]()
@@ -79,7 +80,7 @@ class DecodeQueue:
             return self.finished[0].finished_s
         if not self._running:
             return math.inf
-        return self._boundary_s + (self._running[0][0] - self._steps) * self.step_s
+        return self._boundary_s + (self._running[0][0] - self.num_steps) * self.step_s
 
     def submit(self, now_s: float, attempts: list[Attempt], prefill_s: float) -> None:
         """Attempts of one group join the line; the first one to be decoded brings the `prefill_s` of their prompt."""
@@ -99,18 +100,18 @@ class DecodeQueue:
         while self._running:
             step_s = self.step_s
             due = max(0, math.ceil((now_s - self._boundary_s) / step_s - STEP_TOLERANCE))
-            steps = min(due, self._running[0][0] - self._steps)
-            self._steps += steps
+            steps = min(due, self._running[0][0] - self.num_steps)
+            self.num_steps += steps
             self._boundary_s += steps * step_s
             self.generated_tokens += steps * len(self._running)
-            if self._running[0][0] > self._steps:
+            if self._running[0][0] > self.num_steps:
                 return
             self._finish()
         self._boundary_s = max(self._boundary_s, now_s)
 
     def _finish(self) -> None:
         """Takes what ends at the boundary out of the batch and admits who waits."""
-        while self._running and self._running[0][0] == self._steps:
+        while self._running and self._running[0][0] == self.num_steps:
             _, attempt, first_version = heapq.heappop(self._running)
             self.finished.append(Decoded(attempt, self._boundary_s, first_version, self.version))
         self._admit()
@@ -119,4 +120,4 @@ class DecodeQueue:
         while self._waiting and len(self._running) < self._max_running:
             attempt, prefill_s = self._waiting.popleft()
             self._boundary_s += prefill_s
-            heapq.heappush(self._running, (self._steps + attempt.num_tokens, attempt, self.version))
+            heapq.heappush(self._running, (self.num_steps + attempt.num_tokens, attempt, self.version))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
-from llamarl.executors.replies import Collected, Scored
+from llamarl.executors.replies import Collected, DecodingWork, Scored
 from llamarl.observability.spans import Span
 from llamarl.simulator.costs import SCORES, ResponseLengths, SimulatorCosts, keyed
 from llamarl.simulator.decoding import Attempt, Decoded, DecodeQueue
@@ -162,6 +162,7 @@ class SimulatedGenerator(SimulatedHandle):
             per_rollout_s=costs.decode_per_rollout_s * slowness,
             max_running=max_running,
         )
+        self._prefill_tokens = 0
         self._reply: asyncio.Future[Collected] | None = None
         self._reply_deadline_s = self._reply_timeout_s = 0.0
         self._replied_s = 0.0
@@ -206,6 +207,7 @@ class SimulatedGenerator(SimulatedHandle):
             self._decoding_since_s = max(now_s, self._free_s)
         lengths = self._lengths.draw(request.group_id, request.group_size)
         attempts = [Attempt(request.group_id, index, length) for index, length in enumerate(lengths)]
+        self._prefill_tokens += len(request.prompt_token_ids_T)
         prefill_s = self._costs.prefill_token_s * self._slowness * len(request.prompt_token_ids_T)
         self._queue.submit(now_s, attempts, prefill_s)
 
@@ -255,6 +257,7 @@ class SimulatedGenerator(SimulatedHandle):
                     num_running=self._queue.num_running,
                     num_waiting=self._queue.num_waiting,
                     generated_tokens=self._queue.generated_tokens,
+                    work=DecodingWork(engine_steps=self._queue.num_steps, prefill_tokens=self._prefill_tokens),
                 )
             )
         elif now_s >= self._reply_deadline_s:

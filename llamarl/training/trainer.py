@@ -61,7 +61,8 @@ class Trainer:
         # Samples without gradient still count in the denominator: leaving them out changes nothing but the time.
         computed = batch.groups if self.loss.LEARNS_WITHOUT_ADVANTAGE else with_advantage(batch.groups)
         sums, maxima = dict[str, float](), dict[str, float]()
-        for microbatch in pack(computed, self.config.microbatch_tokens):
+        microbatches = pack(computed, self.config.microbatch_tokens)
+        for microbatch in microbatches:
             self._accumulate(microbatch, num_loss_tokens, sums, maxima)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
         loss = sums.pop("loss", 0.0) / num_loss_tokens
@@ -74,6 +75,7 @@ class Trainer:
             "learning_rate": rate,
             "num_loss_tokens": float(batch.num_loss_tokens),
             "num_computed_tokens": float(num_computed),
+            "num_input_tokens": float(sum(len(microbatch.token_ids_N) for microbatch in microbatches)),
         }
         finite = math.isfinite(grad_norm) and math.isfinite(loss)
         if finite:

@@ -273,9 +273,7 @@ class Run:
         recorder = RolloutRecorder(self.rollouts_file, self._lost)
         telemetry = Telemetry(self.config, NullScreen(), log, recorder, limit, clock=clock.time)
         executors = Executors(generators=generators, reward=reward, trainer=trainer)
-        self.controller = controller = Controller(
-            self.config, self.problems, executors, supervisor, telemetry, state
-        )
+        self.controller = controller = Controller(self.config, self.problems, executors, supervisor, telemetry, state)
         telemetry.attach(list(executors), controller.generators)
         if state:
             telemetry.resume_at(controller.version)

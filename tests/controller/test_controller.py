@@ -18,16 +18,14 @@ from llamarl.types import RewardResult, Rollout
 from tests.controller.fakes import RIGHT, UNJUDGED, WRONG, FakeHandle, Generator, Reward, Run, Trainer, config
 
 
-def random_durations(seed: int, spread: float = 10.0) -> Generator:
-    return Generator(duration_s=lambda group_id, index: random.Random(f"{seed}/{group_id}/{index}").uniform(0.1, spread))
+def random_durations(seed: int) -> Generator:
+    return Generator(duration_s=lambda group_id, index: random.Random(f"{seed}/{group_id}/{index}").uniform(0.1, 10))
 
 
 @pytest.mark.parametrize(("staleness", "window"), [(0, 1), (0, 4), (1, 1), (1, 4), (2, 5), (4, 7)])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_no_rollout_is_older_than_the_bound(tmp_path: Path, staleness: int, window: int, replicas: int) -> None:
-    wanted = config(
-        tmp_path, steps=30, rollout={"prompts_per_step": 4, "max_staleness": staleness, "window": window}
-    )
+    wanted = config(tmp_path, steps=30, rollout={"prompts_per_step": 4, "max_staleness": staleness, "window": window})
     run = Run(wanted, tmp_path, [random_durations(seed) for seed in range(replicas)]).train()
     limit = run.steps[0]["staleness_limit"]
     assert limit == (staleness + -(-(window - 1) // 4) if staleness else 0)
@@ -149,8 +147,13 @@ def test_a_stall_says_who_waits_for_whom(tmp_path: Path, who: str) -> None:
     text = str(caught.value)
     assert "nothing finished for 40 s (cluster.stall_timeout_s)" in text
     busy = {
-        "generator-0": ("generator-0 owes 2 rollouts", "step 3 takes 2 groups", "oldest is group 5 with 0 of", "3 are ready"),
-        "reward": ("reward (pid 7): score", "generator-0 owes 0 rollouts", "4 are in flight, the oldest is group 0 with 2 of 2"),
+        "generator-0": (
+            "generator-0 owes 2 rollouts",
+            "step 3 takes 2 groups (window 1",
+            "3 are ready",
+            "group 5 with 0",
+        ),
+        "reward": ("reward (pid 7): score", "owes 0 rollouts", "4 are in flight, the oldest is group 0 with 2 of 2"),
         "trainer": ("trainer (pid 7): step", "generator-0 owes 0 rollouts", "none is in flight, 0 slots are free"),
     }
     for part in busy[who]:
@@ -184,8 +187,8 @@ def test_prompts_come_in_the_sampler_s_order(tmp_path: Path) -> None:
 def test_the_controller_imports_no_torch() -> None:
     code = (
         "import sys, llamarl.controller.run, llamarl.controller.eval_run, llamarl.cli.train; "
-        "from llamarl.config import load_config; "
-        "llamarl.controller.run.check_parts(load_config('configs/demo.toml')); "
+        "import llamarl.controller.prepare; from llamarl.config import load_config; "
+        "llamarl.controller.prepare.check_parts(load_config('configs/demo.toml')); "
         "sys.exit('torch' in sys.modules)"
     )
     root = Path(__file__).parents[2]

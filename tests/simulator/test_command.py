@@ -46,17 +46,17 @@ def run_file(tmp_path: Path) -> str:
 
 def test_files_and_summary(run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither the model nor the data that the run file names has to exist."""
-    arguments = [run_file, "--gpus", "64", "--faults", "slow=0.2x2,die=0@3,join=1@2", "--steps", "6"]
+    arguments = [run_file, "--gpus", "64", "--faults", "slow=0.2x2,die=0@3,join=1@1", "--steps", "60"]
     assert main([*arguments, "--cluster.on_generator_failure", "drop"]) == 0
     folder = tmp_path / "runs" / "small-simulation"
     found = json.loads((folder / "summary.json").read_text())
     assert found["end"] == "finished"
-    assert (found["gpus"], found["steps"], found["deaths"], found["joins"]) == (64, 6, 1, 1)
+    assert (found["gpus"], found["steps"], found["deaths"], found["joins"]) == (64, 60, 1, 1)
     assert found["staleness_max"] <= found["staleness_bound"]
     assert {"idle_share.trainer", "idle_share.generator", "idle_share.reward", "step_s_p99"} <= set(found)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["kind"] for row in rows].count("step") == 6
-    assert [row["kind"] for row in rows].count("eval") == 2
+    assert [row["kind"] for row in rows].count("step") == 60
+    assert [row["kind"] for row in rows].count("eval") == 29
     trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {"generate", "train", "score", "weight_sync", "checkpoint"} <= {event["name"] for event in trace}
     assert SimulatorCosts.load(folder / "costs.json") == SimulatorCosts()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from llamarl.observability.metrics import StepMetrics
 from llamarl.simulator.costs import SimulatorCosts
 from llamarl.simulator.faults import Faults
 from llamarl.simulator.report import render, summary
@@ -76,7 +79,7 @@ def test_a_slow_generator_costs_nothing_while_the_others_have_time(simulated: Si
         mean_step_s(simulated(config, costs=EXACT, replicas=8, faults=faults))
         for faults in (Faults(), Faults(slow_share=0.125, slow_factor=3.0))
     )
-    assert slow == pytest.approx(clean)
+    assert slow == pytest.approx(clean, rel=0.01), "the slow one also adopts weights more slowly"
 
 
 def test_asynchrony_hides_stragglers(simulated: Simulate) -> None:
@@ -93,6 +96,12 @@ def comparable(found: Simulation) -> dict[str, object]:
     return {name: value for name, value in summary(found).items() if not name.startswith(("wall", "cpu", "controller"))}
 
 
+def measured(step: StepMetrics) -> StepMetrics:
+    """What happened in virtual time."""
+    extra = {name: value for name, value in step.extra.items() if name != "controller_cpu_s"}
+    return replace(step, extra=extra)
+
+
 def test_the_seed_decides_everything(simulated: Simulate) -> None:
     faults = Faults(deaths_per_hour=200.0, reward_timeout_share=0.05, slow_share=0.3, slow_factor=2.0)
 
@@ -102,7 +111,7 @@ def test_the_seed_decides_everything(simulated: Simulate) -> None:
 
     first, again, other = run(1), run(1), run(2)
     assert comparable(first) == comparable(again)
-    assert first.steps == again.steps
+    assert [measured(step) for step in first.steps] == [measured(step) for step in again.steps]
     assert first.spans == again.spans
     assert comparable(first) != comparable(other)
 

@@ -1,0 +1,193 @@
+"""A user's mistake: exit code 2, one sentence on stderr that names it and the way out, and nothing is lost or left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Cli, Done
+from tests.end_to_end.tiny import llamarl
+
+
+def check(done: Done, *parts: str, command: str = "train") -> None:
+    assert done.code == 2, done
+    lines = done.err.strip().splitlines()
+    assert len(lines) == 1, f"more than one line: {done.err}"
+    assert lines[0].startswith(f"llamarl {command}: ")
+    for part in parts:
+        assert part in lines[0], lines[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["--trainer.learning_rat", "1"], ["`trainer.learning_rat`", "did you mean `learning_rate`?"]),
+        (["--rollout.group-sizes", "4"], ["did you mean `group_size`?"]),
+        (["--steps", "many"], ["steps", "'many'", "integer"]),
+        (["--trainer.learning_rate", "true"], ["trainer.learning_rate", "number"]),
+        (["--steps", "0"], ["`steps = 0`"]),
+        (["--rollout.group_size", "1"], ["rollout.group_size = 1", "group_mean", "2 or more"]),
+        (["--rollout.window", "9"], ["rollout.window = 9", "4 groups", "lower the window"]),
+        (["--trainer.loss.name", "apio"], ["trainer.loss", "aipo"]),
+        (["--trainer.loss.rhos", "2"], ["trainer.loss", "rho"]),
+        (["--reward.parts", "[{name = 'exakt'}]"], ["reward.parts", "exact"]),
+        (["--reward.parts", "['tests.cli.nowhere:Reward']"], ["reward.parts", "tests.cli.nowhere"]),
+        (["--reward.weights", "[1.0, 2.0]"], ["reward.weights has 2 numbers for 1 parts"]),
+        (["--cluster.kind", "slurm"], ["cluster.kind", "'monarch' or 'inline'"]),
+        (["--name", "../escape"], ["name", "'../escape'"]),
+        (["--data.template", "no place"], ["data.template", "use {question}"]),
+        (["--steps"], ["--steps", "no value"]),
+        (["--resume", "--overwrite"], ["--resume and --overwrite contradict each other"]),
+        (["--resume"], ["there is no run", "without --resume"]),
+    ],
+)
+def test_settings(cli: Cli, toml: Path, overrides: list[str], parts: list[str]) -> None:
+    check(cli("train", toml, *overrides), *parts)
+    assert not (toml.parent / "runs").exists()
+
+
+def damaged(model: Path, folder: Path, change: Callable[[Path], object]) -> Path:
+    copy = Path(shutil.copytree(model, folder / "damaged"))
+    change(copy)
+    return copy
+
+
+def halve(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def fewer_embeddings(model: Path) -> None:
+    shape = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(shape | {"vocab_size": 270}))
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda model: (model / "config.json").unlink(), ["damaged/config.json"]),
+        (lambda model: halve(model / "config.json"), ["config.json"]),
+        (lambda model: (model / "tokenizer.json").unlink(), ["tokenizer.json"]),
+        (lambda model: halve(model / "tokenizer.json"), ["tokenizer.json"]),
+        (fewer_embeddings, ["300 tokens", "vocab_size is 270", "use the tokenizer that the model was trained with"]),
+    ],
+)
+def test_model_folder(
+    cli: Cli, toml: Path, model: Path, tmp_path: Path, change: Callable[[Path], object], parts: list[str]
+) -> None:
+    check(cli("train", toml, "--model.path", damaged(model, tmp_path, change)), *parts)
+    assert not (toml.parent / "runs").exists()
+
+
+def test_missing_model_folder(cli: Cli, toml: Path) -> None:
+    check(cli("train", toml, "--model.path", "/nowhere/model"), "/nowhere/model")
+
+
+@pytest.mark.parametrize("kind", ["inline", "monarch"])
+def test_truncated_weights(toml: Path, model: Path, tmp_path: Path, kind: str) -> None:
+    """Only the executors read weights: what they find reaches the user as the same sentence, from any cluster."""
+    folder = damaged(model, tmp_path, lambda copy: halve(copy / "model.safetensors"))
+    done = llamarl("train", toml, "--model.path", folder, "--cluster.kind", kind)
+    found = Done(done.returncode, done.stdout, done.stderr)
+    check(found, "model.safetensors", "no whole safetensors file", "copy it again")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ["problems.jsonl:1", "empty"]),
+        ("\n \n", ["problems.jsonl:1", "empty"]),
+        ('{"question": "a", "answer": "1"}\n{"question": "b", \n', ["problems.jsonl:2", "malformed JSON"]),
+        ('{"question": "a", "answer": "1"}\n[1, 2]\n', ["problems.jsonl:2", "list"]),
+        ('{"question": "a", "answer": "1"}\n\n{"answer": "1"}\n', ["problems.jsonl:3", "`question`"]),
+        ('{"question": "a"}\n', ["problems.jsonl:1", "`answer`"]),
+    ],
+)
+@pytest.mark.parametrize("which", ["train", "eval"])
+def test_problem_files(cli: Cli, toml: Path, tmp_path: Path, which: str, text: str, parts: list[str]) -> None:
+    file = tmp_path / "problems.jsonl"
+    file.write_text(text)
+    check(cli("train", toml, f"--data.{which}", f"{{name = 'jsonl', path = '{file}'}}"), *parts)
+    assert not (toml.parent / "runs").exists()
+
+
+def test_missing_problem_file(cli: Cli, toml: Path) -> None:
+    check(cli("train", toml, "--data.train", "{name = 'jsonl', path = '/nowhere.jsonl'}"), "/nowhere.jsonl")
+
+
+def test_prompts_that_are_too_long_are_refused_or_skipped_and_counted(cli: Cli, toml: Path, tmp_path: Path) -> None:
+    file = tmp_path / "problems.jsonl"
+    lines = [{"question": "x " * words, "answer": "1", "id": f"of-{words}"} for words in (3, 500, 4, 700)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = ["--data.train", f"{{name = 'jsonl', path = '{file}'}}", "--cluster.kind", "inline", "--steps", "1"]
+    refused = cli("train", toml, *data, "--data.overlong_prompts", "refuse")
+    check(refused, "data.train", "'of-500'", "at most 255 fit", "data.overlong_prompts = 'skip'")
+    skipped = cli("train", toml, *data)
+    assert skipped.code == 0, skipped.err
+    assert "warning: data.train: 2 prompts are too long and were skipped" in skipped.err
+    none_left = cli("train", toml, *data, "--data.max_prompt_tokens", "1", "--overwrite")
+    check(none_left, "each of the 4 prompts has more than 1 tokens", "raise data.max_prompt_tokens")
+
+
+def test_an_existing_run_is_not_touched(cli: Cli, toml: Path) -> None:
+    folder = toml.parent / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text("precious")
+    check(cli("train", toml), str(folder), "--resume", "--overwrite", "--name")
+    check(cli("train", toml, "--overwrite", "--model.path", "/nowhere"), "/nowhere")
+    check(cli("train", toml, "--overwrite", "--trainer.loss", "apio"), "trainer.loss")
+    assert (folder / "config.toml").read_text() == "precious", "a run that cannot start has deleted another"
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_overwrite_deletes_nothing_but_runs(cli: Cli, toml: Path, is_file: bool) -> None:
+    folder = toml.parent / "runs" / "tiny"
+    if is_file:
+        folder.parent.mkdir()
+        folder.write_text("precious")
+    else:
+        folder.mkdir(parents=True)
+        (folder / "thesis.tex").write_text("precious")
+    check(cli("train", toml, "--overwrite"), str(folder), "not a run folder")
+    assert folder.read_text() == "precious" if is_file else (folder / "thesis.tex").exists()
+
+
+def test_output_that_cannot_be_written(cli: Cli, toml: Path) -> None:
+    check(cli("train", toml, "--output", "/proc/nowhere"), "cannot write to /proc/nowhere/tiny", "--output")
+    file = toml.parent / "file"
+    file.write_text("")
+    check(cli("train", toml, "--output", file), "cannot write to", "--output")
+
+
+@pytest.mark.parametrize("who", ["generator", "trainer"])
+def test_a_gpu_that_is_not_there(cli: Cli, toml: Path, who: str) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    check(cli("train", toml, f"--{who}.device", "cuda", "--cluster.kind", "inline"), f"{who}.device", "cuda")
+
+
+def test_files_that_are_no_configuration(cli: Cli, tmp_path: Path) -> None:
+    check(cli("train", tmp_path / "none.toml"), "none.toml", "cannot read")
+    (tmp_path / "bad.toml").write_text("steps = \n")
+    check(cli("train", tmp_path / "bad.toml"), "bad.toml", "not valid TOML")
+    check(cli("train", tmp_path), str(tmp_path), "cannot read")
+
+
+def test_unknown_commands(cli: Cli) -> None:
+    done = cli("trian")
+    assert (done.code, done.err) == (2, done.err) and "unknown command `trian`" in done.err
+
+
+def test_eval_and_export(cli: Cli, model: Path, tmp_path: Path) -> None:
+    check(cli("eval", model), "DATA.jsonl is missing", command="eval")
+    check(cli("eval", "/nowhere", "x.jsonl"), "/nowhere", command="eval")
+    check(cli("eval", model, "/nowhere.jsonl"), "/nowhere.jsonl", command="eval")
+    check(cli("eval", model, "/nowhere.jsonl", "--samples", "0"), "--samples 0", command="eval")
+    check(cli("eval", model, "/nowhere.jsonl", "--reward", "gsm9k"), "gsm9k", "gsm8k", command="eval")
+    check(cli("export", tmp_path), "no run folder", command="export")

@@ -1,0 +1,158 @@
+"""A model that takes milliseconds, and the commands of a newcomer over it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llamarl.data.sources.running_total import RunningTotal
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+LLAMARL = (sys.executable, "-m", "llamarl")
+
+TOML = """
+name = "tiny"
+steps = 4
+model = {{path = "{model}"}}
+
+[data]
+train = {{name = "running_total", count = 300, first = 100}}
+eval = {{name = "running_total", count = 12}}
+
+[rollout]
+prompts_per_step = 2
+group_size = 3
+max_new_tokens = 12
+window = 2
+
+[reward]
+parts = [{{name = "exact"}}]
+
+[screen]
+kind = "lines"
+"""
+
+
+def make_model(folder: Path, context: int = 256, std: float = 0.1) -> Path:
+    """A Hugging Face folder: random weights, and a tokenizer that knows the demo's words."""
+    from llamarl.data.tokenizer import train_byte_bpe
+    from llamarl.models.hf import new_model, save_model
+    from llamarl.models.shape import ModelShape
+
+    texts = [f"{row.question}\n{row.metadata['solution']}" for row in RunningTotal(count=100)]
+    tokenizer = train_byte_bpe(texts, folder.with_name(folder.name + "-tokenizer"), 300)
+    shape = ModelShape(
+        family="llama", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48,
+        vocab_size=tokenizer.vocab_size, max_position_embeddings=context, tie_embeddings=True,
+        stop_token_ids=tokenizer.eos_token_ids,
+    )  # fmt: skip
+    save_model(new_model(shape, seed=1, std=std), folder, tokenizer.folder)
+    return folder
+
+
+def write_toml(folder: Path, model: Path) -> Path:
+    path = folder / "tiny.toml"
+    path.write_text(TOML.format(model=model))
+    return path
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Every line of a JSONL file; a line that is no JSON fails."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def llamarl(*arguments: object, timeout_s: float = 90.0, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """A command, to its end."""
+    return subprocess.run(
+        [*LLAMARL, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=timeout_s, env=environment()
+    )
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"COLUMNS": "200"}
+
+
+@dataclass
+class Command:
+    """A command in a session of its own, as if it had a terminal for itself."""
+
+    process: subprocess.Popen[str]
+    out: Path
+    err: Path
+
+    @classmethod
+    def start(cls, folder: Path, *arguments: object, cwd: Path = ROOT) -> Command:
+        out, err = folder / "out.txt", folder / "err.txt"
+        with out.open("w") as stdout, err.open("w") as stderr:
+            process = subprocess.Popen(
+                [*LLAMARL, *map(str, arguments)], cwd=cwd, stdout=stdout, stderr=stderr, text=True,
+                start_new_session=True, env=environment(),
+            )  # fmt: skip
+        return cls(process, out, err)
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Waits for a condition while the command runs."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            code = self.process.poll()
+            assert code is None, f"ended with {code}: {self.err.read_text()}"
+            assert time.monotonic() < deadline_s, f"not in {timeout_s} s: {self.out.read_text()}{self.err.read_text()}"
+            time.sleep(0.02)
+
+    def end(self, number: signal.Signals, timeout_s: float = 10.0) -> tuple[int, str]:
+        """Sends a signal to the command alone; its exit code and what it said on stderr."""
+        self.process.send_signal(number)
+        return self.wait(timeout_s)
+
+    def wait(self, timeout_s: float = 10.0) -> tuple[int, str]:
+        return self.process.wait(timeout_s), self.err.read_text()
+
+    def children(self) -> dict[str, int]:
+        """Executors of a run by name, from the log file that is each one's output."""
+        found = dict[str, int]()
+        for pid in descendants(self.process.pid):
+            try:
+                target = Path(os.readlink(f"/proc/{pid}/fd/1"))
+            except OSError:
+                continue
+            if target.suffix == ".log":
+                found.setdefault(target.stem, pid)
+        return found
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`, oldest first."""
+    parents = dict[int, int]()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found = [pid]
+    for parent in found:
+        found += sorted(child for child, of in parents.items() if of == parent)
+    return found[1:]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pids: list[int], within_s: float = 10.0) -> list[int]:
+    """Those that are still alive after a time; empty as soon as all have ended."""
+    deadline_s = time.monotonic() + within_s
+    while any(map(is_alive, pids)) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return [pid for pid in pids if is_alive(pid)]

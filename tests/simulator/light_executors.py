@@ -1,0 +1,104 @@
+"""Executors that only count, for processes of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from llamarl.cluster.executor import Executor
+from llamarl.executors.replies import Collected, Scored
+from llamarl.training.result import StepResult
+from llamarl.types import FinishReason, GenerationRequest, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
+
+
+class LightGenerator(Executor):
+    """Finishes one rollout every few milliseconds."""
+
+    def __init__(self, rollout_s: float) -> None:
+        self._rollout_s = rollout_s
+        self._waiting = list[tuple[int, int]]()
+        self._finished = list[Rollout]()
+        self._reply: Future[Collected] | None = None
+        self._version = -1
+
+    def weight_specs(self) -> tuple[()]:
+        return ()
+
+    def adopt(self, version: int, address: str) -> float:
+        assert address == f"weights of {version}"
+        self._version = version
+        return 0.0
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        assert self._version >= 0, "a request came before the weights"
+        self._waiting += [(request.group_id, index) for request in requests for index in range(request.group_size)]
+
+    def collect(self) -> Future[Collected]:
+        self._reply = reply = Future[Collected]()
+        self._hand_over()
+        return reply
+
+    def work(self) -> bool:
+        if not self._waiting:
+            return False
+        time.sleep(self._rollout_s)
+        group_id, index = self._waiting.pop(0)
+        self._finished.append(
+            Rollout(
+                group_id=group_id,
+                index=index,
+                token_ids_T=np.array([group_id, index], np.int32),
+                behavior_logprobs_T=np.zeros(2, np.float32),
+                policy_versions_T=np.full(2, self._version, np.int32),
+                finish_reason=FinishReason.STOP,
+            )
+        )
+        self._hand_over()
+        return True
+
+    def _hand_over(self) -> None:
+        if self._reply is not None and self._finished:
+            reply, self._reply = self._reply, None
+            if reply.set_running_or_notify_cancel():
+                rollouts, self._finished = self._finished, []
+                reply.set_result(
+                    Collected(rollouts=rollouts, num_running=0, num_waiting=len(self._waiting), generated_tokens=0)
+                )
+
+
+class LightReward(Executor):
+    """Everything is right."""
+
+    def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[Scored]]:
+        right = RewardResult(outcome=Outcome.SCORE, value=1.0)
+        return [[Scored(response="", result=right) for _ in rollouts] for _, rollouts in groups]
+
+
+class LightTrainer(Executor):
+    """Counts steps."""
+
+    def __init__(self) -> None:
+        self._groups = dict[int, RolloutGroup]()
+        self._version = 0
+
+    def add_groups(self, groups: Sequence[RolloutGroup]) -> None:
+        self._groups.update((group.group_id, group) for group in groups)
+
+    def step(self, group_ids: Sequence[int]) -> StepResult:
+        time.sleep(0.02)
+        groups = [self._groups.pop(group_id) for group_id in group_ids]
+        self._version += 1
+        metrics: dict[str, Any] = {"importance_ratio_mean": 1.0, "grad_norm": 0.0, "learning_rate": 0.0}
+        return StepResult(
+            policy_version=self._version,
+            skipped=False,
+            metrics=metrics | {"num_loss_tokens": 2.0 * sum(len(group.rollouts) for group in groups)},
+            advantages={group.group_id: np.zeros(len(group.rollouts)) for group in groups},
+        )
+
+    def publish(self, version: int, specs: tuple[()]) -> str:
+        return f"weights of {version}"
