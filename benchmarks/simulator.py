@@ -133,21 +133,30 @@ async def message_s(calls: int = 2000, at_once: int = 16) -> float:
         return (time.process_time() - start_s) / calls
 
 
+LARGE = (
+    *("gpus", "generator_replicas", "wall_s", "cpu_s", "staleness_bound"),
+    *("staleness_max", "memory_max_bytes", "clean", "faulty"),
+)
+"""What `large` finds; the first five are those of the run without faults."""
+
+
 def large(steps: int) -> dict[str, Any]:
     """Both large runs."""
     clean = simulated("", steps)
     faulty = simulated(FAULTS, steps)
     return {
-        "gpus": clean["gpus"],
-        "generator_replicas": clean["generator_replicas"],
-        "wall_s": clean["wall_s"],
-        "cpu_s": clean["cpu_s"],
+        **{name: clean[name] for name in LARGE[:5]},
         "staleness_max": max(clean["staleness_max"], faulty["staleness_max"]),
-        "staleness_bound": clean["staleness_bound"],
         "memory_max_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "clean": clean,
         "faulty": faulty,
     }
+
+
+def kept(path: Path) -> dict[str, Any]:
+    """The large runs of an older file."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return {name: found[name] for name in LARGE}
 
 
 def controller_costs(clean: dict[str, Any]) -> dict[str, Any]:
@@ -177,13 +186,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=SETTINGS["steps"])
     parser.add_argument("--output", type=Path, default=None)
-    parser.add_argument(
-        "--part", choices=("all", "costs"), default="all", help="costs: keep the large runs of the file"
-    )
+    parser.add_argument("--part", choices=("all", "costs"), default="all", help="costs: keep the large runs")
     options = parser.parse_args()
     date = datetime.now(UTC).date().isoformat()
     output = options.output or Path(__file__).parent / "results" / f"simulator-{date}.json"
-    found = json.loads(output.read_text()) if options.part == "costs" else large(options.steps)
+    found = kept(output) if options.part == "costs" else large(options.steps)
     result = found | {
         "date": date,
         "command": f"python benchmarks/simulator.py --steps {options.steps}",
@@ -194,10 +201,9 @@ def main() -> None:
         "notes": [
             "wall_s is one process on a two-core machine that others used at the same time; cpu_s is its own share.",
             "groups_per_s is the controller alone: loops, buffer, records, telemetry and event loop.",
-            "With transport: packing and unpacking 16 responses of 1,200 tokens, and Monarch's cost per call, of which "
-            "there is one per rollout because generators hand each one over as it ends.",
-            "groups_per_s_needed is what the simulated cluster consumes at the pace that it reaches; with slower models "
-            "or longer responses it is less.",
+            "Transport is packing and unpacking 16 responses of 1,200 tokens, and Monarch's cost per call.",
+            "There is one call per rollout, because generators hand each one over as it ends.",
+            "groups_per_s_needed is what the simulated cluster consumes; slower models or longer responses need less.",
         ],
     }
     output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

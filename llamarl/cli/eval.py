@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -11,8 +12,17 @@ from typing import TYPE_CHECKING, TypeVar
 from pydantic import ValidationError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from llamarl.cli.main import FAILURE
 from llamarl.config import ConfigError, Ref, RunConfig, load_config
-from llamarl.config.schema import ClusterConfig, DataConfig, EvalConfig, GeneratorConfig, RewardConfig, Section
+from llamarl.config.schema import (
+    ClusterConfig,
+    DataConfig,
+    EvalConfig,
+    GeneratorConfig,
+    RewardConfig,
+    RolloutConfig,
+    Section,
+)
 
 if TYPE_CHECKING:
     from llamarl.controller.evaluation import EvalResult
@@ -45,7 +55,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     options = _parser().parse_args(arguments)
+    from llamarl.cluster.api import ExecutorError
     from llamarl.controller.eval_run import EvalSettings, evaluate_checkpoint
+    from llamarl.controller.supervision import Stalled
     from llamarl.observability.screen import eval_facts
 
     run = load_config(options.config) if options.config else None
@@ -54,18 +66,22 @@ def main(arguments: Sequence[str]) -> int:
         model_path=options.model,
         data=_data(options, run),
         eval=_checked(EvalConfig, max_prompts=options.max_prompts, samples=options.samples, temperature=temperature),
-        reward=RewardConfig(parts=[Ref(name=options.reward)]) if options.reward or not run else run.reward,
+        reward=_reward(options, run),
         generator=_checked(GeneratorConfig, threads=options.threads),
         cluster=ClusterConfig(kind="inline"),
-        max_new_tokens=options.max_new_tokens or (run.rollout.max_new_tokens if run else 256),
+        max_new_tokens=_checked(RolloutConfig, max_new_tokens=_max_new_tokens(options, run)).max_new_tokens,
         seed=options.seed,
     )
     with Progress(TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task("", total=None)
-        result = evaluate_checkpoint(settings, lambda done, total: bar.update(task, completed=done, total=total))
+        try:
+            result = evaluate_checkpoint(settings, lambda done, total: bar.update(task, completed=done, total=total))
+        except (ExecutorError, Stalled) as error:
+            print(f"llamarl eval: {type(error).__name__}: {error}", file=sys.stderr)
+            return FAILURE
+    print(eval_facts(result.metrics))
     if options.output:
         _write_responses(Path(options.output), result)
-    print(eval_facts(result.metrics))
     return 0
 
 
@@ -82,7 +98,22 @@ def _write_responses(path: Path, result: EvalResult) -> None:
         for group in result.groups
         for response, judged in zip(group.responses, group.results, strict=True)
     )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    try:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another --output") from None
+
+
+def _reward(options: argparse.Namespace, run: RunConfig | None) -> RewardConfig:
+    if options.reward:
+        return RewardConfig(parts=[Ref(name=options.reward)])
+    return run.reward if run else RewardConfig()
+
+
+def _max_new_tokens(options: argparse.Namespace, run: RunConfig | None) -> int:
+    if options.max_new_tokens is not None:
+        return options.max_new_tokens
+    return run.rollout.max_new_tokens if run else 256
 
 
 def _data(options: argparse.Namespace, run: RunConfig | None) -> DataConfig:

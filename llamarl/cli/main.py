@@ -14,6 +14,7 @@ COMMANDS = {
     "eval": "score a checkpoint on held-out problems",
     "export": "write a run's checkpoint as a Hugging Face folder",
     "plan": "predict step time and find the best layout for a cluster",
+    "profile": "turn a short run into measured constants for plan and simulate",
     "simulate": "run the real controller in virtual time on a simulated cluster",
     "doctor": "check that this machine can run llamarl",
 }

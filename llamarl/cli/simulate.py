@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -51,12 +52,12 @@ def main(arguments: Sequence[str]) -> int:
     from llamarl.simulator.costs import SimulatorCosts
     from llamarl.simulator.faults import Faults
     from llamarl.simulator.layout import choose_layout
-    from llamarl.simulator.report import render, write_simulation
+    from llamarl.simulator.report import payload_warning, render, write_simulation
     from llamarl.simulator.run import simulate
     from llamarl.simulator.timeline import TRACE_GENERATORS, chosen, write_html, write_png
 
     if options.gpu and not options.model:
-        raise ConfigError("--gpu chooses the kind of GPU for the planner; give --model NAME, or --gpus N for the number")
+        raise ConfigError("--gpu chooses the kind of GPU for the planner; give --model NAME, or --gpus N for a number")
     if options.model and options.costs:
         raise ConfigError("--model and --costs both say how long things take; give one")
     costs = SimulatorCosts.load(options.costs) if options.costs else SimulatorCosts()
@@ -65,6 +66,8 @@ def main(arguments: Sequence[str]) -> int:
     layout = choose_layout(config, costs, options.gpus, options.trainer_gpus)
     faults = Faults.parse(options.faults, layout.replicas)
     config = config.model_copy(update={"name": f"{config.name}-simulation"})
+    if warning := payload_warning(config):
+        print(f"warning: {warning}", file=sys.stderr)
     folder = prepare_run_folder(config, resume=False, overwrite=True)
     simulation = simulate(config, costs, faults, layout, folder.metrics)
     print(render(simulation))

@@ -10,7 +10,8 @@ from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.config import dump_toml, load_config
 from llamarl.observability.spans import now_s
 
-EPILOG = """Every setting of the file can be overridden: --steps 10 --trainer.learning_rate 1e-5 --trainer.loss.rho 8.
+EPILOG = """Every setting of the file can be overridden: --steps 10 --trainer.learning_rate 1e-5
+--trainer.loss aipo --trainer.loss.rho 8. Parts of your own are `package.module:Class`, found from the working folder.
 Exit codes: 0 all steps done, 1 the run failed, 2 a setting cannot work, 130 ended by Ctrl-C or SIGTERM."""
 
 

@@ -46,8 +46,8 @@ class RolloutConfig(Section):
     """S, in optimizer steps: at most (S + 1) * P groups are active. 0 is exactly synchronous."""
     window: int = Field(default=1, ge=1)
     """W, in groups: up to W - 1 younger groups may pass a slow one; staleness is then at most S + ceil((W - 1) / P)."""
-    max_new_tokens: int = Field(default=256, ge=1)
-    """Longest response, in tokens."""
+    max_new_tokens: int = Field(default=256, ge=1, le=60_000)
+    """Longest response, in tokens; one response must fit into one message."""
     temperature: float = Field(default=1.0, gt=0)
     """Divides the logits when sampling; the trainer uses the same."""
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -30,6 +30,7 @@ from llamarl.controller.supervision import StallWatch, Supervisor
 from llamarl.controller.telemetry import StepMark, Telemetry
 from llamarl.data.sampler import PromptSampler
 from llamarl.rollouts.buffer import RolloutBuffer
+from llamarl.rollouts.pieces import pieces
 from llamarl.training.result import StepResult
 from llamarl.types import GenerationRequest, Outcome, Prompt, Rollout, RolloutGroup, SamplingParams
 from llamarl.weight_sync.layout import SegmentAddress, TensorSpec
@@ -162,7 +163,9 @@ class Controller:
         evaluations = list[asyncio.Task[EvalResult]]()
         while self.version < self._config.steps:
             groups = await self._next_batch()
-            step = asyncio.ensure_future(self._call_trainer("step", [group.group_id for group in groups]))
+            ids = [group.group_id for group in groups]
+            step = self._supervisor.start(self._call_trainer("step", ids), f"step {self.version + 1}")
+            step.add_done_callback(_retrieve)
             self._under_way = groups, step
             await self._report()  # bookkeeping of the last step, while the trainer works on this one
             await asyncio.shield(step)  # an interrupted run still wants its result
@@ -225,7 +228,7 @@ class Controller:
 
         Nobody waits for the trainer to take them, as it may be busy with a step; calls reach it in order.
         """
-        for part in chunks(groups):
+        for part in chunks(piece for group in groups for piece in pieces(group)):
             self._supervisor.start(self._call_trainer("add_groups", part), "add groups")
         async with self._changed:
             for group in groups:
@@ -328,3 +331,9 @@ class Controller:
             f"{self._pipeline.describe_pending()}, {buffer.num_free} slots are free",
         ]
         return "; ".join([*facts, *self.generators.debts(), *(await self._telemetry.describe_executors())])
+
+
+def _retrieve(step: asyncio.Future[StepResult]) -> None:
+    # When the run fails first, nobody asks for this step's error any more.
+    if not step.cancelled():
+        step.exception()

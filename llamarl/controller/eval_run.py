@@ -12,6 +12,7 @@ from llamarl.config.schema import ClusterConfig, DataConfig, EvalConfig, Generat
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.generators import Generators
 from llamarl.controller.pipeline import Pipeline
+from llamarl.controller.spawn import spawn_all
 from llamarl.controller.supervision import StallWatch, Supervisor
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
@@ -72,8 +73,7 @@ async def _evaluate(settings: EvalSettings, progress: Callable[[int, int], None]
     supervisor = Supervisor()
     cluster = open_cluster(cluster_config.kind)
     try:
-        spawns = asyncio.gather(*(cluster.spawn(spec, cluster_config.start_timeout_s) for spec in specs))
-        reward, *generators = await spawns
+        reward, *generators = await spawn_all(cluster, specs, cluster_config.start_timeout_s)
         for handle in (reward, *generators):
             supervisor.watch(handle)
         watch = StallWatch(cluster_config.stall_timeout_s, lambda: _describe(pipeline))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 from llamarl.channels.channel import Channel, deal
@@ -142,7 +143,7 @@ class Generators:
         if not self.replicas:
             self._joined.clear()
         self._tokens_of_lost += replica.generated_tokens
-        self._work_of_lost += replica.work
+        self._work_of_lost = self._work_of_lost.plus(replica.work)
         return list(replica.requests.values())
 
     def debts(self) -> list[str]:
@@ -157,7 +158,7 @@ class Generators:
     @property
     def work(self) -> DecodingWork:
         """What all replicas have done since their start."""
-        return sum((replica.work for replica in self.replicas), start=self._work_of_lost)
+        return reduce(DecodingWork.plus, (replica.work for replica in self.replicas), self._work_of_lost)
 
     @property
     def num_waiting(self) -> int:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llamarl.channels.channel import Channel
 from llamarl.cluster.api import ExecutorHandle, chunks
@@ -16,6 +16,8 @@ from llamarl.config.schema import EvalConfig
 from llamarl.controller.evaluation import EVAL_GROUPS, EvalResult, Evaluation
 from llamarl.controller.generators import Generators, Replica
 from llamarl.controller.supervision import StallWatch, Supervisor
+from llamarl.executors.replies import Scored
+from llamarl.rollouts.pieces import slices
 from llamarl.types import GenerationRequest, Prompt, Rollout, RolloutGroup, SamplingParams
 
 EVERYTHING = 1 << 30
@@ -28,7 +30,24 @@ class _Pending:
 
     prompt: Prompt
     group_size: int
-    rollouts: dict[int, Rollout]
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    """By index."""
+    scored: list[Scored] = field(default_factory=list)
+    """In the order of the indices."""
+
+    def in_order(self) -> list[Rollout]:
+        return [self.rollouts[index] for index in range(self.group_size)]
+
+    def group(self) -> RolloutGroup:
+        """All rollouts, scored."""
+        rollouts = tuple(self.in_order())
+        return RolloutGroup(
+            group_id=rollouts[0].group_id,
+            prompt=self.prompt,
+            rollouts=rollouts,
+            results=tuple(one.result for one in self.scored),
+            responses=tuple(one.response for one in self.scored),
+        )
 
 
 class Pipeline:
@@ -73,7 +92,7 @@ class Pipeline:
     async def submit(self, requests: Sequence[tuple[GenerationRequest, Prompt]]) -> None:
         """Sends requests to the generators."""
         for request, prompt in requests:
-            self._pending[request.group_id] = _Pending(prompt, request.group_size, {})
+            self._pending[request.group_id] = _Pending(prompt, request.group_size)
         await self.generators.submit([request for request, _ in requests])
 
     async def evaluate(
@@ -108,19 +127,15 @@ class Pipeline:
         """Consumes whole groups; waits for the reward executor; produces scored groups; unblocked by the group loop."""
         while True:
             batch = await self._to_score.get_batch(EVERYTHING)
-            work = [(item.prompt, [item.rollouts[index] for index in range(item.group_size)]) for item in batch]
+            work = [(item.prompt, item.in_order()[part]) for item in batch for part in slices(item.in_order())]
             for part in chunks(work):
-                answers = await self._reward.call("score", part, timeout_s=self._timeout_s)
-                groups = [
-                    RolloutGroup(
-                        group_id=rollouts[0].group_id,
-                        prompt=prompt,
-                        rollouts=tuple(rollouts),
-                        results=tuple(scored.result for scored in group),
-                        responses=tuple(scored.response for scored in group),
-                    )
-                    for (prompt, rollouts), group in zip(part, answers, strict=True)
-                ]
+                answers: list[list[Scored]] = await self._reward.call("score", part, timeout_s=self._timeout_s)
+                groups = list[RolloutGroup]()
+                for (_, rollouts), scored in zip(part, answers, strict=True):
+                    item = self._pending[rollouts[0].group_id]
+                    item.scored.extend(scored)
+                    if len(item.scored) == item.group_size:
+                        groups.append(item.group())
                 for group in groups:
                     del self._pending[group.group_id]
                     if group.group_id in self._evaluations:

@@ -10,12 +10,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llamarl.cluster.api import Cluster, ExecutorError, ExecutorSpec, RemoteError, open_cluster
-from llamarl.config import ConfigError, RunConfig
+from llamarl.cluster.api import Cluster, ExecutorError, ExecutorSpec, open_cluster
+from llamarl.config import RunConfig
 from llamarl.controller.controller import Controller, Executors
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.prepare import Prepared
 from llamarl.controller.run_folder import RunFolder
+from llamarl.controller.spawn import spawn_all
 from llamarl.controller.supervision import Interrupted, Supervisor, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.accounting import verdict, write_trace
@@ -152,13 +153,7 @@ class _Run:
             spec("reward", "reward:RewardExecutor", 1, model_path=path, config=config.reward),
             *(generator(number) for number in range(config.generator.replicas)),
         ]  # fmt: skip
-        try:
-            handles = await asyncio.gather(*(cluster.spawn(item, timeout_s) for item in specs))
-        except RemoteError as error:
-            if isinstance(error.__cause__, ConfigError):  # a user's mistake that only the executor could see
-                raise error.__cause__ from None
-            raise
-        trainer, reward, *generators = handles
+        trainer, reward, *generators = await spawn_all(cluster, specs, timeout_s)
         return Executors(
             trainer=trainer,
             reward=reward,
@@ -232,7 +227,7 @@ class _Run:
             after=outcome.after.metrics if outcome.after else None,
             completions=telemetry.completions,
             files=tuple(RunFile(path=path, meaning=meaning) for path, meaning in files.items()),
-            warnings=tuple(outcome.warnings),
+            warnings=(*outcome.warnings, *telemetry.warnings),
             extra={"stall_p99_s": stalls[math.ceil(0.99 * len(stalls)) - 1], "first_step_s": first_step_s},
         )
 

@@ -35,7 +35,8 @@ def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Pat
         raise ConfigError(f"{path} exists; go on with it (--resume), replace it (--overwrite) or choose another --name")
     if resume and not path.exists():
         raise ConfigError(f"--resume: there is no run in {path}; start it without --resume")
-    if overwrite and path.exists() and any(path.iterdir()) and not (path / "config.toml").exists():
+    is_empty = path.is_dir() and not any(path.iterdir())
+    if overwrite and path.exists() and not is_empty and not (path / "config.toml").exists():
         raise ConfigError(f"--overwrite: {path} is not a run folder (no config.toml in it), so it is not deleted")
     return path
 

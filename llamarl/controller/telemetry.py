@@ -80,6 +80,7 @@ class Telemetry:
         self.num_invalid = 0
         self.staleness_max = 0
         self.stalls_s = list[float]()
+        self.warnings = list[str]()
         self._in_loop = False
         self._shows_work = config.screen.kind not in ("lines", "none")
         """Somebody looks at busy shares; with a thousand executors they cost a tenth of a second each time."""
@@ -184,6 +185,8 @@ class Telemetry:
         self._view = replace(self._view, evals=(*self._view.evals, result.metrics))
 
     def warn(self, text: str) -> None:
+        """Something that the user should know, now and in the summary."""
+        self.warnings.append(text)
         self._screen.warn(text)
 
     def step(
@@ -250,7 +253,9 @@ class Telemetry:
             ready_groups=ready_groups,
             busy_share=self.accounts(previous.ended_s, mark.ended_s).busy_share,
             sync_s=sync_s,
-            extra=measured | _work(previous, mark),
+            extra=measured
+            | mark.work.since(previous.work)
+            | {"controller_cpu_s": mark.controller_cpu_s - previous.controller_cpu_s},
         )
 
     def accounts(self, start_s: float, end_s: float) -> Accounts:
@@ -305,14 +310,3 @@ class Telemetry:
         )
         self._view = replace(self._view, **changes)
         self._screen.show(self._view)
-
-
-def _work(start: StepMark, end: StepMark) -> dict[str, float]:
-    """What one step cost where spans do not tell."""
-    return {
-        "engine_steps": float(end.work.engine_steps - start.work.engine_steps),
-        "prefill_tokens": float(end.work.prefill_tokens - start.work.prefill_tokens),
-        "generate_wall_s": end.work.wall_s - start.work.wall_s,
-        "generate_cpu_s": end.work.cpu_s - start.work.cpu_s,
-        "controller_cpu_s": end.controller_cpu_s - start.controller_cpu_s,
-    }

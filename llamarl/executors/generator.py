@@ -22,8 +22,6 @@ from llamarl.weight_sync.shared_memory import SharedMemorySubscriber
 
 REPLY_INTERVAL_S = 0.02
 """Finished rollouts are handed over at most this often: one message carries many."""
-REPLY_BYTES = 1 << 19
-"""Rollouts of one reply, well below the payload cap of a call."""
 
 
 class GeneratorExecutor(Executor):
@@ -43,8 +41,8 @@ class GeneratorExecutor(Executor):
         self._finished = list[Rollout]()
         self._reply: Future[Collected] | None = None
         self._replied_s = 0.0
-        self._wall_s = self._cpu_s = 0.0
-        """Seconds in engine steps, as in `DecodingWork`."""
+        self._work = DecodingWork()
+        self._work_clock = time.thread_time if device.type == "cpu" else time.monotonic
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         """What this generator wants to receive."""
@@ -87,10 +85,12 @@ class GeneratorExecutor(Executor):
     def work(self) -> bool:
         if not self._engine.has_work:
             return False
-        wall_s, cpu_s = time.monotonic(), time.thread_time()
+        before, start_s = self._engine.stats(), self._work_clock()
         self._finished += self._engine.step()
-        self._wall_s += time.monotonic() - wall_s
-        self._cpu_s += time.thread_time() - cpu_s
+        after, end_s = self._engine.stats(), self._work_clock()
+        self._work = self._work.forward(
+            after.decode_tokens - before.decode_tokens, after.prefill_tokens - before.prefill_tokens, end_s - start_s
+        )
         self._hand_over()
         return True
 
@@ -101,7 +101,7 @@ class GeneratorExecutor(Executor):
             return
         reply, self._reply, self._replied_s = self._reply, None, now
         if reply.set_running_or_notify_cancel():  # a caller that gave up gets nothing, and nothing is lost
-            rollouts = next(chunks(self._finished, REPLY_BYTES))
+            rollouts = next(chunks(self._finished))
             self._finished = self._finished[len(rollouts) :]
             stats = self._engine.stats()
             reply.set_result(
@@ -110,11 +110,6 @@ class GeneratorExecutor(Executor):
                     num_running=stats.running,
                     num_waiting=stats.waiting,
                     generated_tokens=stats.decode_tokens,
-                    work=DecodingWork(
-                        engine_steps=stats.steps,
-                        prefill_tokens=stats.prefill_tokens,
-                        wall_s=self._wall_s,
-                        cpu_s=self._cpu_s,
-                    ),
+                    work=self._work,
                 )
             )

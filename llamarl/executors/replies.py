@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from llamarl.types import RewardResult, Rollout
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodingWork:
-    """What a generator has done since its start: with enough of these one knows what a step and a token cost."""
+class DecodingWork(NamedTuple):
+    """What a generator has done since its start, as sums over its forwards: a line through (rows, seconds) is in them.
 
-    engine_steps: int = 0
-    """Forwards."""
+    Seconds are processor time on a CPU, where others may use the core too, and wall time on other devices.
+    """
+
+    decode_steps: int = 0
+    """Forwards without prefill."""
+    decode_rows: int = 0
+    """Sum of the rollouts in them."""
+    decode_rows_squared: int = 0
+    """Sum of the squares of the same."""
+    decode_s: float = 0.0
+    """Seconds of these forwards."""
+    decode_rows_s: float = 0.0
+    """Sum of rollouts times seconds."""
+    prefill_steps: int = 0
+    """Forwards with prefill."""
+    prefill_rows: int = 0
+    """Sum of the rollouts that decoded in them."""
     prefill_tokens: int = 0
-    """Prompt tokens computed."""
-    wall_s: float = 0.0
-    """Seconds in these forwards."""
-    cpu_s: float = 0.0
-    """Processor seconds of the generator's thread in them: on shared cores, what they would take alone."""
+    """Prompt tokens computed in them."""
+    prefill_s: float = 0.0
+    """Seconds of these forwards."""
 
-    def __add__(self, other: DecodingWork) -> DecodingWork:
-        return DecodingWork(
-            engine_steps=self.engine_steps + other.engine_steps,
-            prefill_tokens=self.prefill_tokens + other.prefill_tokens,
-            wall_s=self.wall_s + other.wall_s,
-            cpu_s=self.cpu_s + other.cpu_s,
-        )
+    def forward(self, rows: int, prefill_tokens: int, seconds: float) -> DecodingWork:
+        """One forward more."""
+        if prefill_tokens:
+            return self.plus(DecodingWork(0, 0, 0, 0.0, 0.0, 1, rows, prefill_tokens, seconds))
+        return self.plus(DecodingWork(1, rows, rows * rows, seconds, rows * seconds))
+
+    def plus(self, other: DecodingWork) -> DecodingWork:
+        """Both together."""
+        return DecodingWork(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def since(self, start: DecodingWork) -> dict[str, float]:
+        """What came after `start`, by name."""
+        return {name: float(a - b) for name, a, b in zip(self._fields, self, start, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

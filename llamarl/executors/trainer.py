@@ -14,6 +14,7 @@ from llamarl.cluster.executor import Executor
 from llamarl.config import RunConfig, build
 from llamarl.distributed.runtime import set_up_device
 from llamarl.models.hf import load_model
+from llamarl.rollouts.pieces import joined
 from llamarl.training.result import StepResult
 from llamarl.training.state import load_training_state, training_state
 from llamarl.training.trainer import Trainer
@@ -58,14 +59,16 @@ class TrainerExecutor(Executor):
         return self._resumed, self._damaged
 
     def add_groups(self, groups: Iterable[RolloutGroup]) -> None:
-        """Keeps scored groups for a later step."""
-        self._groups.update((group.group_id, group) for group in groups)
+        """Keeps scored groups, or consecutive pieces of them, for a later step."""
+        for group in groups:
+            self._groups[group.group_id] = joined(self._groups.get(group.group_id), group)
 
     def step(self, group_ids: Sequence[int]) -> StepResult:
         """One optimizer step on these groups. Raises NonFiniteStep."""
-        cpu_s = time.thread_time()
+        clock = time.thread_time if self._trainer.device.type == "cpu" else time.monotonic
+        start_s = clock()
         result = self._trainer.step([self._groups.pop(group_id) for group_id in group_ids])
-        result.metrics["train_cpu_s"] = time.thread_time() - cpu_s
+        result.metrics["train_s"] = clock() - start_s
         return result
 
     def publish(self, version: int, specs: tuple[TensorSpec, ...]) -> SegmentAddress:

@@ -73,7 +73,10 @@ class Profile:
 
 
 def load_profile(path: str | Path | None) -> Profile:
-    """The profile in a JSON file `{"constants": {...}, "gpu": {...}}`; None gives the defaults. Raises ConfigError."""
+    """The profile in a JSON file `{"constants": {...}, "gpu": {...}}`; None gives the defaults. Raises ConfigError.
+
+    Its `costs` and `run` are for the simulator and for people.
+    """
     if path is None:
         return Profile(constants=Constants(), gpu={})
     try:
@@ -82,7 +85,7 @@ def load_profile(path: str | Path | None) -> Profile:
         raise ConfigError(f"cannot read profile {path}: {error}; give a JSON file with `constants` and `gpu`") from None
     if not isinstance(data, dict):
         raise ConfigError(f"profile {path} holds no JSON object; write {{'constants': {{...}}, 'gpu': {{...}}}}")
-    _check(path, "profile", data, ("constants", "gpu"))
+    _check(path, "profile", data, ("constants", "gpu", "costs", "run"))
     constants, gpu = data.get("constants", {}), data.get("gpu", {})
     _check_numbers(path, "constants", constants, Constants)
     _check_numbers(path, "gpu", gpu, Gpu)

@@ -105,6 +105,18 @@ GPUS = {
             network_bandwidth=50e9,
             price=5.5,
         ),
+        # One core of a server CPU with AVX2 and its share of the memory: orders of magnitude, for a profile to replace.
+        Gpu(
+            name="cpu-core",
+            memory_bytes=4e9,
+            memory_bandwidth=10e9,
+            bf16_flops=50e9,
+            fp8_flops=0.0,
+            node_gpus=8,
+            node_bandwidth=5e9,
+            network_bandwidth=5e9,
+            price=0.05,
+        ),
     )
 }
 """Known devices."""

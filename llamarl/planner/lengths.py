@@ -90,6 +90,11 @@ class Lengths:
             ) from None
         if not lengths.size or lengths.max() < 1:
             raise ConfigError(f"{path} holds no response; give the rollouts.jsonl of a run with at least one step")
+        return cls.measured(lengths)
+
+    @classmethod
+    def measured(cls, lengths: np.ndarray) -> Lengths:
+        """Of these responses, at least one of them with a token; the longest is the limit."""
         limit = int(lengths.max())
         middles_C = (np.arange(NUM_CELLS) + 0.5) * (limit / NUM_CELLS)
         survival_C = (lengths[None, :] > middles_C[:, None]).mean(axis=1)

@@ -39,7 +39,8 @@ class SimulatedCluster(Cluster):
         if name == "trainer":
             return SimulatedTrainer(name, self.watch, self._costs, self._trainer_gpus)
         if name == "reward":
-            return SimulatedReward(name, self.watch, self._costs, self._config.seed, self._faults.reward_timeout_share)
+            return SimulatedReward(name, self.watch, self._costs, self._config.seed, self._faults.reward_timeout_share,
+                                   self._lengths)  # fmt: skip
         number, settings = int(name.removeprefix("generator-")), self._config.generator
         slowness = self._faults.slowness(number, settings.replicas)
         return SimulatedGenerator(name, self.watch, self._costs, self._lengths, settings.max_running, slowness)

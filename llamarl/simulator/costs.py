@@ -14,6 +14,9 @@ from llamarl.config import ConfigError
 from llamarl.planner.generation import decode_parts, steady_context_tokens
 from llamarl.planner.plan import Plan
 
+Group = tuple[tuple[int, float], ...]
+"""Tokens and reward of each response."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatorCosts:
@@ -21,6 +24,8 @@ class SimulatorCosts:
 
     generator_gpus: int = 8
     """GPUs of one generator replica."""
+    trainer_gpus: int = 0
+    """GPUs of the trainer when nobody says how many; 0: as many as all generators have."""
     decode_base_s: float = 0.012
     """a: seconds of a decode step, whatever runs: reading the weights, launches."""
     decode_per_rollout_s: float = 5e-5
@@ -53,6 +58,17 @@ class SimulatorCosts:
     """Log-deviation of the response length; 0 makes all equal."""
     response_lengths: tuple[int, ...] = ()
     """Measured lengths to draw from instead of the lognormal."""
+    measured_groups: tuple[Group, ...] = ()
+    """Groups of a real run in the order of their prompts, one (tokens, reward) per response; group g of the simulation
+    is the g-th of them, and from the first on again. Instead of drawn lengths and rewards."""
+    skips_equal_rewards: bool = False
+    """The trainer spends nothing on groups in which all rewards are equal, as their advantages are 0."""
+    call_s: float = 0.0
+    """Seconds that a call and its answer are under way."""
+    cores: int = 0
+    """Cores of the one machine that all executors on `cpu` and the controller share; 0: everybody has his own."""
+    controller_rollout_s: float = 0.0
+    """With `cores`: processor seconds of the controller per rollout."""
 
     @classmethod
     def from_plan(cls, plan: Plan) -> SimulatorCosts:
@@ -89,7 +105,9 @@ class SimulatorCosts:
 
     @classmethod
     def load(cls, path: str | Path) -> SimulatorCosts:
-        """Costs from a JSON object with the fields of this record; what is missing keeps its default.
+        """Costs from a JSON object with the fields of this record, or from the `costs` of a profile.
+
+        What is missing keeps its default.
 
         Raises:
             ConfigError: the file cannot be read, or a field is unknown or impossible.
@@ -100,6 +118,8 @@ class SimulatorCosts:
             raise ConfigError(f"cannot read costs {path}: {error}; give a JSON object of numbers") from None
         if not isinstance(data, dict):
             raise ConfigError(f'costs {path} hold no JSON object; write {{"decode_base_s": 0.012, ...}}')
+        if isinstance(data.get("costs"), dict):
+            data = data["costs"]
         known = {field.name for field in dataclasses.fields(cls)}
         for name, value in data.items():
             if name not in known:
@@ -109,6 +129,10 @@ class SimulatorCosts:
             _check(path, name, value)
         if "response_lengths" in data:
             data["response_lengths"] = tuple(data["response_lengths"])
+        if "measured_groups" in data:
+            data["measured_groups"] = tuple(
+                tuple((tokens, float(reward)) for tokens, reward in group) for group in data["measured_groups"]
+            )
         return cls(**data)
 
     def save(self, path: str | Path) -> None:
@@ -121,12 +145,38 @@ def _check(path: str | Path, name: str, value: object) -> None:
         if not isinstance(value, list) or not all(isinstance(one, int) and one >= 1 for one in value):
             raise ConfigError(f"{path}: `{name}` must be a list of whole numbers of at least 1")
         return
-    whole = name in ("generator_gpus", "score_workers", "prompt_tokens")
-    positive = whole or name in ("decode_base_s", "response_tokens")
+    if name == "measured_groups":
+        if not isinstance(value, list) or not all(_is_group(group) for group in value):
+            raise ConfigError(f"{path}: `{name}` must be a list of groups, each a list of [tokens, reward]")
+        return
+    if name == "skips_equal_rewards":
+        if not isinstance(value, bool):
+            raise ConfigError(f"{path}: `{name} = {value!r}`; give true or false")
+        return
+    whole = name in ("generator_gpus", "trainer_gpus", "score_workers", "prompt_tokens", "cores")
+    positive = (whole and name not in ("trainer_gpus", "cores")) or name in ("decode_base_s", "response_tokens")
     fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if not fits or not 0 <= value < float("inf") or (positive and not value):
-        kind = "a whole number of at least 1" if whole else "a number above 0" if positive else "a number of at least 0"
+        if whole:
+            kind = f"a whole number of at least {int(positive)}"
+        else:
+            kind = "a number above 0" if positive else "a number of at least 0"
         raise ConfigError(f"{path}: `{name} = {value!r}`; give {kind}")
+
+
+def _is_group(group: object) -> bool:
+    return (
+        isinstance(group, list)
+        and len(group) > 0
+        and all(
+            isinstance(one, list)
+            and len(one) == 2
+            and isinstance(one[0], int)
+            and one[0] >= 0
+            and isinstance(one[1], int | float)
+            for one in group
+        )
+    )
 
 
 class ResponseLengths:
@@ -134,6 +184,7 @@ class ResponseLengths:
 
     def __init__(self, costs: SimulatorCosts, limit_tokens: int, seed: int) -> None:
         self._measured = np.array(costs.response_lengths)
+        self._groups = costs.measured_groups
         self._sigma = costs.response_sigma
         self._mu = float(np.log(costs.response_tokens)) - self._sigma**2 / 2
         self.limit_tokens = limit_tokens
@@ -141,12 +192,29 @@ class ResponseLengths:
 
     def draw(self, group_id: int, group_size: int) -> list[int]:
         """One length per rollout, in tokens, 1 to the limit."""
+        if self._groups:
+            return [min(max(tokens, 1), self.limit_tokens) for tokens, _ in self._chosen(group_id, group_size)]
         random = keyed(self._seed, LENGTHS, group_id)
         if len(self._measured):
             lengths = random.choice(self._measured, group_size)
         else:
             lengths = np.exp(self._mu + self._sigma * random.standard_normal(group_size))
         return np.clip(np.rint(lengths), 1, self.limit_tokens).astype(int).tolist()
+
+    def rewards(self, group_id: int, group_size: int) -> list[float] | None:
+        """The measured rewards of the same rollouts, 0 for those that the limit cuts; None when none were measured."""
+        if not self._groups:
+            return None
+        chosen = self._chosen(group_id, group_size)
+        return [reward if tokens <= self.limit_tokens else 0.0 for tokens, reward in chosen]
+
+    def _chosen(self, group_id: int, group_size: int) -> list[tuple[int, float]]:
+        """All of the measured group; a part of it, or some of it again, when the group has another size."""
+        group = self._groups[group_id % len(self._groups)]
+        if len(group) == group_size:
+            return list(group)
+        order = keyed(self._seed, LENGTHS, group_id).permutation(len(group))
+        return [group[order[number % len(group)]] for number in range(group_size)]
 
 
 LENGTHS, SCORES, FAULTS = 1, 2, 3

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
-from llamarl.executors.replies import Collected, DecodingWork, Scored
+from llamarl.executors.replies import Collected, Scored
 from llamarl.observability.spans import Span
 from llamarl.simulator.costs import SCORES, ResponseLengths, SimulatorCosts, keyed
 from llamarl.simulator.decoding import Attempt, Decoded, DecodeQueue
@@ -42,8 +42,10 @@ class SimulatedHandle(ExecutorHandle):
     SPANS: ClassVar[dict[str, str]] = {}
     """Span name of each method that is work."""
 
-    def __init__(self, name: str, watch: Stopwatch) -> None:
+    def __init__(self, name: str, watch: Stopwatch, call_s: float) -> None:
+        """`call_s`: seconds that a call and its answer are under way, in which the executor may do other work."""
         self._loop = asyncio.get_running_loop()
+        self._call_s = call_s
         self._watch = watch
         self.name = name
         self.pids = [0]
@@ -74,7 +76,12 @@ class SimulatedHandle(ExecutorHandle):
         duration_s, result = self._answer(method, args)
         self._watch.seconds += time.thread_time() - began_s
         await self._busy_until(start_s, start_s + duration_s, method, timeout_s)
+        await self._under_way()
         return result
+
+    async def _under_way(self) -> None:
+        if self._call_s:
+            await asyncio.sleep(self._call_s)
 
     async def _busy_until(self, start_s: float, end_s: float, method: str, timeout_s: float) -> None:
         """Waits until this call is done, no longer than `timeout_s`; the executor goes on in either case."""
@@ -153,7 +160,7 @@ class SimulatedGenerator(SimulatedHandle):
         max_running: int,
         slowness: float,
     ) -> None:
-        super().__init__(name, watch)
+        super().__init__(name, watch, costs.call_s)
         self._costs = costs
         self._lengths = lengths
         self._slowness = slowness
@@ -162,7 +169,6 @@ class SimulatedGenerator(SimulatedHandle):
             per_rollout_s=costs.decode_per_rollout_s * slowness,
             max_running=max_running,
         )
-        self._prefill_tokens = 0
         self._reply: asyncio.Future[Collected] | None = None
         self._reply_deadline_s = self._reply_timeout_s = 0.0
         self._replied_s = 0.0
@@ -186,7 +192,9 @@ class SimulatedGenerator(SimulatedHandle):
         reply = self._reply = self._loop.create_future()
         self._reply_timeout_s, self._reply_deadline_s = timeout_s, self._loop.time() + timeout_s
         self._schedule()
-        return await reply
+        collected = await reply
+        await self._under_way()
+        return collected
 
     def _answer(self, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
         now_s = self._loop.time()
@@ -207,7 +215,6 @@ class SimulatedGenerator(SimulatedHandle):
             self._decoding_since_s = max(now_s, self._free_s)
         lengths = self._lengths.draw(request.group_id, request.group_size)
         attempts = [Attempt(request.group_id, index, length) for index, length in enumerate(lengths)]
-        self._prefill_tokens += len(request.prompt_token_ids_T)
         prefill_s = self._costs.prefill_token_s * self._slowness * len(request.prompt_token_ids_T)
         self._queue.submit(now_s, attempts, prefill_s)
 
@@ -257,7 +264,6 @@ class SimulatedGenerator(SimulatedHandle):
                     num_running=self._queue.num_running,
                     num_waiting=self._queue.num_waiting,
                     generated_tokens=self._queue.generated_tokens,
-                    work=DecodingWork(engine_steps=self._queue.num_steps, prefill_tokens=self._prefill_tokens),
                 )
             )
         elif now_s >= self._reply_deadline_s:
@@ -302,9 +308,18 @@ class SimulatedReward(SimulatedHandle):
 
     SPANS: ClassVar[dict[str, str]] = {"score": "score"}
 
-    def __init__(self, name: str, watch: Stopwatch, costs: SimulatorCosts, seed: int, timeout_share: float) -> None:
-        super().__init__(name, watch)
+    def __init__(
+        self,
+        name: str,
+        watch: Stopwatch,
+        costs: SimulatorCosts,
+        seed: int,
+        timeout_share: float,
+        lengths: ResponseLengths,
+    ) -> None:
+        super().__init__(name, watch, costs.call_s)
         self._costs = costs
+        self._lengths = lengths
         self._seed = seed
         self._timeout_share = timeout_share
         self._invalid = RewardResult(
@@ -329,12 +344,19 @@ class SimulatedReward(SimulatedHandle):
         seconds = self._costs.score_s * random.standard_exponential(len(rollouts))
         late = fates < self._timeout_share
         seconds[late] = self._costs.score_timeout_s
-        is_right = fates > (1 + self._timeout_share) / 2
+        rewards = self._lengths.rewards(rollouts[0].group_id, len(rollouts))
+        if rewards is None:
+            rewards = (fates > (1 + self._timeout_share) / 2).astype(float).tolist()
         results = [
-            self._invalid if timed_out else self._right if right else self._wrong
-            for timed_out, right in zip(late.tolist(), is_right.tolist(), strict=True)
+            self._invalid if timed_out else self._judged(reward)
+            for timed_out, reward in zip(late.tolist(), rewards, strict=True)
         ]
         return [Scored(response="", result=result) for result in results], seconds
+
+    def _judged(self, reward: float) -> RewardResult:
+        if reward in (0.0, 1.0):  # by far the most, and there are millions
+            return self._right if reward else self._wrong
+        return RewardResult(outcome=Outcome.SCORE, value=reward)
 
 
 class SimulatedTrainer(SimulatedHandle):
@@ -343,18 +365,18 @@ class SimulatedTrainer(SimulatedHandle):
     SPANS: ClassVar[dict[str, str]] = {"step": "train", "publish": "weight_sync", "save": "checkpoint"}
 
     def __init__(self, name: str, watch: Stopwatch, costs: SimulatorCosts, num_gpus: int) -> None:
-        super().__init__(name, watch)
+        super().__init__(name, watch, costs.call_s)
         self._costs = costs
         self._token_s = costs.train_token_gpu_s / num_gpus
         self._groups = dict[int, tuple[int, int, int]]()
-        """Rollouts, response tokens and prompt tokens of each group that was sent ahead."""
+        """Rollouts, response tokens and computed tokens of each group that was sent ahead."""
         self._version = 0
 
     def _answer(self, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
         match method:
             case "add_groups":
                 for group in args[0]:
-                    self._groups[group.group_id] = _size(group)
+                    self._groups[group.group_id] = _size(group, self._costs.skips_equal_rewards)
                 return 0.0, None
             case "step":
                 return self._step(args[0])
@@ -367,7 +389,7 @@ class SimulatedTrainer(SimulatedHandle):
     def _step(self, group_ids: Sequence[int]) -> tuple[float, StepResult]:
         sizes = [self._groups.pop(group_id) for group_id in group_ids]
         loss_tokens = sum(tokens for _, tokens, _ in sizes)
-        tokens = loss_tokens + sum(prompt_tokens for _, _, prompt_tokens in sizes)
+        tokens = sum(computed for _, _, computed in sizes)
         self._version += 1
         result = StepResult(
             policy_version=self._version,
@@ -378,7 +400,8 @@ class SimulatedTrainer(SimulatedHandle):
         return self._costs.train_base_s + self._token_s * tokens, result
 
 
-def _size(group: RolloutGroup) -> tuple[int, int, int]:
+def _size(group: RolloutGroup, skips_equal_rewards: bool) -> tuple[int, int, int]:
     prompt: Prompt = group.prompt
     tokens = sum(rollout.num_tokens for rollout in group.rollouts)
-    return len(group.rollouts), tokens, len(prompt.token_ids_T)
+    is_skipped = skips_equal_rewards and len({result.value for result in group.results}) == 1
+    return len(group.rollouts), tokens, 0 if is_skipped else tokens + len(prompt.token_ids_T)

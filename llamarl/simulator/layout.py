@@ -49,8 +49,9 @@ def step_parts_s(
     rollout = config.rollout
     samples = rollout.prompts_per_step * rollout.group_size
     tokens = min(costs.response_tokens, float(rollout.max_new_tokens))
-    if costs.response_lengths:
-        tokens = float(np.minimum(costs.response_lengths, rollout.max_new_tokens).mean())
+    lengths = [one for group in costs.measured_groups for one, _ in group] or costs.response_lengths
+    if lengths:
+        tokens = float(np.minimum(lengths, rollout.max_new_tokens).mean())
     prompts = rollout.prompts_per_step * costs.prompt_tokens
     running = np.clip((rollout.max_staleness + 1) * samples / replicas, 1, config.generator.max_running)
     decode_s = samples * tokens / running * (costs.decode_base_s + costs.decode_per_rollout_s * running)
@@ -69,6 +70,7 @@ def choose_layout(config: RunConfig, costs: SimulatorCosts, gpus: int | None, tr
     for name, value in (("gpus", gpus), ("trainer-gpus", trainer_gpus)):
         if value is not None and value < 1:
             raise ConfigError(f"`--{name} {value}` is no cluster; give 1 or more")
+    trainer_gpus = trainer_gpus or costs.trainer_gpus or None
     if gpus is None:
         return Layout(trainer_gpus=trainer_gpus or replicas * each, replicas=replicas, generator_gpus=each)
     if trainer_gpus is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from llamarl.observability.files import write_atomically
 from llamarl.observability.metrics import EvalMetrics, StepMetrics
 from llamarl.observability.sinks import JsonlSink, MetricsLog
 from llamarl.rollouts.recorder import RolloutRecorder
@@ -38,8 +40,13 @@ class StepLog(MetricsLog):
     def __init__(self, path: Path) -> None:
         super().__init__([JsonlSink(path)], lambda _: None)
         self.steps = list[StepMetrics]()
+        self._path = path
 
     def log(self, record: StepMetrics | EvalMetrics) -> None:
         super().log(record)
         if isinstance(record, StepMetrics):
             self.steps.append(record)
+
+    def rewrite(self, steps: Sequence[StepMetrics]) -> None:
+        """`metrics.jsonl` again, with these steps; after `close`. Raises OSError."""
+        write_atomically(self._path, "".join(json.dumps(step.to_json()) + "\n" for step in steps))

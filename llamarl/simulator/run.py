@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,14 @@ from llamarl.config import RunConfig
 from llamarl.controller.controller import Controller, Executors, Problems, TooManyInvalid
 from llamarl.controller.supervision import Stalled, Supervisor, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
-from llamarl.observability.accounting import Accounts, verdict
+from llamarl.observability.accounting import Accounts, account, role_of, verdict
 from llamarl.observability.screen import NullScreen
+from llamarl.observability.spans import Span
 from llamarl.observability.view import RunView
 from llamarl.rollouts.buffer import RolloutBuffer
 from llamarl.simulator.clock import run_virtual
 from llamarl.simulator.cluster import SimulatedCluster
+from llamarl.simulator.cores import SharedCores
 from llamarl.simulator.costs import SimulatorCosts
 from llamarl.simulator.faults import Faults
 from llamarl.simulator.layout import Layout
@@ -66,6 +69,7 @@ class _Run:
     def __init__(self, config: RunConfig, costs: SimulatorCosts, faults: Faults, layout: Layout, metrics: Path) -> None:
         rollout = config.rollout
         self._config = config
+        self._costs = costs
         self._layout = layout
         self._bound = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
         self._staleness = StalenessCounter()
@@ -84,6 +88,9 @@ class _Run:
         """Starts the executors, trains, stops them."""
         clock = asyncio.get_running_loop()
         supervisor = Supervisor()
+        clock.set_exception_handler(  # a timer that raises would otherwise only be printed
+            lambda _, context: supervisor.fail(context.get("exception") or RuntimeError(context["message"]))
+        )
         executors = await self._spawn()
         for handle in (executors.trainer, executors.reward):
             supervisor.watch(handle)
@@ -137,35 +144,62 @@ class _Run:
         spec = ExecutorSpec(name=name, target="")
         return await self._cluster.spawn(spec, self._config.cluster.start_timeout_s)
 
-    def _generator_busy_share(self, accounts: Accounts) -> float:
+    def _shared_cores(self, spans: dict[str, list[Span]]) -> SharedCores:
+        """How the executors on `cpu` get in each other's way."""
+        trainer, generator = self._config.trainer, self._config.generator
+        threads = {
+            "trainer": trainer.threads if trainer.device == "cpu" else 0,
+            "generator": generator.threads if generator.device == "cpu" else 0,
+            "reward": 1,
+        }
+        num_rollouts = sum(self._staleness.counts.values())
+        return SharedCores(
+            spans,
+            {name: threads[role_of(name)] for name in spans},
+            self._costs.cores,
+            self._costs.controller_rollout_s * num_rollouts,
+        )
+
+    def _generator_busy_share(self, accounts: Accounts, clock: Callable[[float], float]) -> float:
         """Of the time in which they were alive: a generator that is not there does not idle."""
         start_s, end_s = self._loop_s
-        lives_s = [min(end_s, h.alive_s[1]) - max(start_s, h.alive_s[0]) for h in self._cluster.generators]
+        lives_s = [
+            clock(min(end_s, h.alive_s[1])) - clock(max(start_s, h.alive_s[0])) for h in self._cluster.generators
+        ]
         busy_s = [accounts.busy_share.get(h.name, 0.0) * accounts.window_s for h in self._cluster.generators]
         return sum(busy_s) / sum(lives_s) if sum(lives_s) > 0 else 0.0
 
     def result(self, wall_s: float, cpu_s: float) -> Simulation:
         """What was found, with the time that it took."""
         cluster, telemetry = self._cluster, self._telemetry
-        accounts = telemetry.accounts(*self._loop_s)
-        generator = self._generator_busy_share(accounts)
+        spans = {name: list(work) for name, work in telemetry.spans.items()}
+        steps, loop_s = self._log.steps, self._loop_s
+        clock: Callable[[float], float] = float
+        if self._costs.cores:
+            clock = cores = self._shared_cores(spans)
+            spans = cores.spans(spans)
+            steps = cores.steps(steps, loop_s[0], spans)
+            loop_s = (cores(loop_s[0]), cores(loop_s[1]))
+            self._log.rewrite(steps)
+        accounts = account(spans, *loop_s)
+        generator = self._generator_busy_share(accounts, clock)
         accounts = replace(accounts, role_share={**accounts.role_share, "generator": generator})
         return Simulation(
             layout=self._layout,
             end=self._end,
-            steps=tuple(self._log.steps),
+            steps=tuple(steps),
             accounts=accounts,
             verdict=verdict(accounts),
             staleness=dict(sorted(self._staleness.counts.items())),
             staleness_bound=self._bound,
             group_ids=tuple(self._staleness.group_ids),
-            loop_s=self._loop_s,
+            loop_s=loop_s,
             num_deaths=cluster.num_deaths,
             num_joins=self._num_joins,
             num_dropped=cluster.num_dropped,
             num_resubmitted=self._controller.recovery.num_resubmitted,
             num_resumed=sum(handle.num_resumed for handle in cluster.generators),
-            spans={name: list(spans) for name, spans in telemetry.spans.items()},
+            spans=spans,
             wall_s=wall_s,
             cpu_s=cpu_s,
             executors_cpu_s=cluster.watch.seconds,

@@ -34,7 +34,7 @@ def check(done: Done, *parts: str, command: str = "train") -> None:
         (["--rollout.group_size", "1"], ["rollout.group_size = 1", "group_mean", "2 or more"]),
         (["--rollout.window", "9"], ["rollout.window = 9", "4 groups", "lower the window"]),
         (["--trainer.loss.name", "apio"], ["trainer.loss", "aipo"]),
-        (["--trainer.loss.rhos", "2"], ["trainer.loss", "rho"]),
+        (["--trainer.loss", "aipo", "--trainer.loss.rhos", "2"], ["trainer.loss", "did you mean `rho`?"]),
         (["--reward.parts", "[{name = 'exakt'}]"], ["reward.parts", "exact"]),
         (["--reward.parts", "['tests.cli.nowhere:Reward']"], ["reward.parts", "tests.cli.nowhere"]),
         (["--reward.weights", "[1.0, 2.0]"], ["reward.weights has 2 numbers for 1 parts"]),
@@ -69,7 +69,7 @@ def fewer_embeddings(model: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (lambda model: (model / "config.json").unlink(), ["damaged/config.json"]),
+        (lambda model: (model / "config.json").unlink(), ["damaged has no config.json"]),
         (lambda model: halve(model / "config.json"), ["config.json"]),
         (lambda model: (model / "tokenizer.json").unlink(), ["tokenizer.json"]),
         (lambda model: halve(model / "tokenizer.json"), ["tokenizer.json"]),
@@ -189,5 +189,11 @@ def test_eval_and_export(cli: Cli, model: Path, tmp_path: Path) -> None:
     check(cli("eval", "/nowhere", "x.jsonl"), "/nowhere", command="eval")
     check(cli("eval", model, "/nowhere.jsonl"), "/nowhere.jsonl", command="eval")
     check(cli("eval", model, "/nowhere.jsonl", "--samples", "0"), "--samples 0", command="eval")
-    check(cli("eval", model, "/nowhere.jsonl", "--reward", "gsm9k"), "gsm9k", "gsm8k", command="eval")
+    check(cli("eval", model, "/nowhere.jsonl", "--max-new-tokens", "0"), "--max-new-tokens 0", command="eval")
+    weights = damaged(model, tmp_path, lambda copy: halve(copy / "model.safetensors"))
+    file = tmp_path / "problems.jsonl"
+    file.write_text('{"question": "a", "answer": "1"}\n')
+    check(cli("eval", model, file, "--reward", "gsm9k"), "gsm9k", "gsm8k", command="eval")
+    check(cli("eval", weights, file), "no whole safetensors file", command="eval")
+    check(cli("eval", model, file, "--output", "/nowhere/x"), "cannot write /nowhere/x", "--output", command="eval")
     check(cli("export", tmp_path), "no run folder", command="export")

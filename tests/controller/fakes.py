@@ -10,6 +10,7 @@ import copy
 import gc
 import json
 import pickle
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -254,7 +255,12 @@ class Run:
         """Runs to the end under a virtual clock; `strike` runs beside it. Raises what the run raises."""
         try:
             run_virtual(self._train(state, strike))
-        finally:
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            raise
+        finally:  # a forgotten error is complained of when its task is deleted
+            self.version = self.controller.version
+            del self.controller, self.supervisor, self.handles
             gc.collect()
         return self
 

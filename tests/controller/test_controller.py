@@ -165,7 +165,7 @@ def test_a_stall_says_who_waits_for_whom(tmp_path: Path, who: str) -> None:
 def test_slow_work_is_no_stall(tmp_path: Path) -> None:
     settings = config(tmp_path, steps=3, cluster={"stall_timeout_s": 40.0})
     run = Run(settings, tmp_path, [Generator(duration_s=lambda group_id, index: 35.0)], trainer=Trainer(step_s=35.0))
-    assert run.train().controller.version == 3
+    assert run.train().version == 3
 
 
 def test_steps_are_reported_in_order_and_times_add_up(tmp_path: Path) -> None:

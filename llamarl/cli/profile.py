@@ -1,0 +1,61 @@
+"""`llamarl profile RUN [--output FILE]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from llamarl.config import ConfigError
+from llamarl.observability.files import write_atomically
+from llamarl.observability.formats import duration
+from llamarl.planner.profile import make_profile
+from llamarl.planner.recorded import read_run
+
+EPILOG = """The profile holds for the model, the threads and the machine of the run. It answers for other settings:
+  llamarl simulate RUN.toml --costs RUN/profile.json --rollout.group_size 4
+  llamarl plan --config RUN.toml --gpus 2 --gpu cpu-core --profile RUN/profile.json"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="llamarl profile",
+        description="Turn a short real run into measured constants for `plan` and `simulate`.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="folder of a finished run")
+    parser.add_argument("--output", metavar="FILE", help="where to write the profile (RUN/profile.json)")
+    parser.add_argument("--gpu", metavar="KIND", help="the device of a run on GPUs, as in `llamarl plan`")
+    parser.add_argument(
+        "--cores", type=int, metavar="N", help="cores that the executors shared (those of this machine)"
+    )
+    options = parser.parse_args(arguments)
+    cores = os.cpu_count() or 1 if options.cores is None else options.cores
+    if cores < 1:
+        raise ConfigError(f"`--cores {cores}` is no machine; give 1 or more")
+    run = read_run(options.run)
+    profile = make_profile(run, cores=cores, gpu=options.gpu)
+    path = Path(options.output or run.path / "profile.json")
+    try:
+        write_atomically(path, json.dumps(profile) + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; give --output a path in an existing folder"
+        ) from None
+    costs = profile["costs"]
+    print(
+        f"train step    {duration(costs['train_base_s'])} and {duration(costs['train_token_gpu_s'])} per computed token\n"
+        f"decode step   {duration(costs['decode_base_s'])} and {duration(costs['decode_per_rollout_s'])} per rollout\n"
+        f"prefill       {duration(costs['prefill_token_s'])} per token, prompts of {costs['prompt_tokens']} tokens\n"
+        f"weight sync   {duration(costs['publish_s'])} to publish, {duration(costs['adopt_s'])} to adopt\n"
+        f"score         {duration(costs['score_s'])} per response\n"
+        f"call          {duration(costs['call_s'])}\n"
+        f"controller    {duration(costs['controller_rollout_s'])} per rollout\n"
+        f"wrote {path}"
+    )
+    return 0

@@ -1,0 +1,66 @@
+"""The planner's roofline at given settings, without a search: what a profiled machine does with another workload.
+
+One trainer and one generator per replica have a device each. Cores that they share, and what they send through the
+controller, are no part of it; a simulation with the same profile has both.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamarl.planner.generation import Generators, generation_parts, steady_step_s
+from llamarl.planner.hardware import BF16, Pool
+from llamarl.planner.request import ASYNCHRONOUS, SYNCHRONOUS, Request
+from llamarl.planner.solver import sum_parts
+from llamarl.planner.training import TrainerLayouts, training_parts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """One step in the long run."""
+
+    step_s: float
+    train_s: float
+    """Seconds in which the trainer works."""
+    generate_s: float
+    """Seconds in which the generators work."""
+
+    @property
+    def trainer_idle_share(self) -> float:
+        return 1 - self.train_s / self.step_s
+
+    @property
+    def generator_idle_share(self) -> float:
+        return 1 - self.generate_s / self.step_s
+
+
+def predict_step(
+    request: Request, pool: Pool, *, staleness: int, replicas: int, max_running: int, microbatch_tokens: int
+) -> Prediction:
+    """A step with `replicas` generators of one device and a trainer of one, all of the kind of `pool`.
+
+    Staleness 0: the phases take turns, and generation ends with its longest response. Otherwise the slowest of trainer,
+    generators, and (longest response + trainer) / (S + 1), as in `solver`.
+    """
+    rules = ASYNCHRONOUS if staleness else SYNCHRONOUS
+    active = math.ceil((staleness + 1) * request.num_samples / replicas)
+    one = np.array([1])
+    generators = Generators(
+        tp_L=one,
+        replicas_L=np.array([replicas]),
+        slots_L=np.array([min(max_running, active)]),
+        weight_bytes_L=np.array([BF16]),
+    )
+    trainer = TrainerLayouts(
+        tp_L=one, cp_L=one, pp_L=one, dp_L=one, microbatch_tokens_L=np.array([microbatch_tokens]), sharded=True
+    )
+    generate_s = float(sum_parts(generation_parts(request, pool, generators, rules))[0])
+    train_s = float(sum_parts(training_parts(request, pool, trainer))[0])
+    if not staleness:
+        return Prediction(step_s=generate_s + train_s, train_s=train_s, generate_s=generate_s)
+    longest_s = request.lengths.longest_tokens(request.num_samples) * float(steady_step_s(request, pool, generators)[0])
+    step_s = max(generate_s, train_s, (longest_s + train_s) / (staleness + 1))
+    return Prediction(step_s=step_s, train_s=train_s, generate_s=generate_s)

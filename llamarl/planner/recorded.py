@@ -1,0 +1,116 @@
+"""What a run left in its folder, as far as it says how long things take."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.observability.spans import Span
+
+MIN_STEPS = 8
+"""Steps after the first that a profile needs: medians of fewer follow single disturbances."""
+COUNTERS = (
+    "num_input_tokens",
+    "train_s",
+    "decode_steps",
+    "decode_rows",
+    "decode_rows_squared",
+    "decode_s",
+    "decode_rows_s",
+    "prefill_steps",
+    "prefill_rows",
+    "prefill_tokens",
+    "prefill_s",
+    "controller_cpu_s",
+)
+"""Names under `extra.` in metrics.jsonl."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedRun:
+    """One run, its first step left out: it begins with empty generators and cold caches."""
+
+    path: Path
+    config: RunConfig
+    counters: dict[str, np.ndarray]
+    """Each of `COUNTERS`, per step, float64."""
+    skips_equal_rewards: bool
+    """Some response tokens were not computed, as their advantage was 0."""
+    groups: list[list[tuple[int, float]]]
+    """Tokens and reward of each response, in the order of the groups' prompts; the first step's too."""
+    spans: dict[str, list[Span]]
+    """Work of each executor, in seconds from some origin."""
+
+
+def read_run(path: str | Path) -> RecordedRun:
+    """Reads a run folder. Raises ConfigError: it is none, a file is missing or damaged, or the run was too short."""
+    folder = Path(path)
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(f"{folder} is no run folder (no config.toml in it); give the folder of a finished run")
+    steps = {row["step"]: row for row in _rows(folder / "metrics.jsonl") if row.get("kind") == "step"}
+    rows = [steps[step] for step in sorted(steps)][1:]
+    if len(rows) < MIN_STEPS:
+        raise ConfigError(
+            f"{folder} has {len(steps)} steps, too few to measure; a profile needs {MIN_STEPS + 1}, better 30"
+        )
+    config = load_config(folder / "config.toml")
+    if config.cluster.placement != "disaggregated":
+        raise ConfigError(f"{folder}: cluster.placement = {config.cluster.placement!r}; profile a disaggregated run")
+    return RecordedRun(
+        path=folder,
+        config=config,
+        counters={name: _column(folder, rows, f"extra.{name}") for name in COUNTERS},
+        skips_equal_rewards=bool(
+            (_column(folder, rows, "extra.num_computed_tokens") < _column(folder, rows, "num_loss_tokens")).any()
+        ),
+        groups=_groups(folder / "rollouts.jsonl"),
+        spans=_spans(folder / "trace.json"),
+    )
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; profile a run that has ended by itself") from None
+
+
+def _column(folder: Path, rows: list[dict[str, Any]], name: str) -> np.ndarray:
+    if any(not isinstance(row.get(name), int | float) for row in rows):
+        raise ConfigError(f"{folder / 'metrics.jsonl'} has steps without `{name}`; run it again with this version")
+    return np.array([row[name] for row in rows], dtype=np.float64)
+
+
+def _groups(path: Path) -> list[list[tuple[int, float]]]:
+    groups = defaultdict[int, dict[int, tuple[int, float]]](dict)
+    try:
+        for row in _rows(path):
+            groups[row["group_id"]][row["index"]] = (len(row["token_ids"]), float(row["reward"]))
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: a line is no rollout ({error!r}); give the folder of a finished run") from None
+    if not groups:
+        raise ConfigError(f"{path} holds no rollout; give the folder of a finished run")
+    return [[groups[number][index] for index in sorted(groups[number])] for number in sorted(groups)]
+
+
+def _spans(path: Path) -> dict[str, list[Span]]:
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+        spans = {name: list[Span]() for name in names.values()}
+        for event in events:
+            if event["ph"] == "X":
+                start_s = event["ts"] * 1e-6
+                spans[names[event["pid"]]].append(Span(event["name"], start_s, start_s + event["dur"] * 1e-6))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot read {path}: {error!r}; profile a run that has ended by itself") from None
+    return {name: sorted(work, key=lambda span: span.start_s) for name, work in spans.items()}

@@ -1,0 +1,35 @@
+"""Losses and rewards of a user, named by `package.module:Class`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llamarl.rewards._base import Reward, invalid
+from llamarl.types import RewardItem, RewardResult
+
+
+@dataclass(frozen=True)
+class BrokenLoss:
+    """Raises in the trainer."""
+
+    LEARNS_WITHOUT_ADVANTAGE = True
+
+    def __call__(self, inputs: object) -> object:
+        raise ZeroDivisionError("the user's loss is broken")
+
+
+@dataclass
+class BrokenReward(Reward):
+    """Raises in the reward executor."""
+
+    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        raise ZeroDivisionError("the user's reward is broken")
+
+
+@dataclass
+class Undecided(Reward):
+    """Judges nothing."""
+
+    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        return [invalid("the user's reward cannot say") for _ in items]

@@ -1,0 +1,167 @@
+"""Real runs, one process per executor: signals, deaths, exceptions; nothing is lost, and nobody is left behind.
+
+Not covered: several machines, GPUs, a machine that loses power.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llamarl.checkpoint.store import CheckpointStore
+from tests.end_to_end.tiny import Command, descendants, gone, is_alive, llamarl, rows
+
+END_S = 10.0
+"""A run that was asked to end, or that has lost a process, ends within this time."""
+EXECUTORS = {"generator-0", "reward", "trainer"}
+FOR_EVER = ("--steps", 100_000, "--checkpoint.every_steps", 5)
+
+
+class Running:
+    """A run that has begun to train, its executors by name, and all its processes."""
+
+    def __init__(self, folder: Path, toml: Path, *overrides: object) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder / "tiny"
+        self.command = Command.start(folder, "train", toml, "--output", folder, *FOR_EVER, *overrides)
+
+    def wait_for_steps(self, count: int = 7) -> None:
+        metrics = self.folder / "metrics.jsonl"
+        self.command.until(lambda: metrics.exists() and f'"step": {count},' in metrics.read_text())
+        self.executors = self.command.children()
+        self.pids = descendants(self.command.process.pid)
+        assert self.executors.keys() == EXECUTORS
+
+    def check_files(self) -> int:
+        """Every line is whole, every step is on record once; the newest checkpoint's step."""
+        steps = [row["step"] for row in rows(self.folder / "metrics.jsonl") if row["kind"] == "step"]
+        assert steps == list(range(1, len(steps) + 1))
+        keys = [(row["group_id"], row["index"]) for row in rows(self.folder / "rollouts.jsonl")]
+        assert len(keys) == len(set(keys)) == len(steps) * 6
+        checkpoint, damaged = CheckpointStore(self.folder / "checkpoints", keep=2).load_newest()
+        assert checkpoint is not None and not damaged
+        assert checkpoint.step <= len(steps)
+        return checkpoint.step
+
+
+@pytest.fixture
+def running(tmp_path: Path, toml: Path) -> Iterator[Running]:
+    run = Running(tmp_path / "runs", toml)
+    run.wait_for_steps()
+    yield run
+    if run.command.process.poll() is None:
+        run.command.end(signal.SIGKILL)
+
+
+def test_ctrl_c_and_resume(running: Running, toml: Path) -> None:
+    maps = Path(f"/proc/{running.command.process.pid}/maps").read_text()
+    assert "libtorch" not in maps, "the controller has loaded torch"
+    start_s = time.monotonic()
+    code, said = running.command.end(signal.SIGINT, END_S)
+    assert time.monotonic() - start_s < END_S
+    assert code == 130
+    assert said.strip().startswith("llamarl train: ended by SIGINT; go on with --resume. Files: ")
+    assert len(said.strip().splitlines()) == 1, said
+    assert gone(running.pids, 1.0) == []
+    last = running.check_files()
+    steps = [row["step"] for row in rows(running.folder / "metrics.jsonl") if row["kind"] == "step"]
+    assert last == steps[-1], "the last step was not saved"
+    assert '"end": "interrupted"' in (running.folder / "summary.json").read_text()
+
+    done = llamarl("train", toml, "--output", running.folder.parent, "--steps", last + 3, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert running.check_files() == last + 3
+    assert f"step {last + 1}/{last + 3}" in done.stdout
+
+
+def test_sigterm_and_a_second_signal(tmp_path: Path, toml: Path) -> None:
+    """One run is asked to end by SIGTERM, the other twice in a row; both start together."""
+    polite, hasty = (Running(tmp_path / name, toml) for name in ("polite", "hasty"))
+    polite.wait_for_steps()
+    code, said = polite.command.end(signal.SIGTERM, END_S)
+    assert code == 130 and "ended by SIGTERM; go on with --resume" in said
+    assert gone(polite.pids, 1.0) == []
+    polite.check_files()
+
+    hasty.wait_for_steps()
+    hasty.command.process.send_signal(signal.SIGINT)
+    start_s = time.monotonic()
+    while hasty.command.process.poll() is None:
+        assert time.monotonic() - start_s < 3.0, "the second signal does not end it at once"
+        time.sleep(0.02)
+        hasty.command.process.send_signal(signal.SIGINT)
+    assert hasty.command.process.returncode in (-signal.SIGINT, 130)
+    assert gone(hasty.pids, END_S) == []
+    for line in (hasty.folder / "metrics.jsonl").read_text().splitlines():
+        assert line.startswith("{") and line.endswith("}")
+
+
+@pytest.mark.parametrize("kill", ["generator-0", "trainer", "reward"])
+def test_kill_of_an_executor(tmp_path: Path, toml: Path, kill: str) -> None:
+    """Graders of the reward are processes of their own, and end with it."""
+    run = Running(tmp_path / "runs", toml, "--reward.parts", "[{name = 'exact'}, {name = 'math'}]")
+    run.wait_for_steps()
+    pid = run.executors[kill]
+    signal.pidfd_send_signal(_open(pid), signal.SIGKILL)
+    code, said = run.command.wait(END_S)
+    assert code == 1
+    assert said.startswith(f"llamarl train: MeshFailed: {kill} (rank 0): pid {pid} was killed by SIGKILL\nFiles: ")
+    assert len(said.strip().splitlines()) == 2, said
+    assert gone(run.pids, 2.0) == []
+    run.check_files()
+    assert f"{kill} (rank 0)" in (run.folder / "summary.json").read_text()
+
+
+def _open(pid: int) -> int:
+    import os
+
+    return os.pidfd_open(pid)
+
+
+def test_kill_of_the_controller(tmp_path: Path, toml: Path) -> None:
+    run = Running(tmp_path / "runs", toml, "--reward.parts", "[{name = 'exact'}, {name = 'math'}]")
+    run.wait_for_steps()
+    assert all(map(is_alive, run.pids)) and len(run.pids) >= 3
+    run.command.end(signal.SIGKILL)
+    assert gone(run.pids, END_S) == []
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        whole, _, _ = (run.folder / name).read_text().rpartition("\n")
+        assert whole
+    checkpoint, damaged = CheckpointStore(run.folder / "checkpoints", keep=2).load_newest()
+    assert checkpoint is not None and not damaged
+    done = llamarl("train", toml, "--output", run.folder.parent, "--steps", checkpoint.step + 2, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert run.check_files() == checkpoint.step + 2
+
+
+@pytest.mark.parametrize(
+    ("override", "where"),
+    [
+        (("--trainer.loss", "tests.end_to_end.parts:BrokenLoss"), "trainer.step failed"),
+        (("--reward.parts", "['tests.end_to_end.parts:BrokenReward']"), "reward.score failed"),
+    ],
+)
+def test_an_exception_in_an_executor(tmp_path: Path, toml: Path, override: tuple[str, str], where: str) -> None:
+    done = llamarl("train", toml, "--output", tmp_path, *override)
+    assert done.returncode == 1
+    first, *trace, last, files = done.stderr.strip().splitlines()
+    assert first == f"llamarl train: RemoteError: {where}"
+    assert trace[0].startswith("Traceback")
+    assert any("tests/end_to_end/parts.py" in line for line in trace)
+    assert last.startswith("ZeroDivisionError: the user's ")
+    assert files.startswith("Files: ")
+
+
+def test_rewards_that_judge_nothing_end_the_run(tmp_path: Path, toml: Path) -> None:
+    override = ("--reward.parts", "['tests.end_to_end.parts:Undecided']", "--cluster.kind", "inline")
+    done = llamarl("train", toml, "--output", tmp_path, *override)
+    assert done.returncode == 1
+    said = done.stderr.strip().splitlines()
+    assert len(said) == 2
+    assert said[0].startswith("llamarl train: TooManyInvalid: 6 of 6 rewards of step 1 are invalid")
+    assert said[0].endswith("the first says: the user's reward cannot say")
