@@ -50,16 +50,16 @@ GOAL = 0.15
 FIGURES = ("step_s", "samples_per_s", "trainer_idle_share", "generator_idle_share", "staleness_mean")
 WAIT_S = 60.0
 """Longest wait for a quiet moment before a run."""
-NOTES = [
-    "step_s: median of the steps after the first. samples_per_s: of all steps after the first. Idle shares: of the loop.",
-    "The simulator runs the real controller with the profile's costs and shares the machine's cores among executors and "
-    "controller. It repeats the profiled run's groups (lengths and rewards) in their order, so what the policy learns "
-    "differently under other settings is not foreseen: a response that another limit cuts counts as wrong, and a group "
-    "of another size is a part of the profiled one.",
-    "The planner's roofline gives every executor a core of its own: with 2 generators on 2 cores it is too fast.",
-    "Errors are predicted / measured - 1; those of shares and staleness are differences, in shares and in steps.",
-    "other_cores: cores that processes outside the run kept busy during it.",
-]
+NOTES = """\
+step_s: median of the steps after the first. samples_per_s: of all steps after the first. Idle shares: of the loop.
+The simulator runs the real controller with the profile's costs and shares the machine's cores among executors and
+controller. It repeats the profiled run's groups (lengths and rewards) in their order, so what the policy learns
+differently under other settings is not foreseen: a response that another limit cuts counts as wrong, and a group of
+another size is a part of the profiled one.
+The planner's roofline gives every executor a core of its own: with 2 generators on 2 cores it is too fast.
+Errors are predicted / measured - 1 for times and rates; differences for shares and staleness (in steps).
+other_cores: cores that processes outside the run kept busy during it.
+""".splitlines()
 
 
 def measure(name: str, overrides: list[str], folder: Path, options: argparse.Namespace) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 
 from llamarl.config import ConfigError
@@ -32,6 +33,8 @@ def main() -> None:
     if name not in COMMANDS:
         print(f"llamarl: unknown command `{name}`; known: {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(USER_ERROR)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends any command as Ctrl-C does, children included
+    sys.path.append(os.getcwd())  # for parts of the user's own; last, so that they hide nothing
     command = importlib.import_module(f"llamarl.cli.{name}")
     try:
         sys.exit(command.main(sys.argv[2:]))

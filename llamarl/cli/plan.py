@@ -39,7 +39,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--config", metavar="RUN.toml", help="take model, lengths and batch from a run file; options here win")
     add("--model", help="llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, qwen3-235b-a22b or a Hugging Face folder")
     add("--gpus", type=int, required=True, metavar="N", help="GPUs in the cluster")
-    add("--gpu", default="h100-80g", metavar="KIND", help="h100-80g, h200-141g, a100-80g, l40s-48g, b200, cpu-core (h100-80g)")
+    add(
+        "--gpu",
+        default="h100-80g",
+        metavar="KIND",
+        help="h100-80g, h200-141g, a100-80g, l40s-48g, b200, cpu-core (h100-80g)",
+    )
     add("--second-gpus", type=int, metavar="N", help="a second pool of another kind")
     add("--second-gpu", default="l40s-48g", metavar="KIND", help="kind of the second pool (l40s-48g)")
     add("--price", type=float, metavar="USD", help="per GPU-hour (from the table)")

@@ -7,10 +7,10 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from llamarl.config import ConfigError
 from llamarl.observability.files import write_atomically
-from llamarl.observability.formats import duration
 from llamarl.planner.profile import make_profile
 from llamarl.planner.recorded import read_run
 
@@ -47,15 +47,21 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"cannot write {path}: {error.strerror}; give --output a path in an existing folder"
         ) from None
-    costs = profile["costs"]
-    print(
-        f"train step    {duration(costs['train_base_s'])} and {duration(costs['train_token_gpu_s'])} per computed token\n"
-        f"decode step   {duration(costs['decode_base_s'])} and {duration(costs['decode_per_rollout_s'])} per rollout\n"
-        f"prefill       {duration(costs['prefill_token_s'])} per token, prompts of {costs['prompt_tokens']} tokens\n"
-        f"weight sync   {duration(costs['publish_s'])} to publish, {duration(costs['adopt_s'])} to adopt\n"
-        f"score         {duration(costs['score_s'])} per response\n"
-        f"call          {duration(costs['call_s'])}\n"
-        f"controller    {duration(costs['controller_rollout_s'])} per rollout\n"
-        f"wrote {path}"
-    )
+    print(_render(profile["costs"]) + f"\nwrote {path}")
     return 0
+
+
+def _render(costs: dict[str, Any]) -> str:
+    def ms(name: str) -> str:
+        return f"{costs[name] * 1e3:.3g} ms"
+
+    facts = {
+        "train step": f"{ms('train_base_s')} and {ms('train_token_gpu_s')} per computed token",
+        "decode step": f"{ms('decode_base_s')} and {ms('decode_per_rollout_s')} per rollout in it",
+        "prefill": f"{ms('prefill_token_s')} per token, prompts of {costs['prompt_tokens']} tokens",
+        "weight sync": f"{ms('publish_s')} to publish, {ms('adopt_s')} to adopt",
+        "score": f"{ms('score_s')} per response",
+        "call": f"{ms('call_s')} there and back",
+        "controller": f"{ms('controller_rollout_s')} per rollout",
+    }
+    return "\n".join(f"{name:<12} {text}" for name, text in facts.items())

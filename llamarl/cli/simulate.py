@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     from llamarl.simulator.costs import SimulatorCosts
     from llamarl.simulator.faults import Faults
     from llamarl.simulator.layout import choose_layout
-    from llamarl.simulator.report import payload_warning, render, write_simulation
+    from llamarl.simulator.report import render, write_simulation
     from llamarl.simulator.run import simulate
     from llamarl.simulator.timeline import TRACE_GENERATORS, chosen, write_html, write_png
 
@@ -66,8 +65,6 @@ def main(arguments: Sequence[str]) -> int:
     layout = choose_layout(config, costs, options.gpus, options.trainer_gpus)
     faults = Faults.parse(options.faults, layout.replicas)
     config = config.model_copy(update={"name": f"{config.name}-simulation"})
-    if warning := payload_warning(config):
-        print(f"warning: {warning}", file=sys.stderr)
     folder = prepare_run_folder(config, resume=False, overwrite=True)
     simulation = simulate(config, costs, faults, layout, folder.metrics)
     print(render(simulation))

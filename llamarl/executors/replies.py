@@ -14,21 +14,21 @@ class DecodingWork(NamedTuple):
     Seconds are processor time on a CPU, where others may use the core too, and wall time on other devices.
     """
 
-    decode_steps: int = 0
+    decode_steps: float = 0
     """Forwards without prefill."""
-    decode_rows: int = 0
+    decode_rows: float = 0
     """Sum of the rollouts in them."""
-    decode_rows_squared: int = 0
+    decode_rows_squared: float = 0
     """Sum of the squares of the same."""
     decode_s: float = 0.0
     """Seconds of these forwards."""
     decode_rows_s: float = 0.0
     """Sum of rollouts times seconds."""
-    prefill_steps: int = 0
+    prefill_steps: float = 0
     """Forwards with prefill."""
-    prefill_rows: int = 0
+    prefill_rows: float = 0
     """Sum of the rollouts that decoded in them."""
-    prefill_tokens: int = 0
+    prefill_tokens: float = 0
     """Prompt tokens computed in them."""
     prefill_s: float = 0.0
     """Seconds of these forwards."""
@@ -59,7 +59,7 @@ class Collected:
     """Rollouts queued or parked."""
     generated_tokens: int
     """Tokens sampled since the start."""
-    work: DecodingWork = DecodingWork()
+    work: DecodingWork
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

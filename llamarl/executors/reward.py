@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from llamarl.cluster.executor import Executor
 from llamarl.config.schema import RewardConfig
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.executors.replies import Scored
+from llamarl.rewards._base import invalid
 from llamarl.rewards._build import build_reward
-from llamarl.types import Prompt, RewardItem, Rollout
+from llamarl.types import Prompt, RewardItem, RewardResult, Rollout
 
 
 class RewardExecutor(Executor):
@@ -30,8 +32,20 @@ class RewardExecutor(Executor):
             for (prompt, _), texts in zip(groups, responses, strict=True)
             for response in texts
         ]
-        results = iter(self._reward.score(items))
+        results = iter(_checked(self._reward.score(items), len(items)))
         return [[Scored(response=response, result=next(results)) for response in texts] for texts in responses]
 
     def close(self) -> None:
         self._reward.close()
+
+
+def _checked(results: Sequence[Any], num_items: int) -> list[RewardResult]:
+    """What a reward answered; an answer that is none, as a reward of the user's own may give, judges nothing."""
+    if len(results) != num_items:
+        return [invalid(f"the reward gave {len(results)} results for {num_items} responses")] * num_items
+    return [
+        result
+        if isinstance(result, RewardResult) and math.isfinite(result.value)
+        else invalid(f"the reward gave {result!r}, which is no result with a finite value")
+        for result in results
+    ]

@@ -1,7 +1,7 @@
 """A short real run as measured constants: costs for the simulator, efficiencies for the planner.
 
-Every fit is a median over the run's steps, so that a disturbed one does not count. Seconds of trainer and generators are
-processor time on a CPU, hence free of whoever else used the cores; that sharing is put back by the simulation.
+Every fit is a median over the run's steps, so that a disturbed one does not count. Seconds of trainer and generators
+are processor time on a CPU, hence nearly free of whoever else used the cores; the simulation puts that sharing back.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.config import ConfigError
+from llamarl.observability.spans import Span
 from llamarl.planner.constants import Constants
 from llamarl.planner.hardware import BF16, GPUS, Gpu, Pool
 from llamarl.planner.lengths import Lengths
@@ -67,7 +68,6 @@ def measure(run: RecordedRun) -> Measured:
         span.end_s - span.start_s for span in _spans_of(run, "reward") if window_s[0] <= span.start_s < window_s[1]
     ]
     counters = run.counters
-    groups = len(counters["train_s"]) * rollout.prompts_per_step
     return Measured(
         decode_base_s=decode_base_s,
         decode_per_rollout_s=decode_per_rollout_s,
@@ -80,7 +80,7 @@ def measure(run: RecordedRun) -> Measured:
         call_s=_call_s(trains, publishes),
         controller_rollout_s=float(np.median(counters["controller_cpu_s"]))
         / (rollout.prompts_per_step * rollout.group_size),
-        prompt_tokens=max(1, round(float(counters["prefill_tokens"].sum()) / groups) + 1),
+        prompt_tokens=_prompt_tokens(run),
     )
 
 
@@ -170,10 +170,9 @@ def run_request(run: RecordedRun, constants: Constants, pools: tuple[Pool, ...] 
     """The run's own work as the planner sees it."""
     rollout = run.config.rollout
     tokens = np.array([tokens for group in run.groups for tokens, _ in group], dtype=np.float64)
-    prefilled = float(run.counters["prefill_tokens"].sum())
     return Request(
         model=find_model(run.config.model.path),
-        prompt_tokens=max(1, round(prefilled / (len(run.counters["train_s"]) * rollout.prompts_per_step)) + 1),
+        prompt_tokens=_prompt_tokens(run),
         lengths=Lengths.measured(tokens),
         prompts_per_step=rollout.prompts_per_step,
         group_size=rollout.group_size,
@@ -183,20 +182,34 @@ def run_request(run: RecordedRun, constants: Constants, pools: tuple[Pool, ...] 
     )
 
 
+def _prompt_tokens(run: RecordedRun) -> int:
+    """Mean prompt. Its last token is decoded and not prefilled."""
+    groups = len(run.counters["train_s"]) * run.config.rollout.prompts_per_step
+    return max(1, round(float(run.counters["prefill_tokens"].sum()) / groups) + 1)
+
+
 def robust_line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Intercept and slope of the Theil-Sen line, both at least `LEAST_S`: the median slope over all pairs of points."""
+    """Intercept and slope, both at least `LEAST_S`: least squares over the points near the Theil-Sen line.
+
+    That line has the median slope over all pairs of points; near is within three robust deviations of it.
+    """
     first, second = np.triu_indices(len(x), k=1)
     differs = x[first] != x[second]
-    slope = (
-        float(np.median((y[first] - y[second])[differs] / (x[first] - x[second])[differs])) if differs.any() else 0.0
-    )
-    intercept = float(np.median(y - slope * x))
+    if not differs.any():
+        return max(float(np.median(y)), LEAST_S), LEAST_S
+    slope = np.median((y[first] - y[second])[differs] / (x[first] - x[second])[differs])
+    rest = y - slope * x
+    rest = np.abs(rest - np.median(rest))
+    near = rest <= 3 * 1.4826 * np.median(rest) + 1e-12
+    spread = x[near] - x[near].mean()
+    if spread.any():
+        slope = float(spread @ y[near]) / float(spread @ spread)
+    intercept = float(np.mean(y[near] - slope * x[near]))
     if slope > 0 and intercept >= 0:
-        return intercept, slope
+        return max(intercept, LEAST_S), float(slope)
     # Noise can tilt the line; work without tokens, or tokens without work, then do not exist.
-    through_origin = x > 0
-    if slope > 0 and through_origin.any():
-        return LEAST_S, float(np.median(y[through_origin] / x[through_origin]))
+    if slope > 0:
+        return LEAST_S, float(np.median(y[x > 0] / x[x > 0]))
     return max(float(np.median(y)), LEAST_S), LEAST_S
 
 
@@ -210,8 +223,8 @@ def _forward(run: RecordedRun) -> tuple[float, float, float]:
     known = spread > 0
     if not known.any():
         raise ConfigError(
-            f"{run.path}: every forward decoded equally many rollouts, so their cost cannot be told from that of a step; "
-            "profile a run with responses of different lengths"
+            f"{run.path}: every forward decoded equally many rollouts, so their cost cannot be told from that of a "
+            "step; profile a run with responses of different lengths"
         )
     moment = c["decode_steps"] * c["decode_rows_s"] - c["decode_rows"] * c["decode_s"]
     # Steps with many forwards and a wide spread tell most; a median over all would count the others as much.
@@ -226,7 +239,7 @@ def _forward(run: RecordedRun) -> tuple[float, float, float]:
     return base_s, per_rollout_s, max(float(np.median(rest_s[prefilled] / c["prefill_tokens"][prefilled])), LEAST_S)
 
 
-def _call_s(trains: list[Any], publishes: list[Any]) -> float:
+def _call_s(trains: list[Span], publishes: list[Span]) -> float:
     """Median seconds from the end of a train step to the start of its publication: one answer and one call."""
     ends_s = np.array([span.end_s for span in trains])
     gaps_s = []
@@ -243,7 +256,7 @@ def _trimmed_mean(values: list[float]) -> float:
     return float(ordered[cut : len(ordered) - cut].mean()) if len(ordered) else 0.0
 
 
-def _spans_of(run: RecordedRun, name: str) -> list[Any]:
+def _spans_of(run: RecordedRun, name: str) -> list[Span]:
     if name not in run.spans:
         raise ConfigError(f"{run.path / 'trace.json'} has no `{name}`; profile a whole run")
     return run.spans[name]

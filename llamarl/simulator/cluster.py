@@ -9,7 +9,8 @@ from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec
 from llamarl.config import RunConfig
 from llamarl.simulator.costs import FAULTS, ResponseLengths, SimulatorCosts, keyed
 from llamarl.simulator.faults import Faults
-from llamarl.simulator.handles import SimulatedGenerator, SimulatedHandle, SimulatedReward, SimulatedTrainer, Stopwatch
+from llamarl.simulator.handles import SimulatedGenerator, SimulatedHandle, SimulatedTrainer, Stopwatch
+from llamarl.simulator.reward import SimulatedReward
 
 
 class SimulatedCluster(Cluster):

@@ -9,14 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.cluster.api import MAX_PAYLOAD_BYTES
-from llamarl.config import RunConfig
 from llamarl.observability.files import write_atomically
 from llamarl.observability.formats import duration, number, percent
 from llamarl.simulator.result import Simulation
 
-TOKEN_BYTES = 12
-"""Of a generated token: id, log-prob and policy version."""
 BAR = 40
 """Width of the longest bar, in letters."""
 
@@ -54,19 +50,6 @@ def summary(simulation: Simulation) -> dict[str, Any]:
         "controller_ms_per_group": simulation.controller_s_per_group * 1e3,
         "controller_groups_per_s": 1 / simulation.controller_s_per_group if simulation.num_groups else None,
     }
-
-
-def payload_warning(config: RunConfig) -> str:
-    """What a real run would refuse and a simulated one cannot notice: groups without content are always small."""
-    rollout, limit_bytes = config.rollout, MAX_PAYLOAD_BYTES * 3 // 4
-    longest_bytes = rollout.group_size * rollout.max_new_tokens * TOKEN_BYTES
-    if longest_bytes < limit_bytes:
-        return ""
-    return (
-        f"{rollout.group_size} responses of {rollout.max_new_tokens} tokens are {longest_bytes:,} bytes, over the "
-        f"{limit_bytes:,} of one call: a real run fails when a whole group gets so long; lower rollout.group_size or "
-        "rollout.max_new_tokens"
-    )
 
 
 def write_simulation(path: Path, simulation: Simulation) -> None:

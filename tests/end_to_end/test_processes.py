@@ -5,7 +5,10 @@ Not covered: several machines, GPUs, a machine that loses power.
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from llamarl.checkpoint.store import CheckpointStore
-from tests.end_to_end.tiny import Command, descendants, gone, is_alive, llamarl, rows
+from tests.end_to_end.learning import write_task
+from tests.end_to_end.tiny import Command, descendants, environment, gone, is_alive, llamarl, rows
 
 END_S = 10.0
 """A run that was asked to end, or that has lost a process, ends within this time."""
@@ -107,7 +111,7 @@ def test_kill_of_an_executor(tmp_path: Path, toml: Path, kill: str) -> None:
     run = Running(tmp_path / "runs", toml, "--reward.parts", "[{name = 'exact'}, {name = 'math'}]")
     run.wait_for_steps()
     pid = run.executors[kill]
-    signal.pidfd_send_signal(_open(pid), signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     code, said = run.command.wait(END_S)
     assert code == 1
     assert said.startswith(f"llamarl train: MeshFailed: {kill} (rank 0): pid {pid} was killed by SIGKILL\nFiles: ")
@@ -115,12 +119,6 @@ def test_kill_of_an_executor(tmp_path: Path, toml: Path, kill: str) -> None:
     assert gone(run.pids, 2.0) == []
     run.check_files()
     assert f"{kill} (rank 0)" in (run.folder / "summary.json").read_text()
-
-
-def _open(pid: int) -> int:
-    import os
-
-    return os.pidfd_open(pid)
 
 
 def test_kill_of_the_controller(tmp_path: Path, toml: Path) -> None:
@@ -140,14 +138,16 @@ def test_kill_of_the_controller(tmp_path: Path, toml: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "where"),
+    ("kind", "override", "where"),
     [
-        (("--trainer.loss", "tests.end_to_end.parts:BrokenLoss"), "trainer.step failed"),
-        (("--reward.parts", "['tests.end_to_end.parts:BrokenReward']"), "reward.score failed"),
+        ("monarch", ("--trainer.loss", "tests.end_to_end.parts:BrokenLoss"), "trainer.step failed"),
+        ("inline", ("--reward.parts", "['tests.end_to_end.parts:BrokenReward']"), "reward.score failed"),
     ],
 )
-def test_an_exception_in_an_executor(tmp_path: Path, toml: Path, override: tuple[str, str], where: str) -> None:
-    done = llamarl("train", toml, "--output", tmp_path, *override)
+def test_an_exception_in_an_executor(
+    tmp_path: Path, toml: Path, kind: str, override: tuple[str, str], where: str
+) -> None:
+    done = llamarl("train", toml, "--output", tmp_path, "--cluster.kind", kind, *override)
     assert done.returncode == 1
     first, *trace, last, files = done.stderr.strip().splitlines()
     assert first == f"llamarl train: RemoteError: {where}"
@@ -155,6 +155,45 @@ def test_an_exception_in_an_executor(tmp_path: Path, toml: Path, override: tuple
     assert any("tests/end_to_end/parts.py" in line for line in trace)
     assert last.startswith("ZeroDivisionError: the user's ")
     assert files.startswith("Files: ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_end_while_executors_start(tmp_path: Path, toml: Path, number: signal.Signals) -> None:
+    command = Command.start(tmp_path, "train", toml, "--output", tmp_path)
+    command.until(lambda: "starting executors" in command.out.read_text() and len(command.children()) > 1)
+    pids = descendants(command.process.pid)
+    code, said = command.end(number, END_S)
+    assert code == 130
+    assert said.strip().splitlines()[-1].startswith(f"llamarl train: ended by {number.name}")
+    assert gone(pids, 2.0) == []
+
+
+def test_an_end_while_the_base_model_is_made(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    sft = tmp_path / "sft.toml"
+    sft.write_text(sft.read_text().replace("steps = 180", "steps = 100000"))
+    command = Command.start(tmp_path, "train", tmp_path / "run.toml")
+    command.until(lambda: len(descendants(command.process.pid)) > 0)
+    pids = descendants(command.process.pid)
+    code, _ = command.end(signal.SIGTERM, END_S)
+    assert code == 130
+    assert gone(pids, 2.0) == []
+    assert not (tmp_path / "base").exists() and not (tmp_path / "runs").exists()
+
+
+def test_parts_of_the_user_s_own_are_found_from_the_working_folder(tmp_path: Path, toml: Path) -> None:
+    """By the installed script, whose own folder is what Python would search."""
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from llamarl.rewards.exact import Exact\n"
+        "@dataclass\nclass Mine(Exact):\n"
+        "    def score(self, items):\n        raise ZeroDivisionError('in a file of mine')\n"
+    )
+    script = Path(sys.executable).with_name("llamarl")
+    command = [script, "train", toml, "--reward.parts", "['mine:Mine']"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 1
+    assert "reward.score failed" in done.stderr and "ZeroDivisionError: in a file of mine" in done.stderr
 
 
 def test_rewards_that_judge_nothing_end_the_run(tmp_path: Path, toml: Path) -> None:

@@ -98,7 +98,7 @@ def test_costs_of_a_planned_model(run_file: str, tmp_path: Path) -> None:
         (["--costs", "a.json", "--model", "llama3-8b"], "give one"),
         (["--costs", "missing.json"], "cannot read costs missing.json"),
         (["--model", "llama3-8b"], "give --gpus N"),
-        (["--model", "llama3-8b", "--gpus", "8", "--rollout.max_new_tokens", "999999"], "exceed the context"),
+        (["--model", "llama3-8b", "--gpus", "8", "--data.max_prompt_tokens", "131000"], "exceed the context"),
         (["--gpu", "8"], "--gpu chooses the kind of GPU .* give --model"),
         (["--rollout.prompt_per_step", "4"], "did you mean `prompts_per_step`"),
     ],

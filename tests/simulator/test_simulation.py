@@ -86,7 +86,7 @@ def test_asynchrony_hides_stragglers(simulated: Simulate) -> None:
     """The longest of eight lognormal responses decides each synchronous step, but only few asynchronous ones."""
     costs = SimulatorCosts(response_sigma=1.0, train_token_gpu_s=1e-4, score_s=0.0)
     synchronous, asynchronous = (
-        mean_step_s(simulated(run_config(steps=80, max_new_tokens=100_000, **rollout), costs=costs))
+        mean_step_s(simulated(run_config(steps=80, max_new_tokens=60_000, **rollout), costs=costs))
         for rollout in ({"max_staleness": 0}, LARGE)
     )
     assert asynchronous < 0.35 * synchronous

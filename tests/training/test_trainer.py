@@ -71,7 +71,8 @@ class TestAccumulation:
         difference = norm({name: parts[name] - whole[name] for name in whole}) / norm(whole)
         assert difference < tolerance
         for name, value in whole_result.metrics.items():
-            assert result.metrics[name] == pytest.approx(value, rel=1e-5), name
+            if name != "num_input_tokens":  # a group that is cut in two repeats its prompt
+                assert result.metrics[name] == pytest.approx(value, rel=1e-5), name
 
     def test_the_gradient_is_per_trainable_token(self, make_trainer, make_groups) -> None:
         """The same groups twice have the same mean gradient; invalid groups beside them change nothing."""

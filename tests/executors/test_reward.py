@@ -1,0 +1,51 @@
+"""The reward executor decodes, asks and checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamarl.config.schema import RewardConfig
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.executors.reward import RewardExecutor
+from llamarl.types import FinishReason, Outcome, Prompt, Rollout
+from tests.executors.rewards import NO_RESULTS
+
+
+def group(tokenizer: Tokenizer, *responses: str) -> tuple[Prompt, list[Rollout]]:
+    prompt = Prompt(prompt_id="p", text="2+2", token_ids_T=tokenizer.encode("2+2"), answer="4")
+    end = tokenizer.eos_token_ids[0]
+    rollouts = [
+        Rollout(
+            group_id=0,
+            index=index,
+            token_ids_T=np.append(tokenizer.encode(text), end).astype(np.int32),
+            behavior_logprobs_T=np.zeros(1, np.float32),
+            policy_versions_T=np.zeros(1, np.int32),
+            finish_reason=FinishReason.STOP,
+        )
+        for index, text in enumerate(responses)
+    ]
+    return prompt, rollouts
+
+
+def test_responses_are_decoded_without_special_tokens(model: Path) -> None:
+    executor = RewardExecutor(str(model), RewardConfig.model_validate({"parts": ["exact"]}))
+    tokenizer = Tokenizer(model)
+    scored = executor.score([group(tokenizer, "4", "five"), group(tokenizer, "4")])
+    assert [[(one.response, one.result.value) for one in answers] for answers in scored] == [
+        [("4", 1.0), ("five", 0.0)],
+        [("4", 1.0)],
+    ]
+    executor.close()
+
+
+@pytest.mark.parametrize("how", NO_RESULTS)
+def test_an_answer_that_is_none_is_invalid(model: Path, how: str) -> None:
+    part = {"name": "tests.executors.rewards:Careless", "how": how}
+    executor = RewardExecutor(str(model), RewardConfig.model_validate({"parts": [part]}))
+    (answers,) = executor.score([group(Tokenizer(model), "4", "5")])
+    assert [one.result.outcome for one in answers] == [Outcome.INVALID] * 2
+    assert all(one.result.reason.startswith("the reward gave ") for one in answers)
