@@ -48,6 +48,9 @@ class DecodingWork(NamedTuple):
         return {name: float(a - b) for name, a, b in zip(self._fields, self, start, strict=True)}
 
 
+NO_WORK = DecodingWork()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collected:
     """Finished rollouts of a generator, and where it stands."""
@@ -59,7 +62,7 @@ class Collected:
     """Rollouts queued or parked."""
     generated_tokens: int
     """Tokens sampled since the start."""
-    work: DecodingWork
+    work: DecodingWork = NO_WORK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
