@@ -32,12 +32,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", metavar="FILE", help="where to write the profile (RUN/profile.json)")
     parser.add_argument("--gpu", metavar="KIND", help="the device of a run on GPUs, as in `llamarl plan`")
     parser.add_argument(
-        "--cores", type=int, metavar="N", help="cores that the executors shared (those of this machine)"
+        "--cores", type=float, metavar="N", help="cores that the executors shared (those of this machine)"
     )
     options = parser.parse_args(arguments)
     cores = os.cpu_count() or 1 if options.cores is None else options.cores
-    if cores < 1:
-        raise ConfigError(f"`--cores {cores}` is no machine; give 1 or more")
+    if not 0 < cores < float("inf"):
+        raise ConfigError(f"`--cores {cores:g}` is no machine; give a number above 0")
     run = read_run(options.run)
     profile = make_profile(run, cores=cores, gpu=options.gpu)
     path = Path(options.output or run.path / "profile.json")

@@ -43,24 +43,23 @@ def predict_step(
     """A step with `replicas` generators of one device and a trainer of one, all of the kind of `pool`.
 
     Staleness 0: the phases take turns, and generation ends with its longest response. Otherwise the slowest of trainer,
-    generators, and (longest response + trainer) / (S + 1), as in `solver`.
+    generators, and (longest response + trainer) / (S + 1), as in `solver`. How many responses run at once follows from
+    who waits for whom; it is the largest number, up to `max_running`, that makes the step shortest.
     """
     rules = ASYNCHRONOUS if staleness else SYNCHRONOUS
-    active = math.ceil((staleness + 1) * request.num_samples / replicas)
+    active = min(max_running, math.ceil((staleness + 1) * request.num_samples / replicas))
+    slots = np.arange(1, active + 1) if staleness else np.array([active])
+    ones = np.ones_like(slots)
+    generators = Generators(tp_L=ones, replicas_L=ones * replicas, slots_L=slots, weight_bytes_L=ones * BF16)
     one = np.array([1])
-    generators = Generators(
-        tp_L=one,
-        replicas_L=np.array([replicas]),
-        slots_L=np.array([min(max_running, active)]),
-        weight_bytes_L=np.array([BF16]),
-    )
     trainer = TrainerLayouts(
         tp_L=one, cp_L=one, pp_L=one, dp_L=one, microbatch_tokens_L=np.array([microbatch_tokens]), sharded=True
     )
-    generate_s = float(sum_parts(generation_parts(request, pool, generators, rules))[0])
+    generate_s = sum_parts(generation_parts(request, pool, generators, rules))
     train_s = float(sum_parts(training_parts(request, pool, trainer))[0])
     if not staleness:
-        return Prediction(step_s=generate_s + train_s, train_s=train_s, generate_s=generate_s)
-    longest_s = request.lengths.longest_tokens(request.num_samples) * float(steady_step_s(request, pool, generators)[0])
-    step_s = max(generate_s, train_s, (longest_s + train_s) / (staleness + 1))
-    return Prediction(step_s=step_s, train_s=train_s, generate_s=generate_s)
+        return Prediction(step_s=float(generate_s[0]) + train_s, train_s=train_s, generate_s=float(generate_s[0]))
+    longest_s = request.lengths.longest_tokens(request.num_samples) * steady_step_s(request, pool, generators)
+    step_s = np.maximum(np.maximum(generate_s, train_s), (longest_s + train_s) / (staleness + 1))
+    best = len(step_s) - 1 - int(step_s[::-1].argmin())
+    return Prediction(step_s=float(step_s[best]), train_s=train_s, generate_s=float(generate_s[best]))

@@ -84,7 +84,7 @@ def measure(run: RecordedRun) -> Measured:
     )
 
 
-def make_profile(run: RecordedRun, *, cores: int, gpu: str | None) -> dict[str, Any]:
+def make_profile(run: RecordedRun, *, cores: float, gpu: str | None) -> dict[str, Any]:
     """What `llamarl plan --profile` and `llamarl simulate --costs` read.
 
     Args:
@@ -118,7 +118,7 @@ def make_profile(run: RecordedRun, *, cores: int, gpu: str | None) -> dict[str, 
 
 
 def planner_constants(
-    run: RecordedRun, measured: Measured, gpu: Gpu | None, cores: int
+    run: RecordedRun, measured: Measured, gpu: Gpu | None, cores: float
 ) -> tuple[dict[str, float], dict[str, float]]:
     """`constants` and `gpu` with which the planner's formulas give the measured seconds for the run's own work.
 
@@ -153,7 +153,7 @@ def planner_constants(
             "bf16_flops": flops_per_s,
             "memory_bandwidth": UNLIMITED_BANDWIDTH,
             "memory_bytes": memory_bytes,
-            "node_gpus": cores,
+            "node_gpus": max(1, round(cores)),
             "node_bandwidth": link,
             "network_bandwidth": link,
         }

@@ -23,12 +23,12 @@ Spans = Mapping[str, Sequence[Span]]
 class SharedCores:
     """Simulated seconds, mapped to those on shared cores."""
 
-    def __init__(self, spans: Spans, threads: Mapping[str, int], cores: int, controller_s: float) -> None:
+    def __init__(self, spans: Spans, threads: Mapping[str, int], cores: float, controller_s: float) -> None:
         """
         Args:
             spans: of every executor, in simulated seconds.
             threads: that each executor keeps busy while it works; 0 for one that does not use the cores.
-            cores: of the machine.
+            cores: of the machine, or a container's part of them.
             controller_s: processor seconds of the controller over the whole run.
         """
         changes = [

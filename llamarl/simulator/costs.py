@@ -65,8 +65,9 @@ class SimulatorCosts:
     """The trainer spends nothing on groups in which all rewards are equal, as their advantages are 0."""
     call_s: float = 0.0
     """Seconds that a call and its answer are under way."""
-    cores: int = 0
-    """Cores of the one machine that all executors on `cpu` and the controller share; 0: everybody has his own."""
+    cores: float = 0
+    """Cores of the one machine that all executors on `cpu` and the controller share, or a container's part of them; 0:
+    everybody has his own."""
     controller_rollout_s: float = 0.0
     """With `cores`: processor seconds of the controller per rollout."""
 
@@ -153,8 +154,8 @@ def _check(path: str | Path, name: str, value: object) -> None:
         if not isinstance(value, bool):
             raise ConfigError(f"{path}: `{name} = {value!r}`; give true or false")
         return
-    whole = name in ("generator_gpus", "trainer_gpus", "score_workers", "prompt_tokens", "cores")
-    positive = (whole and name not in ("trainer_gpus", "cores")) or name in ("decode_base_s", "response_tokens")
+    whole = name in ("generator_gpus", "trainer_gpus", "score_workers", "prompt_tokens")
+    positive = (whole and name != "trainer_gpus") or name in ("decode_base_s", "response_tokens")
     fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if not fits or not 0 <= value < float("inf") or (positive and not value):
         if whole:

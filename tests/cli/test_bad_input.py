@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Cli, Done
-from tests.end_to_end.tiny import llamarl
+from tests.end_to_end.tiny import llamarl, llamarl_here
+
+Done = subprocess.CompletedProcess[str]
 
 
 def check(done: Done, *parts: str, command: str = "train") -> None:
-    assert done.code == 2, done
-    lines = done.err.strip().splitlines()
-    assert len(lines) == 1, f"more than one line: {done.err}"
+    assert done.returncode == 2, done
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, f"more than one line: {done.stderr}"
     assert lines[0].startswith(f"llamarl {command}: ")
     for part in parts:
         assert part in lines[0], lines[0]
@@ -46,8 +48,8 @@ def check(done: Done, *parts: str, command: str = "train") -> None:
         (["--resume"], ["there is no run", "without --resume"]),
     ],
 )
-def test_settings(cli: Cli, toml: Path, overrides: list[str], parts: list[str]) -> None:
-    check(cli("train", toml, *overrides), *parts)
+def test_settings(toml: Path, overrides: list[str], parts: list[str]) -> None:
+    check(llamarl_here("train", toml, *overrides), *parts)
     assert not (toml.parent / "runs").exists()
 
 
@@ -77,23 +79,23 @@ def fewer_embeddings(model: Path) -> None:
     ],
 )
 def test_model_folder(
-    cli: Cli, toml: Path, model: Path, tmp_path: Path, change: Callable[[Path], object], parts: list[str]
+    toml: Path, model: Path, tmp_path: Path, change: Callable[[Path], object], parts: list[str]
 ) -> None:
-    check(cli("train", toml, "--model.path", damaged(model, tmp_path, change)), *parts)
+    check(llamarl_here("train", toml, "--model.path", damaged(model, tmp_path, change)), *parts)
     assert not (toml.parent / "runs").exists()
 
 
-def test_missing_model_folder(cli: Cli, toml: Path) -> None:
-    check(cli("train", toml, "--model.path", "/nowhere/model"), "/nowhere/model")
+def test_missing_model_folder(toml: Path) -> None:
+    check(llamarl_here("train", toml, "--model.path", "/nowhere/model"), "/nowhere/model")
 
 
 @pytest.mark.parametrize("kind", ["inline", "monarch"])
 def test_truncated_weights(toml: Path, model: Path, tmp_path: Path, kind: str) -> None:
     """Only the executors read weights: what they find reaches the user as the same sentence, from any cluster."""
     folder = damaged(model, tmp_path, lambda copy: halve(copy / "model.safetensors"))
-    done = llamarl("train", toml, "--model.path", folder, "--cluster.kind", kind)
-    found = Done(done.returncode, done.stdout, done.stderr)
-    check(found, "model.safetensors", "no whole safetensors file", "copy it again")
+    run = llamarl if kind == "monarch" else llamarl_here
+    done = run("train", toml, "--model.path", folder, "--cluster.kind", kind)
+    check(done, "model.safetensors", "no whole safetensors file", "copy it again")
 
 
 @pytest.mark.parametrize(
@@ -108,43 +110,43 @@ def test_truncated_weights(toml: Path, model: Path, tmp_path: Path, kind: str) -
     ],
 )
 @pytest.mark.parametrize("which", ["train", "eval"])
-def test_problem_files(cli: Cli, toml: Path, tmp_path: Path, which: str, text: str, parts: list[str]) -> None:
+def test_problem_files(toml: Path, tmp_path: Path, which: str, text: str, parts: list[str]) -> None:
     file = tmp_path / "problems.jsonl"
     file.write_text(text)
-    check(cli("train", toml, f"--data.{which}", f"{{name = 'jsonl', path = '{file}'}}"), *parts)
+    check(llamarl_here("train", toml, f"--data.{which}", f"{{name = 'jsonl', path = '{file}'}}"), *parts)
     assert not (toml.parent / "runs").exists()
 
 
-def test_missing_problem_file(cli: Cli, toml: Path) -> None:
-    check(cli("train", toml, "--data.train", "{name = 'jsonl', path = '/nowhere.jsonl'}"), "/nowhere.jsonl")
+def test_missing_problem_file(toml: Path) -> None:
+    check(llamarl_here("train", toml, "--data.train", "{name = 'jsonl', path = '/nowhere.jsonl'}"), "/nowhere.jsonl")
 
 
-def test_prompts_that_are_too_long_are_refused_or_skipped_and_counted(cli: Cli, toml: Path, tmp_path: Path) -> None:
+def test_prompts_that_are_too_long_are_refused_or_skipped_and_counted(toml: Path, tmp_path: Path) -> None:
     file = tmp_path / "problems.jsonl"
     lines = [{"question": "x " * words, "answer": "1", "id": f"of-{words}"} for words in (3, 500, 4, 700)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = ["--data.train", f"{{name = 'jsonl', path = '{file}'}}", "--cluster.kind", "inline", "--steps", "1"]
-    refused = cli("train", toml, *data, "--data.overlong_prompts", "refuse")
+    refused = llamarl_here("train", toml, *data, "--data.overlong_prompts", "refuse")
     check(refused, "data.train", "'of-500'", "at most 255 fit", "data.overlong_prompts = 'skip'")
-    skipped = cli("train", toml, *data)
-    assert skipped.code == 0, skipped.err
-    assert "warning: data.train: 2 prompts are too long and were skipped" in skipped.err
-    none_left = cli("train", toml, *data, "--data.max_prompt_tokens", "1", "--overwrite")
+    skipped = llamarl_here("train", toml, *data)
+    assert skipped.returncode == 0, skipped.stderr
+    assert "warning: data.train: 2 prompts are too long and were skipped" in skipped.stderr
+    none_left = llamarl_here("train", toml, *data, "--data.max_prompt_tokens", "1", "--overwrite")
     check(none_left, "each of the 4 prompts has more than 1 tokens", "raise data.max_prompt_tokens")
 
 
-def test_an_existing_run_is_not_touched(cli: Cli, toml: Path) -> None:
+def test_an_existing_run_is_not_touched(toml: Path) -> None:
     folder = toml.parent / "runs" / "tiny"
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text("precious")
-    check(cli("train", toml), str(folder), "--resume", "--overwrite", "--name")
-    check(cli("train", toml, "--overwrite", "--model.path", "/nowhere"), "/nowhere")
-    check(cli("train", toml, "--overwrite", "--trainer.loss", "apio"), "trainer.loss")
+    check(llamarl_here("train", toml), str(folder), "--resume", "--overwrite", "--name")
+    check(llamarl_here("train", toml, "--overwrite", "--model.path", "/nowhere"), "/nowhere")
+    check(llamarl_here("train", toml, "--overwrite", "--trainer.loss", "apio"), "trainer.loss")
     assert (folder / "config.toml").read_text() == "precious", "a run that cannot start has deleted another"
 
 
 @pytest.mark.parametrize("is_file", [False, True])
-def test_overwrite_deletes_nothing_but_runs(cli: Cli, toml: Path, is_file: bool) -> None:
+def test_overwrite_deletes_nothing_but_runs(toml: Path, is_file: bool) -> None:
     folder = toml.parent / "runs" / "tiny"
     if is_file:
         folder.parent.mkdir()
@@ -152,48 +154,53 @@ def test_overwrite_deletes_nothing_but_runs(cli: Cli, toml: Path, is_file: bool)
     else:
         folder.mkdir(parents=True)
         (folder / "thesis.tex").write_text("precious")
-    check(cli("train", toml, "--overwrite"), str(folder), "not a run folder")
+    check(llamarl_here("train", toml, "--overwrite"), str(folder), "not a run folder")
     assert folder.read_text() == "precious" if is_file else (folder / "thesis.tex").exists()
 
 
-def test_output_that_cannot_be_written(cli: Cli, toml: Path) -> None:
-    check(cli("train", toml, "--output", "/proc/nowhere"), "cannot write to /proc/nowhere/tiny", "--output")
+def test_output_that_cannot_be_written(toml: Path) -> None:
+    check(llamarl_here("train", toml, "--output", "/proc/nowhere"), "cannot write to /proc/nowhere/tiny", "--output")
     file = toml.parent / "file"
     file.write_text("")
-    check(cli("train", toml, "--output", file), "cannot write to", "--output")
+    check(llamarl_here("train", toml, "--output", file), "cannot write to", "--output")
 
 
 @pytest.mark.parametrize("who", ["generator", "trainer"])
-def test_a_gpu_that_is_not_there(cli: Cli, toml: Path, who: str) -> None:
+def test_a_gpu_that_is_not_there(toml: Path, who: str) -> None:
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    check(cli("train", toml, f"--{who}.device", "cuda", "--cluster.kind", "inline"), f"{who}.device", "cuda")
+    check(llamarl_here("train", toml, f"--{who}.device", "cuda", "--cluster.kind", "inline"), f"{who}.device", "cuda")
 
 
-def test_files_that_are_no_configuration(cli: Cli, tmp_path: Path) -> None:
-    check(cli("train", tmp_path / "none.toml"), "none.toml", "cannot read")
+def test_files_that_are_no_configuration(tmp_path: Path) -> None:
+    check(llamarl_here("train", tmp_path / "none.toml"), "none.toml", "cannot read")
     (tmp_path / "bad.toml").write_text("steps = \n")
-    check(cli("train", tmp_path / "bad.toml"), "bad.toml", "not valid TOML")
-    check(cli("train", tmp_path), str(tmp_path), "cannot read")
+    check(llamarl_here("train", tmp_path / "bad.toml"), "bad.toml", "not valid TOML")
+    check(llamarl_here("train", tmp_path), str(tmp_path), "cannot read")
 
 
-def test_unknown_commands(cli: Cli) -> None:
-    done = cli("trian")
-    assert (done.code, done.err) == (2, done.err) and "unknown command `trian`" in done.err
+def test_unknown_commands() -> None:
+    done = llamarl_here("trian")
+    assert (done.returncode, done.stderr) == (2, done.stderr) and "unknown command `trian`" in done.stderr
 
 
-def test_eval_and_export(cli: Cli, model: Path, tmp_path: Path) -> None:
-    check(cli("eval", model), "DATA.jsonl is missing", command="eval")
-    check(cli("eval", "/nowhere", "x.jsonl"), "/nowhere", command="eval")
-    check(cli("eval", model, "/nowhere.jsonl"), "/nowhere.jsonl", command="eval")
-    check(cli("eval", model, "/nowhere.jsonl", "--samples", "0"), "--samples 0", command="eval")
-    check(cli("eval", model, "/nowhere.jsonl", "--max-new-tokens", "0"), "--max-new-tokens 0", command="eval")
+def test_eval_and_export(model: Path, tmp_path: Path) -> None:
+    check(llamarl_here("eval", model), "DATA.jsonl is missing", command="eval")
+    check(llamarl_here("eval", "/nowhere", "x.jsonl"), "/nowhere", command="eval")
+    check(llamarl_here("eval", model, "/nowhere.jsonl"), "/nowhere.jsonl", command="eval")
+    check(llamarl_here("eval", model, "/nowhere.jsonl", "--samples", "0"), "--samples 0", command="eval")
+    check(llamarl_here("eval", model, "/nowhere.jsonl", "--max-new-tokens", "0"), "--max-new-tokens 0", command="eval")
     weights = damaged(model, tmp_path, lambda copy: halve(copy / "model.safetensors"))
     file = tmp_path / "problems.jsonl"
     file.write_text('{"question": "a", "answer": "1"}\n')
-    check(cli("eval", model, file, "--reward", "gsm9k"), "gsm9k", "gsm8k", command="eval")
-    check(cli("eval", weights, file), "no whole safetensors file", command="eval")
-    check(cli("eval", model, file, "--output", "/nowhere/x"), "cannot write /nowhere/x", "--output", command="eval")
-    check(cli("export", tmp_path), "no run folder", command="export")
+    check(llamarl_here("eval", model, file, "--reward", "gsm9k"), "gsm9k", "gsm8k", command="eval")
+    check(llamarl_here("eval", weights, file), "no whole safetensors file", command="eval")
+    check(
+        llamarl_here("eval", model, file, "--output", "/nowhere/x"),
+        "cannot write /nowhere/x",
+        "--output",
+        command="eval",
+    )
+    check(llamarl_here("export", tmp_path), "no run folder", command="export")

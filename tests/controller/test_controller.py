@@ -25,7 +25,7 @@ def random_durations(seed: int) -> Generator:
 @pytest.mark.parametrize(("staleness", "window"), [(0, 1), (0, 4), (1, 1), (1, 4), (2, 5), (4, 7)])
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_no_rollout_is_older_than_the_bound(tmp_path: Path, staleness: int, window: int, replicas: int) -> None:
-    wanted = config(tmp_path, steps=30, rollout={"prompts_per_step": 4, "max_staleness": staleness, "window": window})
+    wanted = config(tmp_path, steps=20, rollout={"prompts_per_step": 4, "max_staleness": staleness, "window": window})
     run = Run(wanted, tmp_path, [random_durations(seed) for seed in range(replicas)]).train()
     limit = run.steps[0]["staleness_limit"]
     assert limit == (staleness + -(-(window - 1) // 4) if staleness else 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.checkpoint.store import CheckpointStore
-from tests.end_to_end.tiny import Command, llamarl, rows
+from tests.end_to_end.tiny import Command, llamarl_here, rows
 
 DISK_BYTES = 3 << 20
 
@@ -61,7 +61,7 @@ def test_the_disk_fills_up(disk: Path, toml: Path, tmp_path: Path) -> None:
 
     filler.unlink()
     last = checkpoint.step
-    done = llamarl("train", toml, "--output", disk, "--steps", last + 3, "--cluster.kind", "inline", "--resume")
+    done = llamarl_here("train", toml, "--output", disk, "--steps", last + 3, "--cluster.kind", "inline", "--resume")
     assert done.returncode == 0, done.stderr
     steps = [row["step"] for row in rows(run / "metrics.jsonl") if row["kind"] == "step"]
     assert steps[-3:] == [last + 1, last + 2, last + 3]
@@ -70,7 +70,7 @@ def test_the_disk_fills_up(disk: Path, toml: Path, tmp_path: Path) -> None:
 def test_a_disk_that_is_full_from_the_start(disk: Path, toml: Path) -> None:
     fill(disk)
     os.truncate(disk / "filler", (disk / "filler").stat().st_size - (16 << 10))
-    done = llamarl("train", toml, "--output", disk, "--cluster.kind", "inline")
+    done = llamarl_here("train", toml, "--output", disk, "--cluster.kind", "inline")
     assert done.returncode in (1, 2)
     said = done.stderr.strip().splitlines()
     assert any("llamarl train: " in line for line in said), done.stderr

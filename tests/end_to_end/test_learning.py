@@ -13,7 +13,7 @@ import pytest
 from llamarl.cli.main import COMMANDS
 from llamarl.config import load_config
 from tests.end_to_end.learning import write_task
-from tests.end_to_end.tiny import llamarl, rows
+from tests.end_to_end.tiny import llamarl, llamarl_here, rows
 
 GROUP, PROMPTS, STEPS = 8, 16, 60
 
@@ -117,7 +117,7 @@ def test_trace(trained: Trained) -> None:
 
 def test_the_config_on_record_is_the_run_s_own(trained: Trained) -> None:
     assert load_config(trained.folder / "config.toml") == load_config(trained.toml)
-    dry = llamarl("train", trained.toml, "--dry-run", "--seed", 7)
+    dry = llamarl_here("train", trained.toml, "--dry-run", "--seed", 7)
     assert dry.returncode == 0, dry.stderr
     again = trained.toml.parent / "again.toml"
     again.write_text(dry.stdout)
@@ -130,7 +130,7 @@ def test_a_model_that_other_settings_made_is_not_taken(trained: Trained) -> None
     other.mkdir()
     (other / "sft.toml").write_text(sft.read_text().replace("steps = 180", "steps = 181"))
     (other / "run.toml").write_text(trained.toml.read_text())
-    done = llamarl("train", other / "run.toml", "--name", "other")
+    done = llamarl_here("train", other / "run.toml", "--name", "other")
     assert done.returncode == 2
     assert "made by other settings than model.warm_start" in done.stderr
     assert not (trained.folder.parent / "other").exists()
@@ -141,7 +141,8 @@ def test_monarch_and_inline_do_the_same(trained: Trained) -> None:
     override = ("--steps", 5, "--rollout.max_staleness", 0, "--eval.max_prompts", 20)
     kept = []
     for kind in ("monarch", "inline"):
-        done = llamarl("train", trained.toml, *override, "--cluster.kind", kind, "--name", kind)
+        run = llamarl if kind == "monarch" else llamarl_here
+        done = run("train", trained.toml, *override, "--cluster.kind", kind, "--name", kind)
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         kept.append(rows(trained.folder.with_name(kind) / "rollouts.jsonl"))
@@ -153,7 +154,7 @@ def test_monarch_and_inline_do_the_same(trained: Trained) -> None:
 
 @pytest.fixture(scope="session")
 def exported(trained: Trained) -> Path:
-    done = llamarl("export", trained.folder)
+    done = llamarl_here("export", trained.folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"step {STEPS}: {trained.folder / 'export'}\n"
     return trained.folder / "export"
@@ -179,15 +180,16 @@ def test_export_loads_in_transformers_with_the_same_logits(exported: Path) -> No
 def test_eval_of_the_export(trained: Trained, exported: Path, tmp_path: Path) -> None:
     """Greedy it repeats the end of the run; with a config or with a file; several samples give pass@k."""
     accuracy = f"accuracy {100 * trained.summary['accuracy_after']:.1f}%"
-    greedy = llamarl("eval", exported, "--config", trained.folder / "config.toml", "--output", tmp_path / "said.jsonl")
+    config, answers = trained.folder / "config.toml", tmp_path / "said.jsonl"
+    greedy = llamarl_here("eval", exported, "--config", config, "--output", answers)
     assert greedy.returncode == 0, greedy.stderr
     assert accuracy in greedy.stdout and "60 prompts" in greedy.stdout
-    said = rows(tmp_path / "said.jsonl")
+    said = rows(answers)
     assert len(said) == 60
     assert sum(row["right"] for row in said) / 60 == pytest.approx(trained.summary["accuracy_after"])
 
     file = trained.toml.parent / "held_out.jsonl"
-    sampled = llamarl("eval", exported, file, "--reward", "exact", "--max-new-tokens", 6, "--samples", 4)
+    sampled = llamarl_here("eval", exported, file, "--reward", "exact", "--max-new-tokens", 6, "--samples", 4)
     assert sampled.returncode == 0, sampled.stderr
     one, four = (
         float(number) for number in re.search(r"accuracy ([\d.]+)%  pass@4 ([\d.]+)%", sampled.stdout).groups()
@@ -197,13 +199,13 @@ def test_eval_of_the_export(trained: Trained, exported: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help(command: str) -> None:
-    done = llamarl(command, "--help")
+    done = llamarl_here(command, "--help")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: llamarl {command}")
 
 
 def test_doctor() -> None:
-    done = llamarl("doctor")
+    done = llamarl_here("doctor")
     assert done.returncode == 0, done.stderr
     for part in ("python 3.", "torch 2.", "torchmonarch 0.", "GPUs: ", "free disk here: "):
         assert part in done.stdout

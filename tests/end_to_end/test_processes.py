@@ -6,6 +6,7 @@ Not covered: several machines, GPUs, a machine that loses power.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,12 +18,15 @@ import pytest
 
 from llamarl.checkpoint.store import CheckpointStore
 from tests.end_to_end.learning import write_task
-from tests.end_to_end.tiny import Command, descendants, environment, gone, is_alive, llamarl, rows
+from tests.end_to_end.tiny import Command, descendants, environment, gone, is_alive, llamarl, llamarl_here, rows
 
 END_S = 10.0
 """A run that was asked to end, or that has lost a process, ends within this time."""
 EXECUTORS = {"generator-0", "reward", "trainer"}
 FOR_EVER = ("--steps", 100_000, "--checkpoint.every_steps", 5)
+
+GRADERS = ("--reward.parts", "[{name = 'exact'}, {name = 'math'}]")
+"""A reward whose graders are processes of their own, which must end with it."""
 
 
 class Running:
@@ -76,11 +80,13 @@ def test_ctrl_c_and_resume(running: Running, toml: Path) -> None:
     assert last == steps[-1], "the last step was not saved"
     assert '"end": "interrupted"' in (running.folder / "summary.json").read_text()
 
-    done = llamarl("train", toml, "--output", running.folder.parent, "--steps", last + 3, "--resume")
+    goes_on = ("--steps", last + 3, "--cluster.kind", "inline", "--resume")
+    done = llamarl_here("train", toml, "--output", running.folder.parent, *goes_on)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     assert running.check_files() == last + 3
-    assert f"step {last + 1}/{last + 3}" in done.stdout
+    assert re.search(rf"step +{last + 1}/{last + 3} ", done.stdout)
+    assert not re.search(rf"step +{last}/", done.stdout), "a step was done again"
 
 
 def test_sigterm_and_a_second_signal(tmp_path: Path, toml: Path) -> None:
@@ -107,8 +113,7 @@ def test_sigterm_and_a_second_signal(tmp_path: Path, toml: Path) -> None:
 
 @pytest.mark.parametrize("kill", ["generator-0", "trainer", "reward"])
 def test_kill_of_an_executor(tmp_path: Path, toml: Path, kill: str) -> None:
-    """Graders of the reward are processes of their own, and end with it."""
-    run = Running(tmp_path / "runs", toml, "--reward.parts", "[{name = 'exact'}, {name = 'math'}]")
+    run = Running(tmp_path / "runs", toml, *(GRADERS if kill == "reward" else ()))
     run.wait_for_steps()
     pid = run.executors[kill]
     os.kill(pid, signal.SIGKILL)
@@ -122,7 +127,7 @@ def test_kill_of_an_executor(tmp_path: Path, toml: Path, kill: str) -> None:
 
 
 def test_kill_of_the_controller(tmp_path: Path, toml: Path) -> None:
-    run = Running(tmp_path / "runs", toml, "--reward.parts", "[{name = 'exact'}, {name = 'math'}]")
+    run = Running(tmp_path / "runs", toml, *GRADERS)
     run.wait_for_steps()
     assert all(map(is_alive, run.pids)) and len(run.pids) >= 3
     run.command.end(signal.SIGKILL)
@@ -147,7 +152,8 @@ def test_kill_of_the_controller(tmp_path: Path, toml: Path) -> None:
 def test_an_exception_in_an_executor(
     tmp_path: Path, toml: Path, kind: str, override: tuple[str, str], where: str
 ) -> None:
-    done = llamarl("train", toml, "--output", tmp_path, "--cluster.kind", kind, *override)
+    run = llamarl if kind == "monarch" else llamarl_here
+    done = run("train", toml, "--output", tmp_path, "--cluster.kind", kind, *override)
     assert done.returncode == 1
     first, *trace, last, files = done.stderr.strip().splitlines()
     assert first == f"llamarl train: RemoteError: {where}"
@@ -190,7 +196,7 @@ def test_parts_of_the_user_s_own_are_found_from_the_working_folder(tmp_path: Pat
         "    def score(self, items):\n        raise ZeroDivisionError('in a file of mine')\n"
     )
     script = Path(sys.executable).with_name("llamarl")
-    command = [script, "train", toml, "--reward.parts", "['mine:Mine']"]
+    command = [script, "train", toml, "--reward.parts", "['mine:Mine']", "--cluster.kind", "inline"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment())
     assert done.returncode == 1
     assert "reward.score failed" in done.stderr and "ZeroDivisionError: in a file of mine" in done.stderr
@@ -198,7 +204,7 @@ def test_parts_of_the_user_s_own_are_found_from_the_working_folder(tmp_path: Pat
 
 def test_rewards_that_judge_nothing_end_the_run(tmp_path: Path, toml: Path) -> None:
     override = ("--reward.parts", "['tests.end_to_end.parts:Undecided']", "--cluster.kind", "inline")
-    done = llamarl("train", toml, "--output", tmp_path, *override)
+    done = llamarl_here("train", toml, "--output", tmp_path, *override)
     assert done.returncode == 1
     said = done.stderr.strip().splitlines()
     assert len(said) == 2

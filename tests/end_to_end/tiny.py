@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -9,10 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llamarl.cli.main import main
 from llamarl.data.sources.running_total import RunningTotal
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +78,22 @@ def llamarl(*arguments: object, timeout_s: float = 90.0, cwd: Path = ROOT) -> su
     return subprocess.run(
         [*LLAMARL, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=timeout_s, env=environment()
     )
+
+
+def llamarl_here(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """A command in this process, which has loaded torch already; not for Monarch."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    argv, handler = sys.argv, signal.getsignal(signal.SIGTERM)
+    sys.argv = ["llamarl", *map(str, arguments)]
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            main()
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    finally:
+        sys.argv = argv
+        signal.signal(signal.SIGTERM, handler)
+    return subprocess.CompletedProcess(sys.argv, code, out.getvalue(), err.getvalue())
 
 
 def environment() -> dict[str, str]:

@@ -68,12 +68,12 @@ def test_file_goes_through_both_readers(run_folder: Path, tmp_path: Path, capsys
     costs.save(tmp_path / "costs.json")
     assert SimulatorCosts.load(tmp_path / "costs.json") == costs
     # The planner's formulas give back what was measured, for the work that was measured.
-    found = _predicted(run_folder, path, staleness=1)
+    found = _predicted(run_folder, path, staleness=8)  # large enough for no wait for the longest response
     inputs = float(run.counters["num_input_tokens"].mean())
     train_s = costs.train_base_s + costs.train_token_gpu_s * inputs
     assert found.train_s == pytest.approx(train_s, rel=0.05)
     tokens = sum(tokens for group in run.groups for tokens, _ in group) / 30
-    rows = min(64, 2 * PROMPTS * GROUP)
+    rows = 64  # as many as may run
     decode_s = tokens / rows * (costs.decode_base_s + costs.decode_per_rollout_s * rows)
     prefill_s = PROMPTS * PROMPT_TOKENS * costs.prefill_token_s
     assert found.generate_s == pytest.approx(decode_s + prefill_s + costs.publish_s, rel=0.05)
@@ -185,7 +185,7 @@ def test_bad_run_folders(tmp_path: Path, file: str, text: str | None, message: s
 
 
 def test_bad_options(run_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--cores 0"):
+    with pytest.raises(ConfigError, match="--cores 0` is no machine"):
         main([str(run_folder), "--cores", "0"])
     with pytest.raises(ConfigError, match="cannot write"):
         main([str(run_folder), "--output", str(tmp_path / "none" / "profile.json")])
