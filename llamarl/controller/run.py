@@ -163,10 +163,12 @@ class _Run:
 
     async def _resumed(self, executors: Executors, screen: Screen) -> dict[str, Any] | None:
         state, damaged = await executors.trainer.call("resumed", timeout_s=self._config.cluster.call_timeout_s)
+        if damaged and state is None:
+            raise ConfigError(f"--resume: no checkpoint is whole, so --overwrite is all that is left: {damaged[0]}")
         for sentence in damaged:
             screen.warn(sentence)
         if self._resume and state is None:
-            screen.warn("--resume: no valid checkpoint; the run starts from the beginning")
+            screen.warn("--resume: no checkpoint was saved yet; the run starts from the beginning")
         return state["controller"] if state else None
 
     async def _train(self, controller: Controller, telemetry: Telemetry) -> None:

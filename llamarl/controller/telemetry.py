@@ -251,12 +251,17 @@ class Telemetry:
             waiting_rollouts=mark.waiting_rollouts,
             running_rollouts=mark.running_rollouts,
             ready_groups=ready_groups,
-            busy_share=self.accounts(previous.ended_s, mark.ended_s).busy_share,
+            busy_share=self._recent_busy_share(mark.ended_s),
             sync_s=sync_s,
             extra=measured
             | mark.work.since(previous.work)
             | {"controller_cpu_s": mark.controller_cpu_s - previous.controller_cpu_s},
         )
+
+    def _recent_busy_share(self, now_s: float) -> dict[str, float]:
+        """Busy shares of the last steps. Spans arrive up to a poll late, so the window ends before that."""
+        start_s, end_s = self._marks[0].ended_s, now_s - 2 * self._poll_interval_s
+        return self.accounts(start_s, end_s).busy_share if end_s > start_s else {}
 
     def accounts(self, start_s: float, end_s: float) -> Accounts:
         """Who worked when, from the spans that have arrived."""

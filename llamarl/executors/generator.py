@@ -87,11 +87,11 @@ class GeneratorExecutor(Executor):
             return False
         before, start_s = self._engine.stats(), self._work_clock()
         self._finished += self._engine.step()
+        self._hand_over()
         after, end_s = self._engine.stats(), self._work_clock()
         self._work = self._work.forward(
             after.decode_tokens - before.decode_tokens, after.prefill_tokens - before.prefill_tokens, end_s - start_s
         )
-        self._hand_over()
         return True
 
     def _hand_over(self) -> None:
@@ -110,6 +110,6 @@ class GeneratorExecutor(Executor):
                     num_running=stats.running,
                     num_waiting=stats.waiting,
                     generated_tokens=stats.decode_tokens,
-                    work=self._work,
+                    work=self._work._replace(background_s=time.process_time() - time.thread_time()),
                 )
             )

@@ -32,6 +32,8 @@ class DecodingWork(NamedTuple):
     """Prompt tokens computed in them."""
     prefill_s: float = 0.0
     """Seconds of these forwards."""
+    background_s: float = 0.0
+    """Processor seconds of the process outside its executor's thread: messages."""
 
     def forward(self, rows: int, prefill_tokens: int, seconds: float) -> DecodingWork:
         """One forward more."""

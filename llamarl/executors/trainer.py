@@ -41,6 +41,8 @@ class TrainerExecutor(Executor):
         )
         self._weights = dict(self._trainer.model.named_parameters())
         self._groups = dict[int, RolloutGroup]()
+        self._background_s = 0.0
+        """Processor seconds outside this thread by the last step: messages."""
         self._publisher: SharedMemoryPublisher | None = None
         self._store = CheckpointStore(Path(checkpoint_folder), config.checkpoint.keep)
         self._resumed: dict[str, Any] | None = None
@@ -69,6 +71,9 @@ class TrainerExecutor(Executor):
         start_s = clock()
         result = self._trainer.step([self._groups.pop(group_id) for group_id in group_ids])
         result.metrics["train_s"] = clock() - start_s
+        background_s = time.process_time() - time.thread_time()
+        result.metrics["trainer_background_s"] = background_s - self._background_s
+        self._background_s = background_s
         return result
 
     def publish(self, version: int, specs: tuple[TensorSpec, ...]) -> SegmentAddress:

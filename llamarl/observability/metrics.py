@@ -73,7 +73,7 @@ class StepMetrics:
     ready_groups: int
     """Scored groups that wait for the trainer at the end of the step."""
     busy_share: Mapping[str, float]
-    """Share of the step that each executor worked, 0 to 1, by executor name."""
+    """Share of the last ten steps, up to a second ago, that each executor worked, 0 to 1, by executor name."""
     sync_s: float
     """Seconds from the start of `publish` until the last generator adopted this version."""
     extra: Mapping[str, float] = field(default_factory=dict)

@@ -67,7 +67,6 @@ def measure(run: RecordedRun) -> Measured:
     scores_s = [
         span.end_s - span.start_s for span in _spans_of(run, "reward") if window_s[0] <= span.start_s < window_s[1]
     ]
-    counters = run.counters
     return Measured(
         decode_base_s=decode_base_s,
         decode_per_rollout_s=decode_per_rollout_s,
@@ -78,8 +77,7 @@ def measure(run: RecordedRun) -> Measured:
         adopt_s=float(np.median([span.end_s - span.start_s for span in adopts])),
         score_s=_trimmed_mean(scores_s) * len(scores_s) / scored,
         call_s=_call_s(trains, publishes),
-        controller_rollout_s=float(np.median(counters["controller_cpu_s"]))
-        / (rollout.prompts_per_step * rollout.group_size),
+        controller_rollout_s=_background_s(run) / (rollout.prompts_per_step * rollout.group_size),
         prompt_tokens=_prompt_tokens(run),
     )
 
@@ -237,6 +235,21 @@ def _forward(run: RecordedRun) -> tuple[float, float, float]:
         raise ConfigError(f"{run.path}: no prompt was computed after the first step; profile a longer run")
     rest_s = c["prefill_s"] - base_s * c["prefill_steps"] - per_rollout_s * c["prefill_rows"]
     return base_s, per_rollout_s, max(float(np.median(rest_s[prefilled] / c["prefill_tokens"][prefilled])), LEAST_S)
+
+
+def _background_s(run: RecordedRun) -> float:
+    """Processor seconds per step of controller and messages.
+
+    They count on cores that are shared, hence the other threads of executors on other devices do too; with several
+    threads of computation they cannot be told apart from these, and only the controller counts.
+    """
+    counters, settings = run.counters, run.config
+    total_s = counters["controller_cpu_s"].copy()
+    if settings.generator.threads == 1:
+        total_s += counters["background_s"]
+    if settings.trainer.threads == 1:
+        total_s += counters["trainer_background_s"]
+    return float(np.median(total_s))
 
 
 def _call_s(trains: list[Span], publishes: list[Span]) -> float:

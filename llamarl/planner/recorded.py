@@ -28,6 +28,8 @@ COUNTERS = (
     "prefill_rows",
     "prefill_tokens",
     "prefill_s",
+    "background_s",
+    "trainer_background_s",
     "controller_cpu_s",
 )
 """Names under `extra.` in metrics.jsonl."""

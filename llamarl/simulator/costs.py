@@ -69,7 +69,7 @@ class SimulatorCosts:
     """Cores of the one machine that all executors on `cpu` and the controller share, or a container's part of them; 0:
     everybody has his own."""
     controller_rollout_s: float = 0.0
-    """With `cores`: processor seconds of the controller per rollout."""
+    """With `cores`: processor seconds of the controller, and of messages in executors, per rollout."""
 
     @classmethod
     def from_plan(cls, plan: Plan) -> SimulatorCosts:

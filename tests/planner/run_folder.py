@@ -64,7 +64,9 @@ def write_run(folder: Path, *, steps: int = 30, noise: float = 0.03, outliers: i
             "num_computed_tokens": int((lengths * GROUP)[mixed].sum()),
             "num_input_tokens": inputs,
             "train_s": train_s,
-            "controller_cpu_s": known["controller_rollout_s"] * PROMPTS * GROUP * factor,
+            "controller_cpu_s": known["controller_rollout_s"] * PROMPTS * GROUP * factor / 2,
+            "background_s": known["controller_rollout_s"] * PROMPTS * GROUP * factor / 4,
+            "trainer_background_s": known["controller_rollout_s"] * PROMPTS * GROUP * factor / 4,
         }
         metrics.append(
             {"kind": "step", "step": step, "num_loss_tokens": int(lengths.sum()) * GROUP}
