@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorSpec, open_cluster
-from llamarl.config import RunConfig
+from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.controller import Controller, Executors
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.prepare import Prepared
