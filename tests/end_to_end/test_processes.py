@@ -119,7 +119,9 @@ def test_kill_of_an_executor(tmp_path: Path, toml: Path, kill: str) -> None:
     os.kill(pid, signal.SIGKILL)
     code, said = run.command.wait(END_S)
     assert code == 1
-    assert said.startswith(f"llamarl train: MeshFailed: {kill} (rank 0): pid {pid} was killed by SIGKILL\nFiles: ")
+    # An older kernel does not tell how a process ended that Monarch has reaped first.
+    how = "(was killed by SIGKILL|has ended)"
+    assert re.match(rf"llamarl train: MeshFailed: {kill} \(rank 0\): pid {pid} {how}\nFiles: ", said)
     assert len(said.strip().splitlines()) == 2, said
     assert gone(run.pids, 2.0) == []
     run.check_files()
