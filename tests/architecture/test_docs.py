@@ -25,9 +25,6 @@ CHECKED_SUFFIXES = (".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".sh", ".jso
 READERS_OWN = {"my_reward.py", "my_loss.py", "mine.toml", "my.toml", "train.jsonl", "test.jsonl"}
 """Names that stand for a file of the reader's."""
 OWN_FOLDERS = ("llamarl", "tests", "configs", "docs", "examples", "benchmarks", ".ci")
-SELF = Path(__file__)
-WORKPLACE = re.compile(r"/work/(main|shared|\.)|/tmp/brief|/opt/(wheels|pypi)|\bthe lead\b|\bthe brief\b")
-"""Words of the place where this was written, which mean nothing to its readers."""
 
 
 def _code_spans(page: Path) -> Iterator[str]:
@@ -108,13 +105,6 @@ def _setting_exists(dotted: str) -> bool:
             return True
         schema = annotation
     return True
-
-
-def test_no_words_of_the_workplace() -> None:
-    texts = [path for path in [*python_files(), *documents(), *(ROOT / "configs").rglob("*.toml")] if path != SELF]
-    texts += [ROOT / name for name in ("Makefile", "pyproject.toml", "constraints.txt", ".ci/run")]
-    found = [f"{name_of(path)}: {match[0]}" for path in texts for match in WORKPLACE.finditer(path.read_text("utf-8"))]
-    assert not found, "\n".join(found)
 
 
 def _commands(page: Path) -> list[str]:
