@@ -84,6 +84,7 @@ def main() -> None:
         "rows": rows,
         "sensitivity": [_sensitivity(workload) for workload in OTHER_WORKLOADS],
         "peer_error": peer_errors(Constants()),
+        "own_machine": _own_machine(),
         "plan_wall_s": {str(gpus): _plan_wall_s(gpus) for gpus in (1024, 16_384)},
         "notes": NOTES.splitlines(),
     }
@@ -94,6 +95,15 @@ def main() -> None:
     if options.plots:
         options.plots.mkdir(parents=True, exist_ok=True)
         speedup_plot(options.plots / "speedup.png", _series(rows))
+
+
+def _own_machine() -> dict[str, Any] | None:
+    """What the newest run of `benchmarks/prediction.py` found; None before the first."""
+    newest = max(RESULTS.glob("prediction-*.json"), default=None)
+    if newest is None:
+        return None
+    found = json.loads(newest.read_text(encoding="utf-8"))["own_machine"]
+    return {"median_error": found["median_error"], "source": newest.name}
 
 
 def _rows(constants: Constants, workload: Workload) -> dict[str, dict[str, Any]]:
