@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import pickle
 import time
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, ExecutorSpec, HostStatus, MeshFailed
 from llamarl.cluster.host import PEEK, READY, STATUS
 from llamarl.cluster.payload import Reply, pack, value_of
+
+_log = logging.getLogger(__name__)
 
 _NO_ARGUMENTS = pickle.dumps(((), {}))
 _PEEK_S = 1.0
@@ -119,6 +123,16 @@ class BaseHandle(ExecutorHandle):
         """Marks the executor stopped, unless it has died before."""
         if not self._ended.done():
             self._ended.set_result(MeshFailed(self.name, tuple(range(self._num_ranks)), "stopped by the controller"))
+
+
+async def stop_all(handles: Sequence[ExecutorHandle], timeout_s: float) -> None:
+    """Stops executors side by side. An executor's own fault is logged, so that the others still end."""
+    results = await asyncio.gather(*(handle.stop(timeout_s) for handle in handles), return_exceptions=True)
+    for result in results:
+        if isinstance(result, ExecutorError):
+            _log.warning("%s", result)
+        elif isinstance(result, BaseException):
+            raise result
 
 
 def _sentence(status: HostStatus) -> str:

@@ -7,8 +7,8 @@ import logging
 import pickle
 import sys
 
-from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec
-from llamarl.cluster.handle import BaseHandle
+from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec
+from llamarl.cluster.handle import BaseHandle, stop_all
 from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
 from llamarl.cluster.payload import Reply, error_of, pack, value_of
 from llamarl.config.errors import ConfigError
@@ -63,9 +63,4 @@ class InlineCluster(Cluster):
 
     async def shutdown(self, timeout_s: float) -> None:
         handles, self._handles = self._handles, []
-        results = await asyncio.gather(*(handle.stop(timeout_s) for handle in handles), return_exceptions=True)
-        for result in results:
-            if isinstance(result, ExecutorError):
-                _log.warning("%s", result)
-            elif isinstance(result, BaseException):
-                raise result
+        await stop_all(handles, timeout_s)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import logging
 import os
 import pickle
 import re
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from llamarl.cluster import worker
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec, MeshFailed
-from llamarl.cluster.handle import BaseHandle
+from llamarl.cluster.handle import BaseHandle, stop_all
 from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
 from llamarl.cluster.payload import Reply, error_of, pack, value_of
 from llamarl.config.errors import ConfigError
@@ -38,8 +37,6 @@ except ImportError as error:
         f"cluster.kind = 'monarch' needs Monarch ({error}); pip install 'torchmonarch>=0.7,<0.8', "
         "or set cluster.kind = 'inline'"
     ) from error
-
-_log = logging.getLogger(__name__)
 
 _ENGINE_MODULE = "monarch._src.actor.bootstrap_main"
 _SETTINGS = {
@@ -201,12 +198,7 @@ class MonarchCluster(Cluster):
 
     async def shutdown(self, timeout_s: float) -> None:
         handles, self._handles = self._handles, []
-        results = await asyncio.gather(*(handle.stop(timeout_s) for handle in handles), return_exceptions=True)
-        for result in results:
-            if isinstance(result, ExecutorError):
-                _log.warning("%s", result)
-            elif isinstance(result, BaseException):
-                raise result
+        await stop_all(handles, timeout_s)
 
     def _bootstrap_command(self, spec: ExecutorSpec, point: Point) -> BootstrapCommand:
         env: dict[str, str | None] = dict(spec.env)
