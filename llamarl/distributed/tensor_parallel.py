@@ -1,0 +1,46 @@
+"""How tensor parallelism cuts the parameters of a decoder (Megatron-LM, arXiv 1909.08053, section 3). No torch.
+
+Projections into heads and into the feed-forward dim are cut by output rows, those back by input columns, so each rank
+computes its own heads and one all-reduce follows each block. Embedding and head are cut by vocabulary. Norms are whole
+on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llamarl.distributed.box import Box
+
+_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"})
+_COLUMNS = frozenset({"o_proj", "down_proj"})
+_KV = frozenset({"k_proj", "v_proj"})
+
+
+def sharded_dim(name: str) -> int | None:
+    """The dim along which the parameter `name` (Hugging Face names) is cut; None: every rank holds all of it."""
+    *_, module, kind = ("", *name.split("."))
+    if module in _ROWS:
+        return 0
+    return 1 if module in _COLUMNS and kind == "weight" else None
+
+
+def tensor_parallel_box(name: str, shape: Sequence[int], num_ranks: int, rank: int, num_kv_heads: int) -> Box:
+    """What `rank` of `num_ranks` holds of a parameter.
+
+    With more ranks than kv heads, each kv head is held by `num_ranks / num_kv_heads` consecutive ranks.
+
+    Raises:
+        ValueError: the dim cannot be cut evenly; names parameter, size and number of ranks.
+    """
+    whole, dim = Box.whole(shape), sharded_dim(name)
+    if dim is None or num_ranks == 1:
+        return whole
+    parts = num_ranks
+    if name.split(".")[-2] in _KV and num_ranks > num_kv_heads:
+        if num_ranks % num_kv_heads:
+            raise ValueError(f"{num_kv_heads} kv heads cannot be shared evenly by {num_ranks} tensor-parallel ranks")
+        parts, rank = num_kv_heads, rank * num_kv_heads // num_ranks
+    if shape[dim] % parts:
+        raise ValueError(f"{name} has {shape[dim]} rows or columns, which {parts} tensor-parallel ranks cannot share")
+    size = shape[dim] // parts
+    return whole.cut(dim, rank * size, (rank + 1) * size)

@@ -1,0 +1,60 @@
+"""Kernels compile once, and a machine without a compiler is told so."""
+
+import pytest
+
+from llamarl.kernels import build
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build.load.cache_clear()
+    yield
+    build.load.cache_clear()
+
+
+def write_source(monkeypatch, folder, text):
+    (folder / "twice.cpp").write_text(text)
+    monkeypatch.setattr(build, "__file__", str(folder / "build.py"))
+
+
+def test_a_kernel_is_compiled_once(monkeypatch, tmp_path):
+    write_source(monkeypatch, tmp_path, 'extern "C" int twice(int x) { return 2 * x; }')
+    library = build.load("twice").library
+    assert library is not None
+    assert library.twice(21) == 42
+    compiled = list(build.cache_folder().glob("*.so"))
+    build.load.cache_clear()
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS,))
+    assert build.load("twice").library is not None
+    assert list(build.cache_folder().glob("*.so")) == compiled
+
+
+def test_a_changed_source_is_compiled_anew(monkeypatch, tmp_path):
+    write_source(monkeypatch, tmp_path, 'extern "C" int twice(int x) { return 2 * x; }')
+    assert build.load("twice").library.twice(1) == 2
+    build.load.cache_clear()
+    write_source(monkeypatch, tmp_path, 'extern "C" int twice(int x) { return x + x + 0 * x; }')
+    build.load("twice")
+    assert len(list(build.cache_folder().glob("*.so"))) == 2
+
+
+def test_a_broken_source_gives_the_compilers_words(monkeypatch, tmp_path):
+    write_source(monkeypatch, tmp_path, "this is no C++")
+    kernel = build.load("twice")
+    assert kernel.library is None
+    assert "twice.cpp did not compile" in kernel.reason
+    assert "error" in kernel.reason or "this" in kernel.reason
+
+
+def test_without_a_compiler_there_is_a_reason(monkeypatch, tmp_path):
+    write_source(monkeypatch, tmp_path, 'extern "C" int twice(int x) { return 2 * x; }')
+    monkeypatch.setenv("PATH", str(tmp_path))
+    kernel = build.load("twice")
+    assert kernel.library is None
+    assert "no C++ compiler" in kernel.reason
+
+
+def test_kernels_can_be_turned_off(monkeypatch):
+    monkeypatch.setenv(build.DISABLE_VARIABLE, "1")
+    assert build.load("attention").reason == "LLAMARL_NO_KERNELS=1"
