@@ -25,6 +25,8 @@ class FinishReason(StrEnum):
     """`max_new_tokens` or the end of the context was reached."""
     ABORTED = "aborted"
     """The controller took it back; its tokens so far are valid."""
+    PARKED = "parked"
+    """`segment_tokens` were sampled; any generator can go on from its tokens."""
     FAILED = "failed"
     """The engine could not generate it; `Rollout.error` says why."""
 
@@ -72,6 +74,8 @@ class SamplingParams:
     """Upper bound of generated tokens, over all segments."""
     stop_token_ids: tuple[int, ...] = ()
     """A rollout ends with the first of these that it samples."""
+    stop_strings: tuple[str, ...] = ()
+    """A rollout ends with the token that completes one of these in its text; that token is kept."""
     seed: int = 0
     """First part of the sampling key (seed, rollout id, position)."""
 
@@ -87,6 +91,10 @@ class GenerationRequest:
     group_size: int
     """Number of rollouts."""
     sampling: SamplingParams
+    segment_tokens: int = 0
+    """A rollout is parked after so many new tokens; 0: never."""
+    partials: tuple[Rollout, ...] = ()
+    """Parked or aborted rollouts of this group to go on with; when there are some, only their indices are generated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,7 +47,7 @@ class GeneratorExecutor(Executor):
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         """What this generator wants to receive."""
         return tuple(
-            TensorSpec(name=name, shape=tuple(weight.shape), dtype=str(weight.dtype).removeprefix("torch."))
+            TensorSpec.whole(name, weight.shape, str(weight.dtype).removeprefix("torch."))
             for name, weight in self._weights.items()
         )
 

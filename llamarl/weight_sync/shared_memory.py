@@ -56,7 +56,7 @@ class _Slots:
             data = slot[header_bytes:]
             self.tensors.append(
                 {
-                    spec.name: data[offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype)).view(spec.shape)
+                    spec.key: data[offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype)).view(spec.shape)
                     for spec, offset in zip(layout.specs, layout.offsets_bytes, strict=True)
                 }
             )
@@ -83,7 +83,7 @@ class SharedMemoryPublisher:
         self._slots.versions[slot][0] = WRITING
         targets = self._slots.tensors[slot]
         for position, spec in enumerate(self._layout.specs):
-            target, weight = targets[spec.name], weights[spec.name].detach()
+            target, weight = targets[spec.key], weights[spec.name].detach()
             assert weight.shape == target.shape, f"{spec.name}: {weight.shape} is not the generators' {target.shape}"
             target.copy_(weight)
             self._slots.fingerprints[slot][position] = fingerprint(target)
@@ -114,11 +114,11 @@ class SharedMemorySubscriber:
         slot = version % 2
         self._require(slot, version)
         for spec in self._layout.specs:
-            into[spec.name].copy_(self._slots.tensors[slot][spec.name])
+            into[spec.key].copy_(self._slots.tensors[slot][spec.key])
         published = self._slots.fingerprints[slot].tolist()
         self._require(slot, version)
         for spec, expected in zip(self._layout.specs, published, strict=True):
-            if fingerprint(into[spec.name]) != expected:
+            if fingerprint(into[spec.key]) != expected:
                 raise FingerprintMismatch(f"{spec.name} of version {version} is not what the trainer published")
 
     def _require(self, slot: int, version: int) -> None:

@@ -34,11 +34,11 @@ def test_aligned_without_overlap(specs: list[TensorSpec]) -> None:
 
 
 def test_bytes() -> None:
-    assert TensorSpec(name="a", shape=(3, 5), dtype="float32").num_bytes == 60
-    assert TensorSpec(name="a", shape=(3, 5), dtype="bfloat16").num_bytes == 30
-    assert TensorSpec(name="a", shape=(), dtype="float32").num_bytes == 4
+    assert TensorSpec.whole("a", (3, 5), dtype="float32").num_bytes == 60
+    assert TensorSpec.whole("a", (3, 5), dtype="bfloat16").num_bytes == 30
+    assert TensorSpec.whole("a", (), dtype="float32").num_bytes == 4
 
 
 def test_an_address_survives_pickling() -> None:
-    address = SegmentAddress(pid=1, fd=2, specs=(TensorSpec(name="a", shape=(2,), dtype="float32"),))
+    address = SegmentAddress(pid=1, fd=2, specs=(TensorSpec.whole("a", (2,), dtype="float32"),))
     assert pickle.loads(pickle.dumps(address)) == address

@@ -70,7 +70,7 @@ class TestBits:
         connection.send(None)
 
     def test_trained_parameters_and_views_can_be_published(self) -> None:
-        publisher = SharedMemoryPublisher([TensorSpec(name="w", shape=(4, 3), dtype="float32")])
+        publisher = SharedMemoryPublisher([TensorSpec.whole("w", (4, 3), dtype="float32")])
         weight = torch.nn.Parameter(torch.randn(3, 4).T)
         publisher.publish(0, {"w": weight})
         into = {"w": torch.empty(4, 3)}

@@ -24,7 +24,7 @@ SPECIALS = (float("nan"), float("inf"), -float("inf"), -0.0, 1e-40, 3.4e38)
 
 
 def specs(dtype: str, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(name=name, shape=shape, dtype=dtype) for name, shape in shapes.items())
+    return tuple(TensorSpec.whole(name, shape, dtype=dtype) for name, shape in shapes.items())
 
 
 def random_weights(version: int) -> dict[str, Tensor]:
