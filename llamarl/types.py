@@ -209,3 +209,8 @@ class TrainBatch:
     def num_loss_tokens(self) -> int:
         """Trainable positions: the global denominator of token-mean losses."""
         return int(sum(sample.loss_mask_T.sum() for group in self.groups for sample in group.samples))
+
+    @property
+    def num_loss_sequences(self) -> int:
+        """Samples with a trainable position: the global denominator of sequence-mean losses."""
+        return sum(bool(sample.loss_mask_T.any()) for group in self.groups for sample in group.samples)

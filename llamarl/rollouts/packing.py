@@ -36,6 +36,8 @@ class Microbatch:
     """Index in N of the position that predicts each target, int64."""
     targets_R: np.ndarray
     """int64."""
+    sequence_R: np.ndarray
+    """Which response each target belongs to, counted over the microbatch, int64."""
     behavior_logprobs_R: np.ndarray
     """float32."""
     policy_versions_R: np.ndarray
@@ -145,6 +147,7 @@ def _pack(groups: Sequence[SampleGroup]) -> Microbatch:
         ),
         predictors_R=np.concatenate(predictors),
         targets_R=np.concatenate([sample.response_token_ids_T for sample in samples]).astype(np.int64),
+        sequence_R=np.repeat(np.arange(len(samples)), [len(sample.response_token_ids_T) for sample in samples]),
         behavior_logprobs_R=np.concatenate([sample.behavior_logprobs_T for sample in samples]),
         policy_versions_R=np.concatenate([sample.policy_versions_T for sample in samples]),
         advantages_R=np.concatenate([sample.advantages_T for sample in samples]),

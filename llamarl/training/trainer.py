@@ -53,7 +53,8 @@ class Trainer:
         """
         advantages = {group.group_id: self._advantages(group) for group in groups}
         batch = TrainBatch(groups=tuple(to_sample_group(group, advantages[group.group_id]) for group in groups))
-        num_loss_tokens = max(batch.num_loss_tokens, 1)
+        count = batch.num_loss_tokens if self.loss.MEAN_OVER == "tokens" else batch.num_loss_sequences
+        denominator = max(count, 1)
         rate = learning_rate_at(self.policy_version, self.config)
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = rate
@@ -63,9 +64,9 @@ class Trainer:
         sums, maxima = dict[str, float](), dict[str, float]()
         microbatches = pack(computed, self.config.microbatch_tokens)
         for microbatch in microbatches:
-            self._accumulate(microbatch, num_loss_tokens, sums, maxima)
+            self._accumulate(microbatch, denominator, sums, maxima)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
-        loss = sums.pop("loss", 0.0) / num_loss_tokens
+        loss = sums.pop("loss", 0.0) / denominator
         num_computed = TrainBatch(groups=tuple(computed)).num_loss_tokens
         metrics = {name: value / num_computed for name, value in sums.items()} | maxima
         metrics |= {
@@ -97,18 +98,20 @@ class Trainer:
         return self.advantage(rewards_G, valid_rollouts(group))
 
     def _accumulate(
-        self, microbatch: Microbatch, num_loss_tokens: int, sums: dict[str, float], maxima: dict[str, float]
+        self, microbatch: Microbatch, denominator: int, sums: dict[str, float], maxima: dict[str, float]
     ) -> None:
-        """Adds one microbatch's share of the gradient of (sum of losses) / (global count of tokens)."""
+        """Adds one microbatch's share of the gradient of (sum of losses) / (global count of tokens or sequences)."""
         output = self.loss(
             LossInputs(
                 logprobs_N=self.logprobs(microbatch),
                 behavior_logprobs_N=self._tensor(microbatch.behavior_logprobs_R),
                 advantages_N=self._tensor(microbatch.advantages_R),
                 loss_mask_N=self._tensor(microbatch.loss_mask_R),
+                sequence_N=self._tensor(microbatch.sequence_R),
+                num_sequences=sum(map(len, microbatch.response_lengths)),
             )
         )
-        (output.loss / num_loss_tokens).backward()
+        (output.loss / denominator).backward()
         for name, value in {"loss": output.loss, **output.sums}.items():
             sums[name] = sums.get(name, 0.0) + float(value.detach())
         for name, value in output.maxima.items():

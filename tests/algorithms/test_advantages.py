@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from llamarl.algorithms.advantages._base import Advantage
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.advantages.group_normalized import GroupNormalized
+from llamarl.algorithms.advantages.leave_one_out import LeaveOneOut
+from llamarl.algorithms.advantages.maximum_likelihood import MaximumLikelihood
 from llamarl.config.ref import Ref, build, members
 
 FAMILY = "llamarl.algorithms.advantages"
@@ -47,7 +49,7 @@ class TestContract:
     @given(REWARDS)
     def test_group_relative_ones_balance(self, group) -> None:
         rewards_G, valid_G = np.array([reward for reward, _ in group]), valid(*(flag for _, flag in group))
-        for advantage in (GroupMean(), GroupNormalized()):
+        for advantage in (GroupMean(), GroupNormalized(), LeaveOneOut()):
             assert advantage(rewards_G, valid_G).sum() == pytest.approx(0, abs=1e-9)
             np.testing.assert_allclose(advantage(rewards_G + 3, valid_G), advantage(rewards_G, valid_G), atol=1e-6)
 
@@ -58,7 +60,7 @@ class TestContract:
             advantage(rewards_G, valid_G)
 
 
-@pytest.mark.parametrize("advantage", [GroupMean(), GroupNormalized()], ids=str)
+@pytest.mark.parametrize("advantage", every_advantage(), ids=str)
 class TestDegenerateGroups:
     @pytest.mark.parametrize(
         ("rewards", "flags"),
@@ -90,3 +92,20 @@ def test_group_normalized_closed_form() -> None:
     advantages_G = GroupNormalized(epsilon=1e-4)(np.array([1.0, 0.0, 99.0, 0.0, 1.0]), valid(1, 1, 0, 1, 1))
     size = 0.5 / (np.sqrt(1 / 3) + 1e-4)
     np.testing.assert_allclose(advantages_G, [size, -size, 0, -size, size])
+
+
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=12))
+def test_leave_one_out_is_the_mean_of_the_others(rewards) -> None:
+    rewards_G = np.array([*rewards, 77.0])
+    advantages_G = LeaveOneOut()(rewards_G, valid(*[1] * len(rewards), 0))
+    others = [reward - np.mean(rewards[:i] + rewards[i + 1 :]) for i, reward in enumerate(rewards)]
+    np.testing.assert_allclose(advantages_G, [*others, 0.0], atol=1e-12)
+
+
+@pytest.mark.parametrize("num_right", [1, 2, 7])
+def test_maximum_likelihood_averages_the_right_ones(num_right) -> None:
+    """sum_i A_i s_i = mean score of the right rollouts minus mean of all, times n: the paper's estimator."""
+    rewards_G = np.array([1.0] * num_right + [0.0] * (8 - num_right))
+    scores_G = np.random.default_rng(0).normal(size=8)
+    pull = (MaximumLikelihood()(rewards_G, np.ones(8, bool)) * scores_G).mean()
+    assert pull == pytest.approx(scores_G[:num_right].mean() - scores_G.mean())

@@ -6,6 +6,7 @@ Shape suffixes: N positions, V vocabulary.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -14,15 +15,27 @@ from torch import Tensor
 
 from llamarl.algorithms.losses._base import Loss, LossInputs, LossOutput
 from llamarl.algorithms.losses.aipo import Aipo
+from llamarl.algorithms.losses.decoupled_ppo import DecoupledPpo
+from llamarl.config.errors import ConfigError
 from llamarl.config.ref import Ref, build, members
 
 FAMILY = "llamarl.algorithms.losses"
+LENGTH = 5
+"""Tokens of a sequence in the tests."""
 POISONS = (math.nan, math.inf, -math.inf)
 
 
+OPTIONS = ({}, {"truncate": 1.5}, {"sequence_mask": [0.7, 1.4]}, {"truncate": 2.0, "sequence_mask": [0.5, 2.0]})
+
+
 @pytest.fixture(params=members(FAMILY))
-def loss(request: pytest.FixtureRequest) -> Loss:
-    return build(Ref(name=request.param), FAMILY, "trainer.loss")
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=OPTIONS, ids=["plain", "truncated", "sequence mask", "both"])
+def loss(name: str, request: pytest.FixtureRequest) -> Loss:
+    return build(Ref(name=name, **request.param), FAMILY, "trainer.loss")
 
 
 def random_inputs(num: int, seed: int = 0, dtype: torch.dtype = torch.float64, off_policy: float = 1.0) -> LossInputs:
@@ -35,6 +48,8 @@ def random_inputs(num: int, seed: int = 0, dtype: torch.dtype = torch.float64, o
         behavior_logprobs_N=(logprobs_N + noise_N).to(dtype),
         advantages_N=torch.randn(num, generator=generator, dtype=torch.float64).to(dtype),
         loss_mask_N=torch.ones(num, dtype=torch.bool),
+        sequence_N=torch.arange(num) // LENGTH,
+        num_sequences=-(-num // LENGTH),
     )
 
 
@@ -49,6 +64,8 @@ def part(inputs: LossInputs, rows: slice | Tensor) -> LossInputs:
         behavior_logprobs_N=inputs.behavior_logprobs_N[rows],
         advantages_N=inputs.advantages_N[rows],
         loss_mask_N=inputs.loss_mask_N[rows],
+        sequence_N=inputs.sequence_N[rows],
+        num_sequences=inputs.num_sequences,
     )
 
 
@@ -56,11 +73,16 @@ def check_is_a_sum(loss: Loss) -> None:
     """Twice the positions, twice the loss and the same gradient at each; parts add up to the whole."""
     inputs = random_inputs(35)
     whole, whole_grad_N = loss(inputs), gradient(loss, inputs)
-    doubled = part(inputs, torch.arange(35).repeat(2))
+    copies = inputs.sequence_N + inputs.num_sequences
+    doubled = replace(
+        part(inputs, torch.arange(35).repeat(2)),
+        sequence_N=torch.cat((inputs.sequence_N, copies)),
+        num_sequences=2 * inputs.num_sequences,
+    )
     torch.testing.assert_close(loss(doubled).loss, 2 * whole.loss)
     torch.testing.assert_close(gradient(loss, doubled), whole_grad_N.repeat(2))
 
-    parts = [part(inputs, rows) for rows in (slice(0, 1), slice(1, 20), slice(20, 35))]
+    parts = [part(inputs, rows) for rows in (slice(0, 5), slice(5, 20), slice(20, 35))]
     outputs = [loss(item) for item in parts]
     torch.testing.assert_close(sum(output.loss for output in outputs), whole.loss)
     torch.testing.assert_close(torch.cat([gradient(loss, item) for item in parts]), whole_grad_N)
@@ -85,7 +107,9 @@ def check_masks_poison(loss: Loss) -> None:
             }
             values[poisoned] = values[poisoned].masked_fill(~mask_M, poison)
             values["logprobs_N"].requires_grad_()
-            inputs = LossInputs(**values, loss_mask_N=mask_M)
+            # Masked positions belong to some sequence too, and must not change its length or its mean.
+            sequence_M = torch.cat((clean.sequence_N, torch.arange(8) % clean.num_sequences))[order_M]
+            inputs = LossInputs(**values, loss_mask_N=mask_M, sequence_N=sequence_M, num_sequences=clean.num_sequences)
             output, grad_M = loss(inputs), gradient(loss, inputs)
             torch.testing.assert_close(output.loss, expected.loss, msg=f"{poison} in {poisoned} reached the loss")
             assert (grad_M[~mask_M] == 0).all(), f"{poison} in {poisoned} reached the gradient of its own position"
@@ -138,16 +162,16 @@ class TestContract:
 
 
 @dataclass(frozen=True)
-class MeanLoss(Loss):
+class MeanLoss(Aipo):
     """Divides by its own count: gradient accumulation would weigh tokens of short microbatches more."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        output = Aipo()(inputs)
+        output = super().__call__(inputs)
         return replace(output, loss=output.loss / len(inputs.logprobs_N))
 
 
 @dataclass(frozen=True)
-class LateMaskLoss(Loss):
+class LateMaskLoss(Aipo):
     """Masks after the product: 0 * NaN is NaN."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -181,6 +205,8 @@ class TestAipo:
             behavior_logprobs_N=logprobs_N.detach() + noise_N,
             advantages_N=torch.randn(40, generator=generator, dtype=torch.float64),
             loss_mask_N=torch.ones(40, dtype=torch.bool),
+            sequence_N=torch.arange(40) // LENGTH,
+            num_sequences=8,
         )
         return logits_N_V, targets_N, inputs
 
@@ -234,3 +260,91 @@ class TestAipo:
         log_ratio = (inputs.logprobs_N - inputs.behavior_logprobs_N).double()
         expected = (log_ratio.exp() - 1 - log_ratio).sum().item()
         assert Aipo()(inputs).sums["kl_to_behavior"].item() == pytest.approx(expected, rel=0.01)
+
+
+def weight(name: str, log_ratio_N: Tensor, advantages_N: Tensor, behavior_N: Tensor) -> Tensor:
+    """Closed form of -(d loss / d log pi) of each position, before division by tokens or sequences, from the papers.
+
+    Defaults of the options; sequences of LENGTH positions.
+    """
+    ratio_N = log_ratio_N.exp()
+    sequence_ratio_N = log_ratio_N.view(-1, LENGTH).mean(1).exp().repeat_interleave(LENGTH)
+
+    def clipped(ratio_N: Tensor, low: float, high: float) -> Tensor:
+        silent_N = ((advantages_N > 0) & (ratio_N > 1 + high)) | ((advantages_N < 0) & (ratio_N < 1 - low))
+        return torch.where(silent_N, 0.0, ratio_N * advantages_N)
+
+    moved_N = behavior_N.exp() * ratio_N - behavior_N.exp()
+    forms = {
+        "aipo": ratio_N.clamp(max=4.0) * advantages_N,
+        "cispo": ratio_N.clamp(0.0, 5.0) * advantages_N,
+        "dapo": clipped(ratio_N, 0.2, 0.28),
+        "decoupled_ppo": ratio_N.clamp(max=5.0) * advantages_N,
+        "dppo": torch.where(moved_N * advantages_N.sign() > 0.2, 0.0, ratio_N * advantages_N),
+        "grpo": clipped(ratio_N, 0.2, 0.2) / LENGTH,
+        "gspo": (clipped(sequence_ratio_N, 3e-4, 4e-4) / LENGTH).view(-1, LENGTH).mean(1).repeat_interleave(LENGTH),
+        "ppo_clip": clipped(ratio_N, 0.2, 0.2),
+        "raft": (advantages_N > 0).to(ratio_N.dtype),
+        "reinforce": advantages_N,
+    }
+    return forms[name]
+
+
+class TestClosedForms:
+    @pytest.mark.parametrize("off_policy", [0.0, 0.3, 2.0])
+    def test_gradient(self, name: str, off_policy: float) -> None:
+        inputs = random_inputs(200, seed=5, off_policy=off_policy)
+        if name == "gspo":  # one advantage per response
+            inputs = replace(inputs, advantages_N=inputs.advantages_N[::LENGTH].repeat_interleave(LENGTH))
+        log_ratio_N = inputs.logprobs_N.detach() - inputs.behavior_logprobs_N
+        expected_N = -weight(name, log_ratio_N, inputs.advantages_N, inputs.behavior_logprobs_N)
+        loss = build(Ref(name=name), FAMILY, "trainer.loss")
+        torch.testing.assert_close(gradient(loss, inputs), expected_N, rtol=1e-12, atol=1e-14)
+
+    @pytest.mark.parametrize("off_policy", [0.3, 2.0])
+    def test_truncation_weighs_what_would_be_on_policy(self, name: str, off_policy: float) -> None:
+        """With `truncate` the loss sees ratio 1, and every token is weighed by the capped ratio."""
+        inputs = random_inputs(200, seed=6, off_policy=off_policy)
+        on_policy = replace(inputs, behavior_logprobs_N=inputs.logprobs_N.detach())
+        ratio_N = (inputs.logprobs_N.detach() - inputs.behavior_logprobs_N).exp()
+        expected_N = ratio_N.clamp(max=1.5) * gradient(build(Ref(name=name), FAMILY, "loss"), on_policy)
+        if name == "gspo":  # a token's weight acts on its sequence's term
+            pull_N = -inputs.advantages_N / LENGTH * ratio_N.clamp(max=1.5)
+            expected_N = pull_N.view(-1, LENGTH).mean(1).repeat_interleave(LENGTH)
+        actual_N = gradient(build(Ref(name=name, truncate=1.5), FAMILY, "loss"), inputs)
+        torch.testing.assert_close(actual_N, expected_N, rtol=1e-12, atol=1e-14)
+
+    def test_a_sequence_mask_silences_whole_sequences(self, name: str) -> None:
+        inputs = random_inputs(200, seed=7, off_policy=0.8)
+        log_ratio_N = inputs.logprobs_N.detach() - inputs.behavior_logprobs_N
+        mean_N = log_ratio_N.view(-1, LENGTH).mean(1).exp().repeat_interleave(LENGTH)
+        kept_N = (mean_N >= 0.8) & (mean_N <= 1.25)
+        assert 0 < kept_N.sum() < 200
+        expected_N = torch.where(kept_N, gradient(build(Ref(name=name), FAMILY, "loss"), inputs), 0.0)
+        actual_N = gradient(build(Ref(name=name, sequence_mask=[0.8, 1.25]), FAMILY, "loss"), inputs)
+        torch.testing.assert_close(actual_N, expected_N, rtol=1e-12, atol=1e-14)
+
+    def test_decoupled_ppo_clips_around_the_proximal_policy(self) -> None:
+        inputs = random_inputs(200, seed=8, off_policy=0.5)
+        proximal_N = inputs.logprobs_N.detach() - 0.4 * torch.randn(200, dtype=torch.float64)
+        change_N = (inputs.logprobs_N.detach() - proximal_N).exp()
+        behavior_weight_N = (proximal_N - inputs.behavior_logprobs_N).exp().clamp(max=2.0)
+        advantages_N = inputs.advantages_N
+        silent_N = ((advantages_N > 0) & (change_N > 1.2)) | ((advantages_N < 0) & (change_N < 0.8))
+        expected_N = -torch.where(silent_N, 0.0, behavior_weight_N * change_N * advantages_N)
+        actual_N = gradient(DecoupledPpo(max_weight=2.0), replace(inputs, proximal_logprobs_N=proximal_N))
+        torch.testing.assert_close(actual_N, expected_N, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "aipo", "rho": 0.0}, "rho = 0.0 must be above 0"),
+        ({"name": "ppo_clip", "clip": 1.5}, "clip = 1.5 must be above 0 and at most 1"),
+        ({"name": "grpo", "truncate": -1.0}, "truncate = -1.0 must be positive"),
+        ({"name": "grpo", "sequence_mask": [2.0, 1.0]}, "sequence_mask"),
+    ],
+)
+def test_bad_options_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build(Ref(**options), FAMILY, "trainer.loss")

@@ -1,21 +1,27 @@
 """What every loss takes and returns. Losses only call methods of tensors, so this folder needs no torch to import.
 
-Shape suffix: N trainable positions of one microbatch.
+A loss says what one token costs (`token_losses`); the base class masks, corrects for off-policyness and adds up.
+
+Shape suffixes: N trainable positions of one microbatch, Q sequences of the microbatch.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to +-20 before `exp`: e^20 is far above any cap and still finite in float32."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
-    """One microbatch, seen by a loss."""
+    """One microbatch, seen by a loss. Sequences are whole: none goes on in another microbatch."""
 
     logprobs_N: Tensor
     """Natural-log probability of each token under the policy in training, float32, with gradient."""
@@ -25,6 +31,49 @@ class LossInputs:
     """float32."""
     loss_mask_N: Tensor
     """bool; what is False may hold anything, NaN included, and reaches neither loss nor gradient."""
+    sequence_N: Tensor
+    """Which sequence each position belongs to, int64, 0 to `num_sequences` - 1."""
+    num_sequences: int
+    proximal_logprobs_N: Tensor | None = None
+    """The same under the policy at the beginning of the optimizer step; None: that is the policy in training itself,
+    as it is with one update per batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Positions:
+    """`LossInputs` made safe: masked positions hold 0, log-ratios are clamped."""
+
+    logprobs_N: Tensor
+    """With gradient."""
+    log_ratio_N: Tensor
+    """log(pi / mu), with gradient; relative to the proximal policy instead of mu when `truncate` is set."""
+    behavior_logprobs_N: Tensor
+    """Of that same policy which the ratio is relative to."""
+    proximal_log_ratio_N: Tensor
+    """log(pi / proximal), with gradient."""
+    proximal_weights_N: Tensor
+    """proximal / mu, without gradient."""
+    advantages_N: Tensor
+    mask_N: Tensor
+    """bool."""
+    sequence_N: Tensor
+    num_sequences: int
+
+    def sequence_means(self, values_N: Tensor) -> Tensor:
+        """Mean over each position's own sequence, given back at every position, [N]; masked positions don't count."""
+        sums_Q = values_N.new_zeros(self.num_sequences).index_add(0, self.sequence_N, values_N * self.mask_N)
+        counts_Q = values_N.new_zeros(self.num_sequences).index_add(0, self.sequence_N, self.mask_N.to(values_N.dtype))
+        return (sums_Q / counts_Q.clamp(min=1))[self.sequence_N]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLosses:
+    """What a loss says of each position."""
+
+    loss_N: Tensor
+    """With gradient; masked positions may hold anything finite."""
+    capped_N: Tensor
+    """bool: a cap, clip or mask acts here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,42 +88,105 @@ class LossOutput:
     """Scalar maxima to log."""
 
 
+@dataclass(frozen=True)
 class Loss(ABC):
-    """A policy-gradient loss. Its dataclass fields are its options."""
+    """A policy-gradient loss. Its dataclass fields are its options; these two compose with every loss."""
+
+    truncate: float | None = None
+    """Weigh each token by min(proximal / mu, this), and take the loss's own ratio relative to the proximal policy
+    (truncated importance sampling: Yao et al., "Your efficient RL framework secretly brings you off-policy RL
+    training", 2025)."""
+    sequence_mask: tuple[float, float] | None = None
+    """Leave out sequences whose geometric mean of proximal / mu lies outside of (low, high)."""
 
     LEARNS_WITHOUT_ADVANTAGE: ClassVar[bool] = False
     """Whether a sample whose advantage is 0 still has a gradient. If not, the trainer does not compute it at all."""
+    MEAN_OVER: ClassVar[Literal["tokens", "sequences"]] = "tokens"
+    """What the trainer divides by. With `sequences`, a token counts one over the length of its sequence."""
+
+    def __post_init__(self) -> None:
+        if self.truncate is not None and not self.truncate > 0:
+            raise ValueError(f"truncate = {self.truncate} must be positive")
+        if self.sequence_mask is not None and not 0 <= self.sequence_mask[0] < self.sequence_mask[1]:
+            raise ValueError(f"sequence_mask = {self.sequence_mask} must be (low, high) with 0 <= low < high")
 
     @abstractmethod
-    def __call__(self, inputs: LossInputs) -> LossOutput: ...
+    def token_losses(self, positions: Positions) -> TokenLosses:
+        """What each position costs."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        positions = self._positions(inputs)
+        token = self.token_losses(positions)
+        # The ratio to the behavior policy, whatever the loss's own ratio is relative to.
+        log_ratio_N = _clamped(positions.logprobs_N.detach() - _cleaned(inputs, inputs.behavior_logprobs_N))
+        keep_N = positions.mask_N
+        weights_N = 1.0
+        if self.truncate is not None:
+            weights_N = positions.proximal_weights_N.clamp(max=self.truncate)
+        if self.sequence_mask is not None:
+            mean_N = positions.sequence_means(positions.proximal_weights_N.log()).exp()
+            keep_N = keep_N & (mean_N >= self.sequence_mask[0]) & (mean_N <= self.sequence_mask[1])
+        if self.MEAN_OVER == "sequences":
+            weights_N = weights_N / _sequence_lengths(positions)
+        loss_N = (token.loss_N * weights_N).masked_fill(~keep_N, 0.0)
+        # The ratio is near 1 almost everywhere; `exp() - 1` would lose the digits that the KL is made of.
+        excess_N = log_ratio_N.expm1()
+        sums = {
+            # Masked positions have ratio 1; the excess over 1 keeps them out of the sum.
+            "importance_ratio_excess": excess_N.sum(),
+            # r - 1 - log r: unbiased for KL(mu || pi), never negative (Schulman, "Approximating KL divergence", 2020).
+            "kl_to_behavior": (excess_N - log_ratio_N).sum(),
+            "capped_share": ((token.capped_N | ~keep_N) & positions.mask_N).to(excess_N.dtype).sum(),
+        }
+        return LossOutput(loss=loss_N.sum(), sums=sums, maxima={"importance_ratio_max": 1 + excess_N.max()})
+
+    def _positions(self, inputs: LossInputs) -> Positions:
+        """The mask comes before any arithmetic that could overflow: a product with 0 turns infinities into NaN."""
+        logprobs_N = _cleaned(inputs, inputs.logprobs_N)
+        behavior_N = _cleaned(inputs, inputs.behavior_logprobs_N)
+        proximal_N = logprobs_N.detach()
+        if inputs.proximal_logprobs_N is not None:
+            proximal_N = _cleaned(inputs, inputs.proximal_logprobs_N)
+        relative_to_N = behavior_N if self.truncate is None else proximal_N
+        return Positions(
+            logprobs_N=logprobs_N,
+            log_ratio_N=_clamped(logprobs_N - relative_to_N),
+            behavior_logprobs_N=relative_to_N,
+            proximal_log_ratio_N=_clamped(logprobs_N - proximal_N),
+            proximal_weights_N=_clamped(proximal_N - behavior_N).exp(),
+            advantages_N=_cleaned(inputs, inputs.advantages_N),
+            mask_N=inputs.loss_mask_N,
+            sequence_N=inputs.sequence_N,
+            num_sequences=inputs.num_sequences,
+        )
 
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 before `exp`: e^20 is far above any cap and still finite in float32."""
+def _cleaned(inputs: LossInputs, values_N: Tensor) -> Tensor:
+    return values_N.masked_fill(~inputs.loss_mask_N, 0.0)
 
 
-def masked_log_ratio(inputs: LossInputs) -> Tensor:
-    """log(pi / mu) without gradient, clamped, 0 at masked positions.
-
-    The mask comes before any arithmetic that could overflow: a product with 0 would turn masked infinities into NaN.
-    """
-    behavior_N = inputs.behavior_logprobs_N.masked_fill(~inputs.loss_mask_N, 0.0)
-    logprobs_N = inputs.logprobs_N.detach().masked_fill(~inputs.loss_mask_N, 0.0)
-    return (logprobs_N - behavior_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def _clamped(log_ratio_N: Tensor) -> Tensor:
+    return log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def ratio_statistics(log_ratio_N: Tensor, cap: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Sums and maxima that every importance-weighted loss logs.
+def _sequence_lengths(positions: Positions) -> Tensor:
+    """Trainable positions of each position's own sequence, [N], at least 1."""
+    ones_N = positions.mask_N.to(positions.logprobs_N.dtype)
+    counts_Q = ones_N.new_zeros(positions.num_sequences).index_add(0, positions.sequence_N, ones_N)
+    return counts_Q.clamp(min=1)[positions.sequence_N]
 
-    `kl_to_behavior` is the estimator r - 1 - log r of KL(mu || pi) under samples of mu: unbiased and never negative
-    (Schulman, "Approximating KL divergence", 2020).
-    """
-    # The ratio is near 1 almost everywhere; `exp() - 1` would lose the digits that the KL is made of.
-    excess_N = log_ratio_N.expm1()
-    sums = {
-        # Masked positions have ratio 1; the excess over 1 keeps them out of the sum.
-        "importance_ratio_excess": excess_N.sum(),
-        "capped_share": (excess_N > cap - 1).float().sum(),
-        "kl_to_behavior": (excess_N - log_ratio_N).sum(),
-    }
-    return sums, {"importance_ratio_max": 1 + excess_N.max()}
+
+def clipped_surrogate(log_ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> TokenLosses:
+    """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv 1707.06347, equation 7)."""
+    ratio_N = log_ratio_N.exp()
+    clipped_N = ratio_N.clamp(1 - low, 1 + high)
+    gain_N, clipped_gain_N = ratio_N * advantages_N, clipped_N * advantages_N
+    return TokenLosses(loss_N=-gain_N.minimum(clipped_gain_N), capped_N=(clipped_gain_N < gain_N).detach())
+
+
+def require_between(name: str, value: float, low: float, high: float = math.inf) -> None:
+    """An option's check. Raises ValueError unless low < value <= high."""
+    if not low < value <= high:
+        raise ValueError(
+            f"{name} = {value} must be above {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamarl.algorithms.losses._base import Loss, LossInputs, LossOutput, masked_log_ratio, ratio_statistics
+from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses, require_between
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,12 @@ class Aipo(Loss):
     rho: float = 4.0
     """Cap of the importance ratio; the paper found 2 to 10 to work."""
 
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        log_ratio_N = masked_log_ratio(inputs)
-        weights_N = log_ratio_N.exp().clamp(max=self.rho)
-        advantages_N = inputs.advantages_N.masked_fill(~inputs.loss_mask_N, 0.0)
-        logprobs_N = inputs.logprobs_N.masked_fill(~inputs.loss_mask_N, 0.0)
-        sums, maxima = ratio_statistics(log_ratio_N, self.rho)
-        return LossOutput(loss=-(weights_N * advantages_N * logprobs_N).sum(), sums=sums, maxima=maxima)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_between("rho", self.rho, 0)
+
+    def token_losses(self, positions: Positions) -> TokenLosses:
+        ratio_N = positions.log_ratio_N.detach().exp()
+        weights_N = ratio_N.clamp(max=self.rho)
+        loss_N = -(weights_N * positions.advantages_N * positions.logprobs_N)
+        return TokenLosses(loss_N=loss_N, capped_N=ratio_N > self.rho)
