@@ -64,7 +64,7 @@ def test_any_layout(layout: list[tuple[int, list[int]]], budget: int) -> None:
         sequences = unpack(batch)
         assert batch.predictors_R.tolist() == [row for _, predictors in sequences for row in predictors]
         taken = 0
-        for rows, predictors in sequences:
+        for sequence, (rows, predictors) in enumerate(sequences):
             prompt, sample = expected[position]
             tokens = np.concatenate((prompt, sample.response_token_ids_T))
             position += 1
@@ -73,6 +73,7 @@ def test_any_layout(layout: list[tuple[int, list[int]]], budget: int) -> None:
             own = slice(taken, taken + len(predictors))
             taken += len(predictors)
             np.testing.assert_array_equal(batch.targets_R[own], sample.response_token_ids_T)
+            assert (batch.sequence_R[own] == sequence).all()
             np.testing.assert_array_equal(batch.behavior_logprobs_R[own], sample.behavior_logprobs_T)
             np.testing.assert_array_equal(batch.policy_versions_R[own], sample.policy_versions_T)
             np.testing.assert_array_equal(batch.advantages_R[own], sample.advantages_T)
@@ -113,6 +114,7 @@ def test_types() -> None:
         "positions_N": "int64",
         "predictors_R": "int64",
         "targets_R": "int64",
+        "sequence_R": "int64",
         "behavior_logprobs_R": "float32",
         "policy_versions_R": "int32",
         "advantages_R": "float32",

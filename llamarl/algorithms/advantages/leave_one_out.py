@@ -12,7 +12,7 @@ from llamarl.algorithms.advantages.group_mean import GroupMean
 
 @dataclass(frozen=True)
 class LeaveOneOut(Advantage):
-    """A_i = r_i - mean of r_j, j != i, over the valid rollouts: an unbiased baseline, n / (n - 1) times `group_mean`."""
+    """A_i = r_i - mean of r_j, j != i, over the n valid rollouts: unbiased, n / (n - 1) times `group_mean`."""
 
     def __call__(self, rewards_G: np.ndarray, valid_G: np.ndarray) -> np.ndarray:
         count = int(valid_G.sum())
