@@ -34,6 +34,7 @@ from llamarl.models.hf import new_model, save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Attend, Transformer
 from llamarl.training.base_model import RECORD_FILE, settings_hash
+from llamarl.training.muon import Muon
 
 NO_LABEL = -100
 WARMUP_STEPS = 10
@@ -190,7 +191,7 @@ def _optimizers(model: Transformer, config: SftConfig) -> list[torch.optim.Optim
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
     return [
-        torch.optim.Muon(matrices, lr=config.muon_learning_rate, weight_decay=0.0),
+        Muon(matrices, lr=config.muon_learning_rate),
         torch.optim.AdamW(others, lr=config.adamw_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
