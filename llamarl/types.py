@@ -110,7 +110,7 @@ class Rollout:
     behavior_logprobs_T: np.ndarray
     """Natural-log probability of each token under the distribution it was sampled from, float32 [T]."""
     policy_versions_T: np.ndarray
-    """Policy version that sampled each token, int32 [T], non-decreasing."""
+    """Policy version that sampled each token, int32 [T]; falls only where an older generator resumed it."""
     finish_reason: FinishReason
     error: str = ""
     """Set when `finish_reason` is FAILED."""
@@ -122,7 +122,7 @@ class Rollout:
     @property
     def oldest_version(self) -> int:
         """Smallest policy version among the tokens; -1 for a rollout without tokens."""
-        return int(self.policy_versions_T[0]) if self.num_tokens else -1
+        return int(self.policy_versions_T.min()) if self.num_tokens else -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

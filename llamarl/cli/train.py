@@ -38,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     from llamarl.controller.run import run
     from llamarl.controller.run_folder import check_run_folder, prepare_run_folder
     from llamarl.controller.supervision import Interrupted, Stalled
+    from llamarl.controller.sync import WeightsWrong
     from llamarl.controller.warm_start import ensure_base_model
     from llamarl.observability.report import render_summary
 
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     except Interrupted as error:
         print(f"llamarl train: {error}; go on with --resume. Files: {folder.path}", file=sys.stderr)
         return INTERRUPTED
-    except (ExecutorError, Stalled, TooManyInvalid) as error:
+    except (ExecutorError, Stalled, TooManyInvalid, WeightsWrong) as error:
         print(f"llamarl train: {type(error).__name__}: {error}", file=sys.stderr)
         print(f"Files: {folder.path}; output of each executor: {folder.logs}", file=sys.stderr)
         return FAILURE

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from llamarl.config.ref import Ref
+
+MAX_SEGMENT_TOKENS = 60_000
+"""Tokens, with log-probabilities and versions, that fit into one message from a generator."""
+MAX_SEQUENCE_TOKENS = 190_000
+"""Token ids that fit into one message to a generator or to the reward."""
 
 
 class Section(BaseModel):
@@ -46,8 +51,13 @@ class RolloutConfig(Section):
     """S, in optimizer steps: at most (S + 1) * P groups are active. 0 is exactly synchronous."""
     window: int = Field(default=1, ge=1)
     """W, in groups: up to W - 1 younger groups may pass a slow one; staleness is then at most S + ceil((W - 1) / P)."""
-    max_new_tokens: int = Field(default=256, ge=1, le=60_000)
-    """Longest response, in tokens; one response must fit into one message."""
+    max_new_tokens: int = Field(default=256, ge=1, le=MAX_SEQUENCE_TOKENS)
+    """Longest response, in tokens, over all its segments; above 60000 it needs `segment_tokens`."""
+    segment_tokens: int = Field(default=0, ge=0, le=MAX_SEGMENT_TOKENS)
+    """A response is parked after so many new tokens and goes on wherever most is free; 0: never. Short segments balance
+    the generators and lose less with one that dies; each costs a prefill of what came before."""
+    stop_strings: list[Annotated[str, Field(min_length=1)]] = []
+    """A response also ends with the token that completes one of these in its text."""
     temperature: float = Field(default=1.0, gt=0)
     """Divides the logits when sampling; the trainer uses the same."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -67,10 +77,35 @@ class GeneratorConfig(Section):
     """Prompt tokens that join one engine step at most; longer prompts are prefilled in chunks."""
     threads: int = Field(default=1, ge=1)
     """CPU threads per replica; trainer and generators together should not exceed the cores."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Weights and KV cache."""
+    dtype: Literal["float32", "bfloat16", "int8", "fp8"] = "float32"
+    """Weights; with 8 bits the KV cache and everything else is bfloat16, or float32 where that is faster."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Processes, and devices, that share the weights of one replica."""
+    kv_on_update: Literal["keep", "recompute"] = "keep"
+    """Keys and values of running rollouts when weights change: keeping them costs nothing, recomputing them makes what
+    follows exactly the new policy's."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    """Memory for keys and values per process; none: what `max_running` full contexts take, within what is free."""
     device: str = "cpu"
     """`cpu` or `cuda`."""
+
+
+class WeightSyncConfig(Section):
+    transport: Literal["auto", "shared_memory", "p2p", "file", "cuda_ipc", "rdma"] = "auto"
+    """How weights travel; `auto` measures at the start what is possible here and takes the fastest."""
+    delta: bool = False
+    """Send only what changed since the last version, where that is less: for slow links and low learning rates."""
+    patience_s: float = Field(default=10.0, gt=0)
+    """A generator that has not adopted a version after so long is left behind: the run goes on without it, and it gets
+    no new requests until it has caught up."""
+    on_mismatch: Literal["stop", "resync"] = "stop"
+    """Weights that arrive otherwise than they were sent end the run, or are sent again (and counted)."""
+    probe_every_steps: int = Field(default=1, ge=0)
+    """After each so many steps trainer and generators compute log-probabilities of the same few sequences (at most 512
+    tokens, well under 1 % of a step); 0: never."""
+    max_mismatch: float = Field(default=0.5, gt=0)
+    """Mean absolute difference of these log-probabilities, in nats, from which the run stops: the weights are wrong.
+    Rounding gives 0.001 (bfloat16) to 0.1 (8 bits)."""
 
 
 class TrainerConfig(Section):
@@ -167,6 +202,7 @@ class RunConfig(Section):
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     generator: GeneratorConfig = GeneratorConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
     trainer: TrainerConfig = TrainerConfig()
     reward: RewardConfig = Field(default_factory=RewardConfig)
     eval: EvalConfig = EvalConfig()
@@ -197,5 +233,44 @@ class RunConfig(Section):
             raise ValueError(
                 f"reward.weights has {len(self.reward.weights)} numbers for {len(self.reward.parts)} parts; "
                 "give one each"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lengths(self) -> RunConfig:
+        rollout = self.rollout
+        if not rollout.segment_tokens and rollout.max_new_tokens > MAX_SEGMENT_TOKENS:
+            raise ValueError(
+                f"rollout.max_new_tokens = {rollout.max_new_tokens} is more than one message carries "
+                f"({MAX_SEGMENT_TOKENS}); set rollout.segment_tokens to cut responses"
+            )
+        if rollout.segment_tokens and rollout.max_new_tokens + self.data.max_prompt_tokens > MAX_SEQUENCE_TOKENS:
+            raise ValueError(
+                f"rollout.max_new_tokens = {rollout.max_new_tokens} and data.max_prompt_tokens = "
+                f"{self.data.max_prompt_tokens} together are more than one message carries ({MAX_SEQUENCE_TOKENS}); "
+                "lower one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _places(self) -> RunConfig:
+        generator, trainer, transport = self.generator, self.trainer, self.weight_sync.transport
+        if generator.dtype == "fp8" and generator.device == "cpu":
+            raise ValueError("generator.dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'int8'")
+        if self.cluster.kind == "inline":
+            if generator.tensor_parallel > 1:
+                raise ValueError(
+                    f"generator.tensor_parallel = {generator.tensor_parallel} needs a process for each rank; "
+                    "use cluster.kind = 'monarch'"
+                )
+            if transport not in ("auto", "shared_memory", "file"):
+                raise ValueError(
+                    f"weight_sync.transport = {transport!r} goes from process to process, and cluster.kind = 'inline' "
+                    "has only one; use 'auto'"
+                )
+        if transport == "cuda_ipc" and "cpu" in (generator.device, trainer.device):
+            raise ValueError(
+                "weight_sync.transport = 'cuda_ipc' goes from GPU to GPU, and trainer.device or generator.device is "
+                "'cpu'; use 'auto'"
             )
         return self

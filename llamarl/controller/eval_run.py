@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 from llamarl.channels.channel import Channel
 from llamarl.cluster.api import ExecutorSpec, open_cluster
-from llamarl.config.schema import ClusterConfig, DataConfig, EvalConfig, GeneratorConfig, RewardConfig
+from llamarl.config.schema import (
+    MAX_SEGMENT_TOKENS,
+    ClusterConfig,
+    DataConfig,
+    EvalConfig,
+    GeneratorConfig,
+    RewardConfig,
+)
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.generators import Generators
 from llamarl.controller.pipeline import Pipeline
@@ -79,7 +86,15 @@ async def _evaluate(settings: EvalSettings, progress: Callable[[int, int], None]
         watch = StallWatch(cluster_config.stall_timeout_s, lambda: _describe(pipeline))
         collected = Channel[Rollout]("collected rollouts", capacity=4 * len(prompts) * settings.eval.samples)
         timeout_s = cluster_config.call_timeout_s
-        pipeline = Pipeline(Generators(generators, collected, timeout_s), collected, reward, watch, timeout_s)
+        all_generators = Generators(
+            generators,
+            collected,
+            supervisor,
+            timeout_s,
+            segment_tokens=MAX_SEGMENT_TOKENS if settings.max_new_tokens > MAX_SEGMENT_TOKENS else 0,
+            progress=watch.progress,
+        )
+        pipeline = Pipeline(all_generators, collected, reward, watch, timeout_s)
         pipeline.start(supervisor, _deliver_nothing)
         supervisor.start(watch.loop(), "stall watch")
         return await supervisor.run(pipeline.evaluate(settings.eval, sampling, prompts, 0, progress))

@@ -1,17 +1,30 @@
-"""`Generators`: all generator replicas as one. Requests are scattered, rollouts gathered, new weights broadcast."""
+"""`Generators`: all generator replicas as one. Requests are scattered, rollouts gathered, partial ones scattered again.
+
+A replica is *in service* while it serves the released version or a newer one and is not about to leave; only then it is
+given requests. `controller.sync` says which versions are served and released; `docs/staleness.md` proves the bound.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
 from llamarl.channels.channel import Channel, deal
-from llamarl.cluster.api import ExecutorHandle, MeshFailed, chunks
-from llamarl.executors.replies import Collected, DecodingWork
+from llamarl.cluster.api import CallTimeout, ExecutorHandle, MeshFailed, chunks
+from llamarl.controller.supervision import Signal, Supervisor
+from llamarl.executors.replies import Collected, DecodingWork, Published
+from llamarl.rollouts.pieces import split
+from llamarl.rollouts.segments import UNFINISHED, continued, ids_only, partials_of
 from llamarl.types import GenerationRequest, Rollout
-from llamarl.weight_sync.layout import SegmentAddress, TensorSpec
+
+NO_VERSION = -1
+"""Older than every version."""
+ABORT_INTERVAL_S = 1.0
+"""A replica that is about to leave is asked so often for what it still decodes."""
 
 
 class Replica:
@@ -19,16 +32,33 @@ class Replica:
 
     def __init__(self, handle: ExecutorHandle) -> None:
         self.handle = handle
+        self.version = NO_VERSION
+        """It is known to serve this one; it may have begun to serve a newer one."""
+        self.fetching = NO_VERSION
+        """What it fetches now."""
+        self.fetching_since_s = math.inf
+        self.adopt_s = math.inf
+        """How long its last adoption took, from call to answer."""
+        self.tried: Published | None = None
+        """What it fetched last, with or without success."""
+        self.num_failures = 0
+        """Fetches in a row that ended with a failure or a mismatch."""
+        self.is_leaving = False
+        self.is_gone = False
+        self.follower: asyncio.Task[None] | None = None
+        """Keeps its weights up to date."""
         self.requests = dict[int, GenerationRequest]()
         """What it has not answered completely, by group."""
-        self._num_missing = dict[int, int]()
-        """Rollouts that it owes, by group."""
+        self._missing = dict[int, dict[int, Rollout]]()
+        """What the rollouts that it owes began with, by group and index."""
+        self._parked = dict[int, list[Rollout]]()
+        """Partial rollouts of groups that it still works on."""
         self.num_outstanding = 0
         """Rollouts that it owes."""
         self.has_delivered = False
-        """It has finished a rollout."""
+        """It has finished or parked a rollout."""
         self.busy = asyncio.Event()
-        """Set while it owes something."""
+        """Set while it owes something, and when it is gone."""
         self.num_waiting = 0
         self.num_running = 0
         self.generated_tokens = 0
@@ -37,118 +67,206 @@ class Replica:
     def owe(self, requests: Sequence[GenerationRequest]) -> None:
         """It is about to be asked for these."""
         for request in requests:
-            self.requests[request.group_id] = request
-            self._num_missing[request.group_id] = request.group_size
-            self.num_outstanding += request.group_size
+            partials = {partial.index: partial for partial in partials_of(request)}
+            self.requests[request.group_id], self._missing[request.group_id] = request, partials
+            self.num_outstanding += len(partials)
         self.busy.set()
 
-    def deliver(self, rollouts: Sequence[Rollout]) -> None:
-        """It has answered."""
+    def deliver(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[GenerationRequest]]:
+        """It has answered: whole rollouts that are finished, and requests to go on with parked ones.
+
+        Those of a group go on together, once it works on none of them any more: they share the prefill of their prompt.
+        """
         self.has_delivered = True
-        for rollout in rollouts:
-            self._num_missing[rollout.group_id] -= 1
-            if not self._num_missing[rollout.group_id]:
-                del self._num_missing[rollout.group_id], self.requests[rollout.group_id]
         self.num_outstanding -= len(rollouts)
+        finished, to_go_on = list[Rollout](), list[GenerationRequest]()
+        for rollout in rollouts:
+            group_id = rollout.group_id
+            missing = self._missing[group_id]
+            whole = continued(missing.pop(rollout.index), rollout)
+            if rollout.finish_reason in UNFINISHED:
+                self._parked.setdefault(group_id, []).append(whole)
+            else:
+                finished.append(whole)
+            if not missing:
+                del self._missing[group_id]
+                request, parked = self.requests.pop(group_id), self._parked.pop(group_id, None)
+                if parked:
+                    to_go_on.append(replace(request, partials=tuple(parked)))
         if not self.num_outstanding:
             self.busy.clear()
+        return finished, to_go_on
+
+    def unanswered(self) -> list[GenerationRequest]:
+        """What somebody else must generate now that it is gone: from the last segment on, or from the prompt."""
+        left = list[GenerationRequest]()
+        for group_id, request in self.requests.items():
+            rest = (*self._missing[group_id].values(), *self._parked.get(group_id, ()))
+            is_fresh = len(rest) == request.group_size and not any(partial.num_tokens for partial in rest)
+            left.append(replace(request, partials=() if is_fresh else rest))
+        return left
 
 
 class Generators:
-    """Scatter, gather and broadcast over the replicas that are alive."""
+    """Scatter and gather over the replicas that are alive."""
 
     def __init__(
         self,
         handles: Sequence[ExecutorHandle],
         collected: Channel[Rollout],
+        supervisor: Supervisor,
         timeout_s: float,
+        *,
+        segment_tokens: int = 0,
         survives_deaths: bool = False,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """With `survives_deaths`, calls to a dead replica have no effect: somebody sees the death and calls `lose`."""
+        """With `survives_deaths`, calls to a dead replica have no effect: somebody sees the death and calls `lose`.
+        `progress` is told when something has come in."""
         self.replicas = [Replica(handle) for handle in handles]
+        self.released = NO_VERSION
+        """Replicas that serve an older version are left behind."""
+        self.num_resumed = 0
+        """Partial rollouts that went on."""
         self._collected = collected
-        self._timeout_s = timeout_s
+        self._supervisor = supervisor
+        self.timeout_s = timeout_s
+        self._segment_tokens = segment_tokens
         self._survives_deaths = survives_deaths
-        self._joined = asyncio.Event()
-        """Set while there are replicas."""
-        if handles:
-            self._joined.set()
+        self._progress = progress
+        self._changed = Signal()
+        """A replica came, went, adopted a version or owes less."""
         self._tokens_of_lost = 0
-        """Sampled by replicas that have died."""
+        """Sampled by replicas that are gone."""
         self._work_of_lost = DecodingWork()
 
-    async def weight_specs(self) -> tuple[TensorSpec, ...]:
-        """What the replicas want to receive; all of them hold the same model."""
-        specs = await asyncio.gather(
-            *(replica.handle.call("weight_specs", timeout_s=self._timeout_s) for replica in self.replicas)
-        )
-        assert all(spec == specs[0] for spec in specs), "replicas differ"
-        return specs[0]
+    def serves(self, replica: Replica) -> bool:
+        """Whether it is in service."""
+        return replica.version >= self.released and not replica.is_leaving
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Gives each request to the replica that owes the fewest rollouts; waits while there is none."""
-        await self._joined.wait()
-        size = requests[0].group_size
-        dealt = deal(requests, [replica.num_outstanding for replica in self.replicas], size)
-        busy = [(replica, part) for replica, part in zip(self.replicas, dealt, strict=True) if part]
-        for replica, part in busy:  # before anything can fail: what is owed is what `lose` gives back
-            replica.owe(part)
-        await asyncio.gather(*(self._submit_to(replica, part) for replica, part in busy))
+        """Gives each request to the replica in service that owes the fewest rollouts; waits while there is none.
 
-    async def _submit_to(self, replica: Replica, requests: list[GenerationRequest]) -> None:
-        for chunk in chunks(requests):
-            await self._call(replica, "submit", chunk)
+        A replica that still has another request of the same group is passed over: engines take one at a time.
+        """
+        resumed = {request.group_id for request in requests if request.partials}
 
-    async def _call(self, replica: Replica, method: str, *args: Any) -> Any:
-        """None from a replica that is dead, where deaths are survived."""
+        def may_have_them(replica: Replica) -> bool:
+            return self.serves(replica) and not (resumed and resumed & replica.requests.keys())
+
+        await self._changed.until(lambda: any(map(may_have_them, self.replicas)))
+        able = [replica for replica in self.replicas if may_have_them(replica)]
+        size = len(partials_of(requests[0]))
+        for replica, part in zip(able, deal(requests, [one.num_outstanding for one in able], size), strict=True):
+            if part:  # what is owed is what `lose` gives back, whatever becomes of the call
+                replica.owe(part)
+                self._supervisor.start(self._send(replica, part), f"requests to {replica.handle.name}")
+
+    async def _send(self, replica: Replica, requests: Iterable[GenerationRequest]) -> None:
+        """A task of its own: one that hangs must not keep the others waiting."""
+        wired = (
+            replace(request, segment_tokens=self._segment_tokens, partials=tuple(map(ids_only, request.partials)))
+            for request in requests
+        )
+        for chunk in chunks(wired):
+            await self.call(replica, "submit", chunk)
+
+    def resume(self, requests: Iterable[GenerationRequest]) -> None:
+        """Unfinished requests go to whoever is free."""
+        split_requests = [split(request) for request in requests]
+        batches = [[first for first, *_ in split_requests], *([part] for _, *rest in split_requests for part in rest)]
+        for batch in batches:
+            if batch:
+                self._supervisor.start(self.submit(batch), "partial rollouts")
+
+    async def call(self, replica: Replica, method: str, *args: Any) -> Any:
+        """None from a replica that is gone, or that is dead where deaths are survived."""
         try:
-            return await replica.handle.call(method, *args, timeout_s=self._timeout_s)
+            return await replica.handle.call(method, *args, timeout_s=self.timeout_s)
         except MeshFailed:
-            if not self._survives_deaths:
+            if not (self._survives_deaths or replica.is_gone):
                 raise
             return None
 
-    async def collect(self, replica: Replica) -> None:
-        """Consumes what `replica` finishes while it lives; produces into the channel of collected rollouts.
+    def collect_from(self, replica: Replica) -> None:
+        """Starts the loop that takes what `replica` finishes."""
+        self._supervisor.start(self._collect(replica), f"collect {replica.handle.name}")
+
+    async def _collect(self, replica: Replica) -> None:
+        """Consumes what `replica` finishes or parks while it is there; produces into the channel of collected rollouts,
+        and requests to go on with what is parked.
 
         Waits for requests to be owed, then for the replica to finish some of them.
         """
         while True:
             await replica.busy.wait()
-            reply: Collected | None = await self._call(replica, "collect")
-            if reply is None:
+            reply: Collected | None = None if replica.is_gone else await self.call(replica, "collect")
+            if reply is None or replica.is_gone:
                 return
-            replica.deliver(reply.rollouts)
+            finished, to_go_on = replica.deliver(reply.rollouts)
             replica.num_waiting, replica.num_running = reply.num_waiting, reply.num_running
             replica.generated_tokens, replica.work = reply.generated_tokens, reply.work
-            for rollout in reply.rollouts:
+            self.num_resumed += sum(len(request.partials) for request in to_go_on)
+            self.resume(to_go_on)
+            self._changed.notify()
+            self._progress()
+            for rollout in finished:
                 await self._collected.put(rollout)
 
-    async def adopt(self, version: int, address: SegmentAddress) -> float:
-        """All replicas take over published weights; the longest stall of any of them, in seconds."""
-        stalls = await asyncio.gather(*(self._call(replica, "adopt", version, address) for replica in self.replicas))
-        return max((stall_s for stall_s in stalls if stall_s is not None), default=0.0)
+    def adopted(self, replica: Replica, version: int) -> None:
+        """`replica` serves `version` from now on."""
+        replica.version = version
+        self._changed.notify()
 
-    async def join(self, handle: ExecutorHandle, version: int, address: SegmentAddress) -> Replica:
-        """A new replica: it takes over published weights, and only then requests."""
-        await handle.call("adopt", version, address, timeout_s=self._timeout_s)
+    def release(self, version: int) -> None:
+        """Replicas that serve an older version are left behind from now on."""
+        self.released = max(self.released, version)
+        self._changed.notify()
+
+    def add(self, handle: ExecutorHandle) -> Replica:
+        """A new replica, which has no weights yet and gets no requests."""
         replica = Replica(handle)
         self.replicas.append(replica)
-        self._joined.set()
         return replica
 
     def lose(self, replica: Replica) -> list[GenerationRequest]:
-        """A replica has died; the requests that it has not answered completely."""
+        """A replica is gone; what it has not answered completely."""
+        replica.is_gone = True
+        replica.busy.set()
+        if replica.follower is not None:
+            replica.follower.cancel()
         self.replicas.remove(replica)
-        if not self.replicas:
-            self._joined.clear()
         self._tokens_of_lost += replica.generated_tokens
         self._work_of_lost = self._work_of_lost.plus(replica.work)
-        return list(replica.requests.values())
+        self._changed.notify()
+        return replica.unanswered()
+
+    async def drain(self, replica: Replica) -> None:
+        """Takes back what `replica` decodes; the others go on with it.
+
+        Raises CallTimeout.
+        """
+        replica.is_leaving = True
+        clock = asyncio.get_running_loop()
+        deadline_s = clock.time() + self.timeout_s
+        while replica.num_outstanding and not replica.is_gone:
+            if clock.time() > deadline_s:
+                owes = f"still owes {replica.num_outstanding} rollouts"
+                raise CallTimeout(replica.handle.name, "abort", self.timeout_s, owes)
+            await self.call(replica, "abort", list(replica.requests))
+            emptied = self._changed.until(lambda: replica.is_gone or not replica.num_outstanding)
+            try:
+                await asyncio.wait_for(emptied, ABORT_INTERVAL_S)
+            except TimeoutError:  # a request was on its way when the last abort came
+                continue
 
     def debts(self) -> list[str]:
         """What each replica still owes, for a stall report."""
-        return [f"{replica.handle.name} owes {replica.num_outstanding} rollouts" for replica in self.replicas]
+        return [
+            f"{replica.handle.name} owes {replica.num_outstanding} rollouts"
+            + ("" if self.serves(replica) else f" and is left behind at version {replica.version}")
+            for replica in self.replicas
+        ]
 
     @property
     def generated_tokens(self) -> int:

@@ -14,10 +14,11 @@ from llamarl.channels.channel import Channel
 from llamarl.cluster.api import ExecutorHandle, chunks
 from llamarl.config.schema import EvalConfig
 from llamarl.controller.evaluation import EVAL_GROUPS, EvalResult, Evaluation
-from llamarl.controller.generators import Generators, Replica
+from llamarl.controller.generators import Generators
 from llamarl.controller.supervision import StallWatch, Supervisor
 from llamarl.executors.replies import Scored
 from llamarl.rollouts.pieces import slices
+from llamarl.rollouts.segments import ids_only
 from llamarl.types import GenerationRequest, Prompt, Rollout, RolloutGroup, SamplingParams
 
 EVERYTHING = 1 << 30
@@ -81,13 +82,9 @@ class Pipeline:
     def start(self, supervisor: Supervisor, deliver: Callable[[Sequence[RolloutGroup]], Awaitable[None]]) -> None:
         """Starts the loops; scored groups that belong to no evaluation go to `deliver`."""
         for replica in self.generators.replicas:
-            self.collect_from(replica, supervisor)
+            self.generators.collect_from(replica)
         supervisor.start(self._group_loop(), "group")
         supervisor.start(self._score_loop(deliver), "score")
-
-    def collect_from(self, replica: Replica, supervisor: Supervisor) -> None:
-        """Starts the loop that takes what `replica` finishes."""
-        supervisor.start(self.generators.collect(replica), f"collect {replica.handle.name}")
 
     async def submit(self, requests: Sequence[tuple[GenerationRequest, Prompt]]) -> None:
         """Sends requests to the generators."""
@@ -115,19 +112,21 @@ class Pipeline:
         """Consumes collected rollouts; produces whole groups to score; unblocked by the generators."""
         while True:
             for rollout in await self._collected.get_batch(EVERYTHING):
-                pending = self._pending.get(rollout.group_id)
-                if pending is None or rollout.index in pending.rollouts:
-                    continue  # generated again after a death, and the first one had arrived
+                pending = self._pending[rollout.group_id]
+                assert rollout.index not in pending.rollouts, "generated twice"
                 pending.rollouts[rollout.index] = rollout
                 if len(pending.rollouts) == pending.group_size:
                     await self._to_score.put(pending)
-            self._watch.progress()
 
     async def _score_loop(self, deliver: Callable[[Sequence[RolloutGroup]], Awaitable[None]]) -> None:
         """Consumes whole groups; waits for the reward executor; produces scored groups; unblocked by the group loop."""
         while True:
             batch = await self._to_score.get_batch(EVERYTHING)
-            work = [(item.prompt, item.in_order()[part]) for item in batch for part in slices(item.in_order())]
+            work = [
+                (item.prompt, [ids_only(rollout) for rollout in item.in_order()[part]])
+                for item in batch
+                for part in slices(item.in_order())
+            ]
             for part in chunks(work):
                 answers: list[list[Scored]] = await self._reward.call("score", part, timeout_s=self._timeout_s)
                 groups = list[RolloutGroup]()

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from llamarl.config import RunConfig, build
+from llamarl.config import ConfigError, RunConfig, build
 from llamarl.controller.controller import Problems
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
@@ -41,6 +41,7 @@ def prepare(config: RunConfig) -> Prepared:
     """
     shape, tokenizer = load_shape(config.model.path), Tokenizer(config.model.path)
     check_vocabulary(tokenizer, shape.vocab_size)
+    check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
     warnings = _thread_warnings(config)
 
     def load(which: Literal["train", "eval"]) -> tuple[Prompt, ...]:
@@ -58,13 +59,35 @@ def prepare(config: RunConfig) -> Prepared:
     return Prepared(shape=shape, problems=problems, warnings=tuple(warnings))
 
 
+def check_tensor_parallel(shape: ModelShape, num_ranks: int, path: str) -> None:
+    """Raises ConfigError when so many ranks cannot share the model."""
+    sizes = {
+        "attention heads": shape.num_heads,
+        "feed-forward columns": shape.intermediate_size,
+        "tokens in the vocabulary": shape.vocab_size,
+    }
+
+    def obstacle(ranks: int) -> str:
+        uneven = [f"{size} {what}" for what, size in sizes.items() if size % ranks]
+        if shape.num_kv_heads % ranks and ranks % shape.num_kv_heads:  # a key/value head may be on several ranks
+            uneven.append(f"{shape.num_kv_heads} key/value heads")
+        return uneven[0] if uneven else ""
+
+    if found := obstacle(num_ranks):
+        possible = ", ".join(str(ranks) for ranks in range(1, shape.num_heads + 1) if not obstacle(ranks))
+        raise ConfigError(
+            f"generator.tensor_parallel = {num_ranks} cannot share the {found} of {path} evenly; use one of {possible}"
+        )
+
+
 def _thread_warnings(config: RunConfig) -> list[str]:
     """Executors that work at the same time and want more threads than there are cores.
 
     Two OpenMP threads that share a core wait for each other at every operation and can be 20 times slower than one.
     """
     trainer, generator = config.trainer, config.generator
-    of_generators = generator.replicas * generator.threads if generator.device == "cpu" else 0
+    processes = generator.replicas * generator.tensor_parallel
+    of_generators = processes * generator.threads if generator.device == "cpu" else 0
     of_trainer = trainer.threads if trainer.device == "cpu" else 0
     together = max if config.cluster.placement == "colocated" else sum
     wanted, cores = together((of_generators, of_trainer)), os.cpu_count() or 1

@@ -1,7 +1,8 @@
 """What a run does when a generator's processes die: `cluster.on_generator_failure`.
 
-A dead generator's unfinished groups go to the others, from their prompts; rollouts that had arrived are kept. Staleness
-stays bounded: the others serve the current weights, and a new generator takes them over before its first request.
+The others go on with a dead generator's unfinished rollouts: from the segment that was parked last, or else from the
+prompt. Staleness stays bounded: requests only go to generators that serve the released weights or newer ones, and a new
+generator takes them over before its first request.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Recovery:
         self._num_spawned = len(generators.replicas)
         self._num_starting = 0
         self.num_resubmitted = 0
-        """Groups that were generated again."""
+        """Groups that others went on with."""
 
     def watch(self, replica: Replica) -> None:
         """From now on the death of this generator is handled."""
@@ -54,6 +55,8 @@ class Recovery:
             )
 
     def _died(self, replica: Replica, error: ExecutorError) -> None:
+        if replica.is_gone:  # it was removed, and ends
+            return
         if not isinstance(error, MeshFailed):  # its code raised: what is in its place would raise too
             self._supervisor.fail(error)
             return
@@ -70,8 +73,7 @@ class Recovery:
             return
         follows = "a new generator starts" if is_replaced else f"{len(self._generators.replicas)} generators are left"
         self._telemetry.warn(f"{error}; {len(requests)} unfinished groups go to the others and {follows}")
-        if requests:
-            self._supervisor.start(self._generators.submit(requests), f"requests of {replica.handle.name}")
+        self._generators.resume(requests)
 
     async def _replace(self) -> None:
         """Starts a generator in place of a dead one. Raises when that fails and no other is left."""

@@ -53,7 +53,7 @@ def run(
     Raises:
         ConfigError: a device or a part cannot work.
         Interrupted: the user ended it; the last checkpoint is intact.
-        ExecutorError, Stalled, TooManyInvalid: it failed.
+        ExecutorError, Stalled, TooManyInvalid, WeightsWrong: it failed.
     """
     with rare_garbage_collections():
         return asyncio.run(_Run(config, prepared, folder, resume, command_started_s).run())
@@ -137,15 +137,17 @@ class _Run:
     async def _spawn(self, cluster: Cluster) -> Executors:
         config, timeout_s = self._config, self._config.cluster.start_timeout_s
 
-        def spec(name: str, target: str, threads: int, **options: Any) -> ExecutorSpec:
+        def spec(name: str, target: str, threads: int, num_ranks: int = 1, **options: Any) -> ExecutorSpec:
             env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-            return ExecutorSpec(name=name, target=f"llamarl.executors.{target}", options=options, env=env)
+            return ExecutorSpec(
+                name=name, target=f"llamarl.executors.{target}", options=options, num_ranks=num_ranks, env=env
+            )
 
         path = config.model.path
 
         def generator(number: int) -> ExecutorSpec:
             return spec(f"generator-{number}", "generator:GeneratorExecutor", config.generator.threads,
-                        model_path=path, config=config.generator)  # fmt: skip
+                        config.generator.tensor_parallel, model_path=path, config=config.generator)  # fmt: skip
 
         specs = [
             spec("trainer", "trainer:TrainerExecutor", config.trainer.threads, config=config,

@@ -32,6 +32,23 @@ class Stalled(RuntimeError):
     """Nothing finished for too long; the message says who waits for whom."""
 
 
+class Signal:
+    """Says that something has changed, to those who wait for a condition."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Everybody who waits looks again."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for `condition`; somebody else's deadline holds."""
+        while not condition():
+            await self._event.wait()
+
+
 class Supervisor:
     """Owns the background loops of one run."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, Host
 from llamarl.config import RunConfig
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.generators import Generators
-from llamarl.executors.replies import DecodingWork
+from llamarl.executors.replies import Adoption, DecodingWork
 from llamarl.observability.accounting import Accounts, account, verdict
 from llamarl.observability.metrics import StepMetrics
 from llamarl.observability.screen import Screen
@@ -41,11 +42,66 @@ class StepMark:
 
     ended_s: float
     generated_tokens: int
+    resumed_segments: int
+    """Partial rollouts that went on."""
     work: DecodingWork
     controller_cpu_s: float
     """Processor seconds of this process since its start."""
     waiting_rollouts: int
     running_rollouts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch:
+    """Distance between a generator's and the trainer's log-probabilities of the same tokens by the same weights."""
+
+    kl: float
+    """Estimate of KL(generator || trainer) per token, in nats."""
+    largest: float
+    """Largest absolute difference, in nats."""
+    mean: float
+    """Mean absolute difference, in nats."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SyncReport:
+    """How a version came to the generators in service; of several the slowest or the worst."""
+
+    sync_s: float = math.nan
+    """From the start of `publish` until the version was released."""
+    publish_s: float = math.nan
+    fetch_s: float = 0.0
+    stall_s: float = 0.0
+    num_bytes: int = 0
+    """For one replica."""
+    fingerprint: str = ""
+    """Of the weights that serve, in hexadecimal digits."""
+    mismatch: Mismatch | None = None
+    """None: not probed."""
+    num_late: int = 0
+    """Replicas that were left behind."""
+    num_resyncs: int = 0
+    """Fetches since the last report that failed or brought something else than was published."""
+
+    def add(self, adoption: Adoption, mismatch: Mismatch | None) -> None:
+        """One replica has adopted it."""
+        self.fetch_s, self.stall_s = max(self.fetch_s, adoption.fetch_s), max(self.stall_s, adoption.stall_s)
+        self.fingerprint = adoption.fingerprint
+        if mismatch is not None and (self.mismatch is None or mismatch.mean > self.mismatch.mean):
+            self.mismatch = mismatch
+
+    def measured(self) -> dict[str, float]:
+        """For the metrics of the step that made the version."""
+        found = self.mismatch
+        probed = {"mismatch_kl": found.kl, "mismatch_max": found.largest, "mismatch_mean": found.mean} if found else {}
+        return probed | {
+            "publish_s": self.publish_s,
+            "fetch_s": self.fetch_s,
+            "stall_s": self.stall_s,
+            "sync_bytes": float(self.num_bytes),
+            "late_generators": float(self.num_late),
+            "resyncs": float(self.num_resyncs),
+        }
 
 
 class Telemetry:
@@ -158,6 +214,7 @@ class Telemetry:
         return StepMark(
             ended_s=self._clock(),
             generated_tokens=self._generators.generated_tokens,
+            resumed_segments=self._generators.num_resumed,
             work=self._generators.work,
             controller_cpu_s=time.process_time(),
             waiting_rollouts=self._generators.num_waiting,
@@ -173,7 +230,7 @@ class Telemetry:
         self._view = replace(self._view, groups_ready=count)
 
     def adopted(self, stall_s: float) -> None:
-        """Generators took over new weights; the longest pause of decoding was `stall_s`."""
+        """A generator took over new weights; decoding paused for `stall_s`."""
         self.stalls_s.append(stall_s)
 
     def eval_progress(self, done: int, total: int) -> None:
@@ -190,10 +247,10 @@ class Telemetry:
         self._screen.warn(text)
 
     def step(
-        self, groups: Sequence[RolloutGroup], result: StepResult, mark: StepMark, sync_s: float, ready_groups: int
+        self, groups: Sequence[RolloutGroup], result: StepResult, mark: StepMark, sync: SyncReport, ready_groups: int
     ) -> None:
         """Records one completed optimizer step."""
-        metrics = self._metrics(groups, result, mark, sync_s, ready_groups)
+        metrics = self._metrics(groups, result, mark, sync, ready_groups)
         self._marks.append(mark)
         if not self.num_steps:
             self.first_step_ended_s = mark.ended_s
@@ -213,7 +270,7 @@ class Telemetry:
         )
 
     def _metrics(
-        self, groups: Sequence[RolloutGroup], result: StepResult, mark: StepMark, sync_s: float, ready_groups: int
+        self, groups: Sequence[RolloutGroup], result: StepResult, mark: StepMark, sync: SyncReport, ready_groups: int
     ) -> StepMetrics:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         lengths = np.array([rollout.num_tokens for rollout in rollouts])
@@ -252,10 +309,15 @@ class Telemetry:
             running_rollouts=mark.running_rollouts,
             ready_groups=ready_groups,
             busy_share=self._recent_busy_share(mark.ended_s),
-            sync_s=sync_s,
+            sync_s=sync.sync_s,
+            fingerprint=sync.fingerprint or None,
             extra=measured
             | mark.work.since(previous.work)
-            | {"controller_cpu_s": mark.controller_cpu_s - previous.controller_cpu_s},
+            | sync.measured()
+            | {
+                "resumed_segments": mark.resumed_segments - previous.resumed_segments,
+                "controller_cpu_s": mark.controller_cpu_s - previous.controller_cpu_s,
+            },
         )
 
     def _recent_busy_share(self, now_s: float) -> dict[str, float]:

@@ -5,94 +5,167 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from llamarl.cluster.api import chunks
 from llamarl.cluster.executor import Executor
+from llamarl.config import ConfigError
 from llamarl.config.schema import GeneratorConfig
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.distributed.groups import RankGroup, own_rank
 from llamarl.distributed.runtime import set_up_device
-from llamarl.executors.replies import Collected, DecodingWork
+from llamarl.executors.adoption import Adopter, together
+from llamarl.executors.replies import Adoption, Collected, DecodingWork
 from llamarl.generation.engine import Engine
+from llamarl.generation.model import GeneratorModel
+from llamarl.generation.tensor_parallel import Follower, ModelRanks, TensorParallelEngine
+from llamarl.models.folder import load_shape
 from llamarl.models.hf import load_model
+from llamarl.rollouts.segments import cut_out, padded
 from llamarl.types import GenerationRequest, Rollout
-from llamarl.weight_sync.layout import SegmentAddress, TensorSpec
-from llamarl.weight_sync.shared_memory import SharedMemorySubscriber
+from llamarl.weight_sync.layout import Address, TensorSpec
 
 REPLY_INTERVAL_S = 0.02
 """Finished rollouts are handed over at most this often: one message carries many."""
+WAIT_S = 0.01
+"""An idle engine looks this often whether weights have arrived."""
 
 
 class GeneratorExecutor(Executor):
-    """Decodes whenever requests are there; `submit`, `adopt` and `abort` run between two engine steps."""
+    """Decodes whenever requests are there; `submit`, `adopt` and `abort` run between two engine steps.
 
-    SPANS: ClassVar[dict[str, str]] = {"work": "generate", "adopt": "weight_sync"}
+    With several ranks, rank 0 answers the calls and the others do as it does.
+    """
 
-    def __init__(self, model_path: str, config: GeneratorConfig) -> None:
+    SPANS: ClassVar[dict[str, str]] = {"work": "generate", "adopt": "weight_sync", "score": "weight_sync"}
+
+    def __init__(self, model_path: str, config: GeneratorConfig, meeting: str = "", delta: bool = False) -> None:
+        """
+        Args:
+            meeting: a path that does not exist yet, where several ranks meet.
+            delta: weights may come as changes to the version in use.
+        """
         device = set_up_device(config.device, config.threads, "generator.device")
-        self._model = load_model(model_path, getattr(torch, config.dtype), device)
-        self._weights = dict(self._model.named_parameters())
-        self._standby = {name: torch.empty_like(weight) for name, weight in self._weights.items()}
-        self._engine = Engine(
-            self._model, max_running=config.max_running, prefill_tokens=config.prefill_tokens, kv_bytes=None
-        )
-        self._subscriber: SharedMemorySubscriber | None = None
+        rank, size = own_rank() if config.tensor_parallel > 1 else (0, 1)
+        self._group = RankGroup(meeting, rank=rank, size=size, device=device) if size > 1 else None
+        self._model = _load(model_path, config, device, self._group)
+        engine = Engine(
+            self._model, max_running=config.max_running, prefill_tokens=config.prefill_tokens,
+            kv_bytes=config.kv_cache_bytes, kv_on_update=config.kv_on_update, decode=Tokenizer(model_path).decode,
+        )  # fmt: skip
+        self._adopter = Adopter(self._model, rank, delta=delta)
+        self._follower = Follower(engine, self._group, self._adopter.use) if self._group and rank else None
+        self._engine = TensorParallelEngine(engine, self._group) if self._group and not rank else engine
+        self._adoption: tuple[int, Future[Adoption]] | None = None
         self._finished = list[Rollout]()
+        self._resumed_at = dict[tuple[int, int], int]()
+        """Tokens that resumed rollouts came with, by group and index."""
         self._reply: Future[Collected] | None = None
         self._replied_s = 0.0
         self._work = DecodingWork()
         self._work_clock = time.thread_time if device.type == "cpu" else time.monotonic
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
-        """What this generator wants to receive."""
-        return tuple(
-            TensorSpec.whole(name, weight.shape, str(weight.dtype).removeprefix("torch."))
-            for name, weight in self._weights.items()
-        )
+        """What this rank wants to receive."""
+        return self._model.specs()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queues requests; their rollouts come out of `collect`."""
-        self._engine.submit(requests)
+        """Queues requests; their rollouts come out of `collect`. Partial ones come as token ids alone."""
+        if self._follower is None:
+            for request in requests:
+                self._resumed_at.update(((one.group_id, one.index), one.num_tokens) for one in request.partials)
+            self._engine.submit([padded(request) for request in requests])
 
     def abort(self, group_ids: Iterable[int]) -> None:
         """Ends these groups; their partial rollouts come out of `collect`."""
-        self._finished += self._engine.abort(group_ids)
-        self._hand_over()
+        if self._follower is None:
+            self._take(self._engine.abort(group_ids))
+            self._hand_over()
 
-    def collect(self) -> Future[Collected]:
+    def collect(self) -> Future[Collected] | None:
         """The next finished rollouts, as soon as there are some."""
+        if self._follower is not None:
+            return None
         assert self._reply is None, "one collect at a time"
         self._reply = reply = Future[Collected]()
         self._hand_over()
         return reply
 
-    def adopt(self, version: int, address: SegmentAddress) -> float:
-        """Takes over published weights and returns the seconds that decoding stood still.
+    def adopt(self, version: int, address: Address) -> Future[Adoption] | None:
+        """Takes over published weights; answers when they serve.
 
-        Weights are copied and checked beside the ones in use and then change places with them, so no step ever sees a
-        mixture; tokens sampled before keep their version, the KV cache stays.
+        They are fetched and checked in the background while decoding goes on, and then take the place of those in use,
+        so no step ever sees a mixture; tokens sampled before keep their version.
         """
-        start = time.monotonic()
-        if self._subscriber is None:
-            self._subscriber = SharedMemorySubscriber(address)
-        self._subscriber.fetch(version, self._standby)
-        for name, weight in self._weights.items():
-            weight.data, self._standby[name] = self._standby[name], weight.data
-        self._engine.set_version(version)
-        return time.monotonic() - start
+        self._adopter.begin(version, address)
+        if self._follower is not None:
+            return None
+        self._adoption = version, (reply := Future[Adoption]())
+        while self._adoption and not self._engine.has_work:
+            self._adopt_when_ready(WAIT_S)
+        return reply
+
+    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Log-probabilities of given tokens by the weights that serve."""
+        return [] if self._follower is not None else self._engine.score(sequences)
 
     def work(self) -> bool:
+        if self._follower is not None:
+            if found := self._adopter.poll():
+                self._follower.report(found.version, found)
+            self._follower.follow()
+            return not self._follower.stopped
+        self._adopt_when_ready(0.0)
         if not self._engine.has_work:
             return False
         before, start_s = self._engine.stats(), self._work_clock()
-        self._finished += self._engine.step()
+        self._take(self._engine.step())
         self._hand_over()
         after, end_s = self._engine.stats(), self._work_clock()
         self._work = self._work.forward(
             after.decode_tokens - before.decode_tokens, after.prefill_tokens - before.prefill_tokens, end_s - start_s
         )
         return True
+
+    def close(self) -> None:
+        self._adopter.close()
+        if isinstance(self._engine, TensorParallelEngine):
+            self._engine.close()
+        elif self._follower is not None:
+            self._follower.close()
+
+    def _adopt_when_ready(self, wait_s: float) -> None:
+        """Swaps the weights once every rank has fetched its part of the wanted version."""
+        if self._adoption is None:
+            return
+        version, reply = self._adoption
+        found = self._adopter.poll(wait_s)
+        everywhere = [found] if found else None
+        if isinstance(self._engine, TensorParallelEngine):
+            if found:
+                self._engine.report(version, found)
+            everywhere = self._engine.reports(version)
+        if everywhere is None:
+            return
+        adoption = together(everywhere)
+        if adoption.outcome == "adopted":
+            start_s = time.monotonic()
+            self._adopter.use(version)
+            self._engine.set_version(version)
+            adoption = replace(adoption, stall_s=time.monotonic() - start_s)
+        self._adoption = None
+        if reply.set_running_or_notify_cancel():
+            reply.set_result(adoption)
+
+    def _take(self, rollouts: Iterable[Rollout]) -> None:
+        """What the engine gives back; of resumed rollouts only the new tokens travel."""
+        self._finished += [
+            cut_out(rollout, self._resumed_at.pop((rollout.group_id, rollout.index), 0)) for rollout in rollouts
+        ]
 
     def _hand_over(self) -> None:
         now = time.monotonic()
@@ -110,6 +183,20 @@ class GeneratorExecutor(Executor):
                     num_running=stats.running,
                     num_waiting=stats.waiting,
                     generated_tokens=stats.decode_tokens,
-                    work=self._work._replace(background_s=time.process_time() - time.thread_time()),
+                    work=self._work._replace(
+                        background_s=time.process_time() - time.thread_time(),
+                        recomputed_tokens=stats.recomputed_tokens,
+                        recompute_s=stats.recompute_s,
+                    ),
                 )
             )
+
+
+def _load(path: str, config: GeneratorConfig, device: torch.device, group: RankGroup | None) -> GeneratorModel:
+    """This rank's part of the model in the folder. Raises ConfigError."""
+    try:
+        model = GeneratorModel(load_shape(path), config.dtype, device, ModelRanks(group) if group else None)
+    except ValueError as error:
+        raise ConfigError(f"`generator.dtype = {config.dtype!r}` cannot be served here: {error}") from None
+    model.load(load_model(path, torch.float32, "cpu"))
+    return model

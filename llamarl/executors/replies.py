@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from llamarl.types import RewardResult, Rollout
 
@@ -34,6 +36,10 @@ class DecodingWork(NamedTuple):
     """Seconds of these forwards."""
     background_s: float = 0.0
     """Processor seconds of the process outside its executor's thread: messages."""
+    recomputed_tokens: float = 0
+    """Tokens prefilled again because weights had changed (`generator.kv_on_update`)."""
+    recompute_s: float = 0.0
+    """Seconds of that; they are in `prefill_s` too."""
 
     def forward(self, rows: int, prefill_tokens: int, seconds: float) -> DecodingWork:
         """One forward more."""
@@ -55,9 +61,10 @@ NO_WORK = DecodingWork()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collected:
-    """Finished rollouts of a generator, and where it stands."""
+    """Finished, parked and aborted rollouts of a generator, and where it stands."""
 
     rollouts: list[Rollout]
+    """Of a resumed rollout only the tokens sampled since."""
     num_running: int
     """Rollouts being decoded."""
     num_waiting: int
@@ -65,6 +72,49 @@ class Collected:
     generated_tokens: int
     """Tokens sampled since the start."""
     work: DecodingWork = NO_WORK
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """A few sequences and what the trainer's weights say of them, for generators to compare with."""
+
+    sequences: list[np.ndarray]
+    """Token ids, int32 [T] each."""
+    logprobs: list[np.ndarray]
+    """Of all tokens but the first at temperature 1, float32 [T - 1] each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """A version that generators may fetch."""
+
+    version: int
+    """Optimizer steps of the weights."""
+    address: Any
+    """Where it is; the transport's own."""
+    num_bytes: int = 0
+    """Staged by all trainer ranks, for one replica."""
+    probe: Probe | None = None
+    """By the same weights; None where this version is not to be probed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adoption:
+    """How the adoption of a version ended. Rank 0 speaks for all ranks: they adopt together or not at all."""
+
+    version: int
+    """The one asked for."""
+    outcome: Literal["adopted", "superseded", "mismatch", "failed"] = "adopted"
+    """It serves; it was gone before all of it had arrived; what arrived is not what was published; it could not be
+    fetched. Except in the first case the old version serves on."""
+    reason: str = ""
+    """Of a mismatch or failure: one sentence with tensor, version and rank."""
+    fetch_s: float = 0.0
+    """Seconds of fetching and proving, while decoding goes on."""
+    stall_s: float = 0.0
+    """Seconds for which decoding stood still."""
+    fingerprint: str = ""
+    """Of the weights that serve now, over all tensors and ranks, in hexadecimal digits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,19 +7,24 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.cluster.executor import Executor
 from llamarl.config import RunConfig, build
 from llamarl.distributed.runtime import set_up_device
+from llamarl.executors.replies import Probe, Published
+from llamarl.generation.score import score
 from llamarl.models.hf import load_model
 from llamarl.rollouts.pieces import joined
+from llamarl.rollouts.probe import probe_sequences
 from llamarl.training.result import StepResult
 from llamarl.training.state import load_training_state, training_state
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
-from llamarl.weight_sync.layout import SegmentAddress, TensorSpec
+from llamarl.weight_sync.base import plan_writers
+from llamarl.weight_sync.layout import TensorSpec, lay_out
 from llamarl.weight_sync.shared_memory import SharedMemoryPublisher
 
 
@@ -44,6 +49,10 @@ class TrainerExecutor(Executor):
         self._background_s = 0.0
         """Processor seconds outside this thread by the last step: messages."""
         self._publisher: SharedMemoryPublisher | None = None
+        self._published_bytes = 0
+        self._probe_every_steps = config.weight_sync.probe_every_steps
+        self._probed = list[np.ndarray]()
+        """Sequences of the last step."""
         self._store = CheckpointStore(Path(checkpoint_folder), config.checkpoint.keep)
         self._resumed: dict[str, Any] | None = None
         self._damaged = list[str]()
@@ -69,19 +78,32 @@ class TrainerExecutor(Executor):
         """One optimizer step on these groups. Raises NonFiniteStep."""
         clock = time.thread_time if self._trainer.device.type == "cpu" else time.monotonic
         start_s = clock()
-        result = self._trainer.step([self._groups.pop(group_id) for group_id in group_ids])
+        groups = [self._groups.pop(group_id) for group_id in group_ids]
+        self._probed = probe_sequences(groups)
+        result = self._trainer.step(groups)
         result.metrics["train_s"] = clock() - start_s
         background_s = time.process_time() - time.thread_time()
         result.metrics["trainer_background_s"] = background_s - self._background_s
         self._background_s = background_s
         return result
 
-    def publish(self, version: int, specs: tuple[TensorSpec, ...]) -> SegmentAddress:
-        """Makes the current weights available as `version`, in the generators' types."""
-        if self._publisher is None:
-            self._publisher = SharedMemoryPublisher(specs)
-        self._publisher.publish(version, self._weights)
-        return self._publisher.address
+    def set_layout(self, rank: int, specs: tuple[TensorSpec, ...]) -> None:
+        """What rank `rank` of every generator wants to receive."""
+        assert rank == 0, "generators have one rank"
+        layout = lay_out(specs)
+        held = [TensorSpec.whole(name, weight.shape, "float32") for name, weight in self._weights.items()]
+        (plan,) = plan_writers([layout], [held])
+        self._publisher = SharedMemoryPublisher(plan, exchange=lambda value: [value])
+        self._published_bytes = layout.num_bytes
+
+    def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
+        """Makes the current weights available as `version`, in the generators' types; versions `in_use` stay."""
+        assert self._publisher is not None, "set_layout comes first"
+        address = self._publisher.publish(version, self._weights, in_use)
+        probe = None
+        if self._probed and self._probe_every_steps and version % self._probe_every_steps == 0:
+            probe = Probe(sequences=self._probed, logprobs=score(self._trainer.model, self._probed))
+        return Published(version=version, address=address, num_bytes=self._published_bytes, probe=probe)
 
     def save(self, controller_state: dict[str, Any]) -> str:
         """Writes a checkpoint and returns its folder. Raises OSError when the disk is full."""

@@ -1,223 +1,102 @@
-"""`PagedAttention`: how the tokens of one step see each other and the KV cache.
+"""How the tokens of one step see each other and the KV cache: by the C++ kernel on the CPU, else by torch.
 
-Decode is batched over blocks, not over rollouts: one small product per block and kv head, `q K^T`, then the softmax
-over all blocks of a rollout, then one product `p V` per block, summed per rollout. Products cost what the tokens that
-exist cost, however long the longest rollout is; only the softmax is padded to it. A block of a shared prompt prefix is
-multiplied by the queries of all its rollouts at once, so it is read once per group. Both kinds of blocks are dense
-ranges of the cache (see `BlockPool`) that the products read in place; only scores and outputs, a small part of the
-traffic, are moved. On one CPU thread, 128 rollouts of 41 to 172 tokens (2 kv heads of 32) take 0.33 ms a layer;
-products over padded rows took 0.66 ms, SDPA 1.03 ms, softmaxes per block merged by their log-sum-exp 0.44 ms.
+A step is a list of runs of blocks with the tokens that see them (`Tasks`): the prefix of each group, seen by all its
+rollouts at once and so read once; each rollout's own tokens; and for each chunk of prefill what is cached before it
+and, causally, itself. The tasks of a prefix come before those of own tokens, in decode as in prefill, so a token's
+attention has the same bits whether it was decoded or prefilled.
 
-A *cell* is one kv head of one row, with its `r` = H / J query heads: `row * J + head`. Cells of row B are a dump for
-the results of unused blocks.
-
-Shape suffixes: B decode rows, N packed tokens, H query heads, J kv heads, K head dim, S tokens of one block, r query
-heads per kv head, C blocks of one kind, G rollouts that share a block (at most), M blocks of one rollout (at most),
-W groups.
+Shape suffixes: B decode rows, N packed tokens, H query heads, J kv heads, K head dim, M blocks of one rollout (at
+most).
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import ctypes
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.rows import Rows
 from llamarl.generation.scheduler import Chunk
-from llamarl.generation.sequence import Group
+from llamarl.generation.torch_attention import TorchAttention, rows_of_groups
+from llamarl.kernels import attention
+from llamarl.kernels.attention import PagedAttention, Tasks
+from llamarl.models.transformer import Attend
 
 
-class PagedAttention:
-    """`attend` of one step: packed are first one token per row, then the tokens of each chunk."""
+def backend_name(cache: KVCache) -> str:
+    """What attends to this cache, for the log: `c++ avx2`, or `torch` and why."""
+    if cache.library is None:
+        return f"torch ({attention.unusable(cache.dtype, cache.device, cache.head_dim)})"
+    return f"c++ {attention.instructions(cache.library)}"
 
-    def __init__(self, cache: KVCache, slots_NJ: Tensor, decode: DecodePlan | None, chunks: list[Chunk]) -> None:
-        self.cache = cache
-        self.slots_NJ = slots_NJ
-        self.decode = decode
-        self.chunks = chunks
+
+def plan_attention(
+    cache: KVCache, num_heads: int, rows: Rows, chunks: list[Chunk], blocks_N: np.ndarray, offsets_N: np.ndarray
+) -> Attend:
+    """`attend` of one step, for packed tokens: one of each row, then those of each chunk.
+
+    Args:
+        blocks_N: the block that each token's own keys and values go to.
+        offsets_N: their place in the block.
+    """
+    if cache.library is None:
+        return TorchAttention(cache, num_heads, rows, chunks, blocks_N, offsets_N)
+    return KernelAttention(cache, cache.library, _tasks(rows, chunks, blocks_N * BLOCK_SIZE + offsets_N))
+
+
+class KernelAttention:
+    """`attend` of one step."""
+
+    def __init__(self, cache: KVCache, library: ctypes.CDLL, tasks: Tasks) -> None:
+        self._layers = [*zip(cache.keys_L_C_J_K_S, cache.values_L_C_J_S_K, strict=True)]
+        self._attend = PagedAttention(library, tasks, *self._layers[0])
 
     def __call__(self, layer: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
-        self.cache.write(layer, self.slots_NJ, k_N_J_K, v_N_J_K)
-        parts = []
-        start = 0
-        if self.decode is not None:
-            start = self.decode.num_rows
-            parts.append(self.decode(layer, q_N_H_K[:start]))
-        for chunk in self.chunks:
-            stop = start + chunk.stop - chunk.start
-            parts.append(self._prefill(layer, chunk, q_N_H_K[start:stop]))
-            start = stop
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _prefill(self, layer: int, chunk: Chunk, q_N_H_K: Tensor) -> Tensor:
-        """Causal attention of one chunk to all that is cached before it and to itself."""
-        keys_J_N_K, values_J_N_K = self.cache.read(layer, chunk.group.prefix)
-        if chunk.sequence is None:
-            seen = chunk.stop
-            keys_J_N_K, values_J_N_K = keys_J_N_K[:, :seen], values_J_N_K[:, :seen]
-        else:
-            own_keys, own_values = self.cache.read(layer, chunk.sequence.own)
-            seen = chunk.group.prefix_tokens + chunk.stop
-            keys_J_N_K = torch.cat((keys_J_N_K, own_keys), dim=1)[:, :seen]
-            values_J_N_K = torch.cat((values_J_N_K, own_values), dim=1)[:, :seen]
-        count = len(q_N_H_K)
-        mask = None
-        if count < seen:
-            mask = torch.ones(count, seen, dtype=torch.bool, device=q_N_H_K.device).tril_(seen - count)
-        out_1_H_N_K = F.scaled_dot_product_attention(
-            q_N_H_K.transpose(0, 1)[None], keys_J_N_K[None], values_J_N_K[None],
-            attn_mask=mask, is_causal=mask is None, enable_gqa=q_N_H_K.shape[1] != keys_J_N_K.shape[0],
-        )  # fmt: skip
-        return out_1_H_N_K[0].transpose(0, 1)
+        return self._attend(q_N_H_K, k_N_J_K, v_N_J_K, *self._layers[layer])
 
 
-class DecodePlan:
-    """Decode attention of one step, the same for every layer."""
-
-    def __init__(self, cache: KVCache, rows: Rows, num_heads: int, dtype: torch.dtype) -> None:
-        self.cache = cache
-        self.num_rows = len(rows)
-        self.rep = num_heads // cache.num_kv_heads
-        self._dtype = dtype
-        own, prefix = _own_blocks(rows), _prefix_blocks(rows)
-        self._num_columns = own.num_columns + (prefix.num_columns if prefix else 0)
-        # One set of rows more than there are, for the dump.
-        table = np.full((self.num_rows + 1) * num_heads * self._num_columns, -1)
-        self._sets = [self._block_set(own, 0, table, 0)]
-        if prefix:
-            self._sets.append(self._block_set(prefix, own.num_columns, table, self._sets[0].num_scores))
-        self._num_scores = sum(blocks.num_scores for blocks in self._sets)
-        table = table[: self.num_rows * num_heads * self._num_columns]
-        # Rollouts have different numbers of blocks: what is missing points to one row of -inf at the end.
-        self._table = torch.from_numpy(np.where(table < 0, self._num_scores, table)).to(cache.device)
-        self._scores = torch.empty(self._num_scores + 1, BLOCK_SIZE, dtype=dtype, device=cache.device)
-        self._scores[-1] = -math.inf
-
-    def __call__(self, layer: int, q_B_H_K: Tensor) -> Tensor:
-        count, num_heads, head_dim = q_B_H_K.shape
-        keys_C_J_S_K, values_C_J_S_K = self.cache.keys_L_C_J_S_K[layer], self.cache.values_L_C_J_S_K[layer]
-        q_cell_rK = q_B_H_K.reshape(-1, self.rep * head_dim)
-        start = 0
-        for blocks in self._sets:
-            stop = start + blocks.num_scores
-            keys_CJ_S_K = blocks.of(keys_C_J_S_K)
-            q_CJ_Gr_K = q_cell_rK.index_select(0, blocks.queries).view(len(keys_CJ_S_K), -1, head_dim)
-            scores_CJ_Gr_S = self._scores[start:stop].view(len(keys_CJ_S_K), -1, BLOCK_SIZE)
-            keys_CJ_K_S = keys_CJ_S_K.transpose(1, 2)
-            torch.baddbmm(blocks.mask_CJ_1_S, q_CJ_Gr_K, keys_CJ_K_S, alpha=head_dim**-0.5, out=scores_CJ_Gr_S)
-            start = stop
-        padded = self._scores.index_select(0, self._table).view(count * num_heads, -1)
-        probs = torch.softmax(padded, dim=-1, dtype=torch.float32).to(self._dtype).view(-1, BLOCK_SIZE)
-        out = q_cell_rK.new_zeros((count + 1) * self.cache.num_kv_heads, self.rep * head_dim)
-        for blocks in self._sets:
-            values_CJ_S_K = blocks.of(values_C_J_S_K)
-            probs_CJ_Gr_S = probs.index_select(0, blocks.places).view(len(values_CJ_S_K), -1, BLOCK_SIZE)
-            out.index_add_(0, blocks.cells, torch.bmm(probs_CJ_Gr_S, values_CJ_S_K).view(-1, self.rep * head_dim))
-        return out.view(-1, num_heads, head_dim)[:count]
-
-    def _block_set(self, used: _Used, first_column: int, table: np.ndarray, first_score: int) -> _BlockSet:
-        """Index arrays of one kind of blocks; fills `table`, place of a score in the softmax -> row of scores."""
-        lowest, stop = int(used.ids_C.min()), int(used.ids_C.max()) + 1
-        blocks, local_C, count = slice(lowest, stop), used.ids_C - lowest, stop - lowest
-        if count > 2 * len(used.ids_C):
-            blocks, local_C, count = self._tensor(used.ids_C), np.arange(len(used.ids_C)), len(used.ids_C)
-        num_kv_heads = self.cache.num_kv_heads
-        rows_C_1_G = np.full((count, 1, used.rows_C_G.shape[1]), self.num_rows)
-        rows_C_1_G[local_C, 0] = used.rows_C_G
-        columns_C, fill_C = np.zeros((2, count), np.int64)
-        columns_C[local_C] = used.columns_C + first_column
-        fill_C[local_C] = used.fill_C
-        cells_C_J_G = rows_C_1_G * num_kv_heads + np.arange(num_kv_heads)[:, None]
-        heads_C_J_G_r = cells_C_J_G[..., None] * self.rep + np.arange(self.rep)
-        places = (heads_C_J_G_r * self._num_columns + columns_C[:, None, None, None]).reshape(-1)
-        table[places] = np.arange(first_score, first_score + len(places))
-        num_places = self.num_rows * num_kv_heads * self.rep * self._num_columns
-        mask_C_S = np.where(np.arange(BLOCK_SIZE) < fill_C[:, None], np.float32(0), np.float32(-np.inf))
-        return _BlockSet(
-            blocks=blocks,
-            num_scores=len(places),
-            cells=self._tensor(cells_C_J_G.reshape(-1)),
-            queries=self._tensor(np.minimum(cells_C_J_G, self.num_rows * num_kv_heads - 1).reshape(-1)),
-            places=self._tensor(np.minimum(places, num_places - 1)),
-            mask_CJ_1_S=self._tensor(mask_C_S.repeat(num_kv_heads, axis=0)[:, None]).to(self._dtype),
-        )
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.cache.device, non_blocking=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _BlockSet:
-    """One kind of blocks in a step: those that the products read, and whose they are."""
-
-    blocks: slice | Tensor
-    """A range of the cache, or ids when most of the range would be unused."""
-    num_scores: int
-    """C * J * G * r rows of scores."""
-    cells: Tensor
-    """Cells that each (block, kv head) serves, int64 [C * J * G]; G = 1 for own blocks."""
-    queries: Tensor
-    """The same, with some real cell in place of the dump."""
-    places: Tensor
-    """Where the softmax has the probabilities of each row of scores, int64 [C * J * G * r]."""
-    mask_CJ_1_S: Tensor
-    """0 where a token is, -inf behind the last one."""
-
-    def of(self, stored_C_J_S_K: Tensor) -> Tensor:
-        """[C * J, S, K]."""
-        if isinstance(self.blocks, slice):
-            return stored_C_J_S_K[self.blocks].flatten(0, 1)
-        return stored_C_J_S_K.index_select(0, self.blocks).flatten(0, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Used:
-    """Blocks of one kind that hold tokens which the step attends to."""
-
-    ids_C: np.ndarray
-    rows_C_G: np.ndarray
-    """Rows that see the block; the number of rows means none."""
-    columns_C: np.ndarray
-    """Place among the blocks of its rollout."""
-    fill_C: np.ndarray
-    """Tokens in it."""
-    num_columns: int
-
-
-def _own_blocks(rows: Rows) -> _Used:
-    """Blocks of the rollouts' own tokens, this step's included."""
+def _tasks(rows: Rows, chunks: list[Chunk], slots_N: np.ndarray) -> Tasks:
     count = len(rows)
+    shared, members, blocks = _shared_runs(rows, chunks)
+    own_B_M = rows.blocks_R_M[:count]
     tokens_B = rows.length_R[:count] + 1
-    num_columns = -(-int(tokens_B.max()) // BLOCK_SIZE)
-    fill_B_M = tokens_B[:, None] - np.arange(num_columns) * BLOCK_SIZE
-    rows_C, columns_C = np.nonzero(fill_B_M > 0)
-    ids_C = rows.blocks_R_M[rows_C, columns_C]
-    fill_C = fill_B_M[rows_C, columns_C]
-    return _Used(ids_C, rows_C[:, None], columns_C, fill_C, num_columns)
+    num_blocks_B = -(-tokens_B // BLOCK_SIZE)
+    own_blocks = own_B_M[np.arange(own_B_M.shape[1]) < num_blocks_B[:, None]]
+    decode_B_5 = np.zeros((count, 5), np.int64)
+    decode_B_5[:, 0] = np.arange(count)
+    decode_B_5[:, 1] = 1
+    decode_B_5[:, 2] = num_blocks_B.cumsum() - num_blocks_B
+    decode_B_5[:, 3] = tokens_B
+    # Members and blocks of the rows' own tasks lie first, so those of the others are counted from behind them.
+    others = np.array(shared, np.int64).reshape(-1, 5) + np.array((count, 0, len(own_blocks), 0, 0))
+    return Tasks(
+        table=np.concatenate((others, decode_B_5)),
+        members=np.concatenate((np.arange(count), np.array(members, np.int64))),
+        blocks=np.concatenate((own_blocks, np.array(blocks, np.int64))),
+        slots_N=slots_N,
+    )
 
 
-def _prefix_blocks(rows: Rows) -> _Used | None:
-    """Blocks of the prefixes of all groups with a running rollout; None when every prompt is a single token."""
-    members: dict[Group, list[int]] = {}
-    for row, sequence in enumerate(rows.sequences):
-        members.setdefault(sequence.group, []).append(row)
-    groups = [group for group in members if group.prefix.blocks]
-    if not groups:
-        return None
-    widest = max(len(members[group]) for group in groups)
-    rows_W_G = np.full((len(groups), widest), len(rows))
-    for i, group in enumerate(groups):
-        rows_W_G[i, : len(members[group])] = members[group]
-    ids_C = np.concatenate([group.prefix.blocks for group in groups])
-    num_blocks_W = np.array([len(group.prefix.blocks) for group in groups])
-    columns_C = np.arange(len(ids_C)) - np.repeat(num_blocks_W.cumsum() - num_blocks_W, num_blocks_W)
-    tokens_C = np.repeat(np.array([group.prefix_tokens for group in groups]), num_blocks_W)
-    return _Used(
-        ids_C, np.repeat(rows_W_G, num_blocks_W, axis=0), columns_C, tokens_C - columns_C * BLOCK_SIZE,
-        int(num_blocks_W.max()),
-    )  # fmt: skip
+def _shared_runs(rows: Rows, chunks: list[Chunk]) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
+    """Tasks of prefixes and of chunks, with their members and blocks."""
+    table, members, blocks = list[tuple[int, ...]](), list[int](), list[int]()
+
+    def add(tokens: list[int] | range, run: list[int], num_tokens: int, step: int) -> None:
+        if num_tokens:
+            table.append((len(members), len(tokens), len(blocks), num_tokens, step))
+            members.extend(tokens)
+            blocks.extend(run)
+
+    for group, rows_G in rows_of_groups(rows).items():
+        add(rows_G, group.prefix.blocks, group.prefix_tokens, 0)
+    start = len(rows)
+    for chunk in chunks:
+        tokens = range(start, start + chunk.stop - chunk.start)
+        start = tokens.stop
+        if chunk.sequence is not None:
+            add(tokens, chunk.group.prefix.blocks, chunk.group.prefix_tokens, 0)
+        segment = chunk.group.prefix if chunk.sequence is None else chunk.sequence.own
+        add(tokens, segment.blocks, chunk.start + 1, 1)
+    return table, members, blocks

@@ -27,6 +27,7 @@ class Rows:
         self.logprobs_R_T = np.zeros((capacity, 1), np.float32)
         self.versions_R_T = np.zeros((capacity, 1), np.int32)
         self.stop_R_S = np.full((capacity, 1), -1, np.int64)
+        self.has_strings_R = np.zeros(capacity, bool)  # stop strings
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -35,16 +36,17 @@ class Rows:
         """A rollout joins, fresh or resumed."""
         row, group = len(self.sequences), sequence.group
         request, length = group.request, len(sequence.token_ids_T)
-        self._widen(group.limit, len(request.sampling.stop_token_ids))
+        self._widen(sequence.limit, len(request.sampling.stop_token_ids))
         sequence.row = row
         self.sequences.append(sequence)
         self.input_R[row] = sequence.token_ids_T[-1] if length else group.prompt_T[-1]
         self.position_R[row] = group.prefix_tokens + length
         self.length_R[row] = length
-        self.limit_R[row] = group.limit
+        self.limit_R[row] = sequence.limit
         self.sampling.set(row, request.sampling, noise_key(request.sampling.seed, request.group_id, sequence.index))
         self.stop_R_S[row] = -1
         self.stop_R_S[row, : len(request.sampling.stop_token_ids)] = request.sampling.stop_token_ids
+        self.has_strings_R[row] = group.stop_strings is not None
         self.blocks_R_M[row] = -1
         self.blocks_R_M[row, : len(sequence.own.blocks)] = sequence.own.blocks
         self.token_ids_R_T[row, :length] = sequence.token_ids_T
@@ -65,7 +67,10 @@ class Rows:
         self.sequences[row] = moved
         moved.row = row
         length = self.length_R[last]
-        for array_R in (self.input_R, self.position_R, self.length_R, self.limit_R, self.blocks_R_M, self.stop_R_S):
+        for array_R in (
+            self.input_R, self.position_R, self.length_R, self.limit_R, self.blocks_R_M, self.stop_R_S,
+            self.has_strings_R,
+        ):  # fmt: skip
             array_R[row] = array_R[last]
         for array_R_T in (self.token_ids_R_T, self.logprobs_R_T, self.versions_R_T):
             array_R_T[row, :length] = array_R_T[last, :length]
@@ -77,7 +82,7 @@ class Rows:
         self.blocks_R_M[sequence.row, len(blocks) - 1] = blocks[-1]
 
     def append(self, token_ids_B: np.ndarray, logprobs_B: np.ndarray, version: int) -> np.ndarray:
-        """Each row gets its sampled token; returns which rows are done, bool [B, 2]: (stop token, limit)."""
+        """Each row gets its sampled token; returns which rows are done, bool [B, 2]: (stop token or string, limit)."""
         count = len(self.sequences)
         rows_B, length_B = np.arange(count), self.length_R[:count]
         self.token_ids_R_T[rows_B, length_B] = token_ids_B
@@ -87,6 +92,10 @@ class Rows:
         self.position_R[:count] += 1
         length_B += 1
         stopped_B = (self.stop_R_S[:count] == token_ids_B[:, None]).any(axis=1)
+        for row in np.flatnonzero(self.has_strings_R[:count]):
+            stop_strings = self.sequences[row].group.stop_strings
+            assert stop_strings is not None
+            stopped_B[row] |= stop_strings.completed(self.token_ids_R_T[row, : length_B[row]])
         return np.stack((stopped_B, length_B >= self.limit_R[:count]), axis=1)
 
     def _widen(self, limit: int, num_stop: int) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llamarl.kernels.ops import draw
 from llamarl.types import SamplingParams
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -79,23 +80,38 @@ class Sampler:
             token means nothing).
         """
         count = len(positions_B)
-        temperature_B, top_p_B, top_k_B, min_p_B = rows.params_R_4[:count].T
+        params_B_4, noise_B = rows.params_R_4[:count], uniforms(rows.keys_R[:count], positions_B)
+        temperature_B, top_p_B, top_k_B, min_p_B = params_B_4.T
+        truncated_B = (temperature_B != 0) & ((top_p_B < 1) | (top_k_B > 0) | (min_p_B > 0))
         logits_B_V = logits_B_V.float()
+        if truncated_B.all() or (drawn := draw(logits_B_V, temperature_B, noise_B)) is None:
+            return self._draw(logits_B_V, params_B_4, noise_B, truncated_B)
+        if truncated_B.any():
+            rows_U = np.flatnonzero(truncated_B)
+            logits_U_V = logits_B_V.index_select(0, self._tensor(rows_U))
+            truncated = self._draw(logits_U_V, params_B_4[rows_U], noise_B[rows_U], truncated_B[rows_U])
+            drawn[0][rows_U], drawn[1][rows_U] = truncated
+        return drawn
+
+    def _draw(
+        self, logits_B_V: Tensor, params_B_4: np.ndarray, noise_B: np.ndarray, truncated_B: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """By torch."""
+        temperature_B, *truncation = params_B_4.T
         greedy_B = temperature_B == 0
         if (temperature_B != 1).any():
             divisor_B = np.where(greedy_B, np.float32(1), temperature_B)
             logits_B_V = logits_B_V / self._tensor(divisor_B)[:, None]
         probs_B_V = torch.softmax(logits_B_V, dim=-1)
-        truncated_B = ~greedy_B & ((top_p_B < 1) | (top_k_B > 0) | (min_p_B > 0))
         if truncated_B.any():
             rows_U = self._tensor(np.flatnonzero(truncated_B))
-            params = (self._tensor(values_B[truncated_B]) for values_B in (top_p_B, top_k_B, min_p_B))
+            params = (self._tensor(values_B[truncated_B]) for values_B in truncation)
             probs_B_V.index_copy_(0, rows_U, truncate(probs_B_V.index_select(0, rows_U), *params))
         cumulative_B_V = probs_B_V.cumsum(dim=-1)
         total_B_1 = cumulative_B_V[:, -1:]
-        noise_B_1 = self._tensor(uniforms(rows.keys_R[:count], positions_B))[:, None]
         # Noise is at most 1 - 2^-24, so the product lies at least half a unit in the last place below the total and is
         # never rounded up to it: the search ends at a token with some probability.
+        noise_B_1 = self._tensor(noise_B)[:, None]
         tokens_B_1 = torch.searchsorted(cumulative_B_V, noise_B_1 * total_B_1, right=True)
         tokens_B_1.clamp_(max=probs_B_V.shape[-1] - 1)  # rows that are not finite
         if greedy_B.any():

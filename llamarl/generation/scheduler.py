@@ -10,6 +10,11 @@ gets on, and nothing starves.
 
 A group's prefix stays cached while one of its rollouts is active. Between two of them it may be idle, and is then freed
 when blocks run out.
+
+New weights (`outdate`) either recompute everything in place, the oldest rollout first while those that are done decode
+on, or they keep what is computed. Then a prefix serves the rollouts that were active before to their end, and those
+admitted later, parked ones included, get one of their own: each sees only keys and values that are as new as its
+admission.
 """
 
 from __future__ import annotations
@@ -47,6 +52,8 @@ class Schedule:
     new_blocks: list[int] = field(default_factory=list)
     """Blocks handed out for this step; they may hold anything."""
     chunks: list[Chunk] = field(default_factory=list)
+    recomputed_tokens: int = 0
+    """Tokens of the chunks that had been computed with older weights."""
 
 
 class Scheduler:
@@ -87,12 +94,34 @@ class Scheduler:
             sequence.running = False
             self._free(sequence.own)
             del group.unfinished[sequence.index]
+            self._free_superseded(group)
             if not group.unfinished:
-                self._free(group.prefix)
-                del self.groups[group.request.group_id]
+                self._free(self.groups.pop(group.request.group_id).prefix)
         if gone:
             self.active = [sequence for sequence in self.active if sequence not in gone]
             self.running = [sequence for sequence in self.running if sequence not in gone]
+
+    def outdate(self, recompute: bool) -> list[Sequence]:
+        """The weights have changed; returns the rollouts that stop decoding until they are recomputed.
+
+        Updates that come faster than the oldest rollout is recomputed would keep it from going on.
+        """
+        for group_id, group in self.groups.items():
+            if not group.num_active:
+                group.prefix.outdate()
+                self._free(group.prefix)
+            elif not recompute:
+                self.groups[group_id] = group.renewed()
+        if not recompute:
+            for sequence in self.waiting:
+                sequence.group = self.groups[sequence.group.request.group_id]
+            return []
+        for sequence in self.active:
+            sequence.group.prefix.outdate()
+            sequence.own.outdate()
+            sequence.running = False
+        stopped, self.running = self.running, []
+        return stopped
 
     def schedule(self) -> Schedule:
         """Decide the next step."""
@@ -106,16 +135,17 @@ class Scheduler:
         return plan
 
     def _grow(self, plan: Schedule) -> None:
-        """Room for one more token of each running rollout, oldest first."""
-        size = self.block_size
-        for sequence in list(self.running):
+        """Room for the next token of each active rollout, oldest first."""
+        for sequence in list(self.active):
             own = sequence.own
-            if own.num_cached < len(own.blocks) * size:
+            needed = own.num_cached + 1 if sequence.running else sequence.own_tokens
+            if needed <= len(own.blocks) * self.block_size:
                 continue
             while own.blocks and not self.pool.num_free:
                 self._free_idle_prefix(keep=sequence.group) or self._park(plan)
             if own.blocks:
-                plan.grown.append(sequence)
+                if sequence.running:
+                    plan.grown.append(sequence)
                 self._allocate(own, 1, self.pool.take_low, plan)
 
     def _admit(self, plan: Schedule) -> None:
@@ -160,14 +190,20 @@ class Scheduler:
         count = min(wanted - start, budget)
         if count > 0:
             plan.chunks.append(Chunk(group, sequence, start, start + count))
+            plan.recomputed_tokens += max(0, min(start + count, segment.num_outdated) - start)
             segment.num_cached += count
+            if segment.num_cached >= segment.num_outdated:
+                segment.num_outdated = 0
         return count
 
     def _park(self, plan: Schedule) -> None:
         """The youngest active rollout gives its blocks back; it will prefill its tokens again."""
         sequence = self.active.pop()
+        group = sequence.group
         self._free(sequence.own)
-        sequence.group.num_active -= 1
+        group.num_active -= 1
+        self._free_superseded(group)
+        sequence.group = self.groups[group.request.group_id]
         if sequence.running:
             sequence.running = False
             self.running.remove(sequence)
@@ -184,6 +220,11 @@ class Scheduler:
                 self._free(group.prefix)
                 return True
         return False
+
+    def _free_superseded(self, group: Group) -> None:
+        """Free a prefix of older weights after its last rollout."""
+        if not group.num_active and self.groups[group.request.group_id] is not group:
+            self._free(group.prefix)
 
     def _allocate(self, segment: Segment, count: int, take: Callable[[], int], plan: Schedule) -> None:
         blocks = [take() for _ in range(count)]

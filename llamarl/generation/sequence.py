@@ -9,10 +9,11 @@ Shape suffix: T tokens of one sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from llamarl.generation.stop import StopStrings
 from llamarl.types import FinishReason, GenerationRequest, Rollout
 
 
@@ -24,17 +25,25 @@ class Segment:
     """Block ids, in token order."""
     num_cached: int = 0
     """Tokens whose keys and values have been written."""
+    num_outdated: int = 0
+    """So many first tokens had been computed with older weights; computing them again is the cost of an update."""
+
+    def outdate(self) -> None:
+        """The weights have changed: everything is to be computed again, in the same blocks."""
+        self.num_outdated = max(self.num_outdated, self.num_cached)
+        self.num_cached = 0
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """One request in the engine."""
+    """One request in the engine, and its prompt's prefix as some weights computed it."""
 
     request: GenerationRequest
     prompt_T: np.ndarray
     """int32, a copy."""
     limit: int
     """Most tokens that a rollout may get: `max_new_tokens`, cut at the end of the context."""
+    stop_strings: StopStrings | None = None
     prefix: Segment = field(default_factory=Segment)
     num_active: int = 0
     """Rollouts that hold blocks: prefilling or running."""
@@ -45,6 +54,10 @@ class Group:
     def prefix_tokens(self) -> int:
         return len(self.prompt_T) - 1
 
+    def renewed(self) -> Group:
+        """The same request with a prefix of its own, for rollouts that are admitted under newer weights."""
+        return replace(self, prefix=Segment(num_outdated=self.prefix.num_cached), num_active=0)
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -52,6 +65,8 @@ class Sequence:
 
     group: Group
     index: int
+    limit: int
+    """It leaves with so many tokens: `group.limit`, or as many as `segment_tokens` allow."""
     own: Segment = field(default_factory=Segment)
     running: bool = False
     """It decodes one token per step."""
@@ -60,6 +75,15 @@ class Sequence:
     token_ids_T: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     logprobs_T: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     versions_T: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+
+    @classmethod
+    def of(cls, group: Group, start: Rollout) -> Sequence:
+        """A rollout that goes on from the tokens of `start`, perhaps none."""
+        segment_tokens = group.request.segment_tokens or group.limit
+        return cls(
+            group=group, index=start.index, limit=min(group.limit, start.num_tokens + segment_tokens),
+            token_ids_T=start.token_ids_T, logprobs_T=start.behavior_logprobs_T, versions_T=start.policy_versions_T,
+        )  # fmt: skip
 
     @property
     def own_tokens(self) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 DISABLE_VARIABLE = "LLAMARL_NO_KERNELS"
 """Set to 1 to run on torch alone."""
 COMPILE_TIMEOUT_S = 120
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-shared", "-Wall")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-Wall")
 """Sums may be reordered to fill vector registers; NaN and infinity keep their meaning."""
 
 
@@ -61,15 +61,20 @@ def cache_folder() -> Path:
 
 def _compiled(compiler: str, source: Path) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=10).stdout
-    key = hashlib.sha256("\0".join((source.read_text(), version, _processor(), *FLAGS)).encode()).hexdigest()[:16]
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    key = hashlib.sha256("\0".join((*texts, version, _processor(), "-c", *FLAGS)).encode()).hexdigest()[:16]
     target = cache_folder() / f"{source.stem}-{key}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may compile at once: each into a folder of its own, and the last rename wins.
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            made = Path(folder) / target.name
-            command = [compiler, *FLAGS, str(source), "-o", str(made)]
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
+            object_file, made = Path(folder) / "object.o", Path(folder) / target.name
+            # Linked without -ffast-math, with which loading the library would flush the process's denormals to zero.
+            for command in (
+                [compiler, *FLAGS, "-c", str(source), "-o", str(object_file)],
+                [compiler, "-shared", str(object_file), "-o", str(made)],
+            ):
+                subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
             made.replace(target)
     return target
 

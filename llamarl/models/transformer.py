@@ -185,6 +185,15 @@ class Transformer(nn.Module):
         """The output head: the embedding matrix where they are tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """In which a generator caches keys and values: that of the weights."""
+        return self.head_weight_V_D.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.head_weight_V_D.device
+
     @torch.no_grad()
     def initialize(self, seed: int, std: float) -> None:
         """Normal matrices of standard deviation `std`, norms 1, biases 0; the same bits on every device."""

@@ -75,7 +75,9 @@ class StepMetrics:
     busy_share: Mapping[str, float]
     """Share of the last ten steps, up to a second ago, that each executor worked, 0 to 1, by executor name."""
     sync_s: float
-    """Seconds from the start of `publish` until the last generator adopted this version."""
+    """Seconds from the start of `publish` until this version was released to the generators."""
+    fingerprint: str | None = None
+    """Of the weights of this version as the generators serve them, in hexadecimal digits."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """What a loss or an advantage reports beyond these."""
 

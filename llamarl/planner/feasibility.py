@@ -13,6 +13,7 @@ from llamarl.planner.hardware import BF16, FP8, Pool
 from llamarl.planner.plan import Plan
 from llamarl.planner.request import ASYNCHRONOUS, Request
 from llamarl.planner.solver import asynchronous_plan, sum_parts, synchronous_plan
+from llamarl.planner.sync import priced
 from llamarl.planner.training import training_memory
 
 MOST_GPUS = 1 << 17
@@ -26,7 +27,9 @@ def plans(request: Request) -> tuple[Plan | None, Plan | None]:
         ConfigError: the request is impossible; the message says by how much and what would work.
     """
     request.check()
-    synchronous, asynchronous = synchronous_plan(request), asynchronous_plan(request)
+    synchronous, asynchronous = (
+        plan and priced(plan) for plan in (synchronous_plan(request), asynchronous_plan(request))
+    )
     if synchronous is None and asynchronous is None:
         raise ConfigError(explain(request))
     return synchronous, asynchronous

@@ -123,8 +123,8 @@ def generation_parts(request: Request, pool: Pool, generators: Generators, rules
 
     decode: (samples per replica / slots) x mean length x decode step. stragglers: without partial rollouts the phase
     ends with its longest response: (n/c - 1) x mean x step + drain, less the line above. prefill: each prompt once per
-    group. sync: adopting new weights, a shard per GPU over its network link (every replica passes on what it
-    receives); without direct sync all of them go through one node first.
+    group. sync: adopting new weights, a shard per GPU over its network link, which is what the receiving side of
+    `sync.priced` takes; without direct sync all of them go through one node first.
     """
     constants, gpu = request.constants, pool.gpu
     slots, replicas, tp = generators.slots_L, generators.replicas_L, generators.tp_L

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from llamarl.config import ConfigError
 
-BF16, FP8 = 2, 1
+FP32, BF16, FP8 = 4, 2, 1
 """Bytes of one scalar."""
 
 

@@ -17,6 +17,7 @@ from llamarl.planner.plan import Plan
 from llamarl.planner.request import ASYNCHRONOUS, BASELINE, Request, Rules
 from llamarl.planner.shapes import MODELS
 from llamarl.planner.solver import asynchronous_plan, solve, synchronous_plan
+from llamarl.planner.sync import priced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +92,7 @@ def predict(request: Request, rules: Rules) -> Plan:
     plan = solve(request, (pool, pool), rules, request.max_staleness if rules.overlap else 0)
     if plan is None:
         raise ValueError(f"{request.model.name} does not fit on {pool.count} GPUs under {rules}")
-    return plan
+    return priced(plan)
 
 
 def calibrate(workload: Workload = PAPER_WORKLOAD) -> Constants:
@@ -180,5 +181,5 @@ def peer_errors(constants: Constants) -> dict[str, float]:
         ):
             plan = None if math.isnan(published_s) else planner(request)
             if plan:
-                errors[f"{row.model}/{row.gpus}/{kind}"] = plan.step_s / published_s - 1
+                errors[f"{row.model}/{row.gpus}/{kind}"] = priced(plan).step_s / published_s - 1
     return errors

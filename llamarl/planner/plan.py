@@ -20,7 +20,7 @@ CAUSES = {
     "stragglers": "longest response",
     "prefill": "compute (prefill)",
     "sync": "interconnect (weight sync)",
-    "publish": "interconnect (weight sync)",
+    "publish": "memory bandwidth (weight sync)",
 }
 """What binds an executor, by the largest part of its time."""
 
@@ -95,6 +95,8 @@ class Plan:
     """S that the run needs; 0 is synchronous."""
     step_s: float
     """Predicted seconds per optimizer step."""
+    sync: str = ""
+    """Way of the weights from trainer to generators, and why; empty until they have been priced."""
 
     @property
     def samples_per_s(self) -> float:

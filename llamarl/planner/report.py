@@ -88,6 +88,7 @@ def _details(name: str, plan: Plan) -> list[str]:
         f"    bound by  {plan.generator_binds}",
         f"    time, s   {_parts(generator.time_parts, 1.0)}",
         f"    GB/GPU    {_parts(generator.memory_parts, 1e9)}",
+        *([f"  weight sync {generator.time_parts['sync']:.3g} s, {plan.sync}"] if plan.sync else []),
     ]
 
 

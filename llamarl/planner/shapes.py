@@ -59,6 +59,31 @@ class Decoder:
         layer = self.attention_parameters + self.experts_per_token * self.expert_parameters
         return self.num_layers * layer + self.vocab_size * self.hidden_size
 
+    def weights(self, *, norms: bool) -> dict[str, tuple[int, ...]]:
+        """Name (Hugging Face) and shape of every weight. The experts of a mixture stand below each other in one matrix.
+
+        Args:
+            norms: list them too; `num_parameters` leaves them out.
+        """
+        hidden, query, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        wide, narrow = self.num_experts * self.intermediate_size, self.num_experts * hidden
+        layer: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (query, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, query),
+            "mlp.gate_proj": (wide, hidden),
+            "mlp.up_proj": (wide, hidden),
+            "mlp.down_proj": (narrow, self.intermediate_size),
+        }
+        layer |= {"mlp.gate": (self.num_experts, hidden)} if self.num_experts > 1 else {}
+        layer |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)} if norms else {}
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        for number in range(self.num_layers):
+            found |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+        found |= {"model.norm.weight": (hidden,)} if norms else {}
+        return found | ({} if self.tie_embeddings else {"lm_head.weight": (self.vocab_size, hidden)})
+
     @property
     def kv_width(self) -> int:
         """Scalars of one layer's keys and values per token."""

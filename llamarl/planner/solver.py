@@ -15,7 +15,7 @@ from llamarl.planner.generation import (
     steady_context_tokens,
     steady_step_s,
 )
-from llamarl.planner.hardware import BF16, Pool
+from llamarl.planner.hardware import BF16, FP32, Pool
 from llamarl.planner.plan import GeneratorPlan, Plan, TrainerPlan
 from llamarl.planner.request import ASYNCHRONOUS, SYNCHRONOUS, Request, Rules
 from llamarl.planner.training import TrainerLayouts, training_memory, training_parts
@@ -107,10 +107,11 @@ def fastest_phases(request: Request, pools: tuple[Pool, Pool], staleness: int) -
 
 
 def _time_parts(request: Request, pool: Pool, layouts: TrainerLayouts, rules: Rules) -> dict[str, np.ndarray]:
+    """With overlap also publishing: the rank's own shard is copied to where generators fetch it from."""
     parts = training_parts(request, pool, layouts)
     if rules.overlap:
-        rate = pool.gpu.network_bandwidth * request.constants.link_efficiency
-        parts["publish"] = request.model.num_parameters * BF16 / layouts.gpus_L / rate
+        rate = pool.gpu.memory_bandwidth * request.constants.bandwidth_efficiency
+        parts["publish"] = request.model.num_parameters * (FP32 + BF16) / layouts.gpus_L / rate
     return parts
 
 

@@ -4,13 +4,15 @@ Groups are numbered 0, 1, 2, ... in the order of their admission. With P groups 
 window W:
 
 - *Admission.* Group i is admitted only while fewer than (S + 1) * P groups are active. A group is active from its
-  admission until the weights that were trained on it are adopted (`release`).
+  admission until the version that was trained on it is released (`release`); requests go only to generators that serve
+  the released version or a newer one.
 - *Window.* While h is the oldest unconsumed group, only groups below h + W may be consumed, oldest first.
 
 Then no group is older than S + ceil((W - 1) / P) optimizer steps when it is consumed. Proof: i is admitted when at
-least i + 1 - (S + 1) * P groups were released, so the generators had adopted version floor(i / P) - S or a newer one.
-At most i + W - 1 groups are consumed before i, so it is consumed at version floor((i + W - 1) / P) or an older one.
-The difference is at most S + ceil((W - 1) / P). With S = 0 it is 0 for any window, as a step takes all P active groups.
+least i + 1 - (S + 1) * P groups were released, so version floor(i / P) - S or a newer one was, and every generator that
+is given a part of i serves that one or a newer one. At most i + W - 1 groups are consumed before i, so it is consumed
+at version floor((i + W - 1) / P) or an older one. The difference is at most S + ceil((W - 1) / P). With S = 0 it is 0
+for any window, as a step takes all P active groups. `docs/staleness.md` has it at length.
 Discarding old groups would bound staleness too, but favors short answers.
 """
 
@@ -32,7 +34,7 @@ class RolloutBuffer:
         self.next_group_id = first_group_id
         """Of the next group to be admitted."""
         self._waiting: dict[int, RolloutGroup | None] = {}  # unconsumed groups in admission order; None: not ready
-        self._num_unreleased = 0  # consumed, weights not yet adopted
+        self._num_unreleased = 0  # consumed, their version not yet released
         self.num_ready = 0
 
     @property
@@ -86,6 +88,6 @@ class RolloutBuffer:
         return taken
 
     def release(self, count: int) -> None:
-        """The generators adopted weights that were trained on `count` more groups."""
+        """A version was released that was trained on `count` more groups."""
         assert 0 <= count <= self._num_unreleased, "released more groups than were consumed"
         self._num_unreleased -= count

@@ -17,11 +17,15 @@ STEP_TOLERANCE = 1e-9
 
 
 class Attempt(NamedTuple):
-    """One rollout to decode."""
+    """One rollout to decode, or a segment of one."""
 
     group_id: int
     index: int
     num_tokens: int
+    earlier_tokens: int = 0
+    """Of the segments before."""
+    later_tokens: int = 0
+    """Left for the segments after."""
 
 
 class Decoded(NamedTuple):

@@ -15,18 +15,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
-from llamarl.executors.replies import Collected
+from llamarl.executors.replies import Adoption, Collected, Published
 from llamarl.observability.spans import Span
+from llamarl.rollouts.segments import partials_of
 from llamarl.simulator.costs import ResponseLengths, SimulatorCosts
 from llamarl.simulator.decoding import Attempt, Decoded, DecodeQueue
 from llamarl.simulator.records import repeated
 from llamarl.training.result import StepResult
 from llamarl.types import FinishReason, GenerationRequest, Prompt, Rollout, RolloutGroup
-from llamarl.weight_sync.layout import SegmentAddress
 
 REPLY_INTERVAL_S = 0.02
 """As in the real generator: finished rollouts are handed over at most this often."""
-ADDRESS = SegmentAddress(pid=0, fd=0, specs=())
 
 
 class Stopwatch:
@@ -214,18 +213,22 @@ class SimulatedGenerator(SimulatedHandle):
         if self._decoding_since_s is None:
             self._decoding_since_s = max(now_s, self._free_s)
         lengths = self._lengths.draw(request.group_id, request.group_size)
-        attempts = [Attempt(request.group_id, index, length) for index, length in enumerate(lengths)]
-        prefill_s = self._costs.prefill_token_s * self._slowness * len(request.prompt_token_ids_T)
-        self._queue.submit(now_s, attempts, prefill_s)
+        attempts, prefilled = list[Attempt](), len(request.prompt_token_ids_T)
+        for partial in partials_of(request):
+            left, earlier = lengths[partial.index] - partial.num_tokens, partial.num_tokens
+            now = min(left, request.segment_tokens or left)
+            attempts.append(Attempt(request.group_id, partial.index, now, earlier, left - now))
+            prefilled += earlier
+        self._queue.submit(now_s, attempts, self._costs.prefill_token_s * self._slowness * prefilled)
 
-    def _adopt(self, now_s: float, version: int) -> tuple[float, Any]:
+    def _adopt(self, now_s: float, version: int) -> tuple[float, Adoption]:
         pause_s = self._costs.adopt_s * self._slowness
         end_s = self._queue.adopt(max(now_s, self._free_s), version, pause_s)
         if self._decoding_since_s is not None:
             self._spans.append(Span("generate", self._decoding_since_s, end_s - pause_s))
             self._decoding_since_s = end_s
         self._schedule()
-        return end_s - max(now_s, self._free_s), pause_s
+        return end_s - max(now_s, self._free_s), Adoption(version=version, stall_s=pause_s)
 
     def _schedule(self) -> None:
         """Sets the timer to the next moment at which something can be handed over, or at which the reply is overdue."""
@@ -283,9 +286,7 @@ class SimulatedGenerator(SimulatedHandle):
             token_ids_T=versions_T,
             behavior_logprobs_T=versions_T,
             policy_versions_T=versions_T,
-            finish_reason=(
-                FinishReason.LENGTH if attempt.num_tokens >= self._lengths.limit_tokens else FinishReason.STOP
-            ),
+            finish_reason=_finish_reason(attempt, self._lengths.limit_tokens),
         )
 
     def _current(self, now_s: float) -> tuple[str, float]:
@@ -301,6 +302,12 @@ class SimulatedGenerator(SimulatedHandle):
         if self._reply is not None and not self._reply.done():
             self._reply.set_exception(error)
             self._reply = None
+
+
+def _finish_reason(attempt: Attempt, limit_tokens: int) -> FinishReason:
+    if attempt.later_tokens:
+        return FinishReason.PARKED
+    return FinishReason.LENGTH if attempt.earlier_tokens + attempt.num_tokens >= limit_tokens else FinishReason.STOP
 
 
 class SimulatedTrainer(SimulatedHandle):
@@ -324,8 +331,10 @@ class SimulatedTrainer(SimulatedHandle):
                 return 0.0, None
             case "step":
                 return self._step(args[0])
+            case "set_layout":
+                return 0.0, None
             case "publish":
-                return self._costs.publish_s, ADDRESS
+                return self._costs.publish_s, Published(version=args[0], address=None)
             case "save":
                 return self._costs.save_s, ""
         raise AssertionError(f"{self.name} has no method {method}")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from llamarl.distributed.box import Box
+from llamarl.distributed.layout import DTYPE_BYTES, LayoutError
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
 ALIGNMENT_BYTES = 64
 """Tensors begin at cache lines."""
 
@@ -58,21 +59,31 @@ class Layout:
     """Start of each tensor."""
     num_bytes: int
     """Of all tensors and the gaps between them."""
+    digest: str
+    """Equal for equal specs, in hexadecimal digits."""
 
 
 def lay_out(specs: Sequence[TensorSpec]) -> Layout:
-    """Offsets for `specs` in their order."""
+    """Offsets for `specs` in their order. Raises LayoutError for an unknown dtype."""
     offsets, end = list[int](), 0
     for spec in specs:
+        if spec.dtype not in DTYPE_BYTES:
+            raise LayoutError(spec.key, f"its type is {spec.dtype}; sent are {', '.join(DTYPE_BYTES)}")
         offsets.append(end)
         end += -(-spec.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return Layout(specs=tuple(specs), offsets_bytes=tuple(offsets), num_bytes=end)
+    digest = hashlib.sha256(repr(tuple(specs)).encode()).hexdigest()[:16]
+    return Layout(specs=tuple(specs), offsets_bytes=tuple(offsets), num_bytes=end, digest=digest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SegmentAddress:
-    """How a process on the same host finds the segment. Picklable."""
+class Address:
+    """Where generators find what a trainer publishes. Picklable, small, the same for every version of a publisher."""
 
-    pid: int
-    fd: int
-    specs: tuple[TensorSpec, ...]
+    transport: str
+    """Name of the file here that reads it."""
+    publisher: str
+    """Random; another one means that the trainer was started anew."""
+    num_writers: int
+    """Trainer ranks; each writes a part of every version."""
+    places: Mapping[str, str]
+    """For each layout's digest, where it is to be had: a path, or `host:port`."""

@@ -1,132 +1,206 @@
-"""Same host, CPU memory: the trainer writes into an anonymous shared segment, generators copy out of it.
+"""Same host, CPU memory: trainer ranks write into slots in the generator's layout, and generators serve from the slot.
 
-The segment is a memfd: it has no name, so two runs cannot collide, and the kernel frees it with the last process that
-maps it, even after a SIGKILL. Generators open it through the trainer's `/proc` entry.
+The slots of a layout lie in one memfd. It has no name, so two runs cannot collide, and the kernel frees it with the
+last process that maps it, even after a SIGKILL; processes open it through the `/proc` entry of trainer rank 0. Slots
+that were never written take no memory.
 
-It holds two slots; version v lives in slot v mod 2. A slot begins with its version word, then one fingerprint per
-tensor, then the tensors. The word says `WRITING` while the slot changes. The writer touches a slot only after its
-readers have left it (they adopt v - 1 before v + 1 is published); a reader that was slower anyhow sees the word change
-and gets `Superseded`, never a mixture.
+    header:  (pid, fd) of every writer | a version word per slot and writer | a proof per slot and writer
+    slots:   the tensors of the layout, each slot at a page
+
+A writer sets its word to `writing(v)`, copies, and sets it to v. A version is there when all words of a slot say so. A
+slot is written again only when no generator uses its version any more, and never while it holds the newest one.
+Readers map the memory privately: a stray write in a generator cannot change what others serve.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
-from collections.abc import Iterable, Mapping
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
+from mmap import MAP_PRIVATE, MAP_SHARED, PAGESIZE, mmap
+from pathlib import Path
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
-from llamarl.weight_sync.layout import ALIGNMENT_BYTES, Layout, SegmentAddress, TensorSpec, lay_out
+from llamarl.weight_sync.base import (
+    Exchange,
+    FingerprintMismatch,
+    Publisher,
+    SlotTable,
+    Subscriber,
+    Superseded,
+    TransferFailed,
+    WriterPlan,
+    part_of,
+    views,
+    write_parts,
+)
+from llamarl.weight_sync.layout import Address, Layout, TensorSpec
 
-EMPTY, WRITING = -1, -2
-"""Version words of a slot that holds no version."""
-
-
-class Superseded(RuntimeError):
-    """The wanted version is no longer (or not yet) in its slot."""
-
-
-class FingerprintMismatch(RuntimeError):
-    """What arrived is not what was published; the message names tensor and version."""
-
-
-def _header_bytes(layout: Layout) -> int:
-    """Version word and fingerprints, 8 bytes each, padded."""
-    return -(-(1 + len(layout.specs)) * 8 // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-class _Slots:
-    """Two slots of one mapped segment."""
-
-    def __init__(self, fd: int, layout: Layout) -> None:
-        header_bytes = _header_bytes(layout)
-        slot_bytes = header_bytes + layout.num_bytes
-        whole = torch.frombuffer(mmap.mmap(fd, 2 * slot_bytes), dtype=torch.uint8)
-        self.versions = list[np.ndarray]()
-        self.fingerprints = list[np.ndarray]()
-        self.tensors = list[dict[str, Tensor]]()
-        for slot in whole.split(slot_bytes):
-            words = slot[:header_bytes].numpy().view(np.int64)
-            self.versions.append(words[:1])
-            self.fingerprints.append(words[1 : 1 + len(layout.specs)].view(np.uint64))
-            data = slot[header_bytes:]
-            self.tensors.append(
-                {
-                    spec.key: data[offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype)).view(spec.shape)
-                    for spec, offset in zip(layout.specs, layout.offsets_bytes, strict=True)
-                }
-            )
+NUM_SLOTS = 4
+"""Two are used while generators keep up; each holds one copy of the layout."""
+EMPTY = -1
+MAP_NORESERVE = 0x4000
+"""Private mappings are never written, so nothing needs to be reserved for them."""
 
 
-class SharedMemoryPublisher:
-    """The trainer's end."""
+def writing(version: int) -> int:
+    """The version word of a writer that is at it."""
+    return -2 - version
 
-    def __init__(self, specs: Iterable[TensorSpec]) -> None:
-        self._layout = lay_out(tuple(specs))
-        self._fd = os.memfd_create("llamarl-weights")
-        os.ftruncate(self._fd, 2 * (_header_bytes(self._layout) + self._layout.num_bytes))
-        self._slots = _Slots(self._fd, self._layout)
-        for version in self._slots.versions:
-            version[0] = EMPTY
+
+class Segment:
+    """The mapped memory of one layout."""
+
+    def __init__(self, fd: int, layout: Layout, num_writers: int, flags: int) -> None:
+        num_tensors = len(layout.specs)
+        words = np.cumsum([0, 2 * num_writers, NUM_SLOTS * num_writers, NUM_SLOTS * num_writers * 2 * num_tensors])
+        header_bytes, slot_bytes = (-(-size // PAGESIZE) * PAGESIZE for size in (8 * int(words[-1]), layout.num_bytes))
+        self.num_bytes = header_bytes + NUM_SLOTS * slot_bytes
+        if flags == MAP_SHARED:
+            os.ftruncate(fd, self.num_bytes)
+        flat = np.frombuffer(mmap(fd, self.num_bytes, flags=flags), np.uint8)
+        homes, versions, proofs = (flat[8 * start : 8 * stop].view(np.int64) for start, stop in pairwise(words))
+        self.homes = homes.reshape(num_writers, 2)
+        """(pid, fd) of each writer's own handle on this memory."""
+        self.versions = versions.reshape(NUM_SLOTS, num_writers)
+        self.proofs = proofs.view(np.uint64).reshape(NUM_SLOTS, num_writers, 2, num_tensors)
+        starts = range(header_bytes, self.num_bytes, slot_bytes) if slot_bytes else [header_bytes] * NUM_SLOTS
+        self.tensors = [views(layout, torch.from_numpy(flat[start : start + slot_bytes])) for start in starts]
+        """For each slot, by key."""
+
+    def slot_of(self, version: int) -> int | None:
+        """Where some writer has begun to write it."""
+        words = (version, writing(version))
+        return next((slot for slot in range(NUM_SLOTS) if np.isin(self.versions[slot], words).any()), None)
 
     @property
-    def address(self) -> SegmentAddress:
-        return SegmentAddress(pid=os.getpid(), fd=self._fd, specs=self._layout.specs)
+    def newest(self) -> int:
+        """Version that some writer has begun to write."""
+        return max(int(self.versions.max()), writing(int(self.versions.min())))
 
-    def publish(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Copies `weights`, cast to the specs' types, into the version's slot. Nobody may change them meanwhile."""
-        slot = version % 2
-        self._slots.versions[slot][0] = WRITING
-        targets = self._slots.tensors[slot]
-        for position, spec in enumerate(self._layout.specs):
-            target, weight = targets[spec.key], weights[spec.name].detach()
-            assert weight.shape == target.shape, f"{spec.name}: {weight.shape} is not the generators' {target.shape}"
-            target.copy_(weight)
-            self._slots.fingerprints[slot][position] = fingerprint(target)
-        self._slots.versions[slot][0] = version
+
+class SharedMemoryPublisher(Publisher):
+    """Trainer rank 0 makes the memory, the others attach to it."""
+
+    def __init__(self, plan: WriterPlan, exchange: Exchange) -> None:
+        self._plan = plan
+        self._slots = SlotTable(NUM_SLOTS)
+        made = [os.memfd_create("llamarl-weights") for _ in plan.layouts] if plan.rank == 0 else []
+        pid = os.getpid()
+        publisher, places = exchange((secrets.token_hex(8), [f"/proc/{pid}/fd/{fd}" for fd in made]))[0]
+        self._fds = made or [os.open(place, os.O_RDWR | os.O_CLOEXEC) for place in places]
+        self._segments = [
+            Segment(fd, layout, plan.num_writers, MAP_SHARED)
+            for fd, layout in zip(self._fds, plan.layouts, strict=True)
+        ]
+        for fd, segment in zip(self._fds, self._segments, strict=True):
+            segment.homes[plan.rank] = pid, fd
+            segment.versions[:, plan.rank] = EMPTY
+        exchange(None)  # no version is published before every writer's words are set
+        digests = [layout.digest for layout in plan.layouts]
+        self._address = Address(
+            transport="shared_memory",
+            publisher=publisher,
+            num_writers=plan.num_writers,
+            places=dict(zip(digests, places, strict=True)),
+        )
+
+    @property
+    def num_slots_used(self) -> int:
+        """Slots that have taken memory: two while generators keep up."""
+        return self._slots.num_used
+
+    def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:
+        plan, slot = self._plan, self._slots.claim(version, in_use)
+        for segment in self._segments:
+            segment.proofs[slot, plan.rank] = 0
+            segment.versions[slot, plan.rank] = writing(version)
+        for number, (segment, layout) in enumerate(zip(self._segments, plan.layouts, strict=True)):
+            specs, tensors = layout.specs, segment.tensors[slot]
+            targets = (
+                (part, part_of(spec := specs[part.tensor], tensors[spec.key], part.box)) for part in plan.parts[number]
+            )
+            write_parts(plan, number, weights, targets, segment.proofs[slot, plan.rank])
+        for segment in self._segments:  # last, so that generator ranks with different layouts find all or nothing
+            segment.versions[slot, plan.rank] = version
+        self._slots.settle(slot, version)
+        return self._address
 
     def close(self) -> None:
-        os.close(self._fd)
-
-
-class SharedMemorySubscriber:
-    """A generator's end."""
-
-    def __init__(self, address: SegmentAddress) -> None:
-        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
-        try:
-            self._layout = lay_out(address.specs)
-            self._slots = _Slots(fd, self._layout)
-        finally:
+        self._segments = []
+        for fd in self._fds:
             os.close(fd)
-
-    def fetch(self, version: int, into: Mapping[str, Tensor]) -> None:
-        """Copies one version into `into`, which must not be in use, and proves that it arrived whole.
-
-        Raises:
-            Superseded: the slot holds another version.
-            FingerprintMismatch: a tensor differs from what was published.
-        """
-        slot = version % 2
-        self._require(slot, version)
-        for spec in self._layout.specs:
-            into[spec.key].copy_(self._slots.tensors[slot][spec.key])
-        published = self._slots.fingerprints[slot].tolist()
-        self._require(slot, version)
-        for spec, expected in zip(self._layout.specs, published, strict=True):
-            if fingerprint(into[spec.key]) != expected:
-                raise FingerprintMismatch(f"{spec.name} of version {version} is not what the trainer published")
-
-    def _require(self, slot: int, version: int) -> None:
-        found = int(self._slots.versions[slot][0])
-        if found != version:
-            raise Superseded(f"wanted version {version}, its slot holds {found}")
+        self._fds = []
 
 
-def fingerprint(tensor: Tensor) -> int:
-    """xxh3-64 of the bytes of `tensor`, which is contiguous."""
-    return xxhash.xxh3_64_intdigest(tensor.detach().view(-1).view(torch.uint8).cpu().numpy().data)
+class SharedMemorySubscriber(Subscriber):
+    """Serves from the slot itself: `fetch` copies nothing, it proves."""
+
+    def __init__(self, specs: Sequence[TensorSpec], rank: int, timeout_s: float = 60.0) -> None:
+        super().__init__(specs, rank)
+        self._timeout_s = timeout_s
+        self._publisher = ""
+        self._segment: Segment | None = None
+
+    def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
+        """May begin while writers are still at it: tensors are proved as they arrive."""
+        segment = self._open(address)
+        deadline_s = time.monotonic() + self._timeout_s
+        self._wait(segment, version, deadline_s, lambda: segment.slot_of(version) is not None, "begin")
+        slot = segment.slot_of(version)
+        if slot is None:
+            raise Superseded(f"version {version} was overwritten before it was fetched")
+        words, proofs, tensors = segment.versions[slot], segment.proofs[slot], segment.tensors[slot]
+
+        def finished() -> bool:
+            return bool((words == version).all())
+
+        def await_tensor(index: int) -> None:
+            spec = self.layout.specs[index]
+            arrived = lambda: finished() or proofs[:, 1, index].sum() == spec.num_bytes  # noqa: E731
+            self._wait(segment, version, deadline_s, arrived, f"write {spec.key}")
+
+        try:
+            self.prove(tensors, version, proofs, await_tensor)
+            self._wait(segment, version, deadline_s, finished, "finish")
+        except FingerprintMismatch:
+            if finished():
+                raise
+        if not finished():
+            raise Superseded(f"version {version} was overwritten while it was fetched")
+        return dict(tensors)
+
+    def close(self) -> None:
+        self._segment, self._publisher = None, ""
+
+    def _open(self, address: Address) -> Segment:
+        if self._segment is None or self._publisher != address.publisher:
+            place = self.place_in(address)
+            try:
+                fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise TransferFailed(f"the trainer's memory at {place} cannot be opened: {error.strerror}") from error
+            try:
+                self._segment = Segment(fd, self.layout, address.num_writers, MAP_PRIVATE | MAP_NORESERVE)
+            finally:
+                os.close(fd)
+            self._publisher = address.publisher
+        return self._segment
+
+    def _wait(self, segment: Segment, version: int, deadline_s: float, there: Callable[[], bool], what: str) -> None:
+        pause_s = 1e-4
+        while not there():
+            if segment.slot_of(version) is None and segment.newest > version:
+                raise Superseded(f"wanted version {version}, the trainer is at {segment.newest}")
+            waited = f"generator rank {self.rank} waited for the trainer to {what} (version {version})"
+            if dead := [pid for pid, fd in segment.homes.tolist() if not Path(f"/proc/{pid}/fd/{fd}").exists()]:
+                raise TransferFailed(f"{waited}, but process {dead[0]} is gone")
+            if time.monotonic() > deadline_s:
+                raise TransferFailed(f"{waited} for {self._timeout_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.01)

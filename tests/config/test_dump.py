@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.config import Ref, RunConfig, SftConfig, dump_toml, load_config, load_sft_config
-from llamarl.config.schema import DataConfig, EvalConfig, ModelConfig, RewardConfig, RolloutConfig, TrainerConfig
+from llamarl.config.schema import (
+    DataConfig,
+    EvalConfig,
+    GeneratorConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from llamarl.config.sft import ShapeConfig
 from tests.config.conftest import Write
 
@@ -43,7 +51,10 @@ def run_configs(draw: st.DrawFn) -> RunConfig:
         seed=draw(st.integers(0, 2**63 - 1)),
         model=ModelConfig(path=draw(TEXT)),
         data=DataConfig(train=draw(refs()), eval=draw(st.none() | refs()), template=draw(TEXT)),
-        rollout=RolloutConfig(temperature=draw(POSITIVE), min_p=draw(SHARE)),
+        rollout=RolloutConfig(
+            temperature=draw(POSITIVE), min_p=draw(SHARE), stop_strings=draw(st.lists(TEXT.filter(bool), max_size=3))
+        ),
+        generator=GeneratorConfig(kv_cache_bytes=draw(st.none() | st.integers(1, 2**40))),
         trainer=TrainerConfig(loss=draw(refs()), learning_rate=draw(POSITIVE)),
         reward=RewardConfig(parts=parts, weights=weights),
         eval=EvalConfig(every_steps=draw(st.integers(0, 9)), temperature=draw(SHARE)),

@@ -76,6 +76,26 @@ def test_unreadable_files(tmp_path: Path) -> None:
         (["--rollout.group_size=1"], "rollout.group_size = 1 with trainer.advantage = 'group_mean'"),
         (["--cluster.placement=colocated"], "needs rollout.max_staleness = 0, not 1"),
         (["--reward.weights=[1.0, 2.0]"], "reward.weights has 2 numbers for 1 parts; give one each"),
+        (
+            ["--rollout.max_new_tokens=60001"],
+            "rollout.max_new_tokens = 60001 is more than one message carries (60000); set rollout.segment_tokens",
+        ),
+        (
+            ["--rollout.max_new_tokens=189000", "--rollout.segment_tokens=60000"],
+            "rollout.max_new_tokens = 189000 and data.max_prompt_tokens = 1024 together are more than",
+        ),
+        (["--rollout.segment_tokens=60001"], "`rollout.segment_tokens = 60001`: input should be less than or equal to"),
+        (["--rollout.stop_strings=['']"], "`rollout.stop_strings.0 = ''`: string should have at least 1 character"),
+        (["--generator.dtype=fp8"], "generator.dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'int8'"),
+        (
+            ["--generator.tensor_parallel=2", "--cluster.kind=inline"],
+            "generator.tensor_parallel = 2 needs a process for each rank; use cluster.kind = 'monarch'",
+        ),
+        (
+            ["--weight_sync.transport=p2p", "--cluster.kind=inline"],
+            "weight_sync.transport = 'p2p' goes from process to process, and cluster.kind = 'inline' has only one",
+        ),
+        (["--weight_sync.transport=cuda_ipc"], "weight_sync.transport = 'cuda_ipc' goes from GPU to GPU"),
     ],
 )
 def test_impossible_combination_is_explained(minimal: Path, overrides: list[str], message: str) -> None:
@@ -90,6 +110,11 @@ def test_impossible_combination_is_explained(minimal: Path, overrides: list[str]
         ["--rollout.group_size=1", "--trainer.advantage=tests.parts:Baseline"],
         ["--cluster.placement=colocated", "--rollout.max_staleness=0"],
         ["--reward.weights=[1.0, 2.0]", '--reward.parts=["gsm8k", "math"]'],
+        ["--rollout.max_new_tokens=180000", "--rollout.segment_tokens=60000"],
+        ["--generator.dtype=fp8", "--generator.device=cuda"],
+        ["--generator.dtype=int8", "--generator.tensor_parallel=2", "--weight_sync.transport=p2p"],
+        ["--weight_sync.transport=file", "--cluster.kind=inline"],
+        ["--weight_sync.transport=cuda_ipc", "--generator.device=cuda", "--trainer.device=cuda"],
     ],
 )
 def test_neighbors_of_impossible_combinations_load(minimal: Path, overrides: list[str]) -> None:

@@ -23,25 +23,17 @@ from llamarl.config import RunConfig
 from llamarl.controller.controller import Controller, Executors, Problems
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
-from llamarl.executors.replies import Collected, Scored
+from llamarl.executors.replies import Adoption, Collected, Probe, Published, Scored
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import JsonlSink, MetricsLog
 from llamarl.rollouts.buffer import RolloutBuffer
+from llamarl.rollouts.pieces import joined
 from llamarl.rollouts.recorder import RolloutRecorder
+from llamarl.rollouts.segments import partials_of
 from llamarl.simulator.clock import run_virtual
 from llamarl.training.result import StepResult
-from llamarl.types import (
-    FinishReason,
-    GenerationRequest,
-    Outcome,
-    Prompt,
-    RewardResult,
-    Rollout,
-    RolloutGroup,
-)
-from llamarl.weight_sync.layout import SegmentAddress
+from llamarl.types import FinishReason, GenerationRequest, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 
-ADDRESS = SegmentAddress(pid=0, fd=0, specs=())
 RIGHT = RewardResult(outcome=Outcome.SCORE, value=1.0)
 WRONG = RewardResult(outcome=Outcome.WRONG, value=0.0)
 UNJUDGED = RewardResult(outcome=Outcome.INVALID, value=0.0, reason="the grader is broken")
@@ -79,6 +71,7 @@ class FakeHandle(ExecutorHandle):
         self.failed: asyncio.Future[ExecutorError] = asyncio.get_running_loop().create_future()
         self._turn = asyncio.Lock()
         self.doing = "idle"
+        self.is_stopped = False
 
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         if self.failed.done():
@@ -94,8 +87,8 @@ class FakeHandle(ExecutorHandle):
         return job.result()
 
     async def _run(self, method: str, args: tuple[Any, ...]) -> Any:
-        if method == "collect":  # answered from between other calls
-            return await self.role.collect()
+        if method in ("collect", "adopt"):  # answered from between other calls
+            return await getattr(self.role, method)(*args)
         async with self._turn:
             self.doing = method
             result = await getattr(self.role, method)(*args)
@@ -114,52 +107,96 @@ class FakeHandle(ExecutorHandle):
         return [await self.status(timeout_s)]
 
     async def stop(self, timeout_s: float) -> None:
-        return None
+        self.is_stopped = True
 
     def die(self) -> None:
         if not self.failed.done():
             self.failed.set_result(MeshFailed(self.name, (0,), "pid 7 was killed by SIGKILL"))
+            if isinstance(self.role, Generator):
+                self.role.kill()
+
+
+def token(group_id: int, index: int, position: int) -> int:
+    """What is sampled there, whoever does it."""
+    return group_id % 100_000 * 10_000 + index * 1_000 + position
 
 
 @dataclass
 class Generator:
-    """Decodes any number of rollouts at once; each has two tokens, sampled at its begin and at its end."""
+    """Decodes any number of rollouts at once, their first token at once and the last one after `duration_s`."""
 
     duration_s: Callable[[int, int], float] = lambda group_id, index: 1.0 + index
-    adopt_s: float = 0.1
+    num_tokens: Callable[[int, int], int] = lambda group_id, index: 2
+    adopt_s: float | Callable[[int], float] = 0.1
+    """Seconds in which a version is fetched."""
+    outcomes: list[str] = field(default_factory=list)
+    """How the next fetches end; when there are none left, with an adoption."""
+    bias: float = 0.0
+    """By which its log-probabilities are wrong, in nats."""
+    source: Trainer | None = None
+    """Whose staging memory it serves from."""
     version: int = -1
+    slot: int = -1
     adopted: list[tuple[float, int]] = field(default_factory=list)
     """(when, version)."""
     spans: list[tuple[float, float]] = field(default_factory=list)
-    """(begin, end) of each rollout."""
+    """(begin, end) of each rollout or segment of one."""
+    sampled: list[tuple[int, int, int]] = field(default_factory=list)
+    """(group, index, position) of every token."""
     _finished: list[Rollout] = field(default_factory=list)
     _some: asyncio.Event = field(default_factory=asyncio.Event)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _tasks: dict[asyncio.Task[None], int] = field(default_factory=dict)
 
     async def weight_specs(self) -> tuple[()]:
         return ()
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
         for request in requests:
-            for index in range(request.group_size):
-                self._tasks.add(asyncio.ensure_future(self._decode(request.group_id, index)))
+            assert request.group_id not in self._tasks.values(), "engines take one request of a group at a time"
+            for partial in partials_of(request):
+                assert not len(partial.policy_versions_T), "only token ids travel"
+                task = asyncio.ensure_future(self._decode(request, partial.index, partial.num_tokens))
+                self._tasks[task] = request.group_id
+                task.add_done_callback(self._tasks.pop)
 
-    async def _decode(self, group_id: int, index: int) -> None:
+    async def _decode(self, request: GenerationRequest, index: int, start: int) -> None:
         clock = asyncio.get_running_loop()
-        begin_s, first = clock.time(), self.version
-        await asyncio.sleep(self.duration_s(group_id, index))
+        begin_s, group_id = clock.time(), request.group_id
+        length = self.num_tokens(group_id, index)
+        stop = min(length, start + request.segment_tokens) if request.segment_tokens else length
+        versions, reason = list[int](), FinishReason.STOP if stop == length else FinishReason.PARKED
+        try:
+            for position in range(start, stop):
+                if position:
+                    await asyncio.sleep(self.duration_s(group_id, index) / (length - 1))
+                self.sampled.append((group_id, index, position))
+                versions.append(self.version)
+                if self.source is not None:
+                    assert self.source.staging[self.slot] == self.version, "overwritten while it serves"
+        except asyncio.CancelledError:
+            reason = FinishReason.ABORTED
         self.spans.append((begin_s, clock.time()))
+        ids = [token(group_id, index, start + n) for n in range(len(versions))]
         self._finished.append(
             Rollout(
                 group_id=group_id,
                 index=index,
-                token_ids_T=np.array([1, 2], np.int32),
-                behavior_logprobs_T=np.zeros(2, np.float32),
-                policy_versions_T=np.array([first, self.version], np.int32),
-                finish_reason=FinishReason.STOP,
+                token_ids_T=np.array(ids, np.int32),
+                behavior_logprobs_T=np.array(ids, np.float32),
+                policy_versions_T=np.array(versions, np.int32),
+                finish_reason=reason,
             )
         )
         self._some.set()
+
+    async def abort(self, group_ids: list[int]) -> None:
+        for task, group_id in list(self._tasks.items()):
+            if group_id in group_ids:
+                task.cancel()
+
+    def kill(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
 
     async def collect(self) -> Collected:
         await self._some.wait()
@@ -167,11 +204,20 @@ class Generator:
         rollouts, self._finished = self._finished, []
         return Collected(rollouts=rollouts, num_running=0, num_waiting=0, generated_tokens=0)
 
-    async def adopt(self, version: int, address: SegmentAddress) -> float:
-        await asyncio.sleep(self.adopt_s)
-        self.version = version
+    async def adopt(self, version: int, slot: int) -> Adoption:
+        seconds = self.adopt_s if isinstance(self.adopt_s, float) else self.adopt_s(version)
+        for _ in range(2):
+            await asyncio.sleep(seconds / 2)
+            if self.source is not None and self.source.staging[slot] != version:
+                return Adoption(version=version, outcome="superseded")
+        if self.outcomes and (outcome := self.outcomes.pop(0)) != "adopted":
+            return Adoption(version=version, outcome=outcome, reason=f"w of version {version} on rank 0: {outcome}")
+        self.version, self.slot = version, slot
         self.adopted.append((asyncio.get_running_loop().time(), version))
-        return self.adopt_s
+        return Adoption(version=version, stall_s=0.001, fetch_s=seconds, fingerprint=f"{version:016x}")
+
+    async def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+        return [np.full(len(sequence) - 1, self.version + self.bias, np.float32) for sequence in sequences]
 
 
 @dataclass
@@ -195,15 +241,20 @@ class Trainer:
     published: list[tuple[int, int]] = field(default_factory=list)
     """(name that the weights got, steps that they have had)."""
     spans: list[tuple[float, float]] = field(default_factory=list)
+    staging: list[int | None] = field(default_factory=list)
+    """Version in each slot; a slot is written again when nobody uses its version."""
+    consumed: list[RolloutGroup] = field(default_factory=list)
     _groups: dict[int, RolloutGroup] = field(default_factory=dict)
 
     async def add_groups(self, groups: list[RolloutGroup]) -> None:
-        self._groups.update((group.group_id, group) for group in groups)
+        for group in groups:
+            self._groups[group.group_id] = joined(self._groups.get(group.group_id), group)
 
     async def step(self, group_ids: list[int]) -> StepResult:
         clock = asyncio.get_running_loop()
         begin_s = clock.time()
         groups = [self._groups.pop(group_id) for group_id in group_ids]
+        self.consumed += groups
         await asyncio.sleep(self.step_s)
         self.spans.append((begin_s, clock.time()))
         self.version += 1
@@ -217,9 +268,18 @@ class Trainer:
     async def policy_version(self) -> int:
         return self.version
 
-    async def publish(self, version: int, specs: tuple[()]) -> SegmentAddress:
+    async def set_layout(self, rank: int, specs: tuple[()]) -> None:
+        assert (rank, specs) == (0, ())
+
+    async def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
         self.published.append((version, self.version))
-        return ADDRESS
+        newest = max((held for held in self.staging if held is not None), default=None)
+        free = [slot for slot, held in enumerate(self.staging) if held not in (*in_use, newest)]
+        slot = free[0] if free else len(self.staging)
+        self.staging[slot : slot + 1] = [version]
+        sequence = np.arange(5, dtype=np.int32)
+        probe = Probe(sequences=[sequence], logprobs=[np.full(4, version, np.float32)])
+        return Published(version=version, address=slot, num_bytes=1000, probe=probe)
 
     async def save(self, state: dict[str, Any]) -> str:
         self.saved.append((self.version, json.dumps(state)))
@@ -243,8 +303,12 @@ class Run:
         self.generators = generators or [Generator()]
         self.reward = reward or Reward()
         self.trainer = trainer or Trainer()
+        for generator in self.generators:
+            generator.source = self.trainer
         self.problems = Problems(train=prompts(num_train), eval=prompts(num_eval, "e"), stop_token_ids=(2,))
         self.metrics_file, self.rollouts_file = folder / "metrics.jsonl", folder / "rollouts.jsonl"
+        self.warnings: list[str] = []
+        """What the user was told."""
         self.complaints: list[str] = []
         """What asyncio would print about errors that nobody took."""
         self.wall_s = 0.0
@@ -260,6 +324,7 @@ class Run:
             raise
         finally:  # a forgotten error is complained of when its task is deleted
             self.version = self.controller.version
+            self.left = self.handles
             del self.controller, self.supervisor, self.handles
             gc.collect()
         return self
@@ -277,7 +342,9 @@ class Run:
         limit = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
         log = MetricsLog([JsonlSink(self.metrics_file)], self._lost)
         recorder = RolloutRecorder(self.rollouts_file, self._lost)
-        telemetry = Telemetry(self.config, NullScreen(), log, recorder, limit, clock=clock.time)
+        screen = NullScreen()
+        screen.warn = self.warnings.append
+        telemetry = Telemetry(self.config, screen, log, recorder, limit, clock=clock.time)
         executors = Executors(generators=generators, reward=reward, trainer=trainer)
         self.controller = controller = Controller(self.config, self.problems, executors, supervisor, telemetry, state)
         telemetry.attach(list(executors), controller.generators)
@@ -301,6 +368,13 @@ class Run:
         telemetry.begin_loop(self.controller.version)
         await self.controller.train()
         await self.controller.save()
+
+    async def add(self, name: str, generator: Generator) -> None:
+        """One generator more."""
+        generator.source = self.trainer
+        self.generators.append(generator)
+        self.handles[name] = FakeHandle(name, generator)
+        await self.controller.add_generator(self.handles[name])
 
     def _lost(self, failure: object) -> None:
         raise AssertionError(failure)

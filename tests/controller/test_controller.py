@@ -15,7 +15,7 @@ from llamarl.controller.controller import TooManyInvalid
 from llamarl.controller.supervision import Stalled
 from llamarl.data.sampler import PromptSampler
 from llamarl.types import RewardResult, Rollout
-from tests.controller.fakes import RIGHT, UNJUDGED, WRONG, FakeHandle, Generator, Reward, Run, Trainer, config
+from tests.controller.fakes import RIGHT, UNJUDGED, WRONG, Generator, Reward, Run, Trainer, config
 
 
 def random_durations(seed: int) -> Generator:
@@ -87,7 +87,7 @@ def test_published_weights_carry_the_version_that_they_are_while_a_generator_joi
     async def join(run: Run) -> None:
         await asyncio.sleep(4.0)
         late.adopt_s = 3.0
-        await run.controller.add_generator(FakeHandle("generator-1", late))
+        await run.add("generator-1", late)
         late.adopt_s = 0.1
 
     quick = Generator(duration_s=lambda group_id, index: 0.3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +12,23 @@ import torch
 
 from llamarl.config import RunConfig
 from llamarl.config.schema import GeneratorConfig
+from llamarl.controller.sync import mismatch_of
 from llamarl.executors.generator import GeneratorExecutor
+from llamarl.executors.replies import Published
 from llamarl.executors.trainer import TrainerExecutor
 from llamarl.rollouts.packing import pack, to_sample_group
+from llamarl.rollouts.segments import continued, ids_only, not_begun, partials_of
 from llamarl.training.result import StepResult
-from llamarl.types import GenerationRequest, Outcome, Prompt, RewardResult, Rollout, RolloutGroup, SamplingParams
+from llamarl.types import (
+    FinishReason,
+    GenerationRequest,
+    Outcome,
+    Prompt,
+    RewardResult,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+)
 
 TEMPERATURE, GROUP = 0.7, 3
 TOLERANCE = 1e-4
@@ -88,8 +102,22 @@ def trainer(model: Path, tmp_path: Path) -> TrainerExecutor:
 
 
 @pytest.fixture
-def generator(model: Path) -> GeneratorExecutor:
-    return GeneratorExecutor(str(model), GeneratorConfig(max_running=8, prefill_tokens=32))
+def generator(model: Path, trainer: TrainerExecutor) -> GeneratorExecutor:
+    generator = GeneratorExecutor(str(model), GeneratorConfig(max_running=8, prefill_tokens=32))
+    trainer.set_layout(0, generator.weight_specs())
+    return generator
+
+
+def synced(trainer: TrainerExecutor, generator: GeneratorExecutor, version: int, in_use: tuple[int, ...]) -> Published:
+    """The generator serves what the trainer has."""
+    published = trainer.publish(version, in_use)
+    answer, deadline_s = generator.adopt(version, published.address), time.monotonic() + 10
+    while not answer.done() and time.monotonic() < deadline_s:
+        generator.work()
+    adoption = answer.result(timeout=0)
+    assert (adoption.version, adoption.outcome) == (version, "adopted") and len(adoption.fingerprint) == 16
+    assert published.num_bytes > 0 and adoption.stall_s < 1.0
+    return published
 
 
 def stepped(trainer: TrainerExecutor, generator: GeneratorExecutor, version: int) -> StepResult:
@@ -103,10 +131,15 @@ def stepped(trainer: TrainerExecutor, generator: GeneratorExecutor, version: int
 def test_behavior_logprobs_are_the_trainer_s_before_and_after_syncs(
     trainer: TrainerExecutor, generator: GeneratorExecutor
 ) -> None:
-    specs = generator.weight_specs()
     seen = list[np.ndarray]()
     for version in range(3):
-        generator.adopt(version, trainer.publish(version, specs))
+        published = synced(trainer, generator, version, in_use=(version - 1,) if version else ())
+        assert (published.probe is None) == (version == 0), "the probe is made of the last step's rollouts"
+        if published.probe is not None:
+            scores = generator.score(published.probe.sequences)
+            assert sum(map(len, scores)) > 30
+            found = mismatch_of(published.probe, scores)
+            assert found.largest < TOLERANCE and 0 <= found.kl < TOLERANCE
         asked = requests(1000)
         generator.submit(asked)
         groups = scored(asked, collected(generator, 4 * GROUP))
@@ -125,8 +158,10 @@ def test_behavior_logprobs_are_the_trainer_s_before_and_after_syncs(
 
 def test_weights_without_a_sync_are_not_the_trainer_s(trainer: TrainerExecutor, generator: GeneratorExecutor) -> None:
     """The test above can fail: one step without adoption is far outside its tolerance."""
-    generator.adopt(0, trainer.publish(0, generator.weight_specs()))
+    synced(trainer, generator, 0, in_use=())
     stepped(trainer, generator, 0)
+    probe = trainer.publish(1, in_use=(0,)).probe
+    assert probe is not None and mismatch_of(probe, generator.score(probe.sequences)).mean > 10 * TOLERANCE
     asked = requests(1000)
     generator.submit(asked)
     behavior, own = recomputed(trainer, scored(asked, collected(generator, 4 * GROUP)))
@@ -135,14 +170,13 @@ def test_weights_without_a_sync_are_not_the_trainer_s(trainer: TrainerExecutor, 
 
 def test_weights_arrive_between_two_tokens(trainer: TrainerExecutor, generator: GeneratorExecutor) -> None:
     """Rollouts go on under new weights; each token is stamped with, and was sampled from, the version of its moment."""
-    specs = generator.weight_specs()
-    generator.adopt(0, trainer.publish(0, specs))
+    synced(trainer, generator, 0, in_use=())
     stepped(trainer, generator, 0)
     asked = requests(500, max_new_tokens=60)
     generator.submit(asked)
     for _ in range(12):
         generator.work()
-    assert generator.adopt(1, trainer.publish(1, specs)) < 1.0
+    synced(trainer, generator, 1, in_use=(0,))
     rollouts = collected(generator, 4 * GROUP)
     mixed = [r for r in rollouts if set(r.policy_versions_T.tolist()) == {0, 1}]
     assert mixed
@@ -160,3 +194,28 @@ def test_an_aborted_group_comes_back_with_its_tokens(generator: GeneratorExecuto
     aborted = [rollout for rollout in rollouts if rollout.finish_reason == "aborted"]
     assert {rollout.group_id for rollout in aborted} == {asked[0].group_id}
     assert all(rollout.num_tokens > 0 for rollout in aborted)
+
+
+def test_parked_rollouts_go_on_from_their_token_ids(trainer: TrainerExecutor, generator: GeneratorExecutor) -> None:
+    """Cut into segments, with only ids on the way there and only new tokens on the way back, they are the same."""
+    synced(trainer, generator, 0, in_use=())
+    asked = requests(700)
+    generator.submit(asked)
+    expected = {(one.group_id, one.index): one for one in collected(generator, 4 * GROUP)}
+    whole = {key: not_begun(*key) for key in expected}
+    todo = [replace(request, segment_tokens=7) for request in asked]
+    while todo:
+        generator.submit(todo)
+        parked = dict[int, list[Rollout]]()
+        for rest in collected(generator, sum(len(partials_of(request)) for request in todo)):
+            assert rest.num_tokens <= 7
+            key = rest.group_id, rest.index
+            whole[key] = continued(whole[key], rest)
+            if rest.finish_reason is FinishReason.PARKED:
+                parked.setdefault(rest.group_id, []).append(ids_only(whole[key]))
+        todo = [replace(one, partials=tuple(parked[one.group_id])) for one in todo if one.group_id in parked]
+    for key, rollout in expected.items():
+        assert whole[key].token_ids_T.tolist() == rollout.token_ids_T.tolist()
+        assert whole[key].finish_reason is rollout.finish_reason
+        np.testing.assert_allclose(whole[key].behavior_logprobs_T, rollout.behavior_logprobs_T, atol=TOLERANCE)
+    assert max(rollout.num_tokens for rollout in expected.values()) > 21

@@ -22,6 +22,7 @@ from llamarl.controller.run_folder import prepare_run_folder
 from llamarl.data.sampler import PromptSampler
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.generation.engine import Engine
+from llamarl.generation.model import GeneratorModel
 from llamarl.models.hf import load_model
 from llamarl.training.trainer import Trainer
 from llamarl.types import GenerationRequest, Prompt, RewardItem, Rollout, RolloutGroup, SamplingParams
@@ -59,7 +60,9 @@ def straight_loop(config: RunConfig) -> tuple[list[Rollout], dict[str, torch.Ten
     """Generate, score, train, copy the weights; what it generated and the last weights."""
     problems = prepare(config).problems
     sampler = PromptSampler(len(problems.train), config.seed)
-    generator = load_model(config.model.path, torch.float32, "cpu")
+    first = load_model(config.model.path, torch.float32, "cpu")
+    generator = GeneratorModel(first.shape, "float32", "cpu")
+    generator.load(first)
     limits = GeneratorConfig()
     engine = Engine(generator, max_running=limits.max_running, prefill_tokens=limits.prefill_tokens, kv_bytes=None)
     trainer = Trainer(
@@ -91,9 +94,7 @@ def straight_loop(config: RunConfig) -> tuple[list[Rollout], dict[str, torch.Ten
         everything += finished
         groups = [_scored(number, prompt, finished, tokenizer) for number, prompt in prompts.items()]
         trainer.step(groups)
-        with torch.no_grad():
-            for mine, new in zip(generator.parameters(), trainer.model.parameters(), strict=True):
-                mine.copy_(new)
+        generator.load(trainer.model)
     return everything, dict(trainer.model.named_parameters())
 
 

@@ -1,4 +1,4 @@
-"""The engine against slow references on a tiny float32 model.
+"""What is particular to the native engine; what every backend does is in `conformance.py`.
 
 Batch composition changes the shape of matrix products and with it the last bits of logits. So what holds is: the same
 tokens unless two candidates are within rounding of each other (here: never), and log-probs equal to about 1e-5.
@@ -6,130 +6,35 @@ tokens unless two candidates are within rounding of each other (here: never), an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from llamarl.generation.attention import DecodePlan
-from llamarl.generation.engine import Engine
-from llamarl.generation.kv_cache import KVCache
-from llamarl.models.attention import causal_attend
+from llamarl.generation.stop import StopStrings
 from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
+from tests.generation.native import GREEDY, SAMPLED, assert_same, drain, make_engine, run
+from tests.generation.references import assert_greedy, by_key, full_logits, gathered, response_logits, run_segments
 
 Requests = Callable[..., list[GenerationRequest]]
 Models = Callable[..., Transformer]
-GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
-SAMPLED = SamplingParams(temperature=0.9, max_new_tokens=24, seed=5)
-
-
-def make_engine(
-    model: Transformer, blocks: int | None = 400, max_running: int = 16, prefill_tokens: int = 64, version: int = 0
-) -> Engine:
-    shape = model.shape
-    block_bytes = KVCache.block_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, torch.float32)
-    kv_bytes = None if blocks is None else blocks * block_bytes
-    return Engine(model, max_running=max_running, prefill_tokens=prefill_tokens, kv_bytes=kv_bytes, version=version)
-
-
-def drain(engine: Engine) -> list[Rollout]:
-    rollouts = []
-    for _ in range(5000):
-        if not engine.has_work:
-            stats = engine.stats()
-            assert (stats.running, stats.waiting, stats.kv_use) == (0, 0, 0.0)
-            return rollouts
-        rollouts += engine.step()
-    raise AssertionError("the engine does not finish")
-
-
-def run(engine: Engine, requests: Iterable[GenerationRequest]) -> dict[tuple[int, int], Rollout]:
-    engine.submit(list(requests))
-    rollouts = drain(engine)
-    result = {(rollout.group_id, rollout.index): rollout for rollout in rollouts}
-    assert len(result) == len(rollouts), "each rollout is returned once"
-    return result
-
-
-@torch.no_grad()
-def full_logits(model: Transformer, token_ids_T: np.ndarray) -> Tensor:
-    token_ids = torch.from_numpy(token_ids_T.astype(np.int64))
-    return model.logits(model(token_ids, torch.arange(len(token_ids)), causal_attend([len(token_ids)])))
-
-
-def response_logits(model: Transformer, request: GenerationRequest, rollout: Rollout) -> Tensor:
-    """Logits that predict each response token, by one full forward."""
-    tokens_T = np.concatenate((request.prompt_token_ids_T, rollout.token_ids_T))
-    return full_logits(model, tokens_T)[len(request.prompt_token_ids_T) - 1 : -1]
-
-
-def assert_same(left: dict[tuple[int, int], Rollout], right: dict[tuple[int, int], Rollout]) -> None:
-    assert left.keys() == right.keys()
-    for key, rollout in left.items():
-        np.testing.assert_array_equal(rollout.token_ids_T, right[key].token_ids_T)
-        np.testing.assert_allclose(rollout.behavior_logprobs_T, right[key].behavior_logprobs_T, atol=2e-5)
-        assert rollout.finish_reason == right[key].finish_reason
 
 
 @pytest.mark.parametrize(("family", "num_kv_heads"), [("llama", 2), ("llama", 4), ("qwen3", 1)])
-def test_greedy_equals_a_full_forward_per_token(
+def test_greedy_equals_a_full_forward(
     make_model: Models, make_requests: Requests, family: str, num_kv_heads: int
 ) -> None:
     model = make_model(family=family, num_kv_heads=num_kv_heads)
     requests = make_requests(5, GREEDY)
     rollouts = run(make_engine(model), requests)
-    for request in requests:
-        tokens = request.prompt_token_ids_T
-        for _ in range(GREEDY.max_new_tokens):
-            tokens = np.append(tokens, np.int32(full_logits(model, tokens)[-1].argmax()))
-        for index in range(request.group_size):
-            rollout = rollouts[request.group_id, index]
-            np.testing.assert_array_equal(rollout.token_ids_T, tokens[len(request.prompt_token_ids_T) :])
-            assert rollout.finish_reason == FinishReason.LENGTH
-
-
-def test_records_are_typed_arrays(model: Transformer, make_requests: Requests) -> None:
-    rollout = run(make_engine(model, version=3), make_requests(1, SAMPLED))[10, 0]
-    dtypes = [rollout.token_ids_T.dtype, rollout.behavior_logprobs_T.dtype, rollout.policy_versions_T.dtype]
-    assert dtypes == [np.int32, np.float32, np.int32]
-    assert rollout.policy_versions_T.tolist() == [3] * 24
-    assert len(rollout.token_ids_T) == len(rollout.behavior_logprobs_T) == 24
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_behavior_logprobs_equal_a_full_forward(
-    model: Transformer, make_requests: Requests, temperature: float
-) -> None:
-    requests = make_requests(6, SamplingParams(temperature=temperature, max_new_tokens=40))
-    for key, rollout in run(make_engine(model), requests).items():
-        logits = response_logits(model, requests[key[0] - 10], rollout) / (temperature or 1.0)
-        expected = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(rollout.token_ids_T).long()[:, None])[:, 0]
-        np.testing.assert_allclose(rollout.behavior_logprobs_T, expected.numpy(), atol=1e-4)
-
-
-@pytest.mark.parametrize("truncation", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
-def test_behavior_logprobs_include_truncation(
-    model: Transformer, make_requests: Requests, truncation: dict[str, Any]
-) -> None:
-    requests = make_requests(4, SamplingParams(temperature=1.2, max_new_tokens=30, **truncation))
-    for key, rollout in run(make_engine(model), requests).items():
-        logits = response_logits(model, requests[key[0] - 10], rollout).double()
-        for probs, token, logprob in zip(
-            torch.softmax(logits / 1.2, -1), rollout.token_ids_T, rollout.behavior_logprobs_T, strict=True
-        ):
-            ranked = probs.sort(descending=True).values
-            if "top_k" in truncation:
-                mass = ranked[:5].sum()
-            elif "top_p" in truncation:
-                mass = ranked[: int((ranked.cumsum(0) < 0.8).sum()) + 1].sum()
-            else:
-                mass = ranked[ranked >= 0.1 * ranked[0]].sum()
-            assert abs(float((probs[token] / mass).log()) - logprob) < 1e-4
+    for key, rollout in rollouts.items():
+        assert (rollout.finish_reason, rollout.num_tokens) == (FinishReason.LENGTH, 24)
+        assert_greedy(response_logits(model, requests[key[0] - 10].prompt_token_ids_T, rollout), rollout)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -169,74 +74,6 @@ class TestARolloutDoesNotDependOn:
         assert_same({key: rollout for key, rollout in larger.items() if key[1] < 3}, expected)
 
 
-def test_rollouts_of_a_group_differ_and_seeds_matter(model: Transformer, make_requests: Requests) -> None:
-    first = run(make_engine(model), make_requests(2, SAMPLED))
-    other = run(make_engine(model), make_requests(2, SamplingParams(temperature=0.9, max_new_tokens=24, seed=6)))
-    tokens = [tuple(rollout.token_ids_T) for rollout in (*first.values(), *other.values())]
-    assert len(set(tokens)) == len(tokens)
-
-
-def test_sparse_blocks_give_the_same_rollouts(model: Transformer, make_requests: Requests) -> None:
-    """One rollout far from its neighbours in the cache: decode gathers blocks instead of reading a range."""
-    requests = make_requests(3, GREEDY, group_size=1)
-    engine = make_engine(model)
-    pool = engine._scheduler.pool
-    blocks = [pool.take_low() for _ in range(200)]
-    engine.submit(requests[:1])
-    engine.step()
-    pool.release(blocks)
-    engine.submit(requests[1:])
-    engine.step()
-    plan = DecodePlan(engine._cache, engine._rows, model.shape.num_heads, torch.float32)
-    assert isinstance(plan._sets[0].blocks, Tensor)
-    rollouts = {(rollout.group_id, rollout.index): rollout for rollout in drain(engine)}
-    assert_same(rollouts, run(make_engine(model), requests))
-
-
-class CachedReference:
-    """One sequence, one token at a time, keys and values kept whatever the weights are."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.past: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_layers)]
-
-    def attend(self, layer: int, q_1_H_K: Tensor, k_1_J_K: Tensor, v_1_J_K: Tensor) -> Tensor:
-        self.past[layer].append((k_1_J_K, v_1_J_K))
-        rep = q_1_H_K.shape[1] // k_1_J_K.shape[1]
-        keys, values = (torch.cat(x).repeat_interleave(rep, dim=1) for x in zip(*self.past[layer], strict=True))
-        scores = torch.einsum("hk,thk->ht", q_1_H_K[0], keys) * q_1_H_K.shape[-1] ** -0.5
-        return torch.einsum("ht,thk->hk", torch.softmax(scores, -1), values)[None]
-
-    @torch.no_grad()
-    def logits(self, model: Transformer, token: int, position: int) -> Tensor:
-        return model.logits(model(torch.tensor([token]), torch.tensor([position]), self.attend))[0]
-
-
-def test_new_weights_between_two_steps_count_from_the_next_token(make_model: Models, make_requests: Requests) -> None:
-    """Exactly the old weights' tokens before, the new weights' tokens over the kept cache after."""
-    old, new, served = make_model(seed=1), make_model(seed=2), make_model(seed=1)
-    requests = make_requests(3, GREEDY, group_size=2)
-    engine = make_engine(served, version=7)
-    engine.submit(requests)
-    for _ in range(9):
-        assert engine.step() == []
-    served.load_state_dict(new.state_dict())
-    engine.set_version(8)
-    rollouts = drain(engine)
-    assert len(rollouts) == 6
-    for rollout in rollouts:
-        assert rollout.policy_versions_T.tolist() == [7] * 9 + [8] * 15
-        prompt = next(r.prompt_token_ids_T for r in requests if r.group_id == rollout.group_id)
-        reference = CachedReference(old.shape.num_layers)
-        fed, tokens = prompt.tolist(), []
-        for position in range(len(prompt) + 23):
-            current = old if len(tokens) < 9 else new
-            logits = reference.logits(current, fed[position], position)
-            if position >= len(prompt) - 1:
-                tokens.append(int(logits.argmax()))
-                fed.append(tokens[-1])
-        assert rollout.token_ids_T.tolist() == tokens
-
-
 def test_abort_returns_tokens_so_far_and_frees_everything(model: Transformer, make_requests: Requests) -> None:
     requests = make_requests(6, SAMPLED)
     whole = run(make_engine(model), requests)
@@ -252,22 +89,8 @@ def test_abort_returns_tokens_so_far_and_frees_everything(model: Transformer, ma
         np.testing.assert_array_equal(rollout.token_ids_T, expected_T[: rollout.num_tokens])
     assert {r.num_tokens for r in aborted if r.group_id == 10} == {5}
     assert {r.num_tokens for r in aborted if r.group_id == 15} == {0}
-    rest = {(r.group_id, r.index): r for r in drain(engine)}
-    assert_same(rest, {key: rollout for key, rollout in whole.items() if key[0] in (11, 13, 14)})
+    assert_same(by_key(drain(engine)), {key: rollout for key, rollout in whole.items() if key[0] in (11, 13, 14)})
     assert engine.abort([11]) == []
-
-
-def test_stop_tokens_end_a_rollout_and_belong_to_it(model: Transformer, make_requests: Requests) -> None:
-    free = run(make_engine(model), make_requests(3, SAMPLED))
-    stops = (int(free[10, 0].token_ids_T[4]), int(free[11, 1].token_ids_T[7]))
-    sampling = SamplingParams(temperature=0.9, max_new_tokens=24, seed=5, stop_token_ids=stops)
-    stopped = run(make_engine(model), make_requests(3, sampling))
-    for key, rollout in stopped.items():
-        hits = np.flatnonzero(np.isin(free[key].token_ids_T, stops))
-        length = hits[0] + 1 if len(hits) else 24
-        np.testing.assert_array_equal(rollout.token_ids_T, free[key].token_ids_T[:length])
-        assert rollout.finish_reason == (FinishReason.STOP if len(hits) else FinishReason.LENGTH)
-    assert stopped[10, 0].finish_reason == FinishReason.STOP
 
 
 def test_the_end_of_the_context_ends_a_rollout(model: Transformer) -> None:
@@ -293,6 +116,7 @@ BAD = {
     "top_k = -2": ([1], replace(SHORT, top_k=-2)),
     "min_p = 1.5": ([1], replace(SHORT, min_p=1.5)),
     "max_new_tokens = 0": ([1], replace(SHORT, max_new_tokens=0)),
+    "stop_strings = ('a',); this engine has no tokenizer": ([1], replace(SHORT, stop_strings=("a",))),
 }
 
 
@@ -311,17 +135,6 @@ def test_bad_requests_fail_with_a_reason_and_the_others_go_on(model: Transformer
             assert message in failed.error
             assert (failed.num_tokens, failed.oldest_version) == (0, -1)
     assert_same(rollouts, run(make_engine(model), good))
-
-
-def test_a_group_id_in_use_is_refused_before_anything_is_queued(model: Transformer, make_requests: Requests) -> None:
-    requests = make_requests(3, GREEDY)
-    engine = make_engine(model)
-    engine.submit(requests[:1])
-    with pytest.raises(ValueError, match="10"):
-        engine.submit([requests[1], requests[0]])
-    with pytest.raises(ValueError, match="12"):
-        engine.submit([requests[2], requests[2]])
-    assert {rollout.group_id for rollout in drain(engine)} == {10}
 
 
 def test_logits_that_are_not_finite_fail_only_the_rollouts_that_have_them(
@@ -367,6 +180,174 @@ def test_bfloat16_and_default_memory(make_model: Models, make_requests: Requests
     model = make_model(seed=0).to(torch.bfloat16)
     requests = make_requests(4, SamplingParams(max_new_tokens=30))
     for key, rollout in run(make_engine(model, blocks=None), requests).items():
-        logits = response_logits(model, requests[key[0] - 10], rollout).float()
+        logits = response_logits(model, requests[key[0] - 10].prompt_token_ids_T, rollout).float()
         expected = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(rollout.token_ids_T).long()[:, None])[:, 0]
         assert np.abs(rollout.behavior_logprobs_T - expected.numpy()).mean() < 0.1
+
+
+def test_an_engine_without_memory_says_so(model: Transformer, make_requests: Requests) -> None:
+    rollouts = run(make_engine(model, blocks=0), make_requests(2, GREEDY))
+    assert {one.error.split(",")[0] for one in rollouts.values()} == {"the KV cache holds 0 tokens"}
+
+
+@pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
+def test_after_an_update_the_same_prompt_equals_a_cold_engine(
+    make_model: Models, make_requests: Requests, kv_on_update: str
+) -> None:
+    """Bit for bit, since the steps are the same."""
+    new, served = make_model(seed=2), make_model(seed=1)
+    requests = make_requests(4, SAMPLED)
+    engine = make_engine(served, kv_on_update=kv_on_update)
+    run(engine, requests)
+    served.load_state_dict(new.state_dict())
+    engine.set_version(1)
+    warm, cold = run(engine, requests), run(make_engine(new), requests)
+    for key, rollout in warm.items():
+        np.testing.assert_array_equal(rollout.behavior_logprobs_T, cold[key].behavior_logprobs_T)
+
+
+def test_what_an_update_costs(model: Transformer, make_requests: Requests) -> None:
+    """Keeping costs nothing; recomputing prefills once more what was cached: a prefix of 16 and 3 times 10 tokens."""
+    costs = {}
+    for kv_on_update in ("keep", "recompute"):
+        engine = make_engine(model, kv_on_update=kv_on_update)
+        engine.submit(make_requests(2, GREEDY)[1:])
+        for _ in range(10):
+            engine.step()
+        engine.set_version(1)
+        drain(engine)
+        costs[kv_on_update] = engine.stats()
+    assert (costs["keep"].recomputed_tokens, costs["keep"].recompute_s) == (0, 0)
+    assert costs["recompute"].recomputed_tokens == 16 + 3 * 10
+    assert costs["recompute"].prefill_tokens == costs["keep"].prefill_tokens + 46
+    assert 0 < costs["recompute"].recompute_s < 5
+    assert costs["recompute"].decode_tokens == costs["keep"].decode_tokens == 72
+
+
+@pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
+def test_each_of_ten_thousand_tokens_carries_the_version_that_sampled_it(
+    make_model: Models, make_requests: Requests, kv_on_update: str
+) -> None:
+    """An update every fifth step."""
+    served = make_model()
+    rng = np.random.default_rng(0)
+    requests = make_requests(140, SamplingParams(max_new_tokens=24))
+    engine = make_engine(served, max_running=64, prefill_tokens=400, kv_on_update=kv_on_update)
+    engine.submit(requests)
+    rollouts, sampled = list[Rollout](), np.zeros(0, int)
+    while engine.has_work:
+        if engine.stats().steps % 5 == 4:
+            with torch.no_grad():
+                served.model.norm.weight.copy_(torch.from_numpy(rng.normal(1, 0.1, 32)))
+            engine.set_version(engine.version + 1)
+        before = engine.stats().decode_tokens
+        rollouts += engine.step()
+        sampled = np.append(sampled, [engine.version] * (engine.stats().decode_tokens - before))
+    versions = np.concatenate([rollout.policy_versions_T for rollout in rollouts])
+    assert len(versions) == 140 * 3 * 24 > 10_000
+    np.testing.assert_array_equal(np.sort(versions), sampled)
+    assert all((np.diff(rollout.policy_versions_T) >= 0).all() for rollout in rollouts)
+    assert len(set(versions.tolist())) > 20
+
+
+def test_scores_do_not_depend_on_how_sequences_are_packed(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 40, length) for length in (1, 1, 30, 96, 1, 2, 64)]
+    engine = make_engine(model)
+    whole = engine.score(sequences)
+    monkeypatch.setattr("llamarl.generation.score._PACK_TOKENS", 40)
+    monkeypatch.setattr("llamarl.generation.score._LOGITS", 40 * 7)
+    for token_ids_T, left_T, right_T in zip(sequences, whole, engine.score(sequences), strict=True):
+        expected_T = gathered(full_logits(model, token_ids_T)[:-1], token_ids_T[1:])
+        np.testing.assert_allclose(left_T, expected_T, atol=1e-5)
+        np.testing.assert_allclose(right_T, expected_T, atol=1e-5)
+    assert engine.score([]) == []
+
+
+def test_slots_stay_full_until_the_queue_is_empty(model: Transformer) -> None:
+    """Nine of ten rollouts are short, one is eight times as long."""
+    requests = [
+        GenerationRequest(
+            group_id=i, prompt_token_ids_T=np.arange(1 + i % 12, dtype=np.int32), group_size=2,
+            sampling=SamplingParams(max_new_tokens=80 if i % 10 == 9 else 10, seed=i),
+        )
+        for i in range(60)
+    ]  # fmt: skip
+    engine = make_engine(model, max_running=16, prefill_tokens=32)
+    run(engine, requests)
+    stats = engine.stats()
+    assert stats.slot_steps > 16 * 80
+    assert stats.filled_slot_steps / stats.slot_steps > 0.97
+
+
+# Tokens of the tiny vocabulary as bytes: parts of characters, text across borders, and some that are silent.
+PIECES = [b"a", b"b", b"ab", b" ", b"END", b"EN", b"D", b"D!", b"\n", "é".encode(), "日".encode(), b"\xc3", b"\xa9",
+          b"\xe6", b"\x97", b"\xa5", b"x" * 9, b"", b"", b"\xa9D"] + [b"."] * 20  # fmt: skip
+STOPS = ("END", "é", "日\n", "b a", "\n\n", "xE", "b ", "ENx")
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return b"".join(PIECES[i] for i in token_ids).decode(errors="replace")
+
+
+def decode_stripped(token_ids: Sequence[int]) -> str:
+    """As tokenizers do that mark words by a space before them."""
+    return decode(token_ids).removeprefix(" ")
+
+
+@settings(deadline=None, max_examples=400)
+@example([5, *[17] * 9, 16], ("ENx",), decode)
+@example([1, 3], ("b ",), decode_stripped)
+@given(
+    st.lists(st.integers(0, 19), min_size=1, max_size=60),
+    st.sets(st.sampled_from(STOPS), min_size=1).map(tuple),
+    st.sampled_from([decode, decode_stripped]),
+)
+def test_a_stop_string_is_found_at_the_token_that_completes_it(
+    tokens: list[int], strings: tuple[str, ...], decode: Callable[[Sequence[int]], str]
+) -> None:
+    stop, ids_T = StopStrings(strings, decode), np.array(tokens, np.int32)
+    for length in range(1, len(tokens) + 1):
+        expected = any(string in decode(tokens[:length]) for string in strings)
+        assert stop.completed(ids_T[:length]) == expected
+        if expected:
+            break
+
+
+def test_stop_strings_cost_little(model: Transformer, make_requests: Requests) -> None:
+    """Rows without them are not decoded, and others only where a token can end one, and only a tail."""
+    decoded = []
+
+    def counting(token_ids: Sequence[int]) -> str:
+        decoded.append(len(token_ids))
+        return decode(token_ids)
+
+    plain, stopping = make_requests(2, replace(SAMPLED, max_new_tokens=60))
+    engine = make_engine(model, decode=counting)
+    run(engine, [plain])
+    assert decoded == []
+    strings = ("END!", "nowhere")
+    rollouts = run(engine, [replace(stopping, sampling=replace(stopping.sampling, stop_strings=strings))])
+    num_tokens = sum(rollout.num_tokens for rollout in rollouts.values())
+    assert num_tokens == 180
+    assert max(decoded) <= 2 * (7 + 4), "some tokens are silent"
+    assert 0 < sum(decoded) < 4 * num_tokens
+
+
+def test_stop_strings_end_rollouts_also_across_segments(model: Transformer, make_requests: Requests) -> None:
+    sampling = replace(SAMPLED, max_new_tokens=60, stop_strings=("é", "xE", "b a"))
+    free = run(make_engine(model), make_requests(4, replace(sampling, stop_strings=())))
+    requests = make_requests(4, sampling)
+    whole = run(make_engine(model, decode=decode), requests)
+    cut = [replace(request, segment_tokens=5) for request in requests]
+    assert_same(run_segments(make_engine(model, decode=decode), cut)[0], whole)
+    plain = [replace(r, group_id=r.group_id + 50, sampling=replace(sampling, stop_strings=())) for r in requests]
+    mixed = run(make_engine(model, decode=decode, max_running=5), [*plain[:2], *requests, *plain[2:]])
+    others = [mixed.pop((one.group_id, index)) for one in plain for index in range(3)]
+    assert {rollout.finish_reason for rollout in others} == {FinishReason.LENGTH}
+    assert_same(mixed, whole)
+    assert {rollout.finish_reason for rollout in whole.values()} == {FinishReason.STOP, FinishReason.LENGTH}
+    for key, rollout in whole.items():
+        tokens = free[key].token_ids_T
+        ends = [n for n in range(1, 61) if any(string in decode(tokens[:n]) for string in sampling.stop_strings)]
+        np.testing.assert_array_equal(rollout.token_ids_T, tokens[: ends[0] if ends else 60])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.generation.scheduler import Schedule, Scheduler
-from llamarl.generation.sequence import Group, Sequence
+from llamarl.generation.sequence import Group, Segment, Sequence
 from llamarl.types import GenerationRequest, SamplingParams
 
 BLOCK = 4
@@ -19,8 +19,8 @@ def make_group(group_id: int, prompt: int, size: int, limit: int) -> Group:
     request = GenerationRequest(
         group_id=group_id, prompt_token_ids_T=np.zeros(prompt, np.int32), group_size=size, sampling=SamplingParams()
     )
-    group = Group(request, request.prompt_token_ids_T, limit)
-    group.unfinished = {index: Sequence(group, index) for index in range(size)}
+    group = Group(request=request, prompt_T=request.prompt_token_ids_T, limit=limit)
+    group.unfinished = {index: Sequence(group=group, index=index, limit=limit) for index in range(size)}
     return group
 
 
@@ -29,21 +29,39 @@ class Driver:
     """Carries schedules out, and checks each against what the engine relies on."""
 
     scheduler: Scheduler
-    cached: dict[object, int] = field(default_factory=dict)
+    recompute: bool = False
+    version: int = 0
+    segments: dict[int, Segment] = field(default_factory=dict)
+    """By `id`; held, so that ids are not used again."""
+    versions: dict[int, list[int]] = field(default_factory=dict)
+    """Of the weights that computed each cached token of a segment."""
+    admitted: dict[Sequence, int] = field(default_factory=dict)
+    """Version at which each active rollout was admitted."""
+    recomputed_tokens: int = 0
     first_admissions: list[tuple[int, int]] = field(default_factory=list)
     finished: list[tuple[int, int]] = field(default_factory=list)
+
+    def update(self) -> None:
+        """New weights."""
+        self.version += 1
+        running = list(self.scheduler.running)
+        stopped = self.scheduler.outdate(self.recompute)
+        assert stopped == (running if self.recompute else [])
+        self.check_blocks()
 
     def step(self) -> Schedule:
         scheduler = self.scheduler
         plan = scheduler.schedule()
+        self.recomputed_tokens += plan.recomputed_tokens
         for sequence in scheduler.active:
             key = (sequence.group.request.group_id, sequence.index)
             if key not in self.first_admissions:
                 self.first_admissions.append(key)
         self._check(plan)
+        self._compute(plan)
         for sequence in list(scheduler.running):
             sequence.token_ids_T = np.zeros(len(sequence.token_ids_T) + 1, np.int32)
-            if len(sequence.token_ids_T) == sequence.group.limit:
+            if len(sequence.token_ids_T) == sequence.limit:
                 self.finished.append((sequence.group.request.group_id, sequence.index))
                 scheduler.remove([sequence])
         self.check_blocks()
@@ -63,13 +81,36 @@ class Driver:
             segment = chunk.group.prefix if chunk.sequence is None else chunk.sequence.own
             assert 0 <= chunk.start < chunk.stop <= len(segment.blocks) * BLOCK
 
+    def _compute(self, plan: Schedule) -> None:
+        """Keys and values, as the version of their weights."""
+        active = self.scheduler.active
+        for sequence in plan.parked:
+            self.admitted.pop(sequence, None)
+        self.admitted = {one: self.admitted.get(one, self.version) for one in active}
+        for chunk in plan.chunks:
+            segment = chunk.group.prefix if chunk.sequence is None else chunk.sequence.own
+            self._write(segment, chunk.start, chunk.stop)
+        for sequence in self.scheduler.running:
+            own, prefix = sequence.own, sequence.group.prefix
+            self._write(own, own.num_cached - 1, own.num_cached)
+            seen = (*self._seen(prefix), *self._seen(own))
+            assert min(seen) >= (self.version if self.recompute else self.admitted[sequence])
+
+    def _write(self, segment: Segment, start: int, stop: int) -> None:
+        self.segments[id(segment)] = segment
+        versions = self.versions.setdefault(id(segment), [])
+        assert len(versions) >= start, "no gap"
+        versions[start:stop] = [self.version] * (stop - start)
+
+    def _seen(self, segment: Segment) -> list[int]:
+        return self.versions.get(id(segment), [])[: segment.num_cached]
+
     def check_blocks(self) -> None:
-        held = [
-            block
-            for group in self.scheduler.groups.values()
-            for segment in (group.prefix, *(sequence.own for sequence in group.unfinished.values()))
-            for block in segment.blocks
-        ]
+        scheduler = self.scheduler
+        groups = {*scheduler.groups.values(), *(sequence.group for sequence in scheduler.active)}
+        sequences = [one for group in scheduler.groups.values() for one in group.unfinished.values()]
+        segments = [*(group.prefix for group in groups), *(sequence.own for sequence in sequences)]
+        held = [block for segment in segments for block in segment.blocks]
         assert len(held) == len(set(held))
         assert len(held) + self.scheduler.pool.num_free == self.scheduler.pool.num_blocks
 
@@ -84,6 +125,8 @@ GROUPS = st.lists(st.tuples(st.integers(1, 14), st.integers(1, 4), st.integers(1
     st.integers(1, 6),
     st.integers(1, 9),
     st.lists(st.integers(0, 40), max_size=3),
+    st.lists(st.integers(0, 60), max_size=6),
+    st.booleans(),
     st.data(),
 )
 def test_everything_finishes_once_and_no_block_is_lost(
@@ -92,10 +135,12 @@ def test_everything_finishes_once_and_no_block_is_lost(
     max_running: int,
     prefill_tokens: int,
     abort_steps: list[int],
+    update_steps: list[int],
+    recompute: bool,
     data: st.DataObject,
 ) -> None:
     scheduler = Scheduler(num_blocks, BLOCK, max_running, prefill_tokens)
-    driver = Driver(scheduler)
+    driver = Driver(scheduler, recompute)
     groups = [make_group(i, *size) for i, size in enumerate(sizes)]
     for group in groups:
         assert scheduler.fits(group.prefix_tokens, group.limit)
@@ -106,6 +151,8 @@ def test_everything_finishes_once_and_no_block_is_lost(
         if not scheduler.groups:
             break
         driver.step()
+        for _ in range(update_steps.count(step)):
+            driver.update()
         if step in abort_steps and scheduler.groups:
             group = scheduler.groups[data.draw(st.sampled_from(sorted(scheduler.groups)))]
             aborted |= {(group.request.group_id, index) for index in group.unfinished}
@@ -154,3 +201,68 @@ def test_the_youngest_is_parked_and_resumes_from_its_tokens() -> None:
     assert [(chunk.start, chunk.stop) for chunk in resumed] == [(0, 8)]
     assert driver.finished == [(0, 0), (1, 0)]
     assert scheduler.num_parked == 1
+
+
+def test_recomputing_begins_with_the_oldest_and_the_others_decode_meanwhile() -> None:
+    scheduler = Scheduler(num_blocks=64, block_size=BLOCK, max_running=8, prefill_tokens=6)
+    for group_id in range(3):
+        scheduler.add(make_group(group_id, prompt=7, size=2, limit=30))
+    driver = Driver(scheduler, recompute=True)
+    while len(scheduler.running) < 6:
+        driver.step()
+    before = {sequence: len(sequence.token_ids_T) for sequence in scheduler.active}
+    cached = {id(s): s.num_cached for one in scheduler.active for s in (one.own, one.group.prefix)}
+    driver.update()
+    order = []
+    while len(order) < 6:
+        order += [(one.group.request.group_id, one.index) for one in driver.step().joined]
+    assert order == [(group_id, index) for group_id in range(3) for index in range(2)]
+    progress = [len(sequence.token_ids_T) - before[sequence] for sequence in scheduler.active]
+    assert progress == sorted(progress, reverse=True) and progress[0] > progress[-1] > 0
+    assert driver.recomputed_tokens == sum(cached.values()), "each token once, shared prompts once"
+
+
+def test_updates_in_quick_succession_starve_nobody() -> None:
+    """As long as the oldest rollout can be recomputed between two of them."""
+    scheduler = Scheduler(num_blocks=64, block_size=BLOCK, max_running=4, prefill_tokens=4)
+    for group_id in range(3):
+        scheduler.add(make_group(group_id, prompt=9, size=2, limit=12))
+    driver = Driver(scheduler, recompute=True)
+    for step in range(1, 2000):
+        driver.step()
+        if not scheduler.groups:
+            break
+        if step % 7 == 0:  # 8 + 12 tokens at most, 4 per step, and one step to decode
+            driver.update()
+    assert driver.finished == [(group_id, index) for group_id in range(3) for index in range(2)]
+
+
+def test_kept_prefixes_serve_rollouts_admitted_before_and_nobody_else() -> None:
+    scheduler = Scheduler(num_blocks=64, block_size=BLOCK, max_running=2, prefill_tokens=100)
+    scheduler.add(make_group(0, prompt=9, size=4, limit=5))
+    driver = Driver(scheduler)
+    assert [chunk.stop for chunk in driver.step().chunks] == [8]
+    driver.update()
+    assert driver.step().chunks == [], "the first two go on with the prefix they have"
+    while len(driver.finished) < 2:
+        driver.step()
+    assert [(chunk.start, chunk.stop) for chunk in driver.step().chunks] == [(0, 8)], "the others get a new one"
+    assert driver.recomputed_tokens == 8
+    while scheduler.groups:
+        driver.step()
+    assert scheduler.pool.num_free == 64
+
+
+def test_a_rollout_parked_after_an_update_comes_back_with_a_new_prefix() -> None:
+    scheduler = Scheduler(num_blocks=7, block_size=BLOCK, max_running=2, prefill_tokens=100)
+    scheduler.add(make_group(0, prompt=5, size=2, limit=16))
+    driver = Driver(scheduler)
+    driver.step()
+    driver.update()
+    parked, prefixes = [], []
+    while scheduler.groups:
+        plan = driver.step()
+        parked += plan.parked
+        prefixes += [driver.version for chunk in plan.chunks if chunk.sequence is None]
+    assert (len(parked), prefixes) == (1, [1])
+    assert scheduler.pool.num_free == 7

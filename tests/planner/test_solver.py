@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llamarl.planner.candidates import generator_candidates, trainer_candidates
 from llamarl.planner.feasibility import plans
 from llamarl.planner.generation import generation_memory, generation_parts, steady_step_s
-from llamarl.planner.hardware import BF16, GPUS, Pool
+from llamarl.planner.hardware import BF16, FP32, GPUS, Pool
 from llamarl.planner.plan import Plan
 from llamarl.planner.report import choose, render, verdict
 from llamarl.planner.request import ASYNCHRONOUS, BASELINE, SYNCHRONOUS, Request, Rules
@@ -25,14 +25,14 @@ from tests.planner.conftest import SMALL, make_request
 def _exhaustive(request: Request, rules: Rules, staleness: int) -> float:
     """Least step time over all pairs of candidates, one pair at a time, from the statement of the problem."""
     pool = request.pools[0]
-    usable, network = request.usable_bytes(pool), pool.gpu.network_bandwidth * request.constants.link_efficiency
+    usable, memory = request.usable_bytes(pool), pool.gpu.memory_bandwidth * request.constants.bandwidth_efficiency
     layouts, candidates = (
         trainer_candidates(request, pool, rules),
         generator_candidates(request, pool, rules, staleness),
     )
     train_s = sum_parts(training_parts(request, pool, layouts))
     if rules.overlap:
-        train_s = train_s + request.model.num_parameters * BF16 / layouts.gpus_L / network
+        train_s = train_s + request.model.num_parameters * (FP32 + BF16) / layouts.gpus_L / memory
     train = training_memory(request, layouts)
     transient = train["activations"] + train["gathered"] * layouts.sharded
     resident = not rules.own_memory and not rules.own_parallelism

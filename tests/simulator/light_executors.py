@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from llamarl.cluster.executor import Executor
-from llamarl.executors.replies import Collected, Scored
+from llamarl.executors.replies import Adoption, Collected, Published, Scored
+from llamarl.rollouts.segments import partials_of
 from llamarl.training.result import StepResult
 from llamarl.types import FinishReason, GenerationRequest, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 
@@ -28,14 +29,14 @@ class LightGenerator(Executor):
     def weight_specs(self) -> tuple[()]:
         return ()
 
-    def adopt(self, version: int, address: str) -> float:
+    def adopt(self, version: int, address: str) -> Adoption:
         assert address == f"weights of {version}"
         self._version = version
-        return 0.0
+        return Adoption(version=version)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         assert self._version >= 0, "a request came before the weights"
-        self._waiting += [(request.group_id, index) for request in requests for index in range(request.group_size)]
+        self._waiting += [(request.group_id, one.index) for request in requests for one in partials_of(request)]
 
     def collect(self) -> Future[Collected]:
         self._reply = reply = Future[Collected]()
@@ -100,5 +101,8 @@ class LightTrainer(Executor):
             advantages={group.group_id: np.zeros(len(group.rollouts)) for group in groups},
         )
 
-    def publish(self, version: int, specs: tuple[()]) -> str:
-        return f"weights of {version}"
+    def set_layout(self, rank: int, specs: tuple[()]) -> None:
+        assert (rank, specs) == (0, ())
+
+    def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
+        return Published(version=version, address=f"weights of {version}")

@@ -177,3 +177,29 @@ def test_a_stalled_run_says_who_waits(simulated: Simulate) -> None:
     assert "8 are in flight" in found.end
     assert "generator-1 (pid 0): work for 3 s" in found.end
     assert "after 0 steps" in render(found)
+
+
+def test_segments_change_who_decodes_but_not_what(simulated: Simulate) -> None:
+    """One of two generators is five times slower: parked rollouts go to the other, and the slow one decides no more."""
+    costs = replace(EXACT, response_lengths=(100, 900), prefill_token_s=1e-6)
+    slow = Faults(slow_share=0.5, slow_factor=5.0)
+    found = {
+        tokens: simulated(run_config(steps=20, max_staleness=0, segment_tokens=tokens), costs=costs, faults=slow)
+        for tokens in (0, 60)
+    }
+    assert [step.num_loss_tokens for step in found[60].steps] == [step.num_loss_tokens for step in found[0].steps]
+    assert sorted(found[60].group_ids) == list(range(80))
+    assert sum(step.extra["resumed_segments"] for step in found[60].steps) > 20 * 8
+    assert not any(step.extra["resumed_segments"] for step in found[0].steps)
+    assert np.mean(found[60].step_s) < 0.7 * np.mean(found[0].step_s)
+
+
+def test_segments_survive_deaths(simulated: Simulate) -> None:
+    config = run_config(
+        steps=20, max_staleness=2, window=6, segment_tokens=50, cluster={"on_generator_failure": "respawn"}
+    )
+    deaths = Faults(deaths=((12.0, 1), (12.1, 2), (40.0, 0)))
+    found = simulated(config, replicas=3, faults=deaths, costs=SimulatorCosts(generator_start_s=5.0))
+    assert (found.end, found.num_deaths) == ("finished", 3)
+    assert sorted(found.group_ids) == list(range(80))
+    assert max(found.staleness) <= found.staleness_bound

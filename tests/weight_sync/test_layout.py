@@ -7,11 +7,11 @@ import pickle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.weight_sync.layout import ALIGNMENT_BYTES, SegmentAddress, TensorSpec, lay_out
+from llamarl.weight_sync.layout import ALIGNMENT_BYTES, Address, TensorSpec, lay_out
 
 SPECS = st.lists(
     st.builds(
-        TensorSpec,
+        TensorSpec.whole,
         name=st.text(max_size=5),
         shape=st.lists(st.integers(0, 40), max_size=3).map(tuple),
         dtype=st.sampled_from(["float32", "bfloat16"]),
@@ -40,5 +40,10 @@ def test_bytes() -> None:
 
 
 def test_an_address_survives_pickling() -> None:
-    address = SegmentAddress(pid=1, fd=2, specs=(TensorSpec.whole("a", (2,), dtype="float32"),))
+    address = Address(transport="p2p", publisher="1f", num_writers=2, places={"ab": "127.0.0.1:1"})
     assert pickle.loads(pickle.dumps(address)) == address
+
+
+def test_layouts_are_told_apart_by_their_digest() -> None:
+    one, other = (TensorSpec.whole("a", (4,), dtype=dtype) for dtype in ("float32", "bfloat16"))
+    assert lay_out([one]).digest == lay_out([one]).digest != lay_out([other]).digest

@@ -1,6 +1,6 @@
-"""Shared memory between real processes: bits, versions, damage, and writers that are killed.
+"""Shared memory: versions, damage, and writers that are killed. The values of a tensor tell its version.
 
-Not covered: processors that reorder stores (this must run on them too), generators on a GPU.
+Not covered: processors that reorder stores (this must run on them too).
 """
 
 from __future__ import annotations
@@ -8,209 +8,241 @@ from __future__ import annotations
 import os
 import random
 import re
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import weight_processes as processes
-from torch import Tensor
 
-from llamarl.weight_sync.layout import TensorSpec
-from llamarl.weight_sync.shared_memory import (
-    FingerprintMismatch,
-    SharedMemoryPublisher,
-    SharedMemorySubscriber,
-    Superseded,
-)
+from llamarl.weight_sync.base import FingerprintMismatch, Superseded, TransferFailed, WriterPlan, plan_writers
+from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
+from llamarl.weight_sync.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
+from tests.weight_sync.conftest import DEADLINE_S, exchange_among, receive
 
-DEADLINE_S = 30.0
+SHAPES = {"embed": (50, 30), "other": (50, 30), "layer.0": (64, 64), "norm": (7,), "nothing": (0, 3)}
+SPECS = tuple(TensorSpec.whole(name, shape, "float32") for name, shape in SHAPES.items())
+BIG = tuple(TensorSpec.whole(f"w{number}", (130, 400), "float32") for number in range(4))
 
 
-def bits(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+def weights(version: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def receive(connection) -> object:
-    assert connection.poll(DEADLINE_S), "the other process does not answer"
-    return connection.recv()
+def alone(specs: tuple[TensorSpec, ...]) -> WriterPlan:
+    """One trainer rank that holds everything."""
+    return plan_writers([lay_out(specs)], [list(specs)])[0]
 
 
 @pytest.fixture
 def pair() -> tuple[SharedMemoryPublisher, SharedMemorySubscriber]:
-    """Both ends in this process, through two mappings of the segment."""
-    publisher = SharedMemoryPublisher(processes.specs("float32"))
-    return publisher, SharedMemorySubscriber(publisher.address)
-
-
-class TestBits:
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_what_arrives_is_what_was_cast(self, start, dtype: str) -> None:
-        """NaN, infinities, negative zero and subnormal numbers included."""
-        _, connection = start(processes.write_random, dtype)
-        subscriber = SharedMemorySubscriber(receive(connection))
-        into = processes.buffers(processes.specs(dtype))
-        for version in (*range(6), 41, 100):
-            connection.send(version)
-            receive(connection)
-            subscriber.fetch(version, into)
-            for name, weight in processes.random_weights(version).items():
-                assert bits(into[name]) == bits(weight.to(getattr(torch, dtype))), f"{name} of version {version}"
-        connection.send(None)
-
-    def test_several_readers(self, start) -> None:
-        _, connection = start(processes.write_random, "bfloat16")
-        address = receive(connection)
-        connection.send(0)
-        receive(connection)
-        for _ in range(3):
-            into = processes.buffers(processes.specs("bfloat16"))
-            SharedMemorySubscriber(address).fetch(0, into)
-            assert bits(into["layer.0"]) == bits(processes.random_weights(0)["layer.0"].bfloat16())
-        connection.send(None)
-
-    def test_trained_parameters_and_views_can_be_published(self) -> None:
-        publisher = SharedMemoryPublisher([TensorSpec.whole("w", (4, 3), dtype="float32")])
-        weight = torch.nn.Parameter(torch.randn(3, 4).T)
-        publisher.publish(0, {"w": weight})
-        into = {"w": torch.empty(4, 3)}
-        SharedMemorySubscriber(publisher.address).fetch(0, into)
-        assert torch.equal(into["w"], weight)
-
-    def test_a_weight_of_another_shape_is_no_broadcast(self, pair) -> None:
-        publisher, subscriber = pair
-        with pytest.raises(AssertionError, match=r"layer\.0"):
-            publisher.publish(0, processes.uniform_weights(0) | {"layer.0": torch.ones(64)})
-        with pytest.raises(Superseded):
-            subscriber.fetch(0, processes.buffers(processes.specs("float32")))
+    """Both ends in this process, through two mappings of the memory."""
+    return SharedMemoryPublisher(alone(SPECS), lambda value: [value]), SharedMemorySubscriber(SPECS, 3, timeout_s=0.2)
 
 
 class TestVersions:
-    def test_only_the_version_in_the_slot_can_be_had(self, pair) -> None:
+    def test_what_was_fetched_stays_while_it_is_in_use(self, pair) -> None:
         publisher, subscriber = pair
-        into = processes.buffers(processes.specs("float32"))
-        for version in (0, 1, 2):
-            with pytest.raises(Superseded, match=f"wanted version {version}"):
-                subscriber.fetch(version, into)
-        for version in (0, 1, 2):
-            publisher.publish(version, processes.uniform_weights(version))
-        with pytest.raises(Superseded, match="its slot holds 2"):
-            subscriber.fetch(0, into)
-        for version in (1, 2):
-            subscriber.fetch(version, into)
-            assert (into["embed"] == version).all()
+        served = subscriber.fetch(0, publisher.publish(0, weights(0), ()))
+        for version in range(1, 9):
+            publisher.publish(version, weights(version), [0])
+        assert all(torch.equal(served[name], weight) for name, weight in weights(0).items())
+        assert publisher.num_slots_used == 3
 
-    def test_a_reader_that_is_overtaken_gets_no_mixture(self, pair) -> None:
-        """The slot is written again while the reader is half-way through it."""
+    def test_only_what_is_there_can_be_had(self, pair) -> None:
         publisher, subscriber = pair
-        publisher.publish(0, processes.uniform_weights(0))
+        for version in range(3):
+            address = publisher.publish(version, weights(version), ())
+        with pytest.raises(Superseded, match="wanted version 0, the trainer is at 2"):
+            subscriber.fetch(0, address)
+        with pytest.raises(TransferFailed, match=r"rank 3 waited for the trainer to begin \(version 7\) for 0.2 s"):
+            subscriber.fetch(7, address)
+        subscriber.fetch(2, address)
 
-        class Overtaken(dict[str, Tensor]):
-            def __getitem__(self, name: str) -> Tensor:
-                if name == "norm":
-                    publisher.publish(2, processes.uniform_weights(2))
-                return super().__getitem__(name)
+    def test_a_reader_that_is_overtaken_gets_no_mixture(self, pair, monkeypatch) -> None:
+        publisher, subscriber = pair
+        address = publisher.publish(0, weights(0), ())
+        prove_tensor, calls = subscriber.prove_tensor, list[int]()
 
-        with pytest.raises(Superseded, match="wanted version 0, its slot holds 2"):
-            subscriber.fetch(0, Overtaken(processes.buffers(processes.specs("float32"))))
+        def prove_late(index, *args):
+            calls.append(index)
+            if index == 2:  # nobody said that version 0 is in use
+                publisher.publish(1, weights(1), ())
+                publisher.publish(2, weights(2), ())
+            return prove_tensor(index, *args)
 
-    def test_no_mixture_under_load(self, start) -> None:
-        """One writer that waits for nobody, two readers that fetch 200 times each."""
-        shapes = {f"w{number}": (130, 400) for number in range(4)}
-        _, writer = start(processes.write_freely, shapes)
-        address = receive(writer)
-        readers = [start(processes.read_freely, address, 200)[1] for _ in range(2)]
-        writer.send("go")
-        answers = [receive(reader) for reader in readers]
-        writer.send("stop")
-        published = receive(writer)
-        assert isinstance(published, int)
-        assert published >= 200
-        assert [torn for _, torn in answers] == [[], []]
+        monkeypatch.setattr(subscriber, "prove_tensor", prove_late)
+        with pytest.raises(Superseded, match=r"version 0"):
+            subscriber.fetch(0, address)
+        assert 2 in calls
 
-    def test_nothing_is_refused_when_versions_are_adopted_in_turn(self, start) -> None:
-        """The order that the controller keeps: v - 1 is adopted before v + 1 is published."""
-        _, connection = start(processes.write_random, "float32")
-        subscriber = SharedMemorySubscriber(receive(connection))
-        into = processes.buffers(processes.specs("float32"))
-        connection.send(0)
-        receive(connection)
-        for version in range(60):
-            connection.send(version + 1)  # the other slot changes while this one is read
-            subscriber.fetch(version, into)
-            assert bits(into["layer.0"]) == bits(processes.random_weights(version)["layer.0"])
-            receive(connection)
-        connection.send(None)
+    def test_fetching_may_begin_before_publishing_ends(self, pair) -> None:
+        publisher, subscriber = pair
+        address = publisher.publish(0, weights(0), ())
+        found = []
+        reader = threading.Thread(target=lambda: found.append(subscriber.fetch(1, address)))
+        subscriber._timeout_s = DEADLINE_S
+        reader.start()
+        publisher.publish(1, weights(1), [0])
+        reader.join(DEADLINE_S)
+        assert torch.equal(found[0]["embed"], weights(1)["embed"])
+
+    def test_a_stray_write_of_a_reader_harms_nobody_else(self, pair) -> None:
+        publisher, subscriber = pair
+        address = publisher.publish(0, weights(0), ())
+        subscriber.fetch(0, address)["embed"].fill_(9)
+        other = SharedMemorySubscriber(SPECS, 0).fetch(0, address)
+        assert torch.equal(other["embed"], weights(0)["embed"])
+        with pytest.raises(FingerprintMismatch, match=r"^embed of version 0 on generator rank 3"):
+            subscriber.fetch(0, address)
+
+    def test_no_mixture_under_load(self, lend) -> None:
+        """200 versions, each adopted by one of two readers that look at what they serve in between."""
+        _, writer = lend(processes.publish_uniform, alone(BIG))
+        exchange_among([writer])
+        readers = [lend(processes.serve_freely, BIG)[1] for _ in range(2)]
+        serving, looked = [-1, -1], 0
+        for version in range(200):
+            writer.send((version, serving))  # while both look at their own versions
+            address = receive(writer)
+            readers[version % 2].send((version, address))
+            looks, torn = receive(readers[version % 2])
+            assert torn == []
+            serving[version % 2], looked = version, looked + looks
+        assert looked > 400
 
 
 class TestDamage:
-    @pytest.mark.parametrize("name", ["embed", "layer.0", "norm", "scale"])
-    def test_one_flipped_bit_is_found_and_named(self, pair, name: str) -> None:
+    """Everything is named within the sync in which it happens."""
+
+    @pytest.mark.parametrize("name", ["embed", "layer.0", "norm"])
+    def test_a_flipped_bit(self, pair, name: str) -> None:
         publisher, subscriber = pair
-        into = processes.buffers(processes.specs("float32"))
         rng = random.Random(name)
         for version in range(8):
-            publisher.publish(version, processes.random_weights(version))
-            raw = publisher._slots.tensors[version % 2][name].view(-1).view(torch.uint8)
+            address = publisher.publish(version, weights(version), ())
+            slot = publisher._segments[0].slot_of(version)
+            raw = publisher._segments[0].tensors[slot][name].view(-1).view(torch.uint8)
             raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
-            with pytest.raises(FingerprintMismatch, match=rf"^{re.escape(name)} of version {version} "):
-                subscriber.fetch(version, into)
+            with pytest.raises(FingerprintMismatch, match=rf"^{re.escape(name)} of version {version} on .* rank 3"):
+                subscriber.fetch(version, address)
 
-    def test_a_flipped_fingerprint_is_found(self, pair) -> None:
+    def test_a_missed_tensor(self, pair) -> None:
         publisher, subscriber = pair
-        publisher.publish(5, processes.random_weights(5))
-        publisher._slots.fingerprints[1][2] ^= 1
+        parts = tuple(part for part in publisher._plan.parts[0] if SPECS[part.tensor].name != "norm")
+        object.__setattr__(publisher._plan, "parts", (parts,))
+        address = publisher.publish(0, weights(0), ())
+        with pytest.raises(FingerprintMismatch, match=r"^norm of version 0 .* wrote 0 of its 28 bytes"):
+            subscriber.fetch(0, address)
+
+    def test_a_stale_tensor(self, pair) -> None:
+        """It keeps the bytes of the version that lay in the slot before."""
+        publisher, subscriber = pair
+        for version in range(3):
+            address = publisher.publish(version, weights(version), ())
+        slot = publisher._segments[0].slot_of(2)
+        publisher._segments[0].tensors[slot]["layer.0"].copy_(weights(0)["layer.0"])
+        with pytest.raises(FingerprintMismatch, match=r"^layer\.0 of version 2"):
+            subscriber.fetch(2, address)
+
+    def test_exchanged_rows_and_tensors(self, pair) -> None:
+        publisher, subscriber = pair
+        address = publisher.publish(0, weights(0), ())
+        tensors = publisher._segments[0].tensors[0]
+        tensors["layer.0"][[3, 4]] = tensors["layer.0"][[4, 3]]
+        with pytest.raises(FingerprintMismatch, match=r"^layer\.0 of version 0"):
+            subscriber.fetch(0, address)
+        address = publisher.publish(1, weights(1), ())
+        tensors = publisher._segments[0].tensors[1]
+        kept = tensors["embed"].clone()
+        tensors["embed"].copy_(tensors["other"])
+        tensors["other"].copy_(kept)
+        with pytest.raises(FingerprintMismatch, match=r"^embed of version 1"):
+            subscriber.fetch(1, address)
+
+    def test_a_flipped_proof(self, pair) -> None:
+        publisher, subscriber = pair
+        address = publisher.publish(5, weights(5), ())
+        publisher._segments[0].proofs[0, 0, 0, 3] ^= 1
         with pytest.raises(FingerprintMismatch, match=r"^norm of version 5"):
-            subscriber.fetch(5, processes.buffers(processes.specs("float32")))
+            subscriber.fetch(5, address)
 
 
 class TestKilledWriters:
-    @pytest.mark.parametrize("last_words", range(len(processes.SHAPES)))
-    def test_killed_between_two_tensors(self, start, last_words: int) -> None:
-        """The version before is still whole, the one in progress cannot be had."""
-        process, connection = start(processes.write_and_die, last_words)
-        subscriber = SharedMemorySubscriber(receive(connection))
-        connection.send("go")
-        process.join(DEADLINE_S)
-        assert process.exitcode == -9
-        into = processes.buffers(processes.specs("float32"))
-        subscriber.fetch(2, into)
-        assert all((tensor == 2).all() for tensor in into.values())
-        with pytest.raises(Superseded, match="wanted version 3, its slot holds -2"):
-            subscriber.fetch(3, into)
+    @pytest.mark.parametrize("killed", [0, 1])
+    @pytest.mark.parametrize("last_words", [0, 2])
+    def test_killed_between_two_tensors(self, start, killed: int, last_words: int) -> None:
+        """With one of two trainer ranks dead, the version before is whole, and that in progress cannot be had."""
+        held = [[TensorSpec(**_fields(spec, rank)) for spec in BIG] for rank in range(2)]
+        plans = plan_writers([lay_out(BIG)], held)
+        writers = [
+            start(processes.write_and_die, "shared_memory", plan, last_words if rank == killed else 99, {})
+            for rank, plan in enumerate(plans)
+        ]
+        exchange_among([connection for _, connection in writers])
+        for _ in range(3):
+            for _, connection in writers:
+                connection.send("publish")
+            address, _ = [receive(connection) for _, connection in writers]
+        subscriber = SharedMemorySubscriber(BIG, 0)
+        served = subscriber.fetch(2, address)
+        for _, connection in writers:
+            connection.send("die")
+        writers[killed][0].join(DEADLINE_S)
+        assert writers[killed][0].exitcode == -9
+        assert all((tensor == 2).all() for tensor in served.values())
+        assert all((tensor == 2).all() for tensor in subscriber.fetch(2, address).values())
+        started_s = time.monotonic()
+        with pytest.raises(TransferFailed, match=rf"but process {writers[killed][0].pid} is gone"):
+            subscriber.fetch(3, address)
+        assert time.monotonic() - started_s < 1
 
-    def test_killed_at_any_moment(self, start) -> None:
-        shapes = {f"w{number}": (130, 400) for number in range(4)}
-        rng = random.Random(3)
-        found = 0
-        for _ in range(10):
-            process, connection = start(processes.write_freely, shapes)
-            subscriber = SharedMemorySubscriber(receive(connection))
+    def newest(self, subscriber: SharedMemorySubscriber, address: Address) -> dict[str, torch.Tensor]:
+        """Of a writer that waits for nobody."""
+        while True:
+            try:
+                return subscriber.fetch(subscriber._open(address).newest, address)
+            except Superseded:
+                continue
+
+    def test_killed_at_any_moment_and_started_anew(self, start) -> None:
+        """The old version is served throughout; the next one is adopted within 2 s of the restart."""
+        plan, rng = alone(BIG), random.Random(3)
+        subscriber = SharedMemorySubscriber(BIG, 0)
+        for _ in range(12):
+            process, connection = start(processes.write_freely, plan, 1)
+            exchange_among([connection])
             connection.send("go")
-            deadline_s = time.monotonic() + DEADLINE_S
-            while max(int(word[0]) for word in subscriber._slots.versions) < 1:
-                assert time.monotonic() < deadline_s
-            for _ in range(rng.randrange(20_000)):
+            started_s = time.monotonic()
+            address = receive(connection)
+            served = self.newest(subscriber, address)
+            assert time.monotonic() - started_s < 2
+            segment = subscriber._open(address)
+            until = segment.newest + rng.randrange(1, 4)
+            while segment.newest < until:
+                assert time.monotonic() - started_s < DEADLINE_S
+            for _ in range(rng.randrange(5_000)):
                 pass
             process.kill()
             process.join(DEADLINE_S)
-            into = processes.buffers(subscriber._layout.specs)
-            for version in [int(word[0]) for word in subscriber._slots.versions]:
-                if version >= 0:
-                    subscriber.fetch(version, into)
-                    assert all((tensor == version).all() for tensor in into.values())
-                    found += 1
-        assert found >= 10, "at least one slot is always whole"
+            whole = [version for version in segment.versions[:, 0].tolist() if version >= 0]
+            assert whole, "at least one slot is always whole"
+            for version in whole:
+                assert all((tensor == version).all() for tensor in subscriber.fetch(version, address).values())
+            assert len(served) == len(BIG)
+
+
+def _fields(spec: TensorSpec, rank: int) -> dict:
+    rows = spec.global_shape[0] // 2
+    box = spec.box.cut(0, rank * rows, (rank + 1) * rows)
+    return {"name": spec.name, "global_shape": spec.global_shape, "box": box, "dtype": spec.dtype}
 
 
 class TestNoTraces:
-    def shared_files(self, pid: int | str) -> set[tuple[str, str]]:
-        """(inode, path) of everything that a process maps shared and writable."""
-        lines = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
-        return {(parts[4], parts[5]) for parts in lines if parts[1] == "rw-s"}
-
     def holders(self, inode: str) -> list[str]:
-        """Processes that map the segment."""
+        """Processes that map the memory."""
         found = list[str]()
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -222,29 +254,39 @@ class TestNoTraces:
         return found
 
     def test_no_name_and_freed_with_its_last_process(self, start) -> None:
-        """The only thing shared is an anonymous memfd, which the kernel frees when nobody maps it."""
-        process, connection = start(processes.write_freely, processes.SHAPES)
+        process, connection = start(processes.publish_uniform, alone(BIG))
+        exchange_among([connection])
+        connection.send((0, ()))
         address = receive(connection)
-        ((inode, path),) = self.shared_files(process.pid)
-        assert path == "/memfd:llamarl-weights (deleted)"
-        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
-            assert not os.readlink(descriptor).startswith(("/dev/shm/", "/tmp/llamarl"))
-        reader, answer = start(processes.read_freely, address, 1_000_000)
-        deadline_s = time.monotonic() + DEADLINE_S
-        while len(self.holders(inode)) < 2:
-            assert time.monotonic() < deadline_s
+        (place,) = address.places.values()
+        assert os.readlink(place) == "/memfd:llamarl-weights (deleted)"
+        inode = str(os.stat(place).st_ino)
+        reader, answer = start(processes.serve_freely, BIG)
+        answer.send((0, address))
+        assert receive(answer)[1] == []
         process.kill()
         process.join(DEADLINE_S)
         assert self.holders(inode) == [str(reader.pid)], "the reader keeps it alive"
         reader.kill()
         reader.join(DEADLINE_S)
         assert self.holders(inode) == []
-        answer.close()
 
-    def test_a_dead_writer_cannot_be_subscribed_to(self, start) -> None:
-        process, connection = start(processes.write_freely, processes.SHAPES)
+    def test_a_dead_publisher_cannot_be_fetched_from(self, start) -> None:
+        process, connection = start(processes.write_freely, alone(BIG), 1)
+        exchange_among([connection])
+        connection.send("go")
         address = receive(connection)
         process.kill()
         process.join(DEADLINE_S)
-        with pytest.raises(OSError, match=str(address.pid)):
-            SharedMemorySubscriber(address)
+        with pytest.raises(TransferFailed, match=f"/proc/{process.pid}/fd"):
+            SharedMemorySubscriber(BIG, 0).fetch(0, address)
+
+    def test_closing_frees_memory_and_descriptors(self) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            publisher = SharedMemoryPublisher(alone(BIG), lambda value: [value])
+            subscriber = SharedMemorySubscriber(BIG, 0)
+            subscriber.fetch(0, publisher.publish(0, processes.uniform(0, publisher._plan.held), ()))
+            publisher.close()
+            subscriber.close()
+        assert len(os.listdir("/proc/self/fd")) <= before + 1

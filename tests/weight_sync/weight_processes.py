@@ -1,117 +1,226 @@
-"""What the trainer's and a generator's process do in the tests. The values of a tensor tell its version."""
+"""Trainer and generator ranks for the tests, in processes. The values of a tensor tell its version."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from llamarl.weight_sync.layout import SegmentAddress, TensorSpec
-from llamarl.weight_sync.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber, Superseded
+from llamarl.distributed.box import Box
+from llamarl.distributed.tensor_parallel import tensor_parallel_box
+from llamarl.weight_sync.base import WriterPlan
+from llamarl.weight_sync.layout import Layout, TensorSpec, lay_out
+from llamarl.weight_sync.select import open_publisher, open_subscriber
 
-SHAPES: dict[str, tuple[int, ...]] = {
-    "embed": (50, 30),
-    "layer.0": (64, 64),
-    "norm": (7,),
-    "scale": (),
+NUM_KV_HEADS = 2
+NUM_LAYERS = 4
+PARAMETERS: dict[str, tuple[int, ...]] = {
+    "embed_tokens.weight": (40, 12),
+    **{
+        f"layers.{layer}.{name}": shape
+        for layer in range(NUM_LAYERS)
+        for name, shape in {
+            "q_proj.weight": (16, 12),
+            "k_proj.weight": (8, 12),
+            "q_proj.bias": (16,),
+            "o_proj.weight": (12, 16),
+            "gate_proj.weight": (28, 12),
+            "down_proj.weight": (12, 28),
+            "norm.weight": (13,),
+        }.items()
+    },
     "nothing": (0, 3),
+    "scalar": (),
+    "experts": (3, 5, 7),
 }
-SPECIALS = (float("nan"), float("inf"), -float("inf"), -0.0, 1e-40, 3.4e38)
+SPECIALS = (float("inf"), -float("inf"), -0.0, 1e-40, 3.4e38)
 
 
-def specs(dtype: str, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec.whole(name, shape, dtype=dtype) for name, shape in shapes.items())
+def held(fsdp: int, tp: int, pp: int) -> list[list[TensorSpec]]:
+    """What the ranks of a trainer hold: pipeline stages, cut by tensor parallelism, then by rows (FSDP2's chunks)."""
+    ranks = []
+    for stage in range(pp):
+        names = [name for name in PARAMETERS if _stage(name, pp) == stage]
+        for tp_rank in range(tp):
+            boxes = {name: tensor_parallel_box(name, PARAMETERS[name], tp, tp_rank, NUM_KV_HEADS) for name in names}
+            ranks += [
+                [_spec(name, _rows(box, fsdp, row), "float32") for name, box in boxes.items()] for row in range(fsdp)
+            ]
+    return ranks
 
 
-def random_weights(version: int) -> dict[str, Tensor]:
-    """Float32, with values on which casts and comparisons go wrong."""
+def wanted(tp: int, dtype: str) -> list[tuple[TensorSpec, ...]]:
+    """What the ranks of a generator replica want."""
+    return [
+        tuple(
+            _spec(name, tensor_parallel_box(name, shape, tp, rank, NUM_KV_HEADS), dtype)
+            for name, shape in PARAMETERS.items()
+        )
+        for rank in range(tp)
+    ]
+
+
+def _spec(name: str, box: Box, dtype: str) -> TensorSpec:
+    return TensorSpec(name=name, global_shape=PARAMETERS[name], box=box, dtype=dtype)
+
+
+def _stage(name: str, pp: int) -> int:
+    return int(name.split(".")[1]) * pp // NUM_LAYERS if name.startswith("layers") else 0
+
+
+def _rows(box: Box, num: int, rank: int) -> Box:
+    if not box.shape:
+        return box
+    size = -(-box.shape[0] // num)
+    return box.cut(0, min(rank * size, box.shape[0]), min((rank + 1) * size, box.shape[0]))
+
+
+def whole(version: int) -> dict[str, Tensor]:
+    """All parameters of a version, with values on which casts go wrong."""
     generator = torch.Generator().manual_seed(version)
-    weights = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-    weights["embed"][0, : len(SPECIALS)] = torch.tensor(SPECIALS)
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in PARAMETERS.items()}
+    weights["embed_tokens.weight"][0, : len(SPECIALS)] = torch.tensor(SPECIALS)
     return weights
 
 
-def uniform_weights(version: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+def cut(tensors: Mapping[str, Tensor], specs: tuple[TensorSpec, ...] | list[TensorSpec]) -> dict[str, Tensor]:
+    """A rank's own tensors."""
+    return {
+        spec.key: tensors[spec.name][spec.box.within(Box.whole(spec.global_shape))]
+        .to(getattr(torch, spec.dtype))
+        .clone()
+        for spec in specs
+    }
+
+
+def uniform(version: int, boxes: Mapping[str, Box]) -> dict[str, Tensor]:
     """Every element is the version: a mixture of two shows at once."""
-    return {name: torch.full(shape, float(version)) for name, shape in shapes.items()}
+    return {name: torch.full(box.shape, float(version)) for name, box in boxes.items()}
 
 
-def buffers(wanted: tuple[TensorSpec, ...]) -> dict[str, Tensor]:
-    return {spec.name: torch.full(spec.shape, -7.0, dtype=getattr(torch, spec.dtype)) for spec in wanted}
+def flat_layout(num_tensors: int = 4, shape: tuple[int, int] = (130, 400)) -> Layout:
+    return lay_out([TensorSpec.whole(f"w{number}", shape, "float32") for number in range(num_tensors)])
 
 
-def write_random(connection: Connection, dtype: str) -> None:
-    """Publishes each version that it is sent; None ends it."""
-    publisher = SharedMemoryPublisher(specs(dtype))
-    connection.send(publisher.address)
-    while (version := connection.recv()) is not None:
-        publisher.publish(version, random_weights(version))
-        connection.send(version)
+def exchange_over(connection: Connection) -> Callable[[Any], list[Any]]:
+    """The test collects the values of all ranks and gives them back."""
+
+    def exchange(value: Any) -> list[Any]:
+        connection.send(("exchange", value))
+        return connection.recv()
+
+    return exchange
 
 
-def write_freely(connection: Connection, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Publishes 0, 1, 2, ... without waiting for any reader, until it is told to stop or killed."""
-    publisher = SharedMemoryPublisher(specs("float32", shapes))
-    connection.send(publisher.address)
+def work(connection: Connection) -> None:
+    """Runs one function after the other."""
+    while True:
+        function, args = connection.recv()
+        function(connection, *args)
+        connection.send("done")
+
+
+def trainer(connection: Connection, transport: str, plan: WriterPlan, specs: list[TensorSpec], options: Any) -> None:
+    """Publishes each (version, in_use) that it is sent; None ends it."""
+    publisher = open_publisher(transport, plan, exchange_over(connection), **options)
+    connection.send(("ready", None))
+    while (order := connection.recv()) is not None:
+        version, in_use = order
+        weights = cut(whole(version), specs)
+        address = publisher.publish(version, weights, in_use)
+        for weight in weights.values():  # it must not read them any more
+            weight.fill_(-7)
+        connection.send(address)
+    publisher.close()
+
+
+def generator(connection: Connection, specs: tuple[TensorSpec, ...], rank: int, options: Any) -> None:
+    """Fetches each (version, address) that it is sent; answers the bytes of all tensors, or the error."""
+    subscriber = None
+    served = {}
+    while (order := connection.recv()) is not None:
+        version, address = order
+        if subscriber is None:
+            subscriber = open_subscriber(address, specs, rank, **options)
+        try:
+            served = subscriber.fetch(version, address)
+        except RuntimeError as error:
+            connection.send(error)
+            continue
+        connection.send({key: bits(tensor) for key, tensor in served.items()} | {"fingerprint": subscriber.fingerprint})
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def write_freely(connection: Connection, plan: WriterPlan, keep: int) -> None:
+    """Publishes 0, 1, 2, ... and keeps the newest `keep` in use, until it is told to stop or killed."""
+    publisher = open_publisher("shared_memory", plan, exchange_over(connection))
+    connection.send(("ready", None))
     connection.recv()
     version = 0
     while not connection.poll():
-        publisher.publish(version, uniform_weights(version, shapes))
+        address = publisher.publish(version, uniform(version, plan.held), range(version - keep, version))
+        if version == 0:
+            connection.send(address)
         version += 1
     connection.send(version)
 
 
-class Fatal(Mapping[str, Tensor]):
+class Fatal(dict[str, Tensor]):
     """Weights whose reader is killed when it asks for the one numbered `last_words`."""
 
     def __init__(self, weights: dict[str, Tensor], last_words: int) -> None:
-        self._weights = weights
+        super().__init__(weights)
         self._left = last_words
 
     def __getitem__(self, name: str) -> Tensor:
         if self._left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         self._left -= 1
-        return self._weights[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
+        return super().__getitem__(name)
 
 
-def write_and_die(connection: Connection, last_words: int) -> None:
+def write_and_die(connection: Connection, transport: str, plan: WriterPlan, last_words: int, options: Any) -> None:
     """Publishes 0, 1 and 2, and is killed while it publishes 3."""
-    publisher = SharedMemoryPublisher(specs("float32"))
-    connection.send(publisher.address)
-    connection.recv()
+    publisher = open_publisher(transport, plan, exchange_over(connection), **options)
+    connection.send(("ready", None))
     for version in range(3):
-        publisher.publish(version, uniform_weights(version))
-    publisher.publish(3, Fatal(uniform_weights(3), last_words))
+        connection.recv()
+        connection.send(publisher.publish(version, uniform(version, plan.held), (version - 1,)))
+    connection.recv()
+    publisher.publish(3, Fatal(uniform(3, plan.held), last_words), (2,))
+    connection.recv()
 
 
-def read_freely(connection: Connection, address: SegmentAddress, count: int) -> None:
-    """Fetches `count` times the newest version or the one before, which may be on its way out.
+def publish_uniform(connection: Connection, plan: WriterPlan) -> None:
+    """Publishes each (version, in_use) that it is sent, with the version in every element."""
+    publisher = open_publisher("shared_memory", plan, exchange_over(connection))
+    connection.send(("ready", None))
+    while (order := connection.recv()) is not None:
+        connection.send(publisher.publish(order[0], uniform(order[0], plan.held), order[1]))
 
-    Sends (refused fetches, descriptions of mixtures).
+
+def serve_freely(connection: Connection, specs: tuple[TensorSpec, ...]) -> None:
+    """Looks at what it serves all the time, and adopts each (version, address) that it is sent.
+
+    Answers how often it looked, and what it saw that was not the version served.
     """
-    subscriber = SharedMemorySubscriber(address)
-    into = buffers(address.specs)
-    whole, refused, torn = 0, 0, list[str]()
-    while whole < count:
-        version = max(0, *(int(word[0]) for word in subscriber._slots.versions)) - (whole + refused) % 2
-        if version < 0:
-            continue
-        try:
-            subscriber.fetch(version, into)
-        except Superseded:
-            refused += 1
-            continue
-        whole += 1
-        torn += [f"{name} of {version}" for name, tensor in into.items() if not (tensor == version).all()]
-    connection.send((refused, torn))
+    subscriber, served, version, looks, torn = None, dict[str, Tensor](), -1, 0, list[str]()
+    while True:
+        looks += 1
+        torn += [f"{name} of {version}" for name, tensor in served.items() if not (tensor == version).all()]
+        if connection.poll():
+            order = connection.recv()
+            if order is None:
+                return
+            version, address = order
+            subscriber = subscriber or open_subscriber(address, specs, 0)
+            served = subscriber.fetch(version, address)
+            connection.send((looks, torn))

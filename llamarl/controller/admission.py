@@ -1,0 +1,84 @@
+"""`Admission`: which prompts become groups, in which order, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llamarl.config import RunConfig
+from llamarl.data.sampler import PromptSampler
+from llamarl.rollouts.buffer import RolloutBuffer
+from llamarl.types import GenerationRequest, Prompt, RolloutGroup, SamplingParams
+
+
+class StalenessViolated(AssertionError):
+    """A group was older than the proved bound when it was consumed: a bug in the controller."""
+
+
+class Admission:
+    """The data position and the buffer that bounds staleness; both go into checkpoints."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        prompts: Sequence[Prompt],
+        stop_token_ids: tuple[int, ...],
+        state: dict[str, Any] | None,
+    ) -> None:
+        """`state` is that of a checkpoint to go on from."""
+        rollout = config.rollout
+        self.sampling = SamplingParams(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            max_new_tokens=rollout.max_new_tokens,
+            stop_token_ids=stop_token_ids,
+            stop_strings=tuple(rollout.stop_strings),
+            seed=config.seed,
+        )
+        self._group_size = rollout.group_size
+        self._prompts = prompts
+        self._sampler = PromptSampler(len(prompts), config.seed)
+        self._readmit = list[int]()
+        """Prompts that were in flight when the resumed checkpoint was written; they start from the beginning."""
+        if state:
+            self._sampler.restore(state["sampler"])
+            self._readmit += state["unconsumed_prompts"]
+        first_group_id = state["next_group_id"] if state else 0
+        self.buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window, first_group_id)
+        self._prompt_of = dict[int, int]()
+        """Prompt index of each unconsumed group."""
+
+    def admit(self, max_groups: int) -> list[tuple[GenerationRequest, Prompt]]:
+        """Requests for as many groups as may be admitted now."""
+        return [self._request(group_id) for group_id in self.buffer.admit(min(self.buffer.num_free, max_groups))]
+
+    def _request(self, group_id: int) -> tuple[GenerationRequest, Prompt]:
+        self._prompt_of[group_id] = index = self._readmit.pop(0) if self._readmit else self._sampler.next()
+        prompt = self._prompts[index]
+        request = GenerationRequest(
+            group_id=group_id,
+            prompt_token_ids_T=prompt.token_ids_T,
+            group_size=self._group_size,
+            sampling=self.sampling,
+        )
+        return request, prompt
+
+    def consumed(self, groups: Sequence[RolloutGroup], version: int) -> None:
+        """The trainer takes these groups at `version`. Raises StalenessViolated."""
+        for group in groups:
+            del self._prompt_of[group.group_id]
+            staleness = version - group.oldest_version
+            if group.oldest_version >= 0 and staleness > self.buffer.staleness_limit:
+                raise StalenessViolated(
+                    f"group {group.group_id} is {staleness} steps old, the bound is {self.buffer.staleness_limit}"
+                )
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: after a resume nothing is trained twice or skipped."""
+        return {
+            "sampler": self._sampler.state(),
+            "next_group_id": self.buffer.next_group_id,
+            "unconsumed_prompts": [self._prompt_of[group_id] for group_id in self.buffer.unconsumed] + self._readmit,
+        }

@@ -1,0 +1,82 @@
+"""`Steps`: the optimizer step that the trainer takes now, and the last completed one until it is on record."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from llamarl.controller.supervision import Supervisor
+from llamarl.controller.sync import CallTrainer
+from llamarl.controller.telemetry import StepMark, SyncReport, Telemetry
+from llamarl.training.result import StepResult
+from llamarl.types import RolloutGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Completed:
+    """A step that is not reported yet."""
+
+    groups: list[RolloutGroup]
+    result: StepResult
+    sync: asyncio.Task[SyncReport] | None
+    """None when the run was interrupted before."""
+    mark: StepMark
+
+
+class Steps:
+    """At most one step is under way and one unreported: `begin`, `report`, `end`, `begin`, ..."""
+
+    def __init__(self, version: int, call_trainer: CallTrainer, supervisor: Supervisor, telemetry: Telemetry) -> None:
+        self.version = version
+        """Completed optimizer steps."""
+        self._call_trainer = call_trainer
+        self._supervisor = supervisor
+        self._telemetry = telemetry
+        self._under_way: tuple[list[RolloutGroup], asyncio.Future[StepResult]] | None = None
+        self._unreported: _Completed | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """The trainer works on a step, or is just about to."""
+        return self._under_way is not None
+
+    def has_weights(self, version: int) -> bool:
+        """Whether the trainer's weights are those of `version` and stay so for a call that leaves now."""
+        return self.version == version and not self.is_under_way
+
+    def begin(self, groups: list[RolloutGroup]) -> None:
+        """The trainer is asked for a step on these groups, which it has."""
+        assert self._under_way is None, "one step at a time"
+        ids = [group.group_id for group in groups]
+        step = self._supervisor.start(self._call_trainer("step", ids), f"step {self.version + 1}")
+        step.add_done_callback(_retrieve)
+        self._under_way = groups, step
+
+    async def end(self, sync: Callable[[int, int], Coroutine[Any, Any, SyncReport]] | None) -> None:
+        """Waits for the step under way; then `sync`, if given, starts with the new version and the groups behind it."""
+        assert self._under_way is not None
+        assert self._unreported is None, "the step before must be reported first"
+        groups, step = self._under_way
+        result = await asyncio.shield(step)  # an interrupted run still wants it
+        self._under_way = None
+        self.version = result.policy_version
+        mark, task = self._telemetry.mark(), None
+        if sync is not None:
+            task = self._supervisor.start(sync(self.version, len(groups)), f"sync version {self.version}")
+        self._unreported = _Completed(groups=groups, result=result, sync=task, mark=mark)
+
+    async def report(self, ready_groups: Callable[[], int]) -> None:
+        """Records the last completed step, once its weights have been released."""
+        if self._unreported is not None:
+            done = self._unreported
+            sync = await done.sync if done.sync and not done.sync.cancelled() else SyncReport()
+            self._unreported = None
+            self._telemetry.step(done.groups, done.result, done.mark, sync, ready_groups())
+
+
+def _retrieve(step: asyncio.Future[StepResult]) -> None:
+    # When the run fails first, nobody asks for this step's error any more.
+    if not step.cancelled():
+        step.exception()

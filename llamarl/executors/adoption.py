@@ -1,0 +1,105 @@
+"""`Adopter`: fetches published weights beside the decoding, and puts them to use between two engine steps."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+
+import xxhash
+from torch import Tensor
+
+from llamarl.executors.replies import Adoption
+from llamarl.generation.model import GeneratorModel
+from llamarl.weight_sync.base import FingerprintMismatch, Subscriber, Superseded, TransferFailed
+from llamarl.weight_sync.layout import Address
+from llamarl.weight_sync.select import open_subscriber
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Fetched:
+    """What came of a fetch on this rank."""
+
+    adoption: Adoption
+    tensors: dict[str, Tensor]
+    """Empty unless the outcome is `adopted`."""
+
+
+class Adopter:
+    """One rank's weights. At most one version is being fetched."""
+
+    def __init__(self, model: GeneratorModel, rank: int, *, delta: bool) -> None:
+        self._model = model
+        self._rank = rank
+        self._delta = delta
+        self._subscriber: Subscriber | None = None
+        self._publisher = ""
+        self._thread = ThreadPoolExecutor(1, "weights")
+        self._fetch: Future[_Fetched] | None = None
+        self._fetched: _Fetched | None = None
+        """Done, reported and not yet in use."""
+
+    def begin(self, version: int, address: Address) -> None:
+        """Starts to fetch a version; one that was fetched and never used is dropped."""
+        assert self._fetch is None, "one version at a time"
+        self._fetched = None
+        self._fetch = self._thread.submit(self._run, version, address)
+
+    def poll(self, wait_s: float = 0.0) -> Adoption | None:
+        """What came of the fetch, once, when it is done; waits for that at most so long."""
+        if self._fetch is None:
+            return None
+        wait([self._fetch], wait_s)
+        if not self._fetch.done():
+            return None
+        self._fetched, self._fetch = self._fetch.result(), None
+        return self._fetched.adoption
+
+    def use(self, version: int) -> None:
+        """The model computes with the fetched version from now on."""
+        assert self._fetched is not None, "nothing has been fetched"
+        assert self._fetched.adoption.version == version, "another version has been fetched"
+        self._model.use(self._fetched.tensors)
+        self._fetched = None
+
+    def close(self) -> None:
+        """Leaves the weights in use alone."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._subscriber is not None:
+            self._subscriber.close()
+
+    def _run(self, version: int, address: Address) -> _Fetched:
+        start_s = time.monotonic()
+        tensors = dict[str, Tensor]()
+        try:
+            subscriber = self._reader(address)
+            tensors = subscriber.fetch(version, address)
+            adoption = Adoption(version=version, fingerprint=subscriber.fingerprint)
+        except Superseded as error:
+            adoption = Adoption(version=version, outcome="superseded", reason=str(error))
+        except FingerprintMismatch as error:
+            adoption = Adoption(version=version, outcome="mismatch", reason=str(error))
+        except TransferFailed as error:
+            adoption = Adoption(version=version, outcome="failed", reason=str(error))
+        return _Fetched(adoption=replace(adoption, fetch_s=time.monotonic() - start_s), tensors=tensors)
+
+    def _reader(self, address: Address) -> Subscriber:
+        """The end that reads this address; a publisher that was started anew gets a new one."""
+        if self._subscriber is None or self._publisher != address.publisher:
+            if self._subscriber is not None:
+                self._subscriber.close()
+            options = {"delta": True} if self._delta else {}
+            self._subscriber = open_subscriber(address, self._model.specs(), self._rank, **options)
+            self._publisher = address.publisher
+        return self._subscriber
+
+
+def together(adoptions: list[Adoption]) -> Adoption:
+    """Of all ranks of one generator: the first that failed, or all of them as one."""
+    for adoption in adoptions:
+        if adoption.outcome != "adopted":
+            return adoption
+    if len(adoptions) == 1:
+        return adoptions[0]
+    digest = xxhash.xxh3_64("".join(adoption.fingerprint for adoption in adoptions).encode()).hexdigest()
+    return replace(adoptions[0], fetch_s=max(adoption.fetch_s for adoption in adoptions), fingerprint=digest)

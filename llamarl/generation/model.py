@@ -1,0 +1,296 @@
+"""`GeneratorModel`: the forward of `models/transformer.py` for generation, in float32, bfloat16, int8 or fp8.
+
+It owns no weights. `specs` says which tensors it wants, in which order; `use` points it to them. Projections of one
+input (q, k, v; gate, up) are neighbors in that order, so that the tensors of one flat buffer serve as one matrix.
+
+On the CPU hidden states are float32 whatever the weights: they are small, the kernels accumulate in float32 anyway,
+and no rounding is left between two layers. On GPUs they are bfloat16 unless the weights are float32.
+
+Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, F feed-forward dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llamarl.distributed.box import Box
+from llamarl.distributed.tensor_parallel import tensor_parallel_box
+from llamarl.kernels import linear
+from llamarl.kernels.linear import Linear
+from llamarl.kernels.ops import rms_norm, rotate, silu_mul
+from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
+from llamarl.models.shape import ModelShape
+from llamarl.models.transformer import Attend, Rope, Rotation, Transformer
+from llamarl.weight_sync.base import views
+from llamarl.weight_sync.layout import TensorSpec, lay_out
+
+Precision = Literal["float32", "bfloat16", "int8", "fp8"]
+_QUANTIZED = {"int8": "int8", "fp8": "float8_e4m3fn"}
+_ARGUMENTS = {"weight": "values_N_K", "weight.scale": "scales_N", "bias": "bias_N"}
+"""What a module's tensors are to `Linear`."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class TensorParallel(Protocol):
+    """The ranks that together hold one model."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks; may overwrite `x`."""
+        ...
+
+    def all_gather_vocab(self, logits_N_V: Tensor) -> Tensor:
+        """The ranks' parts of the vocabulary side by side, [N, V]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layer:
+    input_norm_D: Tensor
+    qkv: tuple[Linear, ...]
+    """One for all three, or three."""
+    qk_norms: tuple[Tensor, Tensor] | None
+    o: Linear
+    post_norm_D: Tensor
+    gate_up: tuple[Linear, ...]
+    """One for both, or two."""
+    down: Linear
+
+
+class GeneratorModel:
+    """Runs in the engine like `Transformer`; its weights are wherever `use` last said."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: Precision,
+        device: torch.device | str,
+        tensor_parallel: TensorParallel | None = None,
+    ) -> None:
+        """
+        Args:
+            dtype: of the projections. Embedding and head are float32 for float32, else bfloat16.
+
+        Raises:
+            ValueError: this device cannot multiply `dtype`, or the ranks cannot share the model evenly.
+        """
+        self.precision, self.device = dtype, torch.device(device)
+        self._check_device()
+        on_cpu, full = self.device.type == "cpu", dtype == "float32"
+        self.dtype = torch.float32 if on_cpu or full else torch.bfloat16
+        """Of hidden states, queries, keys and values."""
+        self.kv_dtype = self.head_dtype = torch.float32 if full else torch.bfloat16
+        """In which keys and values are worth caching; of embedding and head."""
+        self._parallel = tensor_parallel if tensor_parallel and tensor_parallel.size > 1 else None
+        num_ranks, rank = (self._parallel.size, self._parallel.rank) if self._parallel else (1, 0)
+        self._specs = _specs(shape, self._dtype_of, num_ranks, rank)
+        self._shapes = {spec.key: spec.shape for spec in self._specs}
+        boxes = {spec.name: spec.box for spec in self._specs}
+        self.shape = dataclasses.replace(
+            shape,
+            num_heads=boxes[_name(0, "self_attn.q_proj.weight")].shape[0] // shape.head_dim,
+            num_kv_heads=boxes[_name(0, "self_attn.k_proj.weight")].shape[0] // shape.head_dim,
+        )
+        """With the heads of this rank."""
+        heads = self.shape.num_heads, self.shape.num_kv_heads, self.shape.num_kv_heads
+        self._qkv_sizes = [count * shape.head_dim for count in heads]
+        self._gate_up_sizes = [boxes[_name(0, "mlp.gate_proj.weight")].shape[0]] * 2
+        self._first_id = boxes[EMBEDDING].starts[0]
+        self._rope = Rope(shape)
+
+    @property
+    def multiplies_by(self) -> str:
+        """What computes the projections, for the log: `torch`, or the kernel's instructions."""
+        weights = getattr(torch, _QUANTIZED.get(self.precision, self.precision))
+        return linear.path(weights, self.device)
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors of this rank, in the order in which they must lie in one buffer to be used as they are."""
+        return self._specs
+
+    def load(self, weights: Transformer | Mapping[str, Tensor]) -> None:
+        """Fill a new buffer from whole parameters, cast or quantized, and use it.
+
+        Raises:
+            NonFiniteWeights: a parameter to be quantized holds NaN or infinity.
+        """
+        if isinstance(weights, Transformer):
+            weights = dict(weights.named_parameters())
+        layout = lay_out(self._specs)
+        tensors = views(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device))
+        with torch.no_grad():
+            for spec in self._specs:
+                if spec.part == "scales":
+                    continue
+                part = weights[spec.name][spec.box.within(Box.whole(spec.global_shape))]
+                if spec.dtype in QUANTIZED_DTYPES:
+                    out = tensors[spec.key], tensors[f"{spec.name}.scale"]
+                    quantize_rows(part.to(self.device), spec.dtype, out=out)
+                else:
+                    tensors[spec.key].copy_(part)
+        self.use(tensors)
+
+    def use(self, tensors: Mapping[str, Tensor]) -> None:
+        """Compute with these tensors (by `TensorSpec.key`) from now on; they must stay as they are. Nothing is copied.
+
+        Views of one flat buffer laid out by `lay_out(specs())` give joined projections; others are multiplied one by
+        one.
+        """
+        for key, shape in self._shapes.items():
+            assert tensors[key].shape == shape, f"{key} is not {shape}"
+        self._layers = [self._layer(tensors, index) for index in range(self.shape.num_layers)]
+        self._embedding_V_D = tensors[EMBEDDING]
+        self._norm_D = tensors["model.norm.weight"]
+        self._head_weight_V_D = tensors[EMBEDDING if self.shape.tie_embeddings else HEAD]
+        self._head = Linear(self._head_weight_V_D)
+
+    def __call__(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        """Hidden states after the final norm, [N, D]."""
+        x_N_D, eps = self._embed(token_ids_N), self.shape.rms_norm_eps
+        rotation = self._rope(positions_N, self.dtype)
+        for index, layer in enumerate(self._layers):
+            q, k, v = self._heads(layer, rms_norm(x_N_D, layer.input_norm_D, eps), rotation)
+            out_N_H_K = attend(index, q, k, v)
+            self._add(layer.o, out_N_H_K.flatten(-2).contiguous(), x_N_D)
+            gate_N_F, up_N_F = _project(layer.gate_up, rms_norm(x_N_D, layer.post_norm_D, eps), self._gate_up_sizes)
+            self._add(layer.down, silu_mul(gate_N_F, up_N_F), x_N_D)
+        return rms_norm(x_N_D, self._norm_D, eps)
+
+    def logits(self, hidden_N_D: Tensor) -> Tensor:
+        """[N, V], float32."""
+        if self.dtype == torch.bfloat16:  # torch rounds the sums of a bfloat16 product unless told otherwise
+            logits_N_V = torch.mm(hidden_N_D, self._head_weight_V_D.t(), out_dtype=torch.float32)
+        else:
+            logits_N_V = self._head(hidden_N_D)
+        return self._parallel.all_gather_vocab(logits_N_V) if self._parallel else logits_N_V
+
+    def _check_device(self) -> None:
+        if self.precision == "fp8" and self.device.type != "cuda":
+            raise ValueError(f"fp8 weights need a GPU with float8 units, not `{self.device}`; use int8 or bfloat16")
+        if self.precision == "fp8" and torch.cuda.get_device_capability(self.device) < (8, 9):
+            name = torch.cuda.get_device_name(self.device)
+            raise ValueError(f"{name} has no float8 units, which fp8 weights need; use int8 or bfloat16")
+
+    def _dtype_of(self, name: str) -> str:
+        if name.endswith("_proj.weight"):
+            return _QUANTIZED.get(self.precision, self.precision)
+        return _dtype_name(self.head_dtype if name in (EMBEDDING, HEAD) else self.dtype)
+
+    def _layer(self, tensors: Mapping[str, Tensor], index: int) -> _Layer:
+        def get(name: str) -> Tensor:
+            return tensors[_name(index, name)]
+
+        def linears(*modules: str) -> tuple[Linear, ...]:
+            return _linears(tensors, [_name(index, module) for module in modules])
+
+        return _Layer(
+            input_norm_D=get("input_layernorm.weight"),
+            qkv=linears("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            qk_norms=(get("self_attn.q_norm.weight"), get("self_attn.k_norm.weight")) if self.shape.qk_norm else None,
+            o=linears("self_attn.o_proj")[0],
+            post_norm_D=get("post_attention_layernorm.weight"),
+            gate_up=linears("mlp.gate_proj", "mlp.up_proj"),
+            down=linears("mlp.down_proj")[0],
+        )
+
+    def _embed(self, token_ids_N: Tensor) -> Tensor:
+        if self._parallel is None:
+            return F.embedding(token_ids_N, self._embedding_V_D).to(self.dtype)
+        local_N = token_ids_N - self._first_id
+        elsewhere_N = (local_N < 0) | (local_N >= len(self._embedding_V_D))
+        x_N_D = F.embedding(local_N.masked_fill(elsewhere_N, 0), self._embedding_V_D).to(self.dtype)
+        return self._parallel.all_reduce(x_N_D.masked_fill_(elsewhere_N[:, None], 0.0))
+
+    def _heads(self, layer: _Layer, x_N_D: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed and rotated queries and keys, and values."""
+        flats = _project(layer.qkv, x_N_D, self._qkv_sizes)
+        q, k, v = (flat.unflatten(-1, (-1, self.shape.head_dim)) for flat in flats)
+        q, k = rotate(q, k, rotation, layer.qk_norms, self.shape.rms_norm_eps)
+        return q, k, v
+
+    def _add(self, project: Linear, x: Tensor, residual_N_D: Tensor) -> None:
+        if self._parallel is None:
+            project(x, residual_N_D)
+        else:
+            residual_N_D.add_(self._parallel.all_reduce(project(x)))
+
+
+def _name(layer: int, name: str) -> str:
+    return f"model.layers.{layer}.{name}"
+
+
+def _specs(shape: ModelShape, dtype_of: Callable[[str], str], num_ranks: int, rank: int) -> tuple[TensorSpec, ...]:
+    """Projections of one input follow each other, first their values and then their scales."""
+    with torch.device("meta"):
+        shapes = {name: tuple(parameter.shape) for name, parameter in Transformer(shape).named_parameters()}
+    specs = list[TensorSpec]()
+    for group in _groups(shapes):
+        values = [
+            TensorSpec(
+                name=name,
+                global_shape=shapes[name],
+                box=tensor_parallel_box(name, shapes[name], num_ranks, rank, shape.num_kv_heads),
+                dtype=dtype_of(name),
+            )
+            for name in group
+        ]
+        specs += values
+        if values[0].dtype in QUANTIZED_DTYPES:
+            specs += [dataclasses.replace(spec, part="scales", dtype="float32") for spec in values]
+    return tuple(specs)
+
+
+def _groups(names: Iterable[str]) -> list[list[str]]:
+    """Parameters in the order of the forward; weights, or biases, that are applied to the same input are one group."""
+    groups = dict[str, list[str]]()
+    for name in names:
+        key = re.sub(r"self_attn\.[qkv]_proj", "qkv", re.sub(r"(gate|up)_proj", "gate_up", name))
+        groups.setdefault(key, []).append(name)
+    return list(groups.values())
+
+
+def _linears(tensors: Mapping[str, Tensor], modules: Sequence[str]) -> tuple[Linear, ...]:
+    """One where the weights of the modules, and what belongs to them, lie side by side; else one for each."""
+    kinds = [kind for kind in _ARGUMENTS if f"{modules[0]}.{kind}" in tensors]
+    parts = {_ARGUMENTS[kind]: [tensors[f"{module}.{kind}"] for module in modules] for kind in kinds}
+    joined = {argument: whole for argument, each in parts.items() if (whole := _joined(each)) is not None}
+    if len(joined) == len(parts):
+        return (Linear(**joined),)
+    return tuple(Linear(**dict(zip(parts, one, strict=True))) for one in zip(*parts.values(), strict=True))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """One view over tensors that follow each other in one buffer; None where they do not."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or part.untyped_storage().data_ptr() != storage:
+            return None
+        end += part.nbytes
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+
+
+def _project(projections: tuple[Linear, ...], x_N_D: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """The outputs, of `sizes`, of what is computed as one or one by one."""
+    if len(projections) > 1:
+        return [project(x_N_D) for project in projections]
+    return projections[0](x_N_D).split_with_sizes(sizes, -1)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,106 @@
+"""What an engine accepts: a request becomes rollouts to go on with, and FAILED ones that say what is wrong. No torch.
+
+Shape suffix: T tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
+
+
+def response_limit(request: GenerationRequest, context: int) -> int:
+    """Most tokens that a rollout may have, over all its segments."""
+    return min(request.sampling.max_new_tokens, context - len(request.prompt_token_ids_T))
+
+
+def failed(request: GenerationRequest, index: int, error: str) -> Rollout:
+    """A rollout that cannot be generated."""
+    none = np.empty(0, np.int32)
+    return Rollout(
+        group_id=request.group_id, index=index, token_ids_T=none, behavior_logprobs_T=none.astype(np.float32),
+        policy_versions_T=none, finish_reason=FinishReason.FAILED, error=error,
+    )  # fmt: skip
+
+
+def accept(
+    request: GenerationRequest, *, context: int, vocab_size: int, can_decode: bool
+) -> tuple[list[Rollout], list[Rollout]]:
+    """Sort a request's rollouts.
+
+    Args:
+        can_decode: the engine can turn tokens into text, which stop strings need.
+
+    Returns:
+        Rollouts to go on with: the partials, or without any, empty ones. And those refused, as FAILED.
+    """
+    partials = request.partials or tuple(failed(request, index, "") for index in range(request.group_size))
+    indices = {partial.index for partial in partials} or {0}
+    error = _request_error(request, context, vocab_size, can_decode)
+    if len(indices) < len(partials):
+        error = f"partials hold index {sorted(partial.index for partial in partials)}; give each index once"
+    if error:
+        return [], [failed(request, index, error) for index in sorted(indices)]
+    if not request.partials:
+        return list(partials), []
+    errors = {partial.index: _partial_error(request, partial, context, vocab_size) for partial in partials}
+    refused = [failed(request, index, error) for index, error in errors.items() if error]
+    return [partial for partial in partials if not errors[partial.index]], refused
+
+
+def _request_error(request: GenerationRequest, context: int, vocab_size: int, can_decode: bool) -> str:
+    """What is wrong with a request; empty when nothing is."""
+    prompt_T = request.prompt_token_ids_T
+    if not len(prompt_T):
+        return "the prompt is empty; at least one token is needed"
+    if len(prompt_T) >= context:
+        return f"the prompt has {len(prompt_T)} tokens and the context {context}; no token can be generated"
+    if error := unknown_id(prompt_T, vocab_size):
+        return f"the prompt has {error}"
+    if request.group_size < 1:
+        return f"group_size = {request.group_size}; it must be at least 1"
+    if request.segment_tokens < 0:
+        return f"segment_tokens = {request.segment_tokens}; it must be 0 (never park) or positive"
+    if request.sampling.stop_strings and not can_decode:
+        return f"stop_strings = {request.sampling.stop_strings}; this engine has no tokenizer, use stop_token_ids"
+    return _sampling_error(request.sampling)
+
+
+def _sampling_error(params: SamplingParams) -> str:
+    """What is wrong with sampling parameters; empty when nothing is. Written so that NaN is wrong."""
+    wrong = {
+        f"temperature = {params.temperature}; it must be 0 (greedy) or a positive number": not (
+            0 <= params.temperature < float("inf")
+        ),
+        f"top_p = {params.top_p}; it must be above 0 and at most 1": not 0 < params.top_p <= 1,
+        f"top_k = {params.top_k}; it must be 0 (off) or positive": params.top_k < 0,
+        f"min_p = {params.min_p}; it must be between 0 and 1": not 0 <= params.min_p <= 1,
+        f"max_new_tokens = {params.max_new_tokens}; it must be at least 1": params.max_new_tokens < 1,
+        f"stop_strings = {params.stop_strings}; an empty string stops nothing": "" in params.stop_strings,
+    }
+    return next((error for error, is_wrong in wrong.items() if is_wrong), "")
+
+
+def _partial_error(request: GenerationRequest, partial: Rollout, context: int, vocab_size: int) -> str:
+    """Why a partial rollout cannot go on; empty when it can."""
+    name, limit = f"partial rollout {partial.index}", response_limit(request, context)
+    if partial.group_id != request.group_id:
+        return f"{name} is of group {partial.group_id}, not {request.group_id}"
+    if not 0 <= partial.index < request.group_size:
+        return f"{name} is not in a group of {request.group_size}"
+    if partial.finish_reason not in (FinishReason.PARKED, FinishReason.ABORTED):
+        return f"{name} ended with {partial.finish_reason}; only parked and aborted ones go on"
+    if not partial.num_tokens == len(partial.behavior_logprobs_T) == len(partial.policy_versions_T):
+        return f"{name} has {partial.num_tokens} tokens, but not as many log-probabilities and versions"
+    if partial.num_tokens >= limit:
+        return f"{name} has {partial.num_tokens} tokens already, and {limit} is the limit"
+    if error := unknown_id(partial.token_ids_T, vocab_size):
+        return f"{name} has {error}"
+    return ""
+
+
+def unknown_id(token_ids_T: np.ndarray, vocab_size: int) -> str:
+    """Names a token that is not in the vocabulary; empty when all are."""
+    unknown_T = (token_ids_T < 0) | (token_ids_T >= vocab_size)
+    return f"token id {token_ids_T[unknown_T][0]}, outside the vocabulary of {vocab_size}" if unknown_T.any() else ""

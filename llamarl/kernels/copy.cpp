@@ -1,0 +1,140 @@
+// Copies rows of a tensor, casting on the way, and sums up a fingerprint of what was stored, in one pass over memory.
+//
+// The fingerprint of a tensor is the sum over its bytes of value * coefficient(position) mod 2^64, where
+//   coefficient(p) = block_key(p / 8192) * word_key(p / 4 mod 2048) * 256^(p mod 4),
+// a multilinear hash (Carter and Wegman, 1979) in two levels. It is linear: parts of a tensor may be summed in any
+// order and by different processes, and the parts' sums add up to the sum of the whole. Keys are odd, so one flipped
+// bit always changes it.
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr size_t BLOCK_BYTES = 8192, WORD_BYTES = 4, PREFETCH_BYTES = 1024;
+
+uint64_t mix(uint64_t x) {  // splitmix64 (Steele, Lea and Flood, 2014)
+    x += 0x9e3779b97f4a7c15;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+    return x ^ (x >> 31);
+}
+
+struct Keys {
+    alignas(64) uint32_t word[BLOCK_BYTES / WORD_BYTES];
+    Keys() {
+        for (size_t i = 0; i < BLOCK_BYTES / WORD_BYTES; i++) word[i] = uint32_t(mix(i) >> 32) | 1;
+    }
+};
+const Keys keys;
+
+uint64_t block_key(uint64_t block) { return mix(block ^ 0x5851f42d4c957f2d) | 1; }
+
+// Stores `bytes` of source at target, unless that is null, and returns the sum with one key per word.
+uint64_t copy_words(uint8_t* target, const uint8_t* source, const uint32_t* key, size_t bytes) {
+    uint64_t sum = 0;
+    size_t i = 0;
+    auto scalar_until = [&](size_t end) {
+        for (; i < end; i += WORD_BYTES) {
+            uint32_t word;
+            memcpy(&word, source + i, WORD_BYTES);
+            if (target) memcpy(target + i, &word, WORD_BYTES);
+            sum += uint64_t(word) * key[i / WORD_BYTES];
+        }
+    };
+#if defined(__AVX2__)
+    // Stores that bypass the cache need aligned targets; they save reading what is overwritten.
+    if (target) scalar_until(std::min(bytes, size_t(-uintptr_t(target)) % 32 / WORD_BYTES * WORD_BYTES));
+    __m256i even = _mm256_setzero_si256(), odd = even;
+    const bool aligned = uintptr_t(target + i) % 32 == 0;
+    for (; i + 32 <= bytes; i += 32) {
+        _mm_prefetch(reinterpret_cast<const char*>(source + i + PREFETCH_BYTES), _MM_HINT_T0);
+        const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + i));
+        const __m256i k = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(key + i / WORD_BYTES));
+        if (target) {
+            auto* to = reinterpret_cast<__m256i*>(target + i);
+            aligned ? _mm256_stream_si256(to, x) : _mm256_storeu_si256(to, x);
+        }
+        even = _mm256_add_epi64(even, _mm256_mul_epu32(x, k));
+        odd = _mm256_add_epi64(odd, _mm256_mul_epu32(_mm256_srli_epi64(x, 32), _mm256_srli_epi64(k, 32)));
+    }
+    uint64_t lanes[4];
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), _mm256_add_epi64(even, odd));
+    sum += lanes[0] + lanes[1] + lanes[2] + lanes[3];
+#endif
+    scalar_until(bytes);
+    return sum;
+}
+
+// The same for bytes that begin or end within a word.
+uint64_t copy_bytes(uint8_t* target, const uint8_t* source, uint64_t position, size_t bytes) {
+    uint64_t sum = 0;
+    for (size_t i = 0; i < bytes; i++) {
+        const uint64_t p = position + i;
+        if (target) target[i] = source[i];
+        sum += (uint64_t(source[i]) << (8 * (p % WORD_BYTES))) * keys.word[p % BLOCK_BYTES / WORD_BYTES];
+    }
+    return sum;
+}
+
+// One piece within a block.
+uint64_t copy_piece(uint8_t* target, const uint8_t* source, uint64_t position, size_t bytes) {
+    const size_t head = std::min<size_t>(bytes, -position % WORD_BYTES), words = (bytes - head) & ~(WORD_BYTES - 1);
+    const uint64_t first = position + head, end = first + words;
+    uint64_t sum = head ? copy_bytes(target, source, position, head) : 0;
+    if (words) {
+        const uint32_t* key = keys.word + first % BLOCK_BYTES / WORD_BYTES;
+        sum += copy_words(target ? target + head : nullptr, source + head, key, words);
+    }
+    const size_t rest = bytes - head - words;
+    if (rest) sum += copy_bytes(target ? target + head + words : nullptr, source + head + words, end, rest);
+    return sum * block_key(position / BLOCK_BYTES);
+}
+
+// Round to nearest even; every NaN becomes the same one.
+void to_bfloat16(uint16_t* target, const uint8_t* source, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        uint32_t x;
+        memcpy(&x, source + 4 * i, 4);
+        const uint32_t rounded = (x + 0x7fff + ((x >> 16) & 1)) >> 16;
+        target[i] = (x & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : uint16_t(rounded);
+    }
+}
+
+}  // namespace
+
+// Copies rows of `row_bytes`, as counted in the target, and returns their part of the fingerprint. `position` is where
+// the first row lies in its tensor, in bytes, and `position_stride` the distance of rows there; the target may be a
+// packed buffer. With `cast`, source is float32 and target bfloat16. Without target, only the fingerprint is computed.
+extern "C" uint64_t copy_rows(uint8_t* target, const uint8_t* source, int64_t rows, int64_t row_bytes,
+                              int64_t target_stride, int64_t source_stride, uint64_t position, int64_t position_stride,
+                              int32_t cast) {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    alignas(64) uint16_t casted[BLOCK_BYTES / 2 + PREFETCH_BYTES / 2];  // prefetching runs over its end
+    uint64_t sum = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        for (size_t done = 0; done < size_t(row_bytes);) {
+            const uint64_t at = position + row * position_stride + done;
+            const size_t piece = std::min<size_t>(row_bytes - done, BLOCK_BYTES - at % BLOCK_BYTES);
+            const uint8_t* from = source + row * source_stride + (cast ? 2 * done : done);
+            if (cast) {
+                to_bfloat16(casted, from, piece / 2);
+                from = reinterpret_cast<const uint8_t*>(casted);
+            }
+            sum += copy_piece(target ? target + row * target_stride + done : nullptr, from, at, piece);
+            done += piece;
+        }
+    }
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // whoever sees the version word sees the bytes
+    return sum;
+}

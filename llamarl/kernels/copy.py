@@ -1,0 +1,171 @@
+"""Copies a part of a tensor, casting on the way, and fingerprints what was stored in the same pass over memory.
+
+The fingerprint of a tensor is the sum over its bytes of value * coefficient(position) mod 2^64, with the coefficients
+of `copy.cpp`. Being linear, the parts that several processes write add up to the fingerprint of the whole; being keyed
+by position, exchanged rows change it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from llamarl.kernels.build import Kernel, load
+
+BLOCK_BYTES = 8192
+WORD_BYTES = 4
+MODULUS = 1 << 64
+CHUNK_ELEMENTS = 1 << 20
+"""Torch computes on at most so many elements at once."""
+UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def copy_part(target: Tensor, source: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> int:
+    """Stores `source` in `target`, cast to its type, and returns its share of the fingerprint.
+
+    It is the share in a tensor of `whole_shape` in which this part begins at `starts`. `target` is that part of the
+    tensor itself or a packed buffer; nobody may write the source meanwhile.
+    """
+    assert target.shape == source.shape, f"{tuple(source.shape)} does not fit into {tuple(target.shape)}"
+    source, cast = source.detach(), source.dtype is torch.float32 and target.dtype is torch.bfloat16
+    library = kernel().library if target.device.type == "cpu" else None
+    if source.device != target.device or (source.dtype != target.dtype and not (cast and library is not None)):
+        source, cast = source.to(target.device, target.dtype), False
+    if library is None or not target.numel():
+        target.copy_(source)
+        return _fingerprint(target, whole_shape, starts)
+    if source.dim() and source.stride(-1) != 1 and source.shape[-1] > 1:
+        source = source.contiguous()
+    return _run(library, target, source, whole_shape, starts)
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """Of a whole, contiguous tensor."""
+    assert tensor.is_contiguous()
+    library = kernel().library if tensor.device.type == "cpu" else None
+    shape, starts = tuple(tensor.shape), (0,) * tensor.dim()
+    if library is None:
+        return _fingerprint(tensor, shape, starts)
+    return library.copy_rows(None, tensor.data_ptr(), 1, tensor.numel() * tensor.element_size(), 0, 0, 0, 0, 0)
+
+
+@functools.cache
+def kernel() -> Kernel:
+    """The compiled loops, or why torch does their work."""
+    found = load("copy")
+    if found.library is None:
+        return found
+    found.library.copy_rows.restype = ctypes.c_uint64
+    found.library.copy_rows.argtypes = (
+        *(ctypes.c_void_p,) * 2,
+        *(ctypes.c_int64,) * 4,
+        ctypes.c_uint64,
+        ctypes.c_int64,
+        ctypes.c_int32,
+    )
+    if not _agrees(found.library):
+        return Kernel(library=None, reason="copy.cpp disagrees with torch on this machine")
+    return found
+
+
+def _agrees(library: ctypes.CDLL) -> bool:
+    """Whether the kernel stores and sums up what torch does, across a block's end and within words."""
+    source = torch.linspace(-3, 3, 3 * 2999).view(3, 2999)
+    target = torch.zeros(3, 2999, dtype=torch.bfloat16)
+    found = _run(library, target, source, (5, 3001), (1, 1))
+    return torch.equal(target, source.bfloat16()) and found == _fingerprint(target, (5, 3001), (1, 1))
+
+
+def _run(
+    library: ctypes.CDLL, target: Tensor, source: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]
+) -> int:
+    """The kernel on each matrix of a part."""
+    whole_strides = _strides(whole_shape)
+    dims = _merged(target.shape, target.stride(), source.stride(), whole_strides)
+    dims = [(1, 0, 0, 0)] * (2 - len(dims)) + dims
+    assert dims[-1][1:] == (1, 1, 1), "rows must be contiguous"
+    size, source_size = target.element_size(), source.element_size()
+    (rows, target_row, source_row, whole_row), (columns, *_) = dims[-2:]
+    start = sum(a * b for a, b in zip(starts, whole_strides, strict=True))
+    total = 0
+    for outer in range(math.prod(dim[0] for dim in dims[:-2])):
+        to, at, where = 0, 0, start
+        for num, target_stride, source_stride, whole_stride in reversed(dims[:-2]):
+            outer, index = divmod(outer, num)  # noqa: PLW2901
+            to, at, where = to + index * target_stride, at + index * source_stride, where + index * whole_stride
+        total += library.copy_rows(
+            target.data_ptr() + to * size,
+            source.data_ptr() + at * source_size,
+            rows,
+            columns * size,
+            target_row * size,
+            source_row * source_size,
+            where * size,
+            whole_row * size,
+            source.dtype != target.dtype,
+        )
+    return total % MODULUS
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _merged(shape: tuple[int, ...], *strides: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """(size, strides...) of the fewest dims that walk the same elements in the same order in all operands."""
+    ones = (1,) * (1 + len(strides))
+    merged: list[tuple[int, ...]] = [ones]
+    for size, *steps in reversed(list(zip(shape, *strides, strict=True))):
+        inner, *inner_steps = merged[0]
+        if size == 1:
+            continue
+        if steps == [inner * step for step in inner_steps] or inner == 1:
+            merged[0] = (size * inner, *(inner_steps if inner > 1 else steps))
+        else:
+            merged.insert(0, (size, *steps))
+    return merged if merged[-1][1:] == ones[1:] else [*merged, ones]
+
+
+def _mix(value: Tensor) -> Tensor:
+    """splitmix64 of int64 as unsigned numbers, as in the kernel."""
+    value = value + _signed(0x9E3779B97F4A7C15)
+    value = (value ^ _shifted(value, 30)) * _signed(0xBF58476D1CE4E5B9)
+    value = (value ^ _shifted(value, 27)) * _signed(0x94D049BB133111EB)
+    return value ^ _shifted(value, 31)
+
+
+def _shifted(value: Tensor, by: int) -> Tensor:
+    """Right, with zeros from the left."""
+    return (value >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - MODULUS if value >= MODULUS // 2 else value
+
+
+def _fingerprint(part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> int:
+    """Share of `part` in torch, on any device; integers wrap at 2^64 as in the kernel."""
+    size, total = part.element_size(), 0
+    values = part.contiguous().view(-1).view(UNSIGNED[size])
+    for first in range(0, part.numel(), CHUNK_ELEMENTS):
+        value = values[first : first + CHUNK_ELEMENTS].long() & ((1 << 8 * size) - 1)
+        position = _positions(torch.arange(first, first + len(value), device=part.device), part, whole_shape, starts)
+        word = _shifted(_mix(position // WORD_BYTES % (BLOCK_BYTES // WORD_BYTES)), 32) | 1
+        coefficient = (_mix((position // BLOCK_BYTES) ^ 0x5851F42D4C957F2D) | 1) * word
+        total += int((value * (coefficient << (position % WORD_BYTES * 8))).sum())
+    return total % MODULUS
+
+
+def _positions(index: Tensor, part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> Tensor:
+    """Where the elements `index` of `part`, counted row by row, lie in the whole tensor, in bytes."""
+    position = torch.zeros_like(index)
+    for length, start, inner, stride in zip(
+        part.shape, starts, _strides(part.shape), _strides(whole_shape), strict=True
+    ):
+        position += (index // inner % length + start) * stride
+    return position * part.element_size()

@@ -1,0 +1,460 @@
+// y[M, N] = x[M, K] w[N, K]^T (+ bias, + y) on one core, with row-major weights in float32, bfloat16 or int8, and the
+// quantization of weight rows. No header of torch or Python.
+//
+// Every output is one dot product along K. A panel of 16 weight rows goes block by block of K into L1, widened to what
+// the multiplier takes; each tile of up to 6 x 2 outputs then keeps its sums in vector registers. The order of
+// additions of an output does not depend on M, so a row's result does not depend on the rows beside it.
+//
+// int8: x is quantized per row by its largest magnitude. VNNI multiplies bytes: x has 8 bits. Without it int8 would
+// have to be multiplied as int16 anyway (vpmaddubsw saturates), so x keeps as many bits as the int32 sums hold: 16 up
+// to K = 511, 14 at K = 2047. Integer sums are exact and never saturate on either path.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+constexpr int kVectorBytes = 64;
+#else
+constexpr int kVectorBytes = 32;
+#endif
+constexpr int kBlockBytes = 1536;  // of one row of a block of K
+constexpr int kPanel = 16;         // weight rows; a widened panel takes half of L1
+constexpr int kChunk = 256;        // rows of x per pass over the weights
+
+template <class T>
+struct VectorOf {
+    typedef T type __attribute__((vector_size(kVectorBytes)));
+};
+using Floats = VectorOf<float>::type;
+using Ints = VectorOf<int32_t>::type;
+
+// How one kind of weights is multiplied: Source -> (widen) -> Element, summed in vectors of Sum.
+
+template <class S>
+struct Float {
+    using Source = S;
+    using Element = float;
+    using Sum = float;
+    static constexpr int kTile = kVectorBytes == 64 ? 4 : 2;
+    static constexpr const char* kName = kVectorBytes == 64 ? "avx512" : "fma";
+    static void widen(const float* from, float* to, int64_t count) { std::memcpy(to, from, count * sizeof(float)); }
+    static void widen(const uint16_t* from, float* to, int64_t count) {
+        for (int64_t i = 0; i < count; ++i) {
+            const uint32_t bits = uint32_t(from[i]) << 16;
+            std::memcpy(to + i, &bits, 4);
+        }
+    }
+    static Floats step(Floats sum, Floats x, Floats w) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+        return _mm512_fmadd_ps(x, w, sum);
+#elif defined(__FMA__)
+        return _mm256_fmadd_ps(x, w, sum);
+#else
+        return sum + x * w;
+#endif
+    }
+};
+
+#if defined(__AVX512BF16__)
+struct Bf16 {
+    using Source = uint16_t;
+    using Element = uint16_t;
+    using Sum = float;
+    static constexpr int kTile = 4;
+    static constexpr const char* kName = "avx512-bf16";
+    static void widen(const uint16_t* from, uint16_t* to, int64_t count) { std::memcpy(to, from, count * 2); }
+    static Floats step(Floats sum, VectorOf<uint16_t>::type x, VectorOf<uint16_t>::type w) {
+        return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w);
+    }
+};
+#else
+using Bf16 = Float<uint16_t>;
+#endif
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define LLAMARL_VNNI 1
+struct Int8 {
+    using Source = int8_t;
+    using Element = uint8_t;  // w + 128, and x as int8
+    using Sum = int32_t;
+    static constexpr int kTile = kVectorBytes == 64 ? 4 : 2;
+    static constexpr const char* kName = kVectorBytes == 64 ? "avx512-vnni" : "avx-vnni";
+    static constexpr int kOffset = 128;
+    static int32_t limit(int64_t) { return 127; }
+    static void widen(const int8_t* from, uint8_t* to, int64_t count) {
+        for (int64_t i = 0; i < count; ++i) to[i] = uint8_t(from[i]) ^ 0x80;
+    }
+    static Ints step(Ints sum, VectorOf<uint8_t>::type x, VectorOf<uint8_t>::type w) {
+#if defined(__AVX512VNNI__)
+        return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+#else
+        return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+#endif
+    }
+};
+#else
+struct Int8 {
+    using Source = int8_t;
+    using Element = int16_t;
+    using Sum = int32_t;
+    static constexpr int kTile = kVectorBytes == 64 ? 4 : 2;
+    static constexpr const char* kName = kVectorBytes == 64 ? "avx512-int16" : "int16";
+    static constexpr int kOffset = 0;
+    static int32_t limit(int64_t k) {
+        const int64_t most = INT32_MAX / (128 * (k + 1));
+        return int32_t(most < INT16_MAX ? most : INT16_MAX);
+    }
+    static void widen(const int8_t* from, int16_t* to, int64_t count) {
+        for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+    }
+    static Ints step(Ints sum, VectorOf<int16_t>::type x, VectorOf<int16_t>::type w) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+        return sum + (Ints)_mm512_madd_epi16((__m512i)x, (__m512i)w);
+#elif defined(__AVX2__)
+        return sum + (Ints)_mm256_madd_epi16((__m256i)x, (__m256i)w);
+#else
+        const Ints xs = (Ints)x, ws = (Ints)w;  // pairs of int16
+        return sum + (xs >> 16) * (ws >> 16) + ((xs << 16) >> 16) * ((ws << 16) >> 16);
+#endif
+    }
+};
+#endif
+
+// to[i] (+)= the sum of the lanes of v[i], for four vectors; lanes are added in the same order for each.
+
+#if defined(__AVX2__)
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+inline __m256 half(Floats v) {
+    const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
+    return _mm256_add_ps(_mm512_castps512_ps256(v), high);
+}
+inline __m256i half(Ints v) {
+    return _mm256_add_epi32(_mm512_castsi512_si256((__m512i)v), _mm512_extracti64x4_epi64((__m512i)v, 1));
+}
+#else
+inline __m256 half(Floats v) { return v; }
+inline __m256i half(Ints v) { return (__m256i)v; }
+#endif
+inline void add_totals(const Floats* v, float* to, bool first) {
+    const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(half(v[0]), half(v[1])), _mm256_hadd_ps(half(v[2]), half(v[3])));
+    const __m128 t = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+    _mm_storeu_ps(to, first ? t : _mm_add_ps(_mm_loadu_ps(to), t));
+}
+inline void add_totals(const Ints* v, int32_t* to, bool first) {
+    const __m256i a = _mm256_hadd_epi32(half(v[0]), half(v[1])), b = _mm256_hadd_epi32(half(v[2]), half(v[3]));
+    const __m256i s = _mm256_hadd_epi32(a, b);
+    const __m128i t = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+    _mm_storeu_si128((__m128i*)to, first ? t : _mm_add_epi32(_mm_loadu_si128((const __m128i*)to), t));
+}
+#else
+template <class Vector, class Sum>
+inline void add_totals(const Vector* v, Sum* to, bool first) {
+    for (int i = 0; i < 4; ++i) {
+        Sum total = v[i][0];
+        for (int lane = 1; lane < int(sizeof(Vector) / sizeof(Sum)); ++lane) total += v[i][lane];
+        to[i] = first ? total : to[i] + total;
+    }
+}
+#endif
+
+constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// Working memory of a thread, kept between calls.
+class Scratch {
+  public:
+    template <class T>
+    T* get(int64_t count) {
+        bytes_.resize(count * sizeof(T) + 64 > bytes_.size() ? count * sizeof(T) + 64 : bytes_.size());
+        return (T*)round_up((int64_t)bytes_.data(), 64);
+    }
+
+  private:
+    std::vector<char> bytes_;
+};
+thread_local Scratch x_scratch, panel_scratch, sums_scratch;
+
+template <class P>
+struct Gemm {
+    using Element = typename P::Element;
+    using Sum = typename P::Sum;
+    using Source = typename P::Source;
+    using Operand = typename VectorOf<Element>::type;
+    using Sums = typename VectorOf<Sum>::type;
+    static constexpr int64_t kLanes = kVectorBytes / sizeof(Element);
+    static constexpr int64_t kBlock = kBlockBytes / sizeof(Element);
+
+    // One load per operand: without this the compiler repeats it inside every multiplication.
+    static Operand load(const Element* from) {
+        Operand loaded = *(const Operand*)from;
+#if defined(__AVX2__)
+        asm("" : "+x"(loaded));
+#endif
+        return loaded;
+    }
+
+    // Row m of block b of the packed x begins at b * kBlock * rows + m * width(k, b).
+    static int64_t width(int64_t k, int64_t start) {
+        return k - start >= kBlock ? kBlock : round_up(k - start, kLanes);
+    }
+
+    template <int MR, int NR>
+    static void tile(const Element* x, int64_t width, const Element* w, Sum* sums, bool first) {
+        Sums sum[MR][NR] = {};
+        for (int64_t k = 0; k < width; k += kLanes) {
+            Operand xs[MR];
+#pragma GCC unroll 8
+            for (int m = 0; m < MR; ++m) xs[m] = load(x + m * width + k);
+#pragma GCC unroll 8
+            for (int n = 0; n < NR; ++n) {
+                const Operand ws = load(w + n * kBlock + k);
+#pragma GCC unroll 8
+                for (int m = 0; m < MR; ++m) sum[m][n] = P::step(sum[m][n], xs[m], ws);
+            }
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+            for (int n = 0; n < NR; n += 4) add_totals(&sum[m][n], sums + m * kPanel + n, first);
+    }
+
+    template <int MR>
+    static void tiles(const Element* x, int64_t width, const Element* w, int64_t rows, Sum* sums, bool first) {
+        constexpr int NR = MR == 1 ? 8 : 4;
+        for (int64_t n = 0; n < rows; n += NR) tile<MR, NR>(x, width, w + n * kBlock, sums + n, first);
+    }
+
+    static void tiles(int64_t mr, const Element* x, int64_t width, const Element* w, int64_t rows, Sum* sums, bool first) {
+        switch (mr) {
+            case 1: return tiles<1>(x, width, w, rows, sums, first);
+            case 2: return tiles<2>(x, width, w, rows, sums, first);
+            case 3: return tiles<3>(x, width, w, rows, sums, first);
+            default: return tiles<4>(x, width, w, rows, sums, first);
+        }
+    }
+
+    // One panel of weight rows, widened. Rows that complete the last tile, and the end of the last vector, are zero.
+    static void widen_panel(const Source* w, int64_t n, int64_t k, int64_t start, int64_t rows, Element* panel) {
+        const int64_t count = k - start < kBlock ? k - start : kBlock, padded = width(k, start);
+        for (int64_t row = 0; row < rows; ++row) {
+            Element* to = panel + row * kBlock;
+            const int64_t filled = row < n ? count : 0;
+            if (filled) P::widen(w + row * k + start, to, filled);
+            std::memset((void*)(to + filled), 0, (padded - filled) * sizeof(Element));
+        }
+    }
+
+    // finish(m, first n, number of n, sums) writes outputs.
+    template <class Finish>
+    static void run(const Element* x, const Source* w, int64_t num_m, int64_t num_n, int64_t k, Finish finish) {
+        Element* panel = panel_scratch.get<Element>(kPanel * kBlock);
+        Sum* sums = sums_scratch.get<Sum>(num_m * kPanel);
+        const int64_t num_tiles = (num_m + P::kTile - 1) / P::kTile;
+        // While a panel is multiplied the next one comes from memory, some lines before each tile.
+        const int64_t num_steps = num_tiles * ((k + kBlock - 1) / kBlock);
+        const char* const end = (const char*)(w + num_n * k);
+        const int64_t ahead_step = round_up(kPanel * k * int64_t(sizeof(Source)) / num_steps + 1, 64);
+        for (int64_t n = 0; n < num_n; n += kPanel) {
+            const int64_t rows = num_n - n < kPanel ? num_n - n : kPanel;
+            const int64_t padded_rows = round_up(rows, num_m == 1 ? 8 : 4);
+            const char* ahead = (const char*)(w + (n + kPanel) * k);
+            for (int64_t start = 0; start < k; start += kBlock) {
+                const int64_t wide = width(k, start);
+                widen_panel(w + n * k, rows, k, start, padded_rows, panel);
+                for (int64_t t = 0; t < num_tiles; ++t) {
+                    const char* const until = ahead + ahead_step < end ? ahead + ahead_step : end;
+                    for (; ahead < until; ahead += 64) __builtin_prefetch(ahead, 0, 2);
+                    const int64_t m = num_m * t / num_tiles, mr = num_m * (t + 1) / num_tiles - m;
+                    const Element* x_tile = x + start * num_m + m * wide;
+                    tiles(mr, x_tile, wide, panel, padded_rows, sums + m * kPanel, start == 0);
+                }
+            }
+            for (int64_t m = 0; m < num_m; ++m) {
+                // The usual number as a constant: its loops become a few vector instructions.
+                if (rows == kPanel) finish(m, n, kPanel, sums + m * kPanel);
+                else finish(m, n, rows, sums + m * kPanel);
+            }
+        }
+    }
+
+    // x as blocks of K; convert(row, first k, count, to) writes one row of a block.
+    template <class Convert>
+    static Element* pack(int64_t num_m, int64_t k, Convert convert) {
+        Element* packed = x_scratch.get<Element>(num_m * round_up(k, kLanes));
+        for (int64_t start = 0; start < k; start += kBlock) {
+            const int64_t count = k - start < kBlock ? k - start : kBlock, wide = width(k, start);
+            for (int64_t m = 0; m < num_m; ++m) {
+                Element* to = packed + start * num_m + m * wide;
+                convert(m, start, count, to);
+                std::memset((void*)(to + count), 0, (wide - count) * sizeof(Element));
+            }
+        }
+        return packed;
+    }
+};
+
+inline void to_element(const float* from, float* to, int64_t count) { std::memcpy(to, from, count * sizeof(float)); }
+
+// To bfloat16, nearest even; NaN stays NaN.
+inline void to_element(const float* from, uint16_t* to, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, from + i, 4);
+        const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        to[i] = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    }
+}
+
+inline void write(float* y, const float* bias, int64_t rows, bool accumulate, const float* values) {
+    for (int64_t n = 0; n < rows; ++n) {
+        const float value = values[n] + (bias ? bias[n] : 0.0f);
+        y[n] = accumulate ? y[n] + value : value;
+    }
+}
+
+template <class P>
+void linear_float(
+    const float* x, const typename P::Source* w, const float* bias, float* y, int64_t num_m, int64_t num_n, int64_t k,
+    int accumulate) {
+    using G = Gemm<P>;
+    for (int64_t first = 0; first < num_m; first += kChunk, x += kChunk * k, y += kChunk * num_n) {
+        const int64_t chunk = num_m - first < kChunk ? num_m - first : kChunk;
+        const auto* packed = G::pack(chunk, k, [&](int64_t m, int64_t start, int64_t count, auto* to) {
+            to_element(x + m * k + start, to, count);
+        });
+        G::run(packed, w, chunk, num_n, k, [&](int64_t m, int64_t n, int64_t rows, const float* sums) __attribute__((always_inline)) {
+            write(y + m * num_n + n, bias ? bias + n : nullptr, rows, accumulate, sums);
+        });
+    }
+}
+
+// Largest magnitude, at least `least`; NaN if any value is NaN or infinite: as integers, the bits of magnitudes order
+// like the magnitudes, and those of infinity and NaN are above all others.
+inline float absmax(const float* row, int64_t count, float least) {
+    int32_t most = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        int32_t bits;
+        std::memcpy(&bits, row + i, 4);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    if (most >= 0x7f800000) return NAN;
+    float value;
+    std::memcpy(&value, &most, 4);
+    return value > least ? value : least;
+}
+
+constexpr float kLeast = 1e-30f;  // a row below it becomes zeros; its inverse scale is still finite
+
+// The dividend's type makes the quotient exact where the compiler may use reciprocals of floats.
+inline float quotient(double a, float b) { return float(a / double(b)); }
+
+inline int32_t to_int(float value) { return int32_t(std::nearbyint(value)); }
+
+// float8_e4m3fn of |value| <= 448, nearest even. Added to a power of two 2^20 above it (2^14 for subnormals), a
+// magnitude is rounded to its 3 bits of mantissa, which then are the lowest bits of the sum.
+inline int32_t to_float8(float value) {
+    int32_t bits, sum_bits;
+    std::memcpy(&bits, &value, 4);
+    const int32_t exponent = (bits & 0x7f800000) > (121 << 23) ? bits & 0x7f800000 : 121 << 23;
+    const int32_t magic_bits = exponent + (20 << 23);
+    float magic;
+    std::memcpy(&magic, &magic_bits, 4);
+    const float sum = std::fabs(value) + magic;
+    std::memcpy(&sum_bits, &sum, 4);
+    const int32_t code = (sum_bits - magic_bits) + (exponent >> 20) - (121 << 3);
+    return code | ((bits >> 24) & 0x80);
+}
+
+template <class Q, class Round>
+int64_t quantize(
+    const float* w, int64_t stride, int64_t num_rows, int64_t k, float most, int power_of_two, Q* values, float* scales,
+    Round round) {
+    const float inverse_most = quotient(1.0, most);
+    for (int64_t row = 0; row < num_rows; ++row, w += stride, values += k) {
+        const float largest = absmax(w, k, kLeast);
+        if (largest != largest) return row;
+        float scale = largest * inverse_most, inverse = quotient(most, largest);
+        if (power_of_two) {
+            int32_t bits;
+            std::memcpy(&bits, &scale, 4);
+            bits = (bits + 0x7fffff) & 0x7f800000;
+            std::memcpy(&scale, &bits, 4);
+            inverse = quotient(1.0, scale);
+        }
+        for (int64_t i = 0; i < k; ++i) values[i] = round(w[i] * inverse);
+        scales[row] = scale;
+    }
+    return -1;
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* path_float32() { return Float<float>::kName; }
+const char* path_bfloat16() { return Bf16::kName; }
+const char* path_int8() { return Int8::kName; }
+
+void linear_float32(
+    const float* x, const float* w, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int accumulate) {
+    linear_float<Float<float>>(x, w, bias, y, m, n, k, accumulate);
+}
+
+void linear_bfloat16(
+    const float* x, const uint16_t* w, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int accumulate) {
+    linear_float<Bf16>(x, w, bias, y, m, n, k, accumulate);
+}
+
+void linear_int8(
+    const float* x, const int8_t* w, const float* scales, const float* bias, float* y, int64_t num_m, int64_t num_n,
+    int64_t k, int accumulate) {
+    using G = Gemm<Int8>;
+    const int32_t limit = Int8::limit(k);
+    float row_scale[kChunk], inverse[kChunk];
+    int32_t offset[kChunk];
+    for (int64_t first = 0; first < num_m; first += kChunk, x += kChunk * k, y += kChunk * num_n) {
+        const int64_t chunk = num_m - first < kChunk ? num_m - first : kChunk;
+        for (int64_t m = 0; m < chunk; ++m) {
+            const float largest = absmax(x + m * k, k, kLeast);
+            row_scale[m] = quotient(largest, limit);
+            // The integers of a row that is not finite must not depend on how NaN converts.
+            inverse[m] = largest != largest ? 0.0f : quotient(limit, largest);
+            offset[m] = 0;
+        }
+        const auto* packed = G::pack(chunk, k, [&](int64_t m, int64_t start, int64_t count, auto* to) {
+            const float* row = x + m * k + start;
+            int32_t sum = 0;
+            for (int64_t i = 0; i < count; ++i) {
+                const int32_t q = to_int(row[i] * inverse[m]);
+                to[i] = G::Element(q);
+                sum += q;
+            }
+            offset[m] += sum * Int8::kOffset;
+        });
+        G::run(packed, w, chunk, num_n, k, [&](int64_t m, int64_t n, int64_t rows, const int32_t* sums) __attribute__((always_inline)) {
+            float values[kPanel];
+            for (int64_t i = 0; i < rows; ++i) values[i] = float(sums[i] - offset[m]) * (row_scale[m] * scales[n + i]);
+            write(y + m * num_n + n, bias ? bias + n : nullptr, rows, accumulate, values);
+        });
+    }
+}
+
+// Both return the first row with a value that is not finite, -1 when there is none.
+
+int64_t quantize_int8(
+    const float* w, int64_t stride, int64_t n, int64_t k, int power_of_two, int8_t* values, float* scales) {
+    return quantize(w, stride, n, k, 127.0f, power_of_two, values, scales, [](float v) { return int8_t(to_int(v)); });
+}
+
+int64_t quantize_float8_e4m3fn(
+    const float* w, int64_t stride, int64_t n, int64_t k, int power_of_two, uint8_t* values, float* scales) {
+    return quantize(w, stride, n, k, 448.0f, power_of_two, values, scales, [](float v) { return uint8_t(to_float8(v)); });
+}
+}

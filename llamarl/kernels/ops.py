@@ -1,0 +1,151 @@
+"""The small operations of a decode step: norms, rotation, gated activation, and the draw of tokens.
+
+On the CPU in float32 each is one pass in C++ (`ops.cpp`), after it has reproduced torch; else torch computes, and
+`kernels().reason` says why.
+
+Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, F feed-forward dim, B rows that
+draw, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llamarl.kernels.build import Kernel, load
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+@functools.cache
+def kernels() -> Kernel:
+    """Compiled, and checked against torch, at the first call."""
+    loaded = load("ops")
+    library = loaded.library
+    if library is None:
+        return loaded
+    library.rms_norm.argtypes = (_P, _P, _P, _I, _I, _F)
+    library.rotate.argtypes = (_P, _I, _I, _P, _P, _P, _I, _I, _I, _F)
+    library.silu_mul.argtypes = (_P, _I, _P, _I, _P, _I, _I)
+    library.draw.argtypes = (_P, _I, _I, _P, _P, _P, _P)
+    for function in (library.rms_norm, library.rotate, library.silu_mul, library.draw):
+        function.restype = None
+    wrong = _wrong(library)
+    return Kernel(library=None, reason=f"ops.cpp: {wrong} differs from torch on this processor") if wrong else loaded
+
+
+def rms_norm(x_N_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight."""
+    library = _library(x_N_D)
+    if library is None:
+        return F.rms_norm(x_N_D, weight_D.shape, weight_D, eps)
+    num_rows, width = x_N_D.shape
+    assert x_N_D.is_contiguous()
+    assert _is_vector(weight_D, width)
+    y_N_D = torch.empty_like(x_N_D)
+    library.rms_norm(x_N_D.data_ptr(), weight_D.data_ptr(), y_N_D.data_ptr(), num_rows, width, eps)
+    return y_N_D
+
+
+def rotate(
+    q_N_H_K: Tensor, k_N_J_K: Tensor, rotation: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor] | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """RMS-norm each head where `norms` has weights [K] for queries and keys, then rotate by (cos, sin), each [N, 1, K].
+
+    The sine's first half is negative, as in `models/transformer.py`. May overwrite its inputs.
+    """
+    library = _library(q_N_H_K)
+    weights = norms or (None, None)
+    pairs = (q_N_H_K, weights[0]), (k_N_J_K, weights[1])
+    if library is None:
+        q, k = (_rotate(x if weight is None else rms_norm(x, weight, eps), *rotation) for x, weight in pairs)
+        return q, k
+    cos_N_1_K, sin_N_1_K = rotation
+    head_dim = cos_N_1_K.shape[-1]
+    for x in (*rotation, q_N_H_K, k_N_J_K):
+        assert x.dtype == torch.float32
+        assert x.stride(2) == 1
+        assert x.shape[1] == 1 or x.stride(1) == head_dim, "the heads of a row lie next to each other"
+    for x_N_H_K, weight_K in pairs:
+        assert weight_K is None or _is_vector(weight_K, head_dim)
+        library.rotate(
+            x_N_H_K.data_ptr(), x_N_H_K.stride(0), x_N_H_K.shape[1], None if weight_K is None else weight_K.data_ptr(),
+            cos_N_1_K.data_ptr(), sin_N_1_K.data_ptr(), cos_N_1_K.stride(0), len(x_N_H_K), head_dim, eps,
+        )  # fmt: skip
+    return q_N_H_K, k_N_J_K
+
+
+def silu_mul(gate_N_F: Tensor, up_N_F: Tensor) -> Tensor:
+    """silu(gate) * up; the two may be halves of one matrix."""
+    library = _library(gate_N_F)
+    if library is None:
+        return F.silu(gate_N_F) * up_N_F
+    assert gate_N_F.shape == up_N_F.shape
+    assert gate_N_F.stride(1) == up_N_F.stride(1) == 1
+    assert gate_N_F.dtype == up_N_F.dtype == torch.float32
+    y_N_F = torch.empty(gate_N_F.shape)
+    library.silu_mul(
+        gate_N_F.data_ptr(), gate_N_F.stride(0), up_N_F.data_ptr(), up_N_F.stride(0), y_N_F.data_ptr(), *y_N_F.shape
+    )
+    return y_N_F
+
+
+def draw(logits_B_V: Tensor, temperature_B: np.ndarray, noise_B: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """One token per row by inverting the cumulative softmax of logits / temperature at `noise_B`; None without kernels.
+
+    Temperature 0 takes the first of the largest logits, with its log-probability at temperature 1.
+
+    Returns:
+        Token ids, int64 [B], and log-probabilities, float32 [B]; NaN, and some valid id, where a row is not finite.
+    """
+    library = _library(logits_B_V)
+    if library is None:
+        return None
+    num_rows, vocab_size = logits_B_V.shape
+    logits_B_V = logits_B_V.contiguous()
+    inputs = [np.ascontiguousarray(values_B, np.float32) for values_B in (temperature_B, noise_B)]
+    assert all(values_B.shape == (num_rows,) for values_B in inputs)
+    tokens_B, logprobs_B = np.empty(num_rows, np.int64), np.empty(num_rows, np.float32)
+    pointers = [array.ctypes.data for array in (*inputs, tokens_B, logprobs_B)]
+    library.draw(logits_B_V.data_ptr(), num_rows, vocab_size, *pointers)
+    return tokens_B, logprobs_B
+
+
+def _library(x: Tensor) -> ctypes.CDLL | None:
+    return kernels().library if x.device.type == "cpu" and x.dtype == torch.float32 else None
+
+
+def _is_vector(weight: Tensor, size: int) -> bool:
+    return weight.shape == (size,) and weight.dtype == torch.float32 and weight.is_contiguous()
+
+
+def _rotate(x_N_H_K: Tensor, cos_N_1_K: Tensor, sin_N_1_K: Tensor) -> Tensor:
+    return x_N_H_K * cos_N_1_K + x_N_H_K.roll(x_N_H_K.shape[-1] // 2, dims=-1) * sin_N_1_K
+
+
+def _wrong(library: ctypes.CDLL) -> str:
+    """The first kernel that does not reproduce torch; empty when all do."""
+    generator = torch.Generator().manual_seed(0)
+    x, up, cos, sin = (torch.randn(3, 2, 22, generator=generator) * 4 for _ in range(4))
+    weight, noise, temperature = torch.rand(22, generator=generator), torch.full((3,), 0.6), torch.ones(3)
+    y, rotated, tokens, logprobs = torch.empty(6, 22), x.clone(), torch.empty(3, dtype=torch.int64), torch.empty(3)
+    x_6_22, pointers = x.view(6, 22), [t.data_ptr() for t in (x, weight, y)]
+    library.rms_norm(*pointers, 6, 22, 1e-6)
+    if not torch.allclose(y, F.rms_norm(x_6_22, (22,), weight, 1e-6), 1e-5, 1e-6):
+        return "rms_norm"
+    library.rotate(rotated.data_ptr(), 44, 2, None, cos.data_ptr(), sin.data_ptr(), 44, 3, 22, 1e-6)
+    if not torch.allclose(rotated, _rotate(x, cos[:, :1], sin[:, :1]), 1e-5, 1e-5):
+        return "rotate"
+    library.silu_mul(x.data_ptr(), 22, up.data_ptr(), 22, y.data_ptr(), 6, 22)
+    if not torch.allclose(y, F.silu(x_6_22) * up.view(6, 22), 1e-5, 1e-6):
+        return "silu_mul"
+    library.draw(x.data_ptr(), 3, 44, *(t.data_ptr() for t in (temperature, noise, tokens, logprobs)))
+    logits = x.view(3, 44)
+    expected = torch.searchsorted(torch.softmax(logits, 1).cumsum(1), noise[:, None])[:, 0]
+    exact = torch.log_softmax(logits, 1)[range(3), tokens.clamp(0, 43)]
+    return "" if tokens.equal(expected) and torch.allclose(logprobs, exact, 1e-5, 1e-5) else "draw"

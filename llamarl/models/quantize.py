@@ -1,0 +1,85 @@
+"""Symmetric quantization of weight rows: one definition for the trainer that sends and the generator that loads.
+
+The same bits come out wherever it runs: every step is one correctly rounded float32 operation, in C++ on the CPU and
+in torch elsewhere.
+
+Shape suffixes: N rows (outputs), K columns (inputs).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llamarl.kernels import linear
+
+QUANTIZED_DTYPES: dict[str, float] = {"int8": 127.0, "float8_e4m3fn": 448.0}
+"""Type of the values -> magnitude that the largest of a row becomes; int8 does not use -128."""
+_LEAST = 1e-30
+"""A row below it becomes zeros; its scale and the inverse are normal numbers."""
+
+
+class NonFiniteWeights(ValueError):
+    """A row holds NaN or infinity, which no scale can represent."""
+
+
+def quantize_rows(
+    weight_N_K: Tensor,
+    dtype: str,
+    power_of_two: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(values_N_K, scales_N) with weight ~ values * scales, off by at most half a step of the row's largest value.
+
+    Args:
+        power_of_two: round scales up to powers of two, with which scaling is exact.
+        out: contiguous tensors to write into; scales are float32.
+
+    Raises:
+        NonFiniteWeights: names the first row; `out` is partly written.
+    """
+    if out is None:
+        values_N_K = torch.empty_like(weight_N_K, dtype=getattr(torch, dtype), memory_format=torch.contiguous_format)
+        out = values_N_K, weight_N_K.new_empty(weight_N_K.shape[0], dtype=torch.float32)
+    values_N_K, scales_N = out
+    assert (values_N_K.dtype, scales_N.dtype) == (getattr(torch, dtype), torch.float32)
+    assert (values_N_K.shape, scales_N.shape) == (weight_N_K.shape, weight_N_K.shape[:1])
+    assert all(tensor.is_contiguous() for tensor in out)
+    weight_N_K = weight_N_K.detach().float()
+    library = linear.kernels().library
+    tensors = (weight_N_K, values_N_K, scales_N)
+    if library is None or weight_N_K.stride(1) != 1 or any(tensor.device.type != "cpu" for tensor in tensors):
+        row = _quantize_in_torch(weight_N_K, QUANTIZED_DTYPES[dtype], power_of_two, values_N_K, scales_N)
+    else:
+        row = linear.quantize(library, weight_N_K, power_of_two, values_N_K, scales_N)
+    if row >= 0:
+        raise NonFiniteWeights(f"row {row} of the weight is not finite, so it cannot be quantized to {dtype}")
+    return values_N_K, scales_N
+
+
+def dequantize_rows(values_N_K: Tensor, scales_N: Tensor) -> Tensor:
+    """The weight that the values stand for, float32."""
+    return values_N_K.float() * scales_N[:, None]
+
+
+def _quantize_in_torch(
+    weight_N_K: Tensor, most: float, power_of_two: bool, values_N_K: Tensor, scales_N: Tensor
+) -> int:
+    """The first row that is not finite, or -1."""
+    largest_N = weight_N_K.abs().amax(1)
+    bad = (~largest_N.isfinite()).nonzero()
+    if len(bad):
+        return int(bad[0])
+    largest_N = largest_N.clamp_min_(_LEAST)
+    scale_N = largest_N * (1 / most)
+    dividend = most
+    if power_of_two:
+        # Up to the next power of two: any bit of the mantissa carries into the exponent.
+        scale_N = ((scale_N.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        largest_N, dividend = scale_N, 1.0
+    # A tensor as dividend: with a number torch multiplies by a rounded reciprocal.
+    inverse_N = torch.full_like(largest_N, dividend) / largest_N
+    scaled_N_K = weight_N_K * inverse_N[:, None]
+    values_N_K.copy_(scaled_N_K.round_() if values_N_K.dtype == torch.int8 else scaled_N_K)
+    scales_N.copy_(scale_N)
+    return -1

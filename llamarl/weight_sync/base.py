@@ -1,0 +1,309 @@
+"""What every transport is: a publisher on each trainer rank, a subscriber on each generator rank, and their proof.
+
+Several trainer ranks write parts of one generator rank's tensors. With its bytes each writer publishes, per tensor, the
+sum of their fingerprints and their number; a version exists for a reader once all writers have published it, and it is
+served only after every tensor has been found to be what the writers together say.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from llamarl.distributed.box import Box
+from llamarl.distributed.layout import DTYPE_BYTES, LayoutError, assemble_layout
+from llamarl.distributed.reshard import plan_reshard
+from llamarl.kernels.copy import MODULUS, copy_part, fingerprint
+from llamarl.weight_sync.layout import Address, Layout, TensorSpec, lay_out
+
+Exchange = Callable[[Any], list[Any]]
+"""Gives a value to all trainer ranks and returns theirs in rank order, as `all_gather_object` does."""
+
+
+class Superseded(RuntimeError):
+    """The wanted version is not, or no longer, to be had; a newer one is or will be."""
+
+
+class FingerprintMismatch(RuntimeError):
+    """What arrived is not what was published."""
+
+    def __init__(self, tensor: str, version: int, rank: int, cause: str) -> None:
+        super().__init__(tensor, version, rank, cause)
+        self.tensor, self.version, self.rank, self.cause = tensor, version, rank, cause
+
+    def __str__(self) -> str:
+        return f"{self.tensor} of version {self.version} on generator rank {self.rank}: {self.cause}"
+
+
+class TransferFailed(RuntimeError):
+    """A version could not be fetched: the other side died, hangs or cannot be reached. The next fetch starts anew."""
+
+
+class NoFreeSlot(RuntimeError):
+    """Generators hold on to more versions than there are slots."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A rectangle of a generator rank's tensor that one trainer rank writes."""
+
+    tensor: int
+    """Position among the generator rank's specs."""
+    box: Box
+    """In the coordinates of the whole parameter."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriterPlan:
+    """What one trainer rank writes."""
+
+    rank: int
+    num_writers: int
+    held: Mapping[str, Box]
+    """What this rank's tensors hold of each parameter."""
+    layouts: tuple[Layout, ...]
+    """Of the generator ranks of a replica, each different one once."""
+    parts: tuple[tuple[Part, ...], ...]
+    """For each layout."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What this rank writes of each version: all that it stages beside its own shards, times the slots in use."""
+        return sum(
+            math.prod(shape_of(spec := layout.specs[part.tensor], part.box)) * DTYPE_BYTES[spec.dtype]
+            for layout, parts in zip(self.layouts, self.parts, strict=True)
+            for part in parts
+        )
+
+
+class Publisher(ABC):
+    """A trainer rank's end."""
+
+    @abstractmethod
+    def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:
+        """Copies `weights` to where generators find them as `version`; it does not read them after it returns.
+
+        Versions `in_use` stay as they are: those that a living generator serves or fetches. All ranks publish the
+        same version with the same `in_use`, and any rank's address will do for all generators.
+
+        Raises:
+            NoFreeSlot: too many versions are in use.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends threads and frees memory; what readers have mapped stays with them."""
+
+
+class Subscriber(ABC):
+    """A generator rank's end."""
+
+    def __init__(self, specs: Sequence[TensorSpec], rank: int) -> None:
+        self.layout = lay_out(specs)
+        self.rank = rank
+        self.fingerprint = ""
+        """Of the version last fetched, over all tensors of this rank, in hexadecimal digits."""
+
+    @abstractmethod
+    def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
+        """The tensors of a version by `TensorSpec.key`; they stay as they are while that version is in use.
+
+        Runs in a background thread while the engine decodes.
+
+        Raises:
+            Superseded: another version took its place.
+            FingerprintMismatch: a tensor is not what was published.
+            TransferFailed: the publisher is gone or silent.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leaves tensors that were fetched alone."""
+
+    def place_in(self, address: Address) -> str:
+        """Where this rank's tensors are. Raises LayoutError: the trainer publishes none like them."""
+        if self.layout.digest not in address.places:
+            cause = "its tensors are none of those that the trainer publishes"
+            raise LayoutError(f"generator rank {self.rank}", cause)
+        return address.places[self.layout.digest]
+
+    def prove(
+        self,
+        tensors: Mapping[str, Tensor],
+        version: int,
+        proofs: np.ndarray,
+        await_tensor: Callable[[int], None] = lambda index: None,
+    ) -> None:
+        """Compares what was fetched with what the writers published (their `proofs`: [writers, 2, tensors])."""
+        digest = xxhash.xxh3_64()
+        for index, spec in enumerate(self.layout.specs):
+            await_tensor(index)
+            digest.update(self.prove_tensor(index, tensors[spec.key], version, proofs).to_bytes(8, "little"))
+        self.fingerprint = digest.hexdigest()
+
+    def prove_tensor(self, index: int, tensor: Tensor, version: int, proofs: np.ndarray) -> int:
+        """The fingerprint of one tensor, which is what the writers published."""
+        spec = self.layout.specs[index]
+        written, expected = proofs[:, 1, index].sum(), sum(proofs[:, 0, index].tolist()) % MODULUS
+        if written != spec.num_bytes:
+            cause = f"trainer ranks wrote {written} of its {spec.num_bytes} bytes"
+            raise FingerprintMismatch(spec.key, version, self.rank, cause)
+        if (found := fingerprint(tensor)) != expected:
+            cause = f"its fingerprint is {found:016x}, published was {expected:016x}"
+            raise FingerprintMismatch(spec.key, version, self.rank, cause)
+        return found
+
+
+class SlotTable:
+    """Which version lies in which slot. All writers decide alike, as they see the same calls."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._versions: list[int | None] = [None] * num_slots
+        self._newest: int | None = None
+
+    def claim(self, version: int, in_use: Collection[int]) -> int:
+        """A slot to write `version` into: the first whose own is neither in use nor the newest."""
+        kept = {*in_use, self._newest}
+        free = [slot for slot, held in enumerate(self._versions) if held is None or held not in kept]
+        if not free:
+            raise NoFreeSlot(f"no slot for version {version}: versions {self._versions} are in use")
+        self._versions[free[0]] = None
+        return free[0]
+
+    def settle(self, slot: int, version: int) -> None:
+        """All of `version` has been written."""
+        self._versions[slot] = self._newest = version
+
+    @property
+    def num_used(self) -> int:
+        """Slots that hold a version."""
+        return sum(version is not None for version in self._versions)
+
+
+def as_is(spec: TensorSpec, weight: Tensor) -> Tensor:
+    """What travels of a part of a parameter: the float values, cast as they are copied."""
+    assert spec.dtype in ("float32", "bfloat16"), f"{spec.key} must be quantized"
+    return weight
+
+
+Encode = Callable[[TensorSpec, Tensor], Tensor]
+"""Makes what travels for a spec out of a part of its parameter."""
+
+
+def write_parts(
+    plan: WriterPlan,
+    layout: int,
+    weights: Mapping[str, Tensor],
+    targets: Iterable[tuple[Part, Tensor]],
+    proof: np.ndarray,
+    encode: Encode = as_is,
+) -> None:
+    """Copies parts of one layout to their targets.
+
+    Adds to `proof` [2, tensors], which begins with zeros, the fingerprint and then the number of bytes of each part:
+    where the numbers of all writers add up to a tensor, it is all there.
+    """
+    for part, target in targets:
+        spec = plan.layouts[layout].specs[part.tensor]
+        weight, held = weights[spec.name], plan.held[spec.name]
+        assert weight.shape == held.shape, f"{spec.name}: {tuple(weight.shape)} is not the planned {held.shape}"
+        source = encode(spec, weight.detach()[part.box.within(held)])
+        share = copy_part(target, source, spec.shape, starts_of(spec, part.box))
+        proof[0, part.tensor] = (int(proof[0, part.tensor]) + share) % MODULUS
+        proof[1, part.tensor] += target.numel() * target.element_size()
+
+
+def starts_of(spec: TensorSpec, box: Box) -> tuple[int, ...]:
+    """Where a box of the parameter begins in the generator rank's tensor; scales have only rows."""
+    starts = tuple(a - b for a, b in zip(box.starts, spec.box.starts, strict=True))
+    return starts[: len(spec.shape)]
+
+
+def shape_of(spec: TensorSpec, box: Box) -> tuple[int, ...]:
+    """Of what a box of the parameter becomes in the generator rank's tensor."""
+    return box.shape[: len(spec.shape)]
+
+
+def part_of(spec: TensorSpec, tensor: Tensor, box: Box) -> Tensor:
+    """The view of a generator rank's tensor that a box of the parameter fills."""
+    starts, shape = starts_of(spec, box), shape_of(spec, box)
+    return tensor[tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))]
+
+
+def views(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
+    """The tensors of a layout over a flat buffer of bytes."""
+    return {
+        spec.key: flat[offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype)).view(spec.shape)
+        for spec, offset in zip(layout.specs, layout.offsets_bytes, strict=True)
+    }
+
+
+class Buffers:
+    """Memory for versions that are copied to the reader. A buffer is used again once no tensor over it is left."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._num_bytes = max(num_bytes, 1)
+        self._device = device
+        self._free = list[mmap]()
+
+    def take(self) -> Tensor:
+        """A flat buffer of bytes, with any content."""
+        if self._device.type != "cpu":  # torch keeps freed device memory at hand by itself
+            return torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+        memory = self._free.pop() if self._free else mmap(-1, self._num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+        array = np.frombuffer(memory, np.uint8)
+        weakref.finalize(array, self._free.append, memory)
+        return torch.from_numpy(array)
+
+
+def plan_writers(layouts: Sequence[Layout], held: Sequence[Sequence[TensorSpec]]) -> tuple[WriterPlan, ...]:
+    """Who writes what into the layouts of a replica's ranks: every byte once, by a trainer rank that holds it.
+
+    `held` is what each trainer rank holds of each parameter.
+
+    Raises:
+        LayoutError: a parameter is missing on one side, has another shape, or no rank holds a part of it.
+    """
+    source, destination = (
+        assemble_layout(
+            [
+                {spec.name: (spec.global_shape, spec.dtype, spec.box) for spec in specs if spec.part == "values"}
+                for specs in ranks
+            ],
+            first_device=first_device,
+            host_size=1,
+        )
+        # On hosts of their own: then the least loaded of several holders writes, not the nearest.
+        for ranks, first_device in ((held, 0), ([layout.specs for layout in layouts], len(held)))
+    )
+    plan = plan_reshard(source, destination)
+    tensors = [defaultdict[str, list[int]](list) for _ in layouts]
+    for found, layout in zip(tensors, layouts, strict=True):
+        for index, spec in enumerate(layout.specs):
+            found[spec.name].append(index)
+    parts: list[list[list[Part]]] = [[[] for _ in layouts] for _ in held]
+    for rank, own in enumerate(parts):
+        for move in plan.moves_from(rank):
+            indexes = tensors[move.receiver][move.name]
+            own[move.receiver] += [Part(tensor=index, box=move.box) for index in indexes]
+    return tuple(
+        WriterPlan(
+            rank=rank,
+            num_writers=len(held),
+            held={spec.name: spec.box for spec in specs},
+            layouts=tuple(layouts),
+            parts=tuple(tuple(sorted(one, key=lambda part: part.tensor)) for one in own),
+        )
+        for rank, (specs, own) in enumerate(zip(held, parts, strict=True))
+    )

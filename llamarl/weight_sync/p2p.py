@@ -1,0 +1,288 @@
+"""Across hosts: each trainer rank sends its parts straight to the generator ranks that need them.
+
+A trainer and a generator rank form a pair beside their own worlds. A failure ends only that pair; the next fetch forms
+another. Publishing copies the parts, packed, into a slot; a thread per generator rank sends from it what is asked for,
+in buckets, so the trainer waits for nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llamarl.distributed.box import Box
+from llamarl.weight_sync.base import (
+    Buffers,
+    Exchange,
+    FingerprintMismatch,
+    Part,
+    Publisher,
+    SlotTable,
+    Subscriber,
+    Superseded,
+    TransferFailed,
+    WriterPlan,
+    part_of,
+    views,
+    write_parts,
+)
+from llamarl.weight_sync.layout import Address, TensorSpec
+from llamarl.weight_sync.packing import Bucket, pack, packed, wanted
+from llamarl.weight_sync.pair import MAX_MESSAGE_BYTES, accept, connect, form_group
+
+CPU = torch.device("cpu")
+NUM_SLOTS = 4
+MAX_THREADS = 8
+"""Trainer ranks that a generator rank receives from at once."""
+POLL_S = 0.2
+"""Idle threads look this often whether the publisher was closed."""
+GONE = -1
+"""Sent in place of a version that is no longer there."""
+BROKEN = (OSError, EOFError, RuntimeError, AuthenticationError)
+"""What a pair does when the other process dies, hangs, or is none of ours."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One version of what a trainer rank sends."""
+
+    version: int
+    flats: list[Tensor]
+    """Packed parts for each layout."""
+    proofs: list[np.ndarray]
+    """[2, tensors] for each layout."""
+
+
+class P2pPublisher(Publisher):
+    """A trainer rank. It and gloo listen at `host` only."""
+
+    def __init__(
+        self,
+        plan: WriterPlan,
+        exchange: Exchange,
+        host: str = "127.0.0.1",
+        device: torch.device = CPU,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._plan, self._host, self._device, self._timeout_s = plan, host, device, timeout_s
+        self._table = SlotTable(NUM_SLOTS)
+        self._slots: list[_Slot | None] = [None] * NUM_SLOTS
+        self._buckets = [pack(layout, parts) for layout, parts in zip(plan.layouts, plan.parts, strict=True)]
+        self._numbers = {layout.digest: number for number, layout in enumerate(plan.layouts)}
+        self._closed = False
+        self._listener = socket.create_server((host, 0))
+        ranks = exchange((secrets.token_hex(16), f"{host}:{self._listener.getsockname()[1]}"))
+        places = ",".join(place for _, place in ranks)
+        self._address = Address(
+            transport="p2p",
+            publisher=ranks[0][0],
+            num_writers=plan.num_writers,
+            places={layout.digest: places for layout in plan.layouts},
+        )
+        self._threads = [threading.Thread(target=self._listen, name="weight-listener", daemon=True)]
+        self._threads[0].start()
+
+    def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:
+        plan, number = self._plan, self._table.claim(version, in_use)
+        slot = self._slots[number] or self._new_slot()
+        self._slots[number] = None  # not to be found while it changes
+        for index, layout in enumerate(plan.layouts):
+            slot.proofs[index][:] = 0
+            places = (place for bucket in self._buckets[index] for place in bucket.parts)
+            targets = ((part, packed(layout, slot.flats[index], part, start)) for part, start in places)
+            write_parts(plan, index, weights, targets, slot.proofs[index])
+        slot.version = version
+        self._slots[number] = slot
+        self._table.settle(number, version)
+        return self._address
+
+    def _new_slot(self) -> _Slot:
+        sizes = [sum(bucket.num_bytes for bucket in buckets) for buckets in self._buckets]
+        return _Slot(
+            version=GONE,
+            flats=[torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes],
+            proofs=[np.zeros((2, len(layout.specs)), np.uint64) for layout in self._plan.layouts],
+        )
+
+    def _listen(self) -> None:
+        self._listener.settimeout(POLL_S)
+        while not self._closed:
+            try:
+                accepted, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self._threads.append(threading.Thread(target=self._serve, args=(accepted,), daemon=True))
+            self._threads[-1].start()
+
+    def _serve(self, accepted: socket.socket) -> None:
+        """One generator rank, until it is gone."""
+        try:
+            with accept(accepted, self._address.publisher, self._timeout_s) as connection:
+                number = self._numbers[connection.recv_bytes(MAX_MESSAGE_BYTES).decode()]
+                boxes = [(part.tensor, part.box.starts, part.box.stops) for part in self._plan.parts[number]]
+                connection.send_bytes(json.dumps(boxes).encode())
+                group = form_group(connection, 0, self._host, self._device, self._timeout_s)
+                while not self._closed:
+                    if connection.poll(POLL_S):
+                        self._send(group, number, *json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES)))
+        except BROKEN:  # it connects again if it still wants something
+            return
+
+    def _send(self, group: Any, number: int, version: int, tensors: list[int] | None) -> None:
+        slot = next((slot for slot in self._slots if slot is not None and slot.version == version), None)
+        head = np.full(1 + 2 * len(self._plan.layouts[number].specs), GONE)
+        pieces = list[Tensor]()
+        if slot is not None:
+            head[0], head[1:] = version, slot.proofs[number].view(np.int64).reshape(-1)
+            pieces = [
+                slot.flats[number][bucket.start : bucket.start + bucket.num_bytes]
+                for bucket in wanted(self._buckets[number], tensors)
+            ]
+        for work in [group.send([piece], 1, 0) for piece in (torch.from_numpy(head).to(self._device), *pieces)]:
+            work.wait(timedelta(seconds=self._timeout_s))
+
+    def close(self) -> None:
+        self._closed = True
+        for thread in self._threads:
+            thread.join(5 * POLL_S)
+        self._listener.close()
+        self._slots = []
+
+
+@dataclass(slots=True)
+class _Writer:
+    """A trainer rank that this generator rank is paired with."""
+
+    connection: Connection
+    group: Any
+    buckets: tuple[Bucket, ...]
+
+
+class P2pSubscriber(Subscriber):
+    """A generator rank: asks every trainer rank for its parts, several at once."""
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        rank: int,
+        host: str = "127.0.0.1",
+        device: torch.device = CPU,
+        timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__(specs, rank)
+        self._host, self._device, self._timeout_s = host, device, timeout_s
+        self._publisher = ""
+        self._writers = dict[int, _Writer]()
+        self._buffers = Buffers(self.layout.num_bytes, device)
+
+    def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
+        """What arrives damaged is asked for once more."""
+        if self._publisher != address.publisher:
+            self.close()
+            self._publisher = address.publisher
+        tensors = views(self.layout, self._buffers.take())
+        proofs = self._pull(version, address, None, tensors)
+        try:
+            self.prove(tensors, version, proofs)
+        except FingerprintMismatch:
+            proofs = self._pull(version, address, self._damaged(tensors, version, proofs), tensors)
+            self.prove(tensors, version, proofs)
+        return tensors
+
+    def _damaged(self, tensors: Mapping[str, Tensor], version: int, proofs: np.ndarray) -> list[int]:
+        found = list[int]()
+        for index, spec in enumerate(self.layout.specs):
+            try:
+                self.prove_tensor(index, tensors[spec.key], version, proofs)
+            except FingerprintMismatch:
+                found.append(index)
+        return found
+
+    def _pull(
+        self, version: int, address: Address, only: list[int] | None, tensors: Mapping[str, Tensor]
+    ) -> np.ndarray:
+        """Fills `tensors`, or only those at some positions; returns the proofs of all writers."""
+        places = self.place_in(address).split(",")
+        with ThreadPoolExecutor(min(MAX_THREADS, len(places)), "weight-receiver") as pool:
+            jobs = [
+                pool.submit(self._pull_from, rank, place, version, only, tensors) for rank, place in enumerate(places)
+            ]
+        return np.stack([job.result() for job in jobs])
+
+    def _pull_from(
+        self, rank: int, place: str, version: int, only: list[int] | None, tensors: Mapping[str, Tensor]
+    ) -> np.ndarray:
+        """From one trainer rank. A pair that has broken since the last time is formed anew."""
+        is_used = rank in self._writers
+        try:
+            return self._receive(rank, place, version, only, tensors)
+        except Superseded:
+            raise
+        except BROKEN as error:
+            if (broken := self._writers.pop(rank, None)) is not None:
+                broken.connection.close()
+            if is_used:
+                return self._pull_from(rank, place, version, only, tensors)
+            cause = f"generator rank {self.rank} did not get version {version} from trainer rank {rank} at {place}"
+            raise TransferFailed(f"{cause}: {error}") from error
+
+    def _receive(
+        self, rank: int, place: str, version: int, only: list[int] | None, tensors: Mapping[str, Tensor]
+    ) -> np.ndarray:
+        if rank not in self._writers:
+            self._writers[rank] = self._pair_with(place)
+        writer, timeout = self._writers[rank], timedelta(seconds=self._timeout_s)
+        writer.connection.send_bytes(json.dumps((version, only)).encode())
+        head = torch.empty(1 + 2 * len(self.layout.specs), dtype=torch.int64, device=self._device)
+        writer.group.recv([head], 0, 0).wait(timeout)
+        found, *proof = head.tolist()
+        if found != version:
+            raise Superseded(f"version {version} is no longer at trainer rank {rank}")
+        self._receive_buckets(writer.group, wanted(writer.buckets, only), tensors, timeout)
+        return np.array(proof, np.int64).view(np.uint64).reshape(2, -1)
+
+    def _pair_with(self, place: str) -> _Writer:
+        connection = connect(place, self._publisher, self._timeout_s)
+        connection.send_bytes(self.layout.digest.encode())
+        boxes = json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
+        parts = [Part(tensor=index, box=Box(tuple(starts), tuple(stops))) for index, starts, stops in boxes]
+        group = form_group(connection, 1, self._host, self._device, self._timeout_s)
+        return _Writer(connection=connection, group=group, buckets=pack(self.layout, parts))
+
+    def _receive_buckets(
+        self, group: Any, buckets: Sequence[Bucket], tensors: Mapping[str, Tensor], timeout: timedelta
+    ) -> None:
+        """Receives one bucket while the one before is put in place."""
+        size = max((bucket.num_bytes for bucket in buckets), default=0)
+        scratch = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        works = list[Any]()
+        for number, bucket in enumerate((*buckets, None)):
+            if bucket is not None:
+                works.append(group.recv([scratch[number % 2][: bucket.num_bytes]], 0, 0))
+            if number:
+                works[number - 1].wait(timeout)
+                self._put(buckets[number - 1], scratch[(number - 1) % 2], tensors)
+
+    def _put(self, bucket: Bucket, scratch: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        for part, start in bucket.parts:
+            spec = self.layout.specs[part.tensor]
+            part_of(spec, tensors[spec.key], part.box).copy_(packed(self.layout, scratch, part, start - bucket.start))
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.connection.close()
+        self._writers, self._publisher = {}, ""

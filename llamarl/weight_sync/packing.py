@@ -1,0 +1,69 @@
+"""The parts that one trainer rank sends to one generator rank, one behind the other, cut into buckets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llamarl.distributed.box import Box
+from llamarl.distributed.layout import DTYPE_BYTES
+from llamarl.weight_sync.base import Part, shape_of
+from llamarl.weight_sync.layout import ALIGNMENT_BYTES, Layout, TensorSpec
+
+BUCKET_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Consecutive parts in a packed buffer, sent at once."""
+
+    start: int
+    """In bytes."""
+    num_bytes: int
+    parts: tuple[tuple[Part, int], ...]
+    """Each with where it begins in the buffer, in bytes."""
+
+
+def pack(layout: Layout, parts: Sequence[Part]) -> tuple[Bucket, ...]:
+    """Places for the parts of one writer, cut so that none is larger than a bucket unless one row is."""
+    pieces, buckets, end = list[tuple[Part, int]](), list[Bucket](), 0
+    for part in parts:
+        spec = layout.specs[part.tensor]
+        for box in _rows(spec, part.box):
+            shape = shape_of(spec, box)
+            num_bytes = math.prod(shape) * DTYPE_BYTES[spec.dtype]
+            if pieces and end + num_bytes - pieces[0][1] > BUCKET_BYTES:
+                buckets.append(Bucket(start=pieces[0][1], num_bytes=end - pieces[0][1], parts=tuple(pieces)))
+                pieces = []
+            pieces.append((Part(tensor=part.tensor, box=box), end))
+            end += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    if pieces:
+        buckets.append(Bucket(start=pieces[0][1], num_bytes=end - pieces[0][1], parts=tuple(pieces)))
+    return tuple(buckets)
+
+
+def _rows(spec: TensorSpec, box: Box) -> list[Box]:
+    """`box`, cut along its first dim."""
+    if not box.shape:
+        return [box]
+    num_rows = box.shape[0]
+    row_bytes = box.num_elements // num_rows * DTYPE_BYTES[spec.dtype]
+    step = max(1, BUCKET_BYTES // max(1, row_bytes))
+    return [box.cut(0, row, min(row + step, num_rows)) for row in range(0, num_rows, step)]
+
+
+def packed(layout: Layout, flat: Tensor, part: Part, start: int) -> Tensor:
+    """One part in a packed buffer that begins at byte 0."""
+    spec = layout.specs[part.tensor]
+    shape = shape_of(spec, part.box)
+    num_bytes = math.prod(shape) * DTYPE_BYTES[spec.dtype]
+    return flat[start : start + num_bytes].view(getattr(torch, spec.dtype)).view(shape)
+
+
+def wanted(buckets: Sequence[Bucket], tensors: list[int] | None) -> list[Bucket]:
+    """All buckets, or those with a part of one of `tensors`."""
+    return [b for b in buckets if tensors is None or any(part.tensor in tensors for part, _ in b.parts)]

@@ -1,0 +1,96 @@
+"""A trainer rank and a generator rank joined: a connection for requests, and a process group of two for tensors.
+
+The connection is made first, by the generator; both prove that they know the publisher's secret. The group's own
+rendezvous then runs over it, so neither the ranks' worlds nor a store that others can reach take part.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MAX_MESSAGE_BYTES = 1 << 20
+
+
+def connect(place: str, secret: str, timeout_s: float) -> Connection:
+    """To the publisher that listens at `host:port`. Raises OSError or AuthenticationError."""
+    host, port = place.rsplit(":", 1)
+    connection = _bounded(socket.create_connection((host, int(port)), timeout_s), timeout_s)
+    answer_challenge(connection, secret.encode())
+    deliver_challenge(connection, secret.encode())
+    return connection
+
+
+def accept(accepted: socket.socket, secret: str, timeout_s: float) -> Connection:
+    """The other end of `connect`. Raises OSError or AuthenticationError."""
+    connection = _bounded(accepted, timeout_s)
+    deliver_challenge(connection, secret.encode())
+    answer_challenge(connection, secret.encode())
+    return connection
+
+
+def _bounded(made: socket.socket, timeout_s: float) -> Connection:
+    """Reads and writes that take longer fail with OSError."""
+    made.settimeout(None)
+    seconds, microseconds = divmod(int(timeout_s * 1e6), 1_000_000)
+    limit = seconds.to_bytes(8, "little") + microseconds.to_bytes(8, "little")
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Connection(made.detach())
+
+
+def form_group(connection: Connection, rank: int, host: str, device: torch.device, timeout_s: float) -> Any:
+    """The group of a trainer rank (0) and a generator rank (1): gloo, listening at `host`, or NCCL on GPUs.
+
+    Both ends call this. Raises RuntimeError.
+    """
+    store, timeout = _PairStore(connection, timeout_s), timedelta(seconds=timeout_s)
+    if device.type != "cpu":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, 2, options)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=host)]
+    return gloo(store, rank, 2, options)
+
+
+class _PairStore(dist.Store):
+    """What a group's rendezvous needs of a store, between two processes: what one sets, the other is sent."""
+
+    def __init__(self, connection: Connection, timeout_s: float) -> None:
+        super().__init__()
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._values = dict[str, bytes]()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._connection.send_bytes(key.encode() + b"\0" + self._values[key])
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        deadline_s = time.monotonic() + (timeout.total_seconds() if timeout else self._timeout_s)
+        while missing := [key for key in keys if key not in self._values]:
+            if not self._connection.poll(max(0.0, deadline_s - time.monotonic())):
+                raise RuntimeError(f"the other rank of the pair did not send {missing[0]}")
+            key, _, value = self._connection.recv_bytes(MAX_MESSAGE_BYTES).partition(b"\0")
+            self._values[key.decode()] = value
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def has_extended_api(self) -> bool:
+        return False

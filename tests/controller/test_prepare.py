@@ -1,0 +1,53 @@
+"""What can be refused before a process starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from llamarl.config import ConfigError
+from llamarl.controller.prepare import check_tensor_parallel
+from llamarl.distributed.tensor_parallel import tensor_parallel_box
+from llamarl.models.shape import ModelShape
+
+
+def shape(num_heads: int = 8, num_kv_heads: int = 2, intermediate_size: int = 96, vocab_size: int = 320) -> ModelShape:
+    return ModelShape(
+        family="llama",
+        hidden_size=64,
+        num_layers=1,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=8,
+        intermediate_size=intermediate_size,
+        vocab_size=vocab_size,
+        max_position_embeddings=128,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "message"),
+    [
+        (shape(), 3, "= 3 cannot share the 8 attention heads of m evenly; use one of 1, 2, 4, 8"),
+        (shape(intermediate_size=90), 4, "= 4 cannot share the 90 feed-forward columns of m evenly; use one of 1, 2"),
+        (shape(vocab_size=321), 2, "= 2 cannot share the 321 tokens in the vocabulary of m evenly; use one of 1"),
+        (shape(12, 4), 6, "= 6 cannot share the 320 tokens in the vocabulary of m evenly; use one of 1, 2, 4"),
+        (shape(12, 4, vocab_size=360), 6, "= 6 cannot share the 4 key/value heads of m evenly; use one of 1, 2, 4, 12"),
+    ],
+)
+def test_ranks_that_cannot_share_the_model_are_refused(model: ModelShape, num_ranks: int, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_tensor_parallel(model, num_ranks, "m")
+    assert str(error.value) == f"generator.tensor_parallel {message}"
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+def test_what_is_let_through_can_be_cut(num_ranks: int) -> None:
+    model = shape()
+    try:
+        check_tensor_parallel(model, num_ranks, "m")
+    except ConfigError:
+        return
+    rows = {"q_proj": 64, "k_proj": 16, "gate_proj": 96, "embed_tokens": 320}
+    for name, size in rows.items():
+        box = tensor_parallel_box(f"model.{name}.weight", (size, 64), num_ranks, num_ranks - 1, model.num_kv_heads)
+        assert box.stops[0] == size

@@ -1,0 +1,242 @@
+"""Weight sync and partial rollouts under slow, dying, joining and leaving generators. Executors are fakes; see `fakes`.
+
+The fakes check by themselves that weights are not overwritten while somebody serves from them, that a generator has one
+request of a group at a time, and that the trainer publishes what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from llamarl.cluster.api import CallTimeout, MeshFailed
+from llamarl.controller.sync import WeightsWrong, mismatch_of
+from llamarl.executors.replies import Probe
+from tests.controller.fakes import Generator, Run, Trainer, config, token
+
+P, NUM_STEPS = 3, 8
+
+
+def chaotic(dice: random.Random) -> Generator:
+    """Responses of any length at any speed; most versions come quickly, some late, some not at the first attempt."""
+    key, stuck = dice.random(), dice.choice([0.0, 0.1, 0.5])
+
+    def keyed(*parts: object) -> random.Random:
+        return random.Random(f"{key}/{parts}")
+
+    return Generator(
+        duration_s=lambda group_id, index: keyed(group_id, index).uniform(0.1, 8),
+        num_tokens=lambda group_id, index: 2 + random.Random(f"{group_id}/{index}").randrange(40),
+        adopt_s=lambda version: keyed(version).choice([5.0, 40.0]) if keyed("?", version).random() < stuck else 0.2,
+        outcomes=[end for _ in range(4) for end in (dice.choice(["adopted", "mismatch", "failed"]), "adopted")],
+    )
+
+
+async def happen(run: Run, dice: random.Random, num_events: int) -> None:
+    """Generators die, leave and come; generator-0 stays."""
+    for number in range(num_events):
+        await asyncio.sleep(dice.uniform(0, 12))
+        present = [one.handle.name for one in run.controller.generators.replicas if one.follower]
+        others = [name for name in present if name != "generator-0"]
+        match dice.choice(["die", "leave", "join"]):
+            case "die" if others:
+                run.handles[dice.choice([*others, *(name for name in run.handles if name.startswith("late"))])].die()
+            case "leave" if others:
+                name = dice.choice(others)
+                await run.controller.remove_generator(name)
+                assert run.handles[name].is_stopped
+            case "join":
+                run.supervisor.start(come(run, f"late-{number}", chaotic(dice)), "join")
+
+
+async def come(run: Run, name: str, generator: Generator) -> None:
+    with suppress(MeshFailed):  # it may die before it has weights
+        await run.add(name, generator)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**32),
+    max_staleness=st.integers(0, 3),
+    window_share=st.floats(0, 1),
+    segment_tokens=st.sampled_from([0, 1, 5, 17]),
+    replicas=st.integers(1, 3),
+)
+def test_whatever_happens_nothing_is_lost_doubled_or_too_old(
+    tmp_path: Path, seed: int, max_staleness: int, window_share: float, segment_tokens: int, replicas: int
+) -> None:
+    for file in tmp_path.glob("*.jsonl"):
+        file.unlink()
+    dice, window = random.Random(seed), 1 + int(window_share * (P * (max_staleness + 1) - 1))
+    wanted = config(
+        tmp_path,
+        steps=NUM_STEPS,
+        rollout={
+            "prompts_per_step": P,
+            "max_staleness": max_staleness,
+            "window": window,
+            "segment_tokens": segment_tokens,
+        },
+        cluster={"on_generator_failure": "drop"},
+        weight_sync={"patience_s": dice.choice([0.5, 3.0]), "on_mismatch": "resync"},
+    )
+    run = Run(wanted, tmp_path, [chaotic(dice) for _ in range(replicas)], trainer=Trainer(step_s=dice.uniform(0.1, 2)))
+    run.train(strike=lambda run: happen(run, dice, num_events=6))
+    consumed = run.trainer.consumed
+    assert sorted(group.group_id for group in consumed) == list(range(P * NUM_STEPS))
+    for position, group in enumerate(consumed):
+        for rollout in group.rollouts:
+            key = group.group_id, rollout.index
+            length = run.generators[0].num_tokens(*key)
+            assert rollout.token_ids_T.tolist() == [token(*key, n) for n in range(length)]
+            assert rollout.behavior_logprobs_T.tolist() == rollout.token_ids_T.tolist()
+            staleness = position // P - rollout.policy_versions_T.min()
+            assert 0 <= staleness <= run.steps[0]["staleness_limit"]
+    assert [name for name, _ in run.trainer.published] == [steps for _, steps in run.trainer.published]
+    assert not run.complaints
+
+
+def test_a_generator_that_hangs_is_left_behind_until_it_has_the_newest_version(tmp_path: Path) -> None:
+    """SIGSTOP for 30 s in the middle of a sync: one wait of `patience_s`, then the run goes on at its own pace."""
+
+    def hangs_at_5(version: int) -> float:
+        return 30.0 if version == 5 else 0.1
+
+    steady, hanging = Generator(), Generator(adopt_s=hangs_at_5)
+    wanted = config(tmp_path, steps=60, rollout={"max_staleness": 1}, weight_sync={"patience_s": 4.0})
+    run = Run(wanted, tmp_path, [steady, hanging]).train()
+    versions = [version for _, version in hanging.adopted]
+    (gap,) = [n for n in range(len(versions) - 1) if versions[n + 1] > versions[n] + 1]
+    assert versions[gap] in (4, 5) and versions[-1] == 60, "it skips what was published meanwhile"
+    assert [row["sync_s"] > 3.0 for row in run.steps].count(True) == 1, "only one sync waited"
+    late = [row["step"] for row in run.steps if row["extra.late_generators"]]
+    assert late[0] == 5 and len(late) < 30
+    caught_up_s = next(when for when, version in hanging.adopted if version > 5)
+    stuck_s = next(when for when, version in hanging.adopted if version == 5) - 30.0
+    begun_s = [begin for begin, _ in hanging.spans]
+    assert not any(stuck_s + 4.0 < begin < caught_up_s for begin in begun_s), "no requests while it is behind"
+    assert any(begin > caught_up_s for begin in begun_s)
+    (said,) = run.warnings
+    assert "generator-1 has not adopted version 5 after 4 s (weight_sync.patience_s)" in said
+
+
+def test_one_that_needs_longer_than_a_step_still_catches_up(tmp_path: Path) -> None:
+    """It comes late and is slow, but within the patience: it must not run after the newest version for ever."""
+    slow = Generator(adopt_s=3.0)
+
+    async def join(run: Run) -> None:
+        await asyncio.sleep(5.0)
+        await run.add("generator-1", slow)
+
+    Run(config(tmp_path, steps=30), tmp_path).train(strike=join)
+    assert slow.spans, "it came into service"
+    assert slow.version == 30
+
+
+@pytest.mark.parametrize("policy", ["drop", "stop"])
+def test_partial_rollouts_go_on_from_their_tokens(tmp_path: Path, policy: str) -> None:
+    """After a death from the last parked segment, after a removal from the last token: few tokens are sampled twice."""
+    generators = [Generator(duration_s=lambda *_: 20.0, num_tokens=lambda *_: 100) for _ in range(2)]
+    rollout = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 0, "segment_tokens": 10}
+    run = Run(
+        config(tmp_path, steps=2, rollout=rollout, cluster={"on_generator_failure": policy}), tmp_path, generators
+    )
+
+    async def strike(run: Run) -> None:
+        await asyncio.sleep(13.1)
+        if policy == "drop":
+            run.handles["generator-1"].die()
+        else:
+            await run.controller.remove_generator("generator-1")
+
+    run.train(strike=strike)
+    gone = run.left["generator-1"]
+    sampled = Counter(place for generator in generators for place in generator.sampled)
+    assert len(sampled) == 2 * 2 * 2 * 100
+    assert sum(sampled.values()) - len(sampled) <= (2 * 10 if policy == "drop" else 0)
+    moved = {(group_id, index) for group_id, index, _ in generators[1].sampled}
+    assert moved & {(group_id, index) for group_id, index, place in generators[0].sampled if place > 50}
+    assert sum(row["extra.resumed_segments"] for row in run.steps) >= 2 * 2 * 2 * 9
+    assert gone.is_stopped == (policy == "stop")
+
+
+def test_the_last_generator_cannot_be_removed(tmp_path: Path) -> None:
+    async def strike(run: Run) -> None:
+        await asyncio.sleep(1.0)
+        for name, reason in (("generator-0", "the only generator"), ("generator-7", "unknown")):
+            with pytest.raises(ValueError, match=f"{name} cannot be removed: it is {reason}"):
+                await run.controller.remove_generator(name)
+
+    assert Run(config(tmp_path), tmp_path).train(strike=strike).version == 6
+
+
+def test_a_generator_that_keeps_its_rollouts_is_named(tmp_path: Path) -> None:
+    class Deaf(Generator):
+        async def abort(self, group_ids: list[int]) -> None:
+            return None
+
+    deaf = Deaf(duration_s=lambda group_id, index: 1e6 if index else 30.0)
+    run = Run(config(tmp_path, cluster={"call_timeout_s": 50.0}), tmp_path, [Generator(), deaf])
+
+    async def strike(run: Run) -> None:
+        await asyncio.sleep(1.0)
+        await run.controller.remove_generator("generator-1")
+
+    with pytest.raises(CallTimeout, match=r"generator-1.abort had no answer after 50 s; generator-1 still owes \d+"):
+        run.train(strike=strike)
+
+
+def test_a_mismatch_ends_the_run_or_is_sent_again(tmp_path: Path) -> None:
+    def run(policy: str, outcomes: list[str]) -> Run:
+        for file in tmp_path.glob("*.jsonl"):
+            file.unlink()
+        wanted = config(tmp_path, rollout={"max_staleness": 0}, weight_sync={"on_mismatch": policy})
+        return Run(wanted, tmp_path, [Generator(outcomes=["adopted", "adopted", *outcomes]), Generator()])
+
+    with pytest.raises(WeightsWrong, match="generator-0 could not adopt version 2: w of version 2 on rank 0: mismatch"):
+        run("stop", ["mismatch"]).train()
+    resent = run("resync", ["mismatch", "mismatch"]).train()
+    assert [name for name, _ in resent.trainer.published] == [0, 1, 2, 2, 2, 3, 4, 5, 6]
+    assert [row["extra.resyncs"] for row in resent.steps] == [0, 2, 0, 0, 0, 0]
+    assert [row["fingerprint"] for row in resent.steps] == [f"{version:016x}" for version in range(1, 7)]
+    again = run("stop", ["failed", "failed"]).train()
+    assert [name for name, _ in again.trainer.published] == list(range(7)), "a failed fetch needs no other version"
+    with pytest.raises(WeightsWrong, match="generator-0 could not adopt version 2: w of version 2 on rank 0: failed"):
+        run("resync", ["failed"] * 3).train()
+
+
+def test_what_a_sync_cost_is_on_record(tmp_path: Path) -> None:
+    run = Run(config(tmp_path), tmp_path, [Generator(), Generator(adopt_s=0.3, bias=0.25)]).train()
+    for row in run.steps:
+        assert row["extra.fetch_s"] == 0.3 and row["extra.stall_s"] == 0.001 and row["extra.sync_bytes"] == 1000
+        assert row["extra.mismatch_max"] == row["extra.mismatch_mean"] == 0.25
+        assert row["extra.mismatch_kl"] == pytest.approx(math.exp(-0.25) - 1 + 0.25)
+        assert row["sync_s"] == pytest.approx(0.3)
+
+
+def test_wrong_log_probabilities_end_the_run(tmp_path: Path) -> None:
+    run = Run(config(tmp_path), tmp_path, [Generator(bias=0.6)])
+    said = r"generator-0 serves version 0, yet .* 0.6 nats .* on average \(weight_sync.max_mismatch = 0.5\)"
+    with pytest.raises(WeightsWrong, match=said):
+        run.train()
+
+
+def test_mismatch_estimates_the_divergence() -> None:
+    rng = np.random.default_rng(0)
+    generator, trainer = rng.dirichlet(np.ones(5)), rng.dirichlet(np.ones(5))
+    tokens = rng.choice(5, 200_000, p=generator)
+    probe = Probe(sequences=[tokens], logprobs=[np.log(trainer)[tokens]])
+    found = mismatch_of(probe, [np.log(generator)[tokens]])
+    assert found.kl == pytest.approx(float(generator @ np.log(generator / trainer)), rel=0.05)
+    assert found.largest == pytest.approx(np.abs(np.log(generator / trainer)).max())
+    broken = mismatch_of(probe, [np.full(len(tokens), np.nan)])
+    assert math.isinf(broken.mean)

@@ -1,0 +1,95 @@
+"""Real processes for the ranks of a group; none is left behind, whatever happens."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+WAIT_S = 60.0
+
+
+class Worker:
+    """A process that runs functions of importable modules, one after the other."""
+
+    def __init__(self) -> None:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._connection.send((function, arguments))
+
+    def result(self) -> Any:
+        """What it returned, or the exception that it raised; EOFError when the process is gone."""
+        assert self._connection.poll(WAIT_S), f"no answer in {WAIT_S} s"
+        return self._connection.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(WAIT_S)
+        self._connection.close()
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except EOFError:  # the tests are over, or were killed
+            return
+        try:
+            result = function(*arguments)
+        except Exception as error:  # shown to the test
+            result = error
+        connection.send(result)
+
+
+class Workers:
+    """Processes that tests share: each costs an import of torch."""
+
+    def __init__(self) -> None:
+        self._idle: list[Worker] = []
+        self._all: list[Worker] = []
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[list[Worker]]:
+        """Those that still live afterwards and have answered everything can be taken again."""
+        while len(self._idle) < count:
+            self._all.append(Worker())
+            self._idle.append(self._all[-1])
+        taken, self._idle = self._idle[:count], self._idle[count:]
+        try:
+            yield taken
+        except BaseException:
+            for worker in taken:
+                worker.kill()
+            raise
+        self._idle += [worker for worker in taken if worker.process.is_alive()]
+
+    def close(self) -> None:
+        for worker in self._all:
+            worker.kill()
+
+
+@contextmanager
+def meeting() -> Iterator[Path]:
+    """A file where ranks meet; it must be gone at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "meeting"
+        assert os.listdir(folder) == []
+
+
+def results(workers: Sequence[Worker]) -> list[Any]:
+    return [worker.result() for worker in workers]

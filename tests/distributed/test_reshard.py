@@ -1,0 +1,302 @@
+"""Plans are carried out in numpy, copy by copy: every element arrives, once, and is the right one."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.distributed.box import Box
+from llamarl.distributed.layout import (
+    DTYPE_BYTES,
+    Held,
+    LayoutError,
+    Shard,
+    ShardLayout,
+    assemble_layout,
+    generator_layout,
+    mesh_boxes,
+    trainer_layout,
+)
+from llamarl.distributed.reshard import Move, ReshardPlan, plan_reshard
+from llamarl.distributed.transfer import Links, Traffic, delta_share, estimate, fastest, traffic
+from llamarl.planner.shapes import MODELS
+
+
+def execute(plan: ReshardPlan) -> tuple[list[Move], list[Move]]:
+    """Copies and then relays, each rank in the order of its list. Returns all of both."""
+    whole = {
+        name: np.arange(np.prod(held.shape, dtype=int)).reshape(held.shape)
+        for name, held in plan.source.parameters.items()
+    }
+    held, wanted = (
+        [layout.boxes(rank) for rank in range(layout.num_ranks)] for layout in (plan.source, plan.destination)
+    )
+    arrived = [{name: np.full(box.shape, -1) for name, box in boxes.items()} for boxes in wanted]
+
+    def write(move: Move, values: np.ndarray) -> None:
+        index = move.box.within(wanted[move.receiver][move.name])
+        target = arrived[move.receiver][move.name][index]
+        assert values.shape == target.shape == move.box.shape
+        assert (target == -1).all(), f"{move} writes twice"
+        arrived[move.receiver][move.name][index] = values
+
+    sent = [plan.moves_from(rank) for rank in range(len(held))]
+    received = [plan.moves_to(rank) for rank in range(len(wanted))]
+    for sender, receiver in {(move.sender, move.receiver) for moves in sent for move in moves}:
+        ours = [move for move in sent[sender] if move.receiver == receiver]
+        assert ours == [move for move in received[receiver] if move.sender == sender], "two ranks must agree"
+    done = [move for moves in sent for move in moves]
+    assert Counter(done) == Counter(move for moves in received for move in moves)
+    for move in done:
+        box = held[move.sender][move.name]
+        assert move.box.intersection(box) == move.box, "a rank sends what it does not hold"
+        write(move, whole[move.name][box.within(Box.whole(whole[move.name].shape))][move.box.within(box)])
+    passed, queues = [], [deque(plan.relays(rank)) for rank in range(len(wanted))]
+    while any(queues):
+        heads = {queue[0] for queue in queues if queue}
+        ready = {move for move in heads if all(queues[rank][0] == move for rank in (move.sender, move.receiver))}
+        assert ready, "relays deadlock"
+        for move in ready:
+            queues[move.sender].popleft(), queues[move.receiver].popleft()
+            values = arrived[move.sender][move.name][move.box.within(wanted[move.sender][move.name])]
+            assert (values != -1).all(), "a rank passes on what it has not received"
+            write(move, values)
+        passed += ready
+    for boxes, tensors in zip(wanted, arrived, strict=True):
+        for name, box in boxes.items():
+            assert (tensors[name] == whole[name][box.within(Box.whole(whole[name].shape))]).all(), name
+    return done, passed
+
+
+def counted(plan: ReshardPlan, moves: list[Move], relays: list[Move]) -> Traffic:
+    """Bytes by device, one move after the other."""
+    found = traffic(plan)
+    found = Traffic(**{field.name: np.zeros_like(getattr(found, field.name)) for field in fields(Traffic)})
+    for move, sender in [(move, plan.source) for move in moves] + [(move, plan.destination) for move in relays]:
+        ours = sender.devices_R[move.sender]
+        theirs = plan.destination.devices_R[move.receiver]
+        if ours == theirs:
+            continue
+        is_near = ours // plan.source.host_size == theirs // plan.source.host_size
+        (found.host_out_V if is_near else found.network_out_V)[ours] += move.num_bytes
+        (found.host_in_V if is_near else found.network_in_V)[theirs] += move.num_bytes
+    return found
+
+
+def check(plan: ReshardPlan) -> None:
+    found, expected = traffic(plan), counted(plan, *execute(plan))
+    for field in fields(Traffic):
+        assert getattr(found, field.name) == pytest.approx(getattr(expected, field.name)), field.name
+    plan.staging_bytes()  # asserts that no rank stages more than it holds
+
+
+SIZES = st.integers(1, 5)
+
+
+@st.composite
+def executors(draw) -> tuple[ShardLayout, ShardLayout]:
+    """A trainer and generators of a small decoder; FSDP ranks seldom divide its sizes."""
+    tp, kv = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
+    cut = [4 * draw(SIZES) for _ in range(3)]
+    hidden, layers = draw(SIZES) * 4, draw(st.integers(1, 2))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (cut[0], hidden), "model.norm.weight": (hidden,)}
+    for layer in range(layers):
+        for name, shape in (
+            ("q_proj.weight", (cut[1], hidden)),
+            ("q_proj.bias", (cut[1],)),
+            ("k_proj.weight", (kv * 4, hidden)),
+            ("o_proj.weight", (hidden, cut[1])),
+            ("down_proj.weight", (hidden, cut[2])),
+            ("input_layernorm.weight", (hidden,)),
+        ):
+            shapes[f"model.layers.{layer}.{name}"] = shape
+    shapes |= {"lm_head.weight": (cut[0], hidden)} if draw(st.booleans()) else {}
+    host_size = draw(SIZES)
+    source = trainer_layout(
+        shapes,
+        fsdp=draw(st.integers(1, 4)),
+        tp=draw(st.integers(1, 3)),
+        pp=draw(st.integers(1, layers)),
+        replicate=draw(st.integers(1, 2)),
+        dtype=draw(st.sampled_from(["float32", "bfloat16"])),
+        host_size=host_size,
+    )
+    destination = generator_layout(
+        shapes,
+        num_kv_heads=kv,
+        tp=tp,
+        replicas=draw(st.integers(1, 3)),
+        dtype=draw(st.sampled_from(sorted(DTYPE_BYTES))),
+        first_device=draw(st.sampled_from([0, source.num_ranks, source.num_ranks + host_size])),
+        host_size=host_size,
+    )
+    return source, destination
+
+
+@st.composite
+def meshes(draw, names_and_shapes: dict[str, tuple[int, ...]], dtype: str) -> ShardLayout:
+    """Any placements on a mesh of three axes, strided ones among them."""
+    mesh = draw(st.tuples(*[st.integers(1, 3)] * 3))
+    held = {}
+    for name, shape in names_and_shapes.items():
+        any_shard = st.builds(Shard, st.integers(0, max(len(shape), 1) - 1), st.booleans())
+        placements = draw(st.tuples(*[st.none() | any_shard] * 3))
+        held[name] = Held(shape, dtype, mesh_boxes(shape, mesh, placements))
+    first = draw(st.integers(0, 9))
+    return ShardLayout(parameters=held, devices_R=first + np.arange(np.prod(mesh)), host_size=4)
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(executors(), st.booleans())
+def test_trainers_to_generators(layouts, is_relayed: bool) -> None:
+    check(plan_reshard(*layouts, is_relayed=is_relayed))
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(st.data(), st.booleans())
+def test_any_mesh_to_any_mesh(data, is_relayed: bool) -> None:
+    sizes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+    shapes = {f"p{number}": data.draw(sizes) for number in range(3)}
+    check(
+        plan_reshard(data.draw(meshes(shapes, "float32")), data.draw(meshes(shapes, "bfloat16")), is_relayed=is_relayed)
+    )
+
+
+SHAPES = {
+    "model.embed_tokens.weight": (12, 8),
+    "model.layers.0.q_proj.weight": (16, 8),
+    "model.layers.0.o_proj.weight": (8, 16),
+}
+
+
+def test_ranks_may_say_themselves_what_they_hold() -> None:
+    """Layouts put together from boxes give the moves of those worked out."""
+    source, destination = trainer_layout(SHAPES, fsdp=3), generator_layout(SHAPES, tp=2, replicas=2, num_kv_heads=2)
+
+    def told(layout: ShardLayout) -> ShardLayout:
+        return assemble_layout(
+            [
+                {name: (SHAPES[name], "bfloat16", box) for name, box in layout.boxes(rank).items()}
+                for rank in range(layout.num_ranks)
+            ]
+        )
+
+    ours, theirs = plan_reshard(told(source), told(destination)), plan_reshard(source, destination)
+    for rank in range(3):
+        assert Counter(ours.moves_from(rank)) == Counter(theirs.moves_from(rank))
+
+
+@pytest.mark.parametrize("where", ["missing", "extra", "shape", "dtype", "region", "overlap"])
+def test_layouts_that_do_not_fit_are_refused_by_name(where: str) -> None:
+    name = "model.layers.0.o_proj.weight"
+    fewer = {other: shape for other, shape in SHAPES.items() if other != name}
+    source, destination = trainer_layout(SHAPES, fsdp=2), generator_layout(SHAPES, tp=2, num_kv_heads=2)
+    held = source.parameters[name]
+    match where:
+        case "missing":
+            source, cause = trainer_layout(fewer, fsdp=2), "no trainer rank has it"
+        case "extra":
+            destination, cause = generator_layout(fewer, tp=2, num_kv_heads=2), "no generator rank takes it"
+        case "shape":
+            source, cause = trainer_layout(SHAPES | {name: (8, 18)}, fsdp=2), r"\(8, 18\) in trainers, \(8, 16\)"
+        case "dtype":
+            source, cause = trainer_layout(SHAPES, fsdp=2, dtype="int8"), "from which bfloat16 cannot be made"
+            source = replace(source, parameters={name: source.parameters[name]})
+            destination = replace(destination, parameters={name: destination.parameters[name]})
+        case "region":
+            held.boxes.starts_R_N.flags.writeable = held.boxes.stops_R_N.flags.writeable = True
+            held.boxes.stops_R_N[1, 0] = 7
+            cause = r"no trainer rank holds Box\(starts=\(7, 0\), stops=\(8, 16\)\)"
+        case "overlap":
+            held.boxes.starts_R_N.flags.writeable = True
+            held.boxes.starts_R_N[1, 0] = 3
+            cause = "2 different parts of trainer ranks hold"
+    with pytest.raises(LayoutError, match=f"^{name}: .*{cause}") as caught:
+        plan_reshard(source, destination)
+    assert caught.value.parameter == name
+
+
+def test_the_nearest_and_then_the_least_loaded_of_those_that_hold_the_same_sends() -> None:
+    shapes = {f"layers.{layer}.up_proj.weight": (8 * (layer + 1), 8) for layer in range(6)}
+    source = trainer_layout(shapes, replicate=4, host_size=2)
+    apart = plan_reshard(source, generator_layout(shapes, replicas=2, num_kv_heads=1, first_device=4, host_size=2))
+    loads = [sum(move.num_bytes for move in apart.moves_from(rank)) for rank in range(4)]
+    assert max(loads) - min(loads) <= 2 * 8 * 8 * 2, "two receivers, sizes 1 to 6, four senders"
+    together = plan_reshard(source, generator_layout(shapes, replicas=4, num_kv_heads=1, first_device=2, host_size=2))
+    senders = [{move.sender for move in together.moves_to(rank)} for rank in range(4)]
+    assert senders[:2] == [{2}, {3}], "the same device"
+    beside = plan_reshard(
+        replace(source, host_size=3), generator_layout(shapes, num_kv_heads=1, first_device=5, host_size=3)
+    )
+    assert {move.sender for move in beside.moves_to(0)} == {3}, "the same host"
+
+
+@pytest.mark.parametrize(("trainer_tp", "generator_tp", "o_proj"), [(1, 2, "int8"), (4, 2, "float32"), (2, 4, "int8")])
+def test_quantized_bytes_travel_where_a_row_comes_from_one_sender(trainer_tp, generator_tp, o_proj) -> None:
+    source = trainer_layout(SHAPES, fsdp=2, tp=trainer_tp, dtype="float32")
+    plan = plan_reshard(source, generator_layout(SHAPES, tp=generator_tp, num_kv_heads=4, dtype="int8"))
+    dtypes = [plan.wire_dtype(name) for name in SHAPES]
+    assert dtypes == ["bfloat16", "int8", o_proj]
+    staged, quantized = plan.staging_bytes()
+    assert quantized == (0 if o_proj == "int8" else 8 * 16 // generator_tp * 4), "one parameter in full precision"
+    move = next(move for move in plan.moves_to(0) if move.dtype == "int8")
+    assert move.num_bytes == move.box.num_elements + 4 * move.box.shape[0], "values and a scale for each row"
+    assert staged == max(
+        sum({(move.name, move.box): move.num_bytes for move in plan.moves_from(rank)}.values())
+        for rank in range(source.num_ranks)
+    )
+
+
+LINKS = Links(network=50e9, host=450e9)
+
+
+def _llama(name: str, fsdp: int, replicas: int, tp: int = 8) -> tuple[ShardLayout, ShardLayout]:
+    model = MODELS[name]
+    shapes = model.weights(norms=True)
+    source = trainer_layout(shapes, fsdp=fsdp, tp=8)
+    first = source.num_ranks
+    return source, generator_layout(
+        shapes, tp=tp, replicas=replicas, num_kv_heads=model.num_kv_heads, first_device=first
+    )
+
+
+def test_a_405b_plan_is_made_in_time() -> None:
+    start_s = time.thread_time()
+    plan = plan_reshard(*_llama("llama3-405b", 64, 64))
+    assert time.thread_time() - start_s < 10
+    # Each generator rank receives its eighth, norms whole.
+    elements = sum(move.box.num_elements for move in plan.moves_to(511))
+    assert elements == pytest.approx(MODELS["llama3-405b"].num_parameters / 8, rel=1e-3)
+    assert sum(len(group.senders_M) for group in plan.groups) < 10_000, "not one for each layer"
+
+
+def test_transfer_times_are_those_of_the_busiest_link() -> None:
+    """8B in bf16 to tensor parallel 8: 16.06 GB / 8 / 50 GB/s = 0.040 s, as trainers are as many as generators."""
+    plan, transfer, reason = fastest(*_llama("llama3-8b", 8, 8), LINKS)
+    assert transfer.seconds == pytest.approx(2 * 8.03e9 / 8 / 50e9, rel=0.01)
+    assert not plan.is_relayed and reason.startswith("direct")
+    changed = estimate(plan, LINKS, changed={"bfloat16": 0.028})
+    assert changed.seconds == pytest.approx(transfer.seconds * (0.028 * 4 / 2), rel=0.01)
+    assert delta_share("float8_e4m3fn", 0.5) == 1, "dense when a delta is larger"
+
+
+def test_relays_gain_where_trainers_are_few() -> None:
+    """8 trainers and 64 generator ranks: each trainer would send its eighth eight times."""
+    source, destination = _llama("llama3-8b", 1, 8)
+    direct = estimate(plan_reshard(source, destination), LINKS)
+    plan, relayed, reason = fastest(source, destination, LINKS)
+    assert plan.is_relayed and reason.startswith("relayed: direct takes")
+    assert direct.seconds == pytest.approx(8 * relayed.seconds, rel=0.02)
+
+
+def test_relays_gain_where_replicas_share_a_host() -> None:
+    """Eight replicas of one device: the weights enter their host once instead of eight times."""
+    plan, relayed, _ = fastest(*_llama("llama3-8b", 8, 64, tp=1), LINKS)
+    assert plan.is_relayed
+    assert relayed.seconds == pytest.approx(2 * 8.03e9 / 8 / 50e9, rel=0.05)

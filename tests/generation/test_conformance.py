@@ -1,0 +1,16 @@
+"""The native engine keeps the contract of every backend."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from tests.generation.conformance import CHECKS, Check
+from tests.generation.native import serve
+
+
+@pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_native(check: Check, kv_on_update: Literal["keep", "recompute"]) -> None:
+    check(serve(kv_on_update))

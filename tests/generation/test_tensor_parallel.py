@@ -1,0 +1,226 @@
+"""Several ranks generate what one does, in lockstep, and say so when one is lost. gloo and real processes.
+
+What GPUs add, NCCL, is not covered here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+
+from llamarl.distributed.groups import RankGroup, RanksLost
+from llamarl.generation.engine import Engine, kv_budget
+from llamarl.generation.model import GeneratorModel
+from llamarl.generation.tensor_parallel import Follower, ModelRanks, TensorParallelEngine
+from llamarl.models.transformer import Transformer
+from tests.distributed.ranks import Worker, Workers, meeting
+from tests.generation.conformance import (
+    CHECKS,
+    GREEDY,
+    Check,
+    conformance_model,
+    make_requests,
+)
+from tests.generation.references import drain, drive, run
+
+
+def build(group: RankGroup, folder: Path) -> tuple[GeneratorModel, Engine]:
+    """A rank's part of the weights of version 0 in `folder`, and an engine over it."""
+    model = GeneratorModel(conformance_model().shape, "float32", "cpu", ModelRanks(group))
+    load(model, folder, 0)
+    kv_bytes = min(group.exchange(kv_budget(model, 16)))
+    return model, Engine(model, max_running=16, prefill_tokens=64, kv_bytes=kv_bytes)
+
+
+def load(model: GeneratorModel, folder: Path, version: int) -> None:
+    model.load(torch.load(folder / f"{version}.pt"))
+
+
+def follow(path: Path, folder: Path, rank: int, size: int, mishap: str) -> str:
+    """Any rank but 0, in its process; what ended it."""
+    group = RankGroup(path, rank=rank, size=size, timeout_s=30.0)
+    model, engine = build(group, folder)
+    follower = Follower(engine, group, lambda version: load(model, folder, version))
+    follower.report(7, f"part {rank}")
+    idle = 0
+    try:
+        while not follower.stopped:
+            idle += not follower.follow()
+            if mishap and engine.stats().decode_tokens > 20:
+                fail(mishap, engine)
+    except BaseException as error:
+        return repr(error)
+    finally:
+        follower.close()
+    return f"stopped after {idle} idle waits"
+
+
+def fail(mishap: str, engine: Engine) -> None:
+    if mishap == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mishap == "raise":
+        engine.step = explode  # type: ignore[method-assign]
+    if mishap == "drift":
+        engine.abort([10])
+
+
+def explode() -> None:
+    raise MemoryError("no memory left")
+
+
+@dataclass
+class Served:
+    """For the conformance suite."""
+
+    backend: TensorParallelEngine
+    model: GeneratorModel
+    folder: Path
+    pids: list[int | None]
+    kv_on_update: Literal["keep", "recompute"] = "keep"
+
+    def update(self, model: Transformer, version: int) -> None:
+        torch.save(model.state_dict(), self.folder / f"{version}.pt")
+        load(self.model, self.folder, version)
+        self.backend.set_version(version)
+
+
+@contextmanager
+def serve(workers: Workers, size: int, folder: Path, mishap: str = "") -> Iterator[tuple[Served, list[Worker]]]:
+    """Rank 0 is here; the last rank has the mishap."""
+    torch.save(conformance_model().state_dict(), folder / "0.pt")
+    with meeting() as path, workers.take(size - 1) as others:
+        for rank, worker in enumerate(others, start=1):
+            worker.start(follow, path, folder, rank, size, mishap if rank == size - 1 else "")
+        group = RankGroup(path, rank=0, size=size, timeout_s=30.0)
+        try:
+            model, engine = build(group, folder)
+            yield (
+                Served(TensorParallelEngine(engine, group), model, folder, [worker.process.pid for worker in others]),
+                others,
+            )
+        finally:
+            group.close()
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    workers = Workers()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="module")
+def two(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Two ranks that live through the whole suite."""
+    with serve(workers, 2, tmp_path_factory.mktemp("weights")) as (served, others):
+        yield served
+        served.backend.close()
+        assert others[0].result().startswith("stopped after")
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_conformance(check: Check, two: Served) -> None:
+    @contextmanager
+    def start(model: Transformer) -> Iterator[Served]:
+        two.update(model, 0)
+        yield two
+        drain(two.backend)
+
+    check(start)
+
+
+def assert_equals_one_rank(served: Served) -> None:
+    sampled = replace(GREEDY, temperature=0.9, top_p=0.95, seed=3)
+    requests = make_requests(4, GREEDY)
+    requests += [replace(one, group_id=one.group_id + 50, sampling=sampled) for one in requests]
+    model = conformance_model()
+    alone = GeneratorModel(model.shape, "float32", "cpu")
+    alone.load(model)
+    engine = Engine(alone, max_running=16, prefill_tokens=64, kv_bytes=None)
+    served.update(model, 0)
+    expected, found = run(engine, requests), run(served.backend, requests)
+    assert found.keys() == expected.keys()
+    for key, rollout in expected.items():
+        np.testing.assert_array_equal(found[key].token_ids_T, rollout.token_ids_T)
+        np.testing.assert_allclose(found[key].behavior_logprobs_T, rollout.behavior_logprobs_T, atol=1e-5)
+    sequences = [one.prompt_token_ids_T for one in requests[:3]]
+    for found_T, expected_T in zip(served.backend.score(sequences), engine.score(sequences), strict=True):
+        np.testing.assert_allclose(found_T, expected_T, atol=1e-5)
+
+
+def test_two_ranks_equal_one(two: Served) -> None:
+    assert_equals_one_rank(two)
+
+
+def test_four_ranks_equal_one(workers: Workers, tmp_path: Path) -> None:
+    """Each of the two kv heads is on two ranks."""
+    with serve(workers, 4, tmp_path) as (served, others):
+        assert_equals_one_rank(served)
+        served.backend.close()
+        assert all(worker.result().startswith("stopped after") for worker in others)
+
+
+def test_all_ranks_report_a_version(workers: Workers, tmp_path: Path) -> None:
+    with serve(workers, 4, tmp_path) as (served, others):
+        backend = served.backend
+        deadline_s = time.monotonic() + 20.0
+        assert backend.reports(7) is None, "rank 0 has not got it"
+        backend.report(7, "part 0")
+        while (reports := backend.reports(7)) is None:
+            assert time.monotonic() < deadline_s
+        assert reports == [f"part {rank}" for rank in range(4)]
+        assert backend.reports(8) is None
+        backend.close()
+        assert all(worker.result().startswith("stopped after") for worker in others)
+
+
+def cpu_s(pid: int | None) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_idle_rank_uses_no_core(two: Served) -> None:
+    requests = make_requests(2, GREEDY)
+    assert len(run(two.backend, requests)) == 4
+    start_s = cpu_s(two.pids[0])
+    time.sleep(1.0)
+    assert cpu_s(two.pids[0]) - start_s < 0.1
+    assert len(run(two.backend, requests)) == 4, "awake at once"
+
+
+@pytest.mark.parametrize(
+    ("mishap", "cause"),
+    [("die", "rank 3 is gone"), ("raise", "MemoryError: no memory left"), ("drift", "OutOfStep: rank 0 has done")],
+)
+def test_a_lost_rank_ends_all(mishap: str, cause: str, workers: Workers, tmp_path: Path) -> None:
+    with serve(workers, 4, tmp_path, mishap=mishap) as (served, others):
+        backend = served.backend
+        backend.submit(make_requests(3, replace(GREEDY, max_new_tokens=400)))
+        with pytest.raises(RanksLost, match=cause) as raised:
+            drive(backend, lambda: not backend.has_work)
+        assert not re.search("rank [12]", str(raised.value)), "they have only lost the others"
+        with pytest.raises(RanksLost):
+            backend.step()
+        assert all("RanksLost" in worker.result() for worker in others[:2])
+        if mishap == "die":
+            others[2].process.join(5.0)
+        else:
+            assert others[2].result().startswith(("MemoryError", "OutOfStep"))
+
+
+def test_followers_notice_that_rank_0_is_gone(workers: Workers, tmp_path: Path) -> None:
+    with serve(workers, 4, tmp_path) as (served, others):
+        assert run(served.backend, make_requests(1, GREEDY))
+        served.backend._group.close()
+        assert all("waited for rank 0 to go on, but it is gone" in worker.result() for worker in others)

@@ -1,0 +1,205 @@
+"""Every transport between real processes: bits, deaths on either side, and two runs at once.
+
+Not covered: several hosts, GPUs, and processors that reorder stores (these must run on them too).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llamarl.distributed.layout import LayoutError
+from llamarl.weight_sync.base import FingerprintMismatch, Superseded, TransferFailed, WriterPlan, plan_writers
+from llamarl.weight_sync.file import FilePublisher
+from llamarl.weight_sync.layout import TensorSpec, lay_out
+from llamarl.weight_sync.p2p import P2pPublisher, P2pSubscriber
+from llamarl.weight_sync.shared_memory import SharedMemorySubscriber
+from tests.weight_sync.conftest import receive
+
+TRANSPORTS = ("shared_memory", "p2p", "file")
+LAYOUTS = [  # trainer (fsdp, tp, pp), generator tp, replicas
+    ((1, 1, 1), 1, 1),
+    ((1, 1, 1), 4, 1),
+    ((2, 1, 1), 2, 1),
+    ((3, 1, 1), 1, 3),
+    ((2, 2, 1), 1, 2),
+    ((4, 1, 1), 2, 1),
+    ((1, 2, 2), 2, 1),
+    ((1, 4, 1), 2, 1),
+    ((1, 1, 4), 1, 2),
+]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("trainer", "tp", "replicas"), LAYOUTS)
+def test_weights_arrive_bit_for_bit(world, transport, trainer, tp, replicas) -> None:
+    made = world(transport, trainer, tp, replicas, dtype="bfloat16" if replicas > 1 else "float32")
+    fingerprints = list[str]()
+    for version in range(3):
+        answers = made.fetch(version, made.publish(version, in_use=[version - 1]))
+        assert made.wrong(version, answers) == []
+        fingerprints.append(answers[0]["fingerprint"])
+        assert {answer["fingerprint"] for answer in answers[::tp]} == {fingerprints[-1]}, "replicas agree"
+    assert len(set(fingerprints)) == 3
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_versions_in_use_stay_and_others_go(world, transport) -> None:
+    made = world(transport, (2, 1, 1), 1)
+    for version in range(5):
+        address = made.publish(version, in_use=[1])
+    assert made.wrong(1, made.fetch(1, address)) == []
+    assert made.wrong(4, made.fetch(4, address)) == []
+    assert isinstance(made.fetch(2, address)[0], Superseded)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_generator_disturbs_nobody(world, transport) -> None:
+    """Its replacement gets the current version, and the trainer goes on."""
+    made = world(transport, (2, 1, 1), 2, mortal=True)
+    address = made.publish(0)
+    assert made.wrong(0, made.fetch(0, address)) == []
+    process, connection, rank = made.generators.pop(0)
+    connection.send((0, address))  # in the middle of it
+    process.kill()
+    process.join(10)
+    made.add_generator(rank)
+    assert made.wrong(0, made.fetch(0, address)) == []
+    assert made.wrong(1, made.fetch(1, made.publish(1, in_use=[0]))) == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_trainer_is_taken_over_from(world, transport) -> None:
+    made = world(transport, (2, 1, 1), 2, mortal=True)
+    address = made.publish(0)
+    assert made.wrong(0, made.fetch(0, address)) == []
+    for process, _ in made.trainers:
+        process.kill()
+        process.join(10)
+    answers = made.fetch(1, address)
+    assert all(isinstance(answer, TransferFailed | Superseded) for answer in answers)
+    made.restart_trainer()
+    started_s = time.monotonic()
+    assert made.wrong(1, made.fetch(1, made.publish(1))) == []
+    assert time.monotonic() - started_s < 2
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_stopped_generator_holds_up_nobody_and_catches_up(world, transport) -> None:
+    made = world(transport, (2, 1, 1), 1, replicas=2, mortal=True)
+    address = made.publish(0)
+    assert made.wrong(0, made.fetch(0, address)) == []
+    process, connection, _ = made.generators[0]
+    os.kill(process.pid, signal.SIGSTOP)
+    connection.send((0, address))
+    started_s = time.monotonic()
+    for version in range(1, 6):
+        made.publish(version, in_use=[0])
+    assert time.monotonic() - started_s < 5
+    os.kill(process.pid, signal.SIGCONT)
+    assert made.wrong(0, [receive(connection)]) == []
+    assert made.wrong(5, made.fetch(5, address)) == []
+
+
+def test_a_generator_with_other_tensors_is_refused(world) -> None:
+    address = world("shared_memory", (1, 1, 1), 1).publish(0)
+    other = (TensorSpec.whole("w", (2, 2), "float32"),)
+    for subscriber in (SharedMemorySubscriber(other, 3), P2pSubscriber(other, 3)):
+        with pytest.raises(LayoutError, match="generator rank 3: its tensors are none of those"):
+            subscriber.fetch(0, address)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_runs_at_once_do_not_meet(world, transport) -> None:
+    one, other = (world(transport, (1, 1, 1), 1) for _ in range(2))
+    addresses = one.publish(0), other.publish(1)
+    assert one.wrong(0, one.fetch(0, addresses[0])) == []
+    assert other.wrong(1, other.fetch(1, addresses[1])) == []
+
+
+def alone(specs: tuple[TensorSpec, ...]) -> WriterPlan:
+    return plan_writers([lay_out(specs)], [list(specs)])[0]
+
+
+class TestPairs:
+    SPECS = tuple(TensorSpec.whole(f"w{number}", (50, 30), "float32") for number in range(5))
+
+    @pytest.fixture
+    def publisher(self) -> Iterator[P2pPublisher]:
+        made = P2pPublisher(alone(self.SPECS), lambda value: [value], timeout_s=5)
+        yield made
+        made.close()
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        return {spec.name: torch.full(spec.shape, float(version)) for spec in self.SPECS}
+
+    def test_what_arrives_damaged_is_sent_again(self, publisher, monkeypatch) -> None:
+        address, subscriber = publisher.publish(0, self.weights(0), ()), P2pSubscriber(self.SPECS, 0)
+        put, asked = P2pSubscriber._put, list[Any]()
+
+        def put_damaged(self, bucket, scratch, tensors):
+            if not asked:
+                scratch[7000] ^= 4  # on the wire, in w1
+            asked.append(bucket)
+            put(self, bucket, scratch, tensors)
+
+        monkeypatch.setattr(P2pSubscriber, "_put", put_damaged)
+        tensors = subscriber.fetch(0, address)
+        assert all((tensor == 0).all() for tensor in tensors.values())
+        assert len(asked) == 2
+        subscriber.close()
+
+    def test_what_stays_damaged_is_refused_by_name(self, publisher) -> None:
+        address, subscriber = publisher.publish(0, self.weights(0), ()), P2pSubscriber(self.SPECS, 2)
+        publisher._slots[0].flats[0][7000] ^= 4
+        with pytest.raises(FingerprintMismatch, match=r"^w1 of version 0 on generator rank 2"):
+            subscriber.fetch(0, address)
+        subscriber.close()
+
+    def test_a_pair_that_breaks_is_formed_anew(self, publisher) -> None:
+        address, subscriber = publisher.publish(0, self.weights(0), ()), P2pSubscriber(self.SPECS, 0)
+        subscriber.fetch(0, address)
+        subscriber._writers[0].group.abort()
+        address = publisher.publish(1, self.weights(1), ())
+        assert (subscriber.fetch(1, address)["w3"] == 1).all()
+        subscriber.close()
+
+    def test_strangers_are_refused_and_disturb_nobody(self, publisher) -> None:
+        address = publisher.publish(0, self.weights(0), ())
+        (place,) = address.places.values()
+        host, port = place.split(":")
+        assert host == "127.0.0.1"
+        stranger = P2pSubscriber(self.SPECS, 0, timeout_s=2)
+        with pytest.raises(TransferFailed, match="digest"):
+            stranger.fetch(0, replace(address, publisher="guessed"))
+        silent = [socket.create_connection((host, int(port))) for _ in range(3)]
+        silent[0].sendall(b"\x7f\xff\xff\xff" * 100)
+        subscriber = P2pSubscriber(self.SPECS, 0)
+        assert (subscriber.fetch(0, address)["w0"] == 0).all()
+        for connection in silent:
+            connection.close()
+        subscriber.close()
+
+
+def test_a_file_of_one_trainer_rank_is_a_plain_checkpoint(tmp_path) -> None:
+    specs = (TensorSpec.whole("a", (4, 3), "bfloat16"), TensorSpec.whole("b", (), "float32"))
+    publisher = FilePublisher(alone(specs), lambda value: [value], tmp_path)
+    weights = {"a": torch.randn(4, 3), "b": torch.tensor(2.0)}
+    for version in range(4):
+        publisher.publish(version, weights, ())
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 2, "the newest and the one before"
+    loaded = load_file(files[-1])
+    assert torch.equal(loaded["a"], weights["a"].bfloat16())
+    assert torch.equal(loaded["b"], weights["b"])
+    publisher.close()
+    assert list(tmp_path.iterdir()) == []
