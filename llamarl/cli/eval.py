@@ -7,12 +7,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE
+from llamarl.cli.options import checked
 from llamarl.config import ConfigError, Ref, RunConfig, load_config
 from llamarl.config.schema import (
     ClusterConfig,
@@ -21,13 +21,10 @@ from llamarl.config.schema import (
     GeneratorConfig,
     RewardConfig,
     RolloutConfig,
-    Section,
 )
 
 if TYPE_CHECKING:
     from llamarl.controller.evaluation import EvalResult
-
-S = TypeVar("S", bound=Section)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,11 +62,11 @@ def main(arguments: Sequence[str]) -> int:
     settings = EvalSettings(
         model_path=options.model,
         data=_data(options, run),
-        eval=_checked(EvalConfig, max_prompts=options.max_prompts, samples=options.samples, temperature=temperature),
+        eval=checked(EvalConfig, max_prompts=options.max_prompts, samples=options.samples, temperature=temperature),
         reward=_reward(options, run),
-        generator=_checked(GeneratorConfig, threads=options.threads),
+        generator=checked(GeneratorConfig, threads=options.threads),
         cluster=ClusterConfig(kind="inline"),
-        max_new_tokens=_checked(RolloutConfig, max_new_tokens=_max_new_tokens(options, run)).max_new_tokens,
+        max_new_tokens=checked(RolloutConfig, max_new_tokens=_max_new_tokens(options, run)).max_new_tokens,
         seed=options.seed,
     )
     with Progress(TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
@@ -129,13 +126,3 @@ def _data(options: argparse.Namespace, run: RunConfig | None) -> DataConfig:
     if data.eval is None:
         raise ConfigError(f"{options.config} has no data.eval; name a file of problems")
     return data
-
-
-def _checked(section: type[S], **values: object) -> S:
-    """A config section from options. Raises ConfigError, which names the option."""
-    try:
-        return section.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        option = str(first["loc"][0]).replace("_", "-")
-        raise ConfigError(f"--{option} {first['input']}: {first['msg'].lower()}") from None

@@ -12,6 +12,7 @@ from llamarl.config import ConfigError
 COMMANDS = {
     "train": "run reinforcement learning from a TOML file",
     "sft": "make a small base model by a supervised warm start",
+    "generate": "answer the prompts of a file",
     "eval": "score a checkpoint on held-out problems",
     "export": "write a run's checkpoint as a Hugging Face folder",
     "plan": "predict step time and find the best layout for a cluster",

@@ -91,7 +91,7 @@ class GeneratorConfig(Section):
 
 
 class WeightSyncConfig(Section):
-    transport: Literal["auto", "shared_memory", "p2p", "file", "cuda_ipc", "rdma"] = "auto"
+    transport: Literal["auto", "shared_memory", "p2p", "file"] = "auto"
     """How weights travel; `auto` measures at the start what is possible here and takes the fastest."""
     delta: bool = False
     """Send only what changed since the last version, where that is less: for slow links and low learning rates."""
@@ -254,7 +254,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _places(self) -> RunConfig:
-        generator, trainer, transport = self.generator, self.trainer, self.weight_sync.transport
+        generator, transport = self.generator, self.weight_sync.transport
         if generator.dtype == "fp8" and generator.device == "cpu":
             raise ValueError("generator.dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'int8'")
         if self.cluster.kind == "inline":
@@ -268,9 +268,4 @@ class RunConfig(Section):
                     f"weight_sync.transport = {transport!r} goes from process to process, and cluster.kind = 'inline' "
                     "has only one; use 'auto'"
                 )
-        if transport == "cuda_ipc" and "cpu" in (generator.device, trainer.device):
-            raise ValueError(
-                "weight_sync.transport = 'cuda_ipc' goes from GPU to GPU, and trainer.device or generator.device is "
-                "'cpu'; use 'auto'"
-            )
         return self

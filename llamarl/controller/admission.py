@@ -69,8 +69,9 @@ class Admission:
         """The trainer takes these groups at `version`. Raises StalenessViolated."""
         for group in groups:
             del self._prompt_of[group.group_id]
-            staleness = version - group.oldest_version
-            if group.oldest_version >= 0 and staleness > self.buffer.staleness_limit:
+            oldest = group.oldest_version
+            staleness = version - oldest
+            if oldest >= 0 and staleness > self.buffer.staleness_limit:
                 raise StalenessViolated(
                     f"group {group.group_id} is {staleness} steps old, the bound is {self.buffer.staleness_limit}"
                 )

@@ -100,8 +100,9 @@ class Controller:
         self._pipeline = Pipeline(self.generators, collected, executors.reward, self._watch, timeout_s)
         self._steps = Steps(state["step"] if state else 0, self._call_trainer, supervisor, telemetry)
         self._sync = WeightSync(
-            config.weight_sync, self.generators, self._call_trainer, supervisor, telemetry, self._steps.has_weights
-        )
+            config.weight_sync, self.generators, self._call_trainer, supervisor, telemetry, self._steps.has_weights,
+            is_inline=config.cluster.kind == "inline",
+        )  # fmt: skip
         self.recovery = Recovery(
             policy, self.generators, supervisor, telemetry, self.add_generator, executors.spawn_generator
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llamarl.channels.channel import Channel
@@ -20,6 +20,7 @@ from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.generators import Generators
 from llamarl.controller.pipeline import Pipeline
 from llamarl.controller.spawn import spawn_all
+from llamarl.controller.specs import executor_spec, generator_specs
 from llamarl.controller.supervision import StallWatch, Supervisor
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
@@ -50,10 +51,17 @@ def evaluate_checkpoint(settings: EvalSettings, progress: Callable[[int, int], N
         ConfigError: model, data or a combination of them cannot work.
         ExecutorError, Stalled: it failed.
     """
-    return asyncio.run(_evaluate(settings, progress))
+    with generator_specs(settings.model_path, settings.generator) as generator:
+        reward = executor_spec(
+            "reward", "reward:RewardExecutor", 1, model_path=settings.model_path, config=settings.reward
+        )
+        specs = [reward, *map(generator, range(settings.generator.replicas))]
+        return asyncio.run(_evaluate(settings, specs, progress))
 
 
-async def _evaluate(settings: EvalSettings, progress: Callable[[int, int], None]) -> EvalResult:
+async def _evaluate(
+    settings: EvalSettings, specs: Sequence[ExecutorSpec], progress: Callable[[int, int], None]
+) -> EvalResult:
     path, cluster_config = settings.model_path, settings.cluster
     shape, tokenizer = load_shape(path), Tokenizer(path)
     check_vocabulary(tokenizer, shape.vocab_size)
@@ -61,22 +69,6 @@ async def _evaluate(settings: EvalSettings, progress: Callable[[int, int], None]
     sampling = SamplingParams(
         max_new_tokens=settings.max_new_tokens, stop_token_ids=tokenizer.eos_token_ids, seed=settings.seed
     )
-    specs = [
-        ExecutorSpec(
-            name="reward",
-            target="llamarl.executors.reward:RewardExecutor",
-            options={"model_path": path, "config": settings.reward},
-        ),
-        *(
-            ExecutorSpec(
-                name=f"generator-{number}",
-                target="llamarl.executors.generator:GeneratorExecutor",
-                options={"model_path": path, "config": settings.generator},
-                env={"OMP_NUM_THREADS": str(settings.generator.threads)},
-            )
-            for number in range(settings.generator.replicas)
-        ),
-    ]
     supervisor = Supervisor()
     cluster = open_cluster(cluster_config.kind)
     try:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 from functools import reduce
+from operator import attrgetter
 from typing import Any
 
 from llamarl.channels.channel import Channel, deal
@@ -18,7 +19,7 @@ from llamarl.cluster.api import CallTimeout, ExecutorHandle, MeshFailed, chunks
 from llamarl.controller.supervision import Signal, Supervisor
 from llamarl.executors.replies import Collected, DecodingWork, Published
 from llamarl.rollouts.pieces import split
-from llamarl.rollouts.segments import UNFINISHED, continued, ids_only, partials_of
+from llamarl.rollouts.segments import UNFINISHED, continued, ids_only, not_begun
 from llamarl.types import GenerationRequest, Rollout
 
 NO_VERSION = -1
@@ -49,8 +50,8 @@ class Replica:
         """Keeps its weights up to date."""
         self.requests = dict[int, GenerationRequest]()
         """What it has not answered completely, by group."""
-        self._missing = dict[int, dict[int, Rollout]]()
-        """What the rollouts that it owes began with, by group and index."""
+        self._missing = dict[int, dict[int, Rollout | None]]()
+        """The rollouts that it owes, by group and index, with what they began with; None: with the prompt."""
         self._parked = dict[int, list[Rollout]]()
         """Partial rollouts of groups that it still works on."""
         self.num_outstanding = 0
@@ -67,9 +68,10 @@ class Replica:
     def owe(self, requests: Sequence[GenerationRequest]) -> None:
         """It is about to be asked for these."""
         for request in requests:
-            partials = {partial.index: partial for partial in partials_of(request)}
-            self.requests[request.group_id], self._missing[request.group_id] = request, partials
-            self.num_outstanding += len(partials)
+            missing: dict[int, Rollout | None] = {partial.index: partial for partial in request.partials}
+            missing = missing or dict.fromkeys(range(request.group_size))
+            self.requests[request.group_id], self._missing[request.group_id] = request, missing
+            self.num_outstanding += len(missing)
         self.busy.set()
 
     def deliver(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[GenerationRequest]]:
@@ -83,7 +85,8 @@ class Replica:
         for rollout in rollouts:
             group_id = rollout.group_id
             missing = self._missing[group_id]
-            whole = continued(missing.pop(rollout.index), rollout)
+            partial = missing.pop(rollout.index)
+            whole = continued(partial, rollout) if partial else rollout
             if rollout.finish_reason in UNFINISHED:
                 self._parked.setdefault(group_id, []).append(whole)
             else:
@@ -101,9 +104,8 @@ class Replica:
         """What somebody else must generate now that it is gone: from the last segment on, or from the prompt."""
         left = list[GenerationRequest]()
         for group_id, request in self.requests.items():
-            rest = (*self._missing[group_id].values(), *self._parked.get(group_id, ()))
-            is_fresh = len(rest) == request.group_size and not any(partial.num_tokens for partial in rest)
-            left.append(replace(request, partials=() if is_fresh else rest))
+            missing = (partial or not_begun(group_id, index) for index, partial in self._missing[group_id].items())
+            left.append(replace(request, partials=(*missing, *self._parked.get(group_id, ()))))
         return left
 
 
@@ -128,6 +130,8 @@ class Generators:
         """Replicas that serve an older version are left behind."""
         self.num_resumed = 0
         """Partial rollouts that went on."""
+        self._scattered = set[int]()
+        """Groups whose partial rollouts are too long for one call, so that several replicas may have some."""
         self._collected = collected
         self._supervisor = supervisor
         self.timeout_s = timeout_s
@@ -149,18 +153,25 @@ class Generators:
 
         A replica that still has another request of the same group is passed over: engines take one at a time.
         """
-        resumed = {request.group_id for request in requests if request.partials}
-
-        def may_have_them(replica: Replica) -> bool:
-            return self.serves(replica) and not (resumed and resumed & replica.requests.keys())
-
-        await self._changed.until(lambda: any(map(may_have_them, self.replicas)))
-        able = [replica for replica in self.replicas if may_have_them(replica)]
-        size = len(partials_of(requests[0]))
-        for replica, part in zip(able, deal(requests, [one.num_outstanding for one in able], size), strict=True):
+        scattered = self._scattered & {request.group_id for request in requests}
+        await self._changed.until(lambda: any(self._may_have(replica, scattered) for replica in self.replicas))
+        able = [replica for replica in self.replicas if self._may_have(replica, scattered)]
+        if len(requests) == 1:
+            dealt = [(min(able, key=attrgetter("num_outstanding")), list(requests))]
+        else:
+            size = len(requests[0].partials) or requests[0].group_size
+            dealt = list(zip(able, deal(requests, [one.num_outstanding for one in able], size), strict=True))
+        for replica, part in dealt:
             if part:  # what is owed is what `lose` gives back, whatever becomes of the call
                 replica.owe(part)
                 self._supervisor.start(self._send(replica, part), f"requests to {replica.handle.name}")
+
+    def _may_have(self, replica: Replica, scattered: Set[int]) -> bool:
+        return (
+            replica.version >= self.released
+            and not replica.is_leaving
+            and (not scattered or scattered.isdisjoint(replica.requests))
+        )
 
     async def _send(self, replica: Replica, requests: Iterable[GenerationRequest]) -> None:
         """A task of its own: one that hangs must not keep the others waiting."""
@@ -173,11 +184,16 @@ class Generators:
 
     def resume(self, requests: Iterable[GenerationRequest]) -> None:
         """Unfinished requests go to whoever is free."""
-        split_requests = [split(request) for request in requests]
-        batches = [[first for first, *_ in split_requests], *([part] for _, *rest in split_requests for part in rest)]
-        for batch in batches:
-            if batch:
-                self._supervisor.start(self.submit(batch), "partial rollouts")
+        together = list[GenerationRequest]()
+        for request in requests:
+            first, *rest = split(request)
+            together.append(first)
+            if rest:
+                self._scattered.add(request.group_id)
+            for part in rest:
+                self._supervisor.start(self.submit([part]), "partial rollouts")
+        if together:
+            self._supervisor.start(self.submit(together), "partial rollouts")
 
     async def call(self, replica: Replica, method: str, *args: Any) -> Any:
         """None from a replica that is gone, or that is dead where deaths are survived."""

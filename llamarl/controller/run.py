@@ -10,13 +10,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llamarl.cluster.api import Cluster, ExecutorError, ExecutorSpec, open_cluster
+from llamarl.cluster.api import Cluster, ExecutorError, open_cluster
 from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.controller import Controller, Executors
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.prepare import Prepared
 from llamarl.controller.run_folder import RunFolder
 from llamarl.controller.spawn import spawn_all
+from llamarl.controller.specs import GeneratorSpecs, executor_spec, generator_specs
 from llamarl.controller.supervision import Interrupted, Supervisor, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.accounting import verdict, write_trace
@@ -106,12 +107,17 @@ class _Run:
         return summary
 
     async def _with_executors(self, screen: Screen, telemetry: Telemetry) -> None:
+        config = self._config
+        with generator_specs(config.model.path, config.generator, delta=config.weight_sync.delta) as specs:
+            await self._with_specs(specs, screen, telemetry)
+
+    async def _with_specs(self, generator: GeneratorSpecs, screen: Screen, telemetry: Telemetry) -> None:
         supervisor = Supervisor()
         cluster = open_cluster(self._config.cluster.kind, log_folder=self._folder.logs)
         try:
             with _interruptible(supervisor):
                 screen.phase("starting executors")
-                executors = await supervisor.run(self._spawn(cluster))
+                executors = await supervisor.run(self._spawn(cluster, generator))
                 for handle in (executors.trainer, executors.reward):  # generators have a policy of their own
                     supervisor.watch(handle)
                 state = await supervisor.run(self._resumed(executors, screen))
@@ -134,26 +140,13 @@ class _Run:
             await cluster.shutdown(self._config.cluster.shutdown_timeout_s)
         self._outcome.end = "finished"
 
-    async def _spawn(self, cluster: Cluster) -> Executors:
+    async def _spawn(self, cluster: Cluster, generator: GeneratorSpecs) -> Executors:
         config, timeout_s = self._config, self._config.cluster.start_timeout_s
-
-        def spec(name: str, target: str, threads: int, num_ranks: int = 1, **options: Any) -> ExecutorSpec:
-            env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-            return ExecutorSpec(
-                name=name, target=f"llamarl.executors.{target}", options=options, num_ranks=num_ranks, env=env
-            )
-
-        path = config.model.path
-
-        def generator(number: int) -> ExecutorSpec:
-            return spec(f"generator-{number}", "generator:GeneratorExecutor", config.generator.threads,
-                        config.generator.tensor_parallel, model_path=path, config=config.generator)  # fmt: skip
-
         specs = [
-            spec("trainer", "trainer:TrainerExecutor", config.trainer.threads, config=config,
-                 checkpoint_folder=str(self._folder.checkpoints), resume=self._resume),
-            spec("reward", "reward:RewardExecutor", 1, model_path=path, config=config.reward),
-            *(generator(number) for number in range(config.generator.replicas)),
+            executor_spec("trainer", "trainer:TrainerExecutor", config.trainer.threads, config=config,
+                          checkpoint_folder=str(self._folder.checkpoints), resume=self._resume),
+            executor_spec("reward", "reward:RewardExecutor", 1, model_path=config.model.path, config=config.reward),
+            *map(generator, range(config.generator.replicas)),
         ]  # fmt: skip
         trainer, reward, *generators = await spawn_all(cluster, specs, timeout_s)
         return Executors(
@@ -232,7 +225,11 @@ class _Run:
             completions=telemetry.completions,
             files=tuple(RunFile(path=path, meaning=meaning) for path, meaning in files.items()),
             warnings=(*outcome.warnings, *telemetry.warnings),
-            extra={"stall_p99_s": stalls[math.ceil(0.99 * len(stalls)) - 1], "first_step_s": first_step_s},
+            extra={
+                "stall_p99_s": stalls[math.ceil(0.99 * len(stalls)) - 1],
+                "first_step_s": first_step_s,
+                **{f"{one.transport}_bytes_per_s": one.bytes_per_s for one in telemetry.transport.measurements},
+            },
         )
 
 

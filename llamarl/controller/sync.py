@@ -27,6 +27,7 @@ from llamarl.controller.supervision import Signal, Supervisor
 from llamarl.controller.telemetry import Mismatch, SyncReport, Telemetry
 from llamarl.executors.replies import Adoption, Probe, Published
 from llamarl.weight_sync.layout import TensorSpec
+from llamarl.weight_sync.select import candidates, sample, select
 
 CallTrainer = Callable[..., Coroutine[Any, Any, Any]]
 """Calls a method of the trainer, by name."""
@@ -75,8 +76,14 @@ class WeightSync:
         supervisor: Supervisor,
         telemetry: Telemetry,
         has_weights: Callable[[int], bool],
+        is_inline: bool = False,
     ) -> None:
-        """`has_weights`: whether the trainer, if it is called right now, still has the weights of this version."""
+        """
+        Args:
+            has_weights: whether the trainer, if it is called right now, still has the weights of this version.
+            is_inline: all executors are in this process.
+        """
+        self._is_inline = is_inline
         self._config = config
         self._generators = generators
         self._call_trainer = call_trainer
@@ -90,6 +97,7 @@ class WeightSync:
         self._published = Signal()
         self._rounds = set[_Round]()
         self._num_resyncs = 0
+        self._num_samples = 0
         self._reported_late = set[Replica]()
 
     async def start(self, version: int, timeout_s: float) -> None:
@@ -98,9 +106,30 @@ class WeightSync:
         await asyncio.gather(*map(self._agree, replicas))
         for rank, specs in enumerate(self._layouts):
             await self._call_trainer("set_layout", rank, specs)
+        if any(self._layouts):  # simulated generators receive nothing
+            await self._choose()
         for replica in replicas:
             self.follow(replica)
         await self.sync(version, timeout_s)
+
+    async def _choose(self) -> None:
+        """The transport: pinned, or what is the fastest with a sample of the real weights."""
+        one = sum(spec.num_bytes for specs in self._layouts for spec in sample(specs))
+        names = ("shared_memory",) if self._is_inline else candidates(same_host=True)
+        selection = await select(self._config.transport, names, self._try, one * len(self._generators.replicas))
+        await self._call_trainer("choose", selection.transport)
+        self._telemetry.chose_transport(selection)
+
+    async def _try(self, transport: str) -> None:
+        """One sync of a sample."""
+        self._num_samples += 1
+        address = await self._call_trainer("publish_sample", self._num_samples, transport)
+        await asyncio.gather(
+            *(
+                replica.handle.call("try_sample", self._num_samples, address, timeout_s=self._generators.timeout_s)
+                for replica in self._generators.replicas
+            )
+        )
 
     async def _agree(self, replica: Replica) -> None:
         """All replicas hold the same model, in the same way."""

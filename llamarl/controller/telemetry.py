@@ -26,6 +26,7 @@ from llamarl.observability.view import CompletionView, ExecutorView, RunView
 from llamarl.rollouts.recorder import RolloutRecorder
 from llamarl.training.result import StepResult
 from llamarl.types import FinishReason, Outcome, RolloutGroup
+from llamarl.weight_sync.select import Selection
 
 POLL_INTERVAL_S = 0.5
 MAX_POLLS_PER_S = 200
@@ -126,6 +127,8 @@ class Telemetry:
         self._handles = list[ExecutorHandle]()
         self._generators: Generators | None = None
         self._status = dict[str, tuple[HostStatus, float]]()
+        self.transport = Selection(transport="", measurements=())
+        """How weights travel."""
         self.spans = dict[str, deque[Span]]()
         self._marks = deque[StepMark](maxlen=RECENT_STEPS + 1)
         self._view = RunView(step=0, started_s=self._clock())
@@ -146,6 +149,12 @@ class Telemetry:
         self._handles = list(handles)
         self._generators = generators
         self.spans = {handle.name: deque(maxlen=MAX_SPANS) for handle in handles}
+
+    def chose_transport(self, selection: Selection) -> None:
+        """How weights travel in this run, and how fast each way was."""
+        self.transport = selection
+        for line in selection.table():
+            self._screen.phase(f"weight sync  {line}")
 
     def joined(self, handle: ExecutorHandle) -> None:
         """An executor came later."""

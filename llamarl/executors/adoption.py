@@ -13,7 +13,7 @@ from llamarl.executors.replies import Adoption
 from llamarl.generation.model import GeneratorModel
 from llamarl.weight_sync.base import FingerprintMismatch, Subscriber, Superseded, TransferFailed
 from llamarl.weight_sync.layout import Address
-from llamarl.weight_sync.select import open_subscriber
+from llamarl.weight_sync.select import open_subscriber, sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,14 +34,26 @@ class Adopter:
         self._delta = delta
         self._subscriber: Subscriber | None = None
         self._publisher = ""
+        self._sampler: tuple[str, Subscriber] | None = None
         self._thread = ThreadPoolExecutor(1, "weights")
         self._fetch: Future[_Fetched] | None = None
         self._fetched: _Fetched | None = None
         """Done, reported and not yet in use."""
 
+    def try_sample(self, version: int, address: Address) -> None:
+        """Fetches a version of a sample of the weights, by a transport that is being tried, and drops it."""
+        if self._sampler is None or self._sampler[0] != address.publisher:
+            if self._sampler is not None:
+                self._sampler[1].close()
+            self._sampler = address.publisher, open_subscriber(address, sample(self._model.specs()), self._rank)
+        self._sampler[1].fetch(version, address)
+
     def begin(self, version: int, address: Address) -> None:
         """Starts to fetch a version; one that was fetched and never used is dropped."""
         assert self._fetch is None, "one version at a time"
+        if self._sampler is not None:
+            self._sampler[1].close()
+            self._sampler = None
         self._fetched = None
         self._fetch = self._thread.submit(self._run, version, address)
 

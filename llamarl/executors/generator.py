@@ -9,11 +9,9 @@ from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
-import torch
 
 from llamarl.cluster.api import chunks
 from llamarl.cluster.executor import Executor
-from llamarl.config import ConfigError
 from llamarl.config.schema import GeneratorConfig
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.distributed.groups import RankGroup, own_rank
@@ -21,10 +19,8 @@ from llamarl.distributed.runtime import set_up_device
 from llamarl.executors.adoption import Adopter, together
 from llamarl.executors.replies import Adoption, Collected, DecodingWork
 from llamarl.generation.engine import Engine
-from llamarl.generation.model import GeneratorModel
+from llamarl.generation.model import load_generator_model
 from llamarl.generation.tensor_parallel import Follower, ModelRanks, TensorParallelEngine
-from llamarl.models.folder import load_shape
-from llamarl.models.hf import load_model
 from llamarl.rollouts.segments import cut_out, padded
 from llamarl.types import GenerationRequest, Rollout
 from llamarl.weight_sync.layout import Address, TensorSpec
@@ -52,7 +48,8 @@ class GeneratorExecutor(Executor):
         device = set_up_device(config.device, config.threads, "generator.device")
         rank, size = own_rank() if config.tensor_parallel > 1 else (0, 1)
         self._group = RankGroup(meeting, rank=rank, size=size, device=device) if size > 1 else None
-        self._model = _load(model_path, config, device, self._group)
+        ranks = ModelRanks(self._group) if self._group else None
+        self._model = load_generator_model(model_path, config.dtype, device, ranks)
         engine = Engine(
             self._model, max_running=config.max_running, prefill_tokens=config.prefill_tokens,
             kv_bytes=config.kv_cache_bytes, kv_on_update=config.kv_on_update, decode=Tokenizer(model_path).decode,
@@ -72,6 +69,10 @@ class GeneratorExecutor(Executor):
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         """What this rank wants to receive."""
         return self._model.specs()
+
+    def try_sample(self, version: int, address: Address) -> None:
+        """Fetches a sample of published weights. Raises what `fetch` does."""
+        self._adopter.try_sample(version, address)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queues requests; their rollouts come out of `collect`. Partial ones come as token ids alone."""
@@ -190,13 +191,3 @@ class GeneratorExecutor(Executor):
                     ),
                 )
             )
-
-
-def _load(path: str, config: GeneratorConfig, device: torch.device, group: RankGroup | None) -> GeneratorModel:
-    """This rank's part of the model in the folder. Raises ConfigError."""
-    try:
-        model = GeneratorModel(load_shape(path), config.dtype, device, ModelRanks(group) if group else None)
-    except ValueError as error:
-        raise ConfigError(f"`generator.dtype = {config.dtype!r}` cannot be served here: {error}") from None
-    model.load(load_model(path, torch.float32, "cpu"))
-    return model

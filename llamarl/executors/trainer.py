@@ -23,9 +23,9 @@ from llamarl.training.result import StepResult
 from llamarl.training.state import load_training_state, training_state
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
-from llamarl.weight_sync.base import plan_writers
-from llamarl.weight_sync.layout import TensorSpec, lay_out
-from llamarl.weight_sync.shared_memory import SharedMemoryPublisher
+from llamarl.weight_sync.base import Publisher, plan_writers
+from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
+from llamarl.weight_sync.select import open_publisher, sample
 
 
 class TrainerExecutor(Executor):
@@ -48,8 +48,14 @@ class TrainerExecutor(Executor):
         self._groups = dict[int, RolloutGroup]()
         self._background_s = 0.0
         """Processor seconds outside this thread by the last step: messages."""
-        self._publisher: SharedMemoryPublisher | None = None
+        self._layouts = list[tuple[TensorSpec, ...]]()
+        """Of each rank of a generator."""
+        self._publisher: Publisher | None = None
+        self._sampled: tuple[str, Publisher] | None = None
+        """The transport that is being tried."""
         self._published_bytes = 0
+        self._delta = config.weight_sync.delta
+        self._weights_folder = Path(checkpoint_folder).parent / "weights"
         self._probe_every_steps = config.weight_sync.probe_every_steps
         self._probed = list[np.ndarray]()
         """Sequences of the last step."""
@@ -88,22 +94,52 @@ class TrainerExecutor(Executor):
         return result
 
     def set_layout(self, rank: int, specs: tuple[TensorSpec, ...]) -> None:
-        """What rank `rank` of every generator wants to receive."""
-        assert rank == 0, "generators have one rank"
-        layout = lay_out(specs)
-        held = [TensorSpec.whole(name, weight.shape, "float32") for name, weight in self._weights.items()]
-        (plan,) = plan_writers([layout], [held])
-        self._publisher = SharedMemoryPublisher(plan, exchange=lambda value: [value])
-        self._published_bytes = layout.num_bytes
+        """What rank `rank` of every generator wants to receive; called for each rank, in order."""
+        assert rank == len(self._layouts), "ranks come in order"
+        self._layouts.append(specs)
+
+    def publish_sample(self, version: int, transport: str) -> Address:
+        """Makes a sample of the weights available by a transport that is being tried."""
+        if self._sampled is None or self._sampled[0] != transport:
+            if self._sampled is not None:
+                self._sampled[1].close()
+            self._sampled = transport, self._open(transport, [sample(specs) for specs in self._layouts])
+        return self._sampled[1].publish(version, self._weights, (version - 1,))
+
+    def choose(self, transport: str) -> None:
+        """Weights are published by this transport from now on."""
+        if self._sampled is not None:
+            self._sampled[1].close()
+            self._sampled = None
+        self._publisher = self._open(transport, self._layouts)
+
+    def _open(self, transport: str, layouts: Sequence[tuple[TensorSpec, ...]]) -> Publisher:
+        names = {spec.name for specs in layouts for spec in specs}
+        held = [
+            TensorSpec.whole(name, weight.shape, "float32")
+            for name, weight in self._weights.items()
+            if name in names or layouts is self._layouts
+        ]
+        (plan,) = plan_writers([lay_out(specs) for specs in layouts], [held])
+        self._published_bytes = plan.num_bytes
+        options: dict[str, Any] = {"folder": self._weights_folder} if transport == "file" else {}
+        if self._delta and transport != "shared_memory":
+            options["delta"] = True
+        return open_publisher(transport, plan, lambda value: [value], **options)
 
     def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
         """Makes the current weights available as `version`, in the generators' types; versions `in_use` stay."""
-        assert self._publisher is not None, "set_layout comes first"
+        assert self._publisher is not None, "`choose` comes first"
         address = self._publisher.publish(version, self._weights, in_use)
         probe = None
         if self._probed and self._probe_every_steps and version % self._probe_every_steps == 0:
             probe = Probe(sequences=self._probed, logprobs=score(self._trainer.model, self._probed))
         return Published(version=version, address=address, num_bytes=self._published_bytes, probe=probe)
+
+    def close(self) -> None:
+        for publisher in (self._publisher, self._sampled[1] if self._sampled else None):
+            if publisher is not None:
+                publisher.close()
 
     def save(self, controller_state: dict[str, Any]) -> str:
         """Writes a checkpoint and returns its folder. Raises OSError when the disk is full."""

@@ -15,17 +15,21 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llamarl.config.errors import ConfigError
 from llamarl.distributed.box import Box
 from llamarl.distributed.tensor_parallel import tensor_parallel_box
 from llamarl.kernels import linear
 from llamarl.kernels.linear import Linear
 from llamarl.kernels.ops import rms_norm, rotate, silu_mul
+from llamarl.models.folder import load_shape
+from llamarl.models.hf import load_model
 from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Attend, Rope, Rotation, Transformer
@@ -294,3 +298,19 @@ def _project(projections: tuple[Linear, ...], x_N_D: Tensor, sizes: Sequence[int
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def load_generator_model(
+    folder: str | Path, precision: Precision, device: torch.device | str, tensor_parallel: TensorParallel | None = None
+) -> GeneratorModel:
+    """The model in a Hugging Face folder, or this rank's part of it.
+
+    Raises:
+        ConfigError: no such model, or this machine cannot serve it in this way.
+    """
+    try:
+        model = GeneratorModel(load_shape(folder), precision, device, tensor_parallel)
+        model.load(load_model(folder, torch.float32, "cpu"))
+    except ValueError as error:
+        raise ConfigError(f"{folder} cannot be served in {precision!r} here: {error}") from None
+    return model

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kBlock = 16;   // tokens
 constexpr int kChunk = 256;  // tokens whose scores are held at once
-constexpr int kTile = 4;     // queries
+constexpr int kTile = 6;     // queries
 
 struct Task {
     int64_t first_member, num_members;
@@ -74,7 +74,7 @@ struct Tile {
 #pragma GCC unroll 8
                 for (int v = 0; v < num_vectors; ++v)
                     k[v] = widen<kLanes>(from[v * kLanes / kBlock] + d * kBlock + v * kLanes % kBlock);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int i = 0; i < Q; ++i) {
                     const float q = query[i].q[d];
 #pragma GCC unroll 8
@@ -135,7 +135,7 @@ struct Tile {
                         __builtin_prefetch((const char*)ahead + line, 0, 2);
 #pragma GCC unroll 8
                     for (int v = 0; v < num_vectors; ++v) value[v] = widen<lanes>(from + v * lanes);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                     for (int i = 0; i < Q; ++i) {
                         const float p = scores[i][start + t];
 #pragma GCC unroll 8
@@ -206,7 +206,9 @@ struct Attention {
                         case 1: tile<1>(task, head, first, start, run, next); break;
                         case 2: tile<2>(task, head, first, start, run, next); break;
                         case 3: tile<3>(task, head, first, start, run, next); break;
-                        default: tile<4>(task, head, first, start, run, next);
+                        case 4: tile<4>(task, head, first, start, run, next); break;
+                        case 5: tile<5>(task, head, first, start, run, next); break;
+                        default: tile<6>(task, head, first, start, run, next);
                     }
                 }
             }

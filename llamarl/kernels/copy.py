@@ -43,14 +43,14 @@ def copy_part(target: Tensor, source: Tensor, whole_shape: tuple[int, ...], star
     return _run(library, target, source, whole_shape, starts)
 
 
-def fingerprint(tensor: Tensor) -> int:
-    """Of a whole, contiguous tensor."""
+def fingerprint(tensor: Tensor, first: int = 0) -> int:
+    """Of a whole, contiguous tensor, or the share of one that begins at element `first` of a larger one."""
     assert tensor.is_contiguous()
     library = kernel().library if tensor.device.type == "cpu" else None
-    shape, starts = tuple(tensor.shape), (0,) * tensor.dim()
+    size, num_elements = tensor.element_size(), tensor.numel()
     if library is None:
-        return _fingerprint(tensor, shape, starts)
-    return library.copy_rows(None, tensor.data_ptr(), 1, tensor.numel() * tensor.element_size(), 0, 0, 0, 0, 0)
+        return _fingerprint(tensor.view(-1), (first + num_elements,), (first,))
+    return library.copy_rows(None, tensor.data_ptr(), 1, num_elements * size, 0, 0, first * size, 0, 0)
 
 
 @functools.cache

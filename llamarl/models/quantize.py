@@ -22,6 +22,13 @@ _LEAST = 1e-30
 class NonFiniteWeights(ValueError):
     """A row holds NaN or infinity, which no scale can represent."""
 
+    def __init__(self, row: int, dtype: str, name: str = "the weight") -> None:
+        super().__init__(row, dtype, name)
+        self.row, self.dtype, self.name = row, dtype, name
+
+    def __str__(self) -> str:
+        return f"row {self.row} of {self.name} is not finite, so it cannot be quantized to {self.dtype}"
+
 
 def quantize_rows(
     weight_N_K: Tensor,
@@ -53,7 +60,7 @@ def quantize_rows(
     else:
         row = linear.quantize(library, weight_N_K, power_of_two, values_N_K, scales_N)
     if row >= 0:
-        raise NonFiniteWeights(f"row {row} of the weight is not finite, so it cannot be quantized to {dtype}")
+        raise NonFiniteWeights(row, dtype)
     return values_N_K, scales_N
 
 

@@ -59,7 +59,15 @@ def cut_out(rollout: Rollout, start: int, stop: int | None = None) -> Rollout:
 
 def ids_only(rollout: Rollout) -> Rollout:
     """Without log-probabilities and versions: a third of the bytes."""
-    return replace(rollout, behavior_logprobs_T=_NO_LOGPROBS, policy_versions_T=_NO_IDS)
+    return Rollout(  # `replace` takes five times as long, and this runs once per rollout
+        group_id=rollout.group_id,
+        index=rollout.index,
+        token_ids_T=rollout.token_ids_T,
+        behavior_logprobs_T=_NO_LOGPROBS,
+        policy_versions_T=_NO_IDS,
+        finish_reason=rollout.finish_reason,
+        error=rollout.error,
+    )
 
 
 def padded(request: GenerationRequest) -> GenerationRequest:

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from llamarl.distributed.box import Box
 from llamarl.distributed.layout import DTYPE_BYTES, LayoutError, assemble_layout
-from llamarl.distributed.reshard import plan_reshard
+from llamarl.distributed.reshard import ReshardPlan, plan_reshard
 from llamarl.kernels.copy import MODULUS, copy_part, fingerprint
+from llamarl.models.quantize import QUANTIZED_DTYPES, NonFiniteWeights, quantize_rows
 from llamarl.weight_sync.layout import Address, Layout, TensorSpec, lay_out
 
 Exchange = Callable[[Any], list[Any]]
@@ -99,11 +100,32 @@ class Publisher(ABC):
 
         Raises:
             NoFreeSlot: too many versions are in use.
+            NonFiniteWeights: names a parameter that cannot be quantized, and the version; it is not published.
         """
 
     @abstractmethod
     def close(self) -> None:
         """Ends threads and frees memory; what readers have mapped stays with them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Received:
+    """What one fetch took."""
+
+    num_bytes: int
+    """That this rank received, what was sent twice included."""
+    dense_bytes: int
+    """Of all its tensors."""
+    num_changed: int
+    """Elements that deltas changed, and all of those that were sent whole."""
+    num_elements: int
+    """Of all its tensors, scales included."""
+
+
+def dense(layout: Layout) -> Received:
+    """All tensors whole."""
+    num_bytes, num_elements = (sum(each) for each in zip(*((s.num_bytes, math.prod(s.shape)) for s in layout.specs)))
+    return Received(num_bytes=num_bytes, dense_bytes=num_bytes, num_changed=num_elements, num_elements=num_elements)
 
 
 class Subscriber(ABC):
@@ -114,6 +136,8 @@ class Subscriber(ABC):
         self.rank = rank
         self.fingerprint = ""
         """Of the version last fetched, over all tensors of this rank, in hexadecimal digits."""
+        self.received = dense(self.layout)
+        """By the last fetch."""
 
     @abstractmethod
     def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
@@ -191,37 +215,50 @@ class SlotTable:
         return sum(version is not None for version in self._versions)
 
 
-def as_is(spec: TensorSpec, weight: Tensor) -> Tensor:
-    """What travels of a part of a parameter: the float values, cast as they are copied."""
-    assert spec.dtype in ("float32", "bfloat16"), f"{spec.key} must be quantized"
-    return weight
-
-
-Encode = Callable[[TensorSpec, Tensor], Tensor]
-"""Makes what travels for a spec out of a part of its parameter."""
-
-
 def write_parts(
     plan: WriterPlan,
     layout: int,
+    version: int,
     weights: Mapping[str, Tensor],
     targets: Iterable[tuple[Part, Tensor]],
     proof: np.ndarray,
-    encode: Encode = as_is,
+    power_of_two: bool = False,
 ) -> None:
-    """Copies parts of one layout to their targets.
+    """Copies parts of one layout to their targets, cast or quantized; with `power_of_two`, such are the scales.
 
     Adds to `proof` [2, tensors], which begins with zeros, the fingerprint and then the number of bytes of each part:
     where the numbers of all writers add up to a tensor, it is all there.
+
+    Raises:
+        NonFiniteWeights: names the parameter and the version.
     """
-    for part, target in targets:
-        spec = plan.layouts[layout].specs[part.tensor]
+    specs = plan.layouts[layout].specs
+    found = {(specs[part.tensor].key, part.box): (part, target) for part, target in targets}
+    for (_, box), (part, target) in found.items():
+        spec = specs[part.tensor]
+        if spec.part == "scales":  # written with its values
+            continue
         weight, held = weights[spec.name], plan.held[spec.name]
         assert weight.shape == held.shape, f"{spec.name}: {tuple(weight.shape)} is not the planned {held.shape}"
-        source = encode(spec, weight.detach()[part.box.within(held)])
-        share = copy_part(target, source, spec.shape, starts_of(spec, part.box))
-        proof[0, part.tensor] = (int(proof[0, part.tensor]) + share) % MODULUS
-        proof[1, part.tensor] += target.numel() * target.element_size()
+        source = weight.detach()[box.within(held)]
+        if spec.dtype not in QUANTIZED_DTYPES:
+            share = copy_part(target, source, spec.shape, starts_of(spec, box))
+            _add(proof, part, target, share)
+            continue
+        halves = (part, target), found[f"{spec.name}.scale", box]
+        try:
+            quantize_rows(source, spec.dtype, power_of_two, out=(target, halves[1][1]))
+        except NonFiniteWeights as error:
+            row, name = box.starts[0] + error.row, f"{spec.name} (version {version})"
+            raise NonFiniteWeights(row, error.dtype, name) from None
+        for half, written in halves:  # whole rows
+            first = starts_of(spec, box)[0] * math.prod(written.shape[1:])
+            _add(proof, half, written, fingerprint(written, first))
+
+
+def _add(proof: np.ndarray, part: Part, target: Tensor, share: int) -> None:
+    proof[0, part.tensor] = (int(proof[0, part.tensor]) + share) % MODULUS
+    proof[1, part.tensor] += target.numel() * target.element_size()
 
 
 def starts_of(spec: TensorSpec, box: Box) -> tuple[int, ...]:
@@ -273,7 +310,8 @@ def plan_writers(layouts: Sequence[Layout], held: Sequence[Sequence[TensorSpec]]
     `held` is what each trainer rank holds of each parameter.
 
     Raises:
-        LayoutError: a parameter is missing on one side, has another shape, or no rank holds a part of it.
+        LayoutError: a parameter is missing on one side, has another shape, or no rank holds a part of it; or it is to
+            be quantized and a row of it, which needs one scale, does not come whole from one trainer rank.
     """
     source, destination = (
         assemble_layout(
@@ -288,6 +326,7 @@ def plan_writers(layouts: Sequence[Layout], held: Sequence[Sequence[TensorSpec]]
         for ranks, first_device in ((held, 0), ([layout.specs for layout in layouts], len(held)))
     )
     plan = plan_reshard(source, destination)
+    _require_whole_rows(plan)
     tensors = [defaultdict[str, list[int]](list) for _ in layouts]
     for found, layout in zip(tensors, layouts, strict=True):
         for index, spec in enumerate(layout.specs):
@@ -307,3 +346,12 @@ def plan_writers(layouts: Sequence[Layout], held: Sequence[Sequence[TensorSpec]]
         )
         for rank, (specs, own) in enumerate(zip(held, parts, strict=True))
     )
+
+
+def _require_whole_rows(plan: ReshardPlan) -> None:
+    for group in plan.groups:
+        wanted = plan.destination.parameters[group.names[0]].dtype
+        if group.dtype != wanted:
+            cause = f"trainer ranks hold parts of its rows, and the {wanted} values of a row need one scale"
+            way_out = "a generator.tensor_parallel that is a multiple of the trainer's"
+            raise LayoutError(group.names[0], f"{cause}; use generator.dtype = 'bfloat16', or {way_out}")

@@ -18,6 +18,8 @@ BLOCK_ELEMENTS = 1 << 16
 """Elements that a 16-bit offset can name."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Integer type of each element size: bits are compared, so NaN equals itself and -0 differs from 0."""
+DENSE = -1
+"""Number of changes that stands for a tensor sent whole, because its changes take as many bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +85,38 @@ def apply(delta: TensorDelta, target: Tensor) -> None:
             target_E.index_copy_(0, places_C.to(device), delta.values_C.to(device))
     if not fits:
         raise ValueError(f"a delta of {delta.num_changes} changes does not fit a tensor of {len(target_E)} elements")
+
+
+def to_message(base: Tensor, new: Tensor) -> tuple[int, list[Tensor]]:
+    """What to send to someone who holds `base`: the number of changes, or DENSE, and pieces of a message of bytes."""
+    delta = encode(base, new)
+    pieces = (new,) if delta is None else (delta.counts_B, delta.offsets_C, delta.values_C)
+    return DENSE if delta is None else delta.num_changes, [piece.view(-1).view(torch.uint8) for piece in pieces]
+
+
+def message_bytes(num_changes: int, num_elements: int, element_bytes: int) -> int:
+    """How long the message is."""
+    if num_changes == DENSE:
+        return num_elements * element_bytes
+    return num_changes * (2 + element_bytes) + 4 * -(-num_elements // BLOCK_ELEMENTS)
+
+
+def from_message(base: Tensor, num_changes: int, message: Tensor) -> Tensor:
+    """The new tensor, contiguous. Raises ValueError: the changes do not fit."""
+    if num_changes == DENSE:
+        return message.clone().view(base.dtype).view(base.shape)  # pieces of a message are not aligned
+    new = base.clone(memory_format=torch.contiguous_format)
+    sizes = [len(message) - num_changes * (2 + new.element_size()), 2 * num_changes, num_changes * new.element_size()]
+    counts, offsets, values = (piece.clone() for piece in message.cpu().split_with_sizes(sizes))
+    apply(
+        TensorDelta(
+            counts_B=counts.view(torch.int32),
+            offsets_C=offsets.view(torch.int16),
+            values_C=values.view(_WORDS[new.element_size()]),
+        ),
+        new,
+    )
+    return new
 
 
 def _words(tensor: Tensor) -> Tensor:

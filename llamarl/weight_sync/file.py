@@ -3,6 +3,9 @@
 With one trainer rank a file holds whole tensors under their names, which any engine can load. With several, each holds
 its parts, which its metadata places. A file appears by renaming, complete or not at all; the newest two versions and
 those in use are kept.
+
+With `delta` another file beside it holds what changed since each version in use, where that is less; a generator that
+has fetched that version reads it, and of the other file only what it lacks.
 """
 
 from __future__ import annotations
@@ -30,21 +33,27 @@ from llamarl.weight_sync.base import (
     WriterPlan,
     part_of,
     shape_of,
+    dense,
     views,
     write_parts,
 )
+from llamarl.weight_sync.delta import DENSE, from_message, to_message
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 
-def file_name(version: int, digest: str, rank: int) -> str:
-    return f"version-{version}-{digest}-{rank}.safetensors"
+def file_name(version: int, digest: str, rank: int, base: int | None = None) -> str:
+    """Of a version's weights, or of what changed in them since `base`."""
+    since = "" if base is None else f"-since-{base}"
+    return f"version-{version}{since}-{digest}-{rank}.safetensors"
 
 
 class FilePublisher(Publisher):
     """`folder` is the same on all ranks; nothing else may lie in it."""
 
-    def __init__(self, plan: WriterPlan, exchange: Exchange, folder: Path) -> None:
-        self._plan = plan
+    def __init__(
+        self, plan: WriterPlan, exchange: Exchange, folder: Path, delta: bool = False, power_of_two: bool = False
+    ) -> None:
+        self._plan, self._delta, self._power_of_two = plan, delta, power_of_two
         self._folder = folder
         self._written = dict[int, list[Path]]()
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,29 +72,53 @@ class FilePublisher(Publisher):
         for old in [held for held in self._written if held not in in_use and held != newest]:
             for path in self._written.pop(old):
                 path.unlink()
-        self._written[version] = [self._write(version, number, weights) for number in range(len(self._plan.layouts))]
+        bases = [held for held in self._written if held in in_use and held != version] if self._delta else []
+        self._written[version] = written = list[Path]()
+        for number in range(len(self._plan.layouts)):
+            written += self._write(version, number, weights, bases)
         return self._address
 
-    def _write(self, version: int, number: int, weights: Mapping[str, Tensor]) -> Path:
+    def _write(self, version: int, number: int, weights: Mapping[str, Tensor], bases: Sequence[int]) -> list[Path]:
         plan, layout = self._plan, self._plan.layouts[number]
         proof = np.zeros((2, len(layout.specs)), np.uint64)
         parts = {_name(layout.specs[part.tensor], part): part for part in plan.parts[number]}
         tensors = {name: _empty(layout.specs[part.tensor], part) for name, part in parts.items()}
-        write_parts(plan, number, weights, zip(parts.values(), tensors.values(), strict=True), proof)
+        targets = zip(parts.values(), tensors.values(), strict=True)
+        write_parts(plan, number, version, weights, targets, proof, self._power_of_two)
         metadata = {
             "publisher": self._address.publisher,
             "proof": json.dumps(proof.tolist()),
             "parts": json.dumps({name: (part.tensor, part.box.starts, part.box.stops) for name, part in parts.items()}),
         }
-        path = self._folder / file_name(version, layout.digest, plan.rank)
-        unfinished = path.with_suffix(".safetensors.part")
-        save_file(tensors, unfinished, metadata)
-        return unfinished.replace(path)
+        paths = list[Path]()
+        for base in bases:
+            changed = _changes(self._folder / file_name(base, layout.digest, plan.rank), tensors)
+            path = self._folder / file_name(version, layout.digest, plan.rank, base)
+            paths.append(_save(path, changed, {"publisher": self._address.publisher}))
+        # Last: who finds it finds all.
+        return [*paths, _save(self._folder / file_name(version, layout.digest, plan.rank), tensors, metadata)]
 
     def close(self) -> None:
         for path in (path for paths in self._written.values() for path in paths):
             path.unlink()
         self._written = {}
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> Path:
+    unfinished = path.with_suffix(".safetensors.part")
+    save_file(dict(tensors), unfinished, metadata)
+    return unfinished.replace(path)
+
+
+def _changes(base: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By name and number of changes, for tensors of which the changes are less than all."""
+    changed = dict[str, Tensor]()
+    with safe_open(base, framework="pt") as file:
+        for name, tensor in tensors.items():
+            number, pieces = to_message(file.get_tensor(name), tensor)
+            if number != DENSE:
+                changed[f"{name}#{number}"] = torch.cat(pieces)
+    return changed
 
 
 def _empty(spec: TensorSpec, part: Part) -> Tensor:
@@ -100,31 +133,27 @@ def _name(spec: TensorSpec, part: Part) -> str:
 class FileSubscriber(Subscriber):
     """Copies the parts of all writers together."""
 
-    def __init__(self, specs: Sequence[TensorSpec], rank: int) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], rank: int, delta: bool = False) -> None:
         super().__init__(specs, rank)
+        self._delta = delta
         self._buffers = Buffers(self.layout.num_bytes, torch.device("cpu"))
+        self._base = ("", -1, dict[str, Tensor]())
+        """Publisher, version and tensors that were fetched last."""
 
     def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
+        """What changes do not turn into the published weights is read once more, whole."""
+        publisher, base, held = self._base
         tensors = views(self.layout, self._buffers.take())
-        proofs = np.zeros((address.num_writers, 2, len(self.layout.specs)), np.uint64)
-        for writer in range(address.num_writers):
-            path = Path(self.place_in(address)) / file_name(version, self.layout.digest, writer)
-            try:
-                proofs[writer] = self._read(path, address.publisher, tensors)
-            except FileNotFoundError as error:
-                raise Superseded(f"version {version} of trainer rank {writer} is not there: {path}") from error
-        self.prove(tensors, version, proofs)
-        return tensors
-
-    def _read(self, path: Path, publisher: str, tensors: Mapping[str, Tensor]) -> list[list[int]]:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-            if metadata["publisher"] != publisher:
-                raise TransferFailed(f"{path} was written by another publisher than the one asked for")
-            for name, (index, starts, stops) in json.loads(metadata["parts"]).items():
-                spec = self.layout.specs[index]
-                part_of(spec, tensors[spec.key], Box(tuple(starts), tuple(stops))).copy_(file.get_tensor(name))
-            return json.loads(metadata["proof"])
-
-    def close(self) -> None:
-        """Keeps no file open."""
+        counts = np.zeros(2, np.int64)
+        try:
+            self._read_all(version, address, tensors, counts, base if publisher == address.publisher else None)
+        except FingerprintMismatch:
+            if not self._delta:
+                raise
+            self._read_all(version, address, tensors, counts, None)
+        num_bytes, num_changed = counts.tolist()
+        whole = dense(self.layout)
+        self.received = replace(whole, num_bytes=num_bytes, num_changed=min(num_changed, whole.num_elements))
+        if self._delta:
+            self._base = address.publisher, version, tensors
+        return dict(tensors)

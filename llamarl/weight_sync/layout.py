@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llamarl.distributed.box import Box
-from llamarl.distributed.layout import DTYPE_BYTES, LayoutError
+from llamarl.distributed.layout import DTYPE_BYTES, QUANTIZED, LayoutError
 
 ALIGNMENT_BYTES = 64
 """Tensors begin at cache lines."""
@@ -64,11 +64,14 @@ class Layout:
 
 
 def lay_out(specs: Sequence[TensorSpec]) -> Layout:
-    """Offsets for `specs` in their order. Raises LayoutError for an unknown dtype."""
+    """Offsets for `specs` in their order. Raises LayoutError for an unknown dtype, or 8 bits without scales."""
     offsets, end = list[int](), 0
+    scales = {(spec.name, spec.box) for spec in specs if spec.part == "scales"}
     for spec in specs:
         if spec.dtype not in DTYPE_BYTES:
             raise LayoutError(spec.key, f"its type is {spec.dtype}; sent are {', '.join(DTYPE_BYTES)}")
+        if spec.dtype in QUANTIZED and (len(spec.box.shape) != 2 or (spec.name, spec.box) not in scales):
+            raise LayoutError(spec.key, f"{spec.dtype} needs a matrix, and float32 scales of the same rows beside it")
         offsets.append(end)
         end += -(-spec.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     digest = hashlib.sha256(repr(tuple(specs)).encode()).hexdigest()[:16]

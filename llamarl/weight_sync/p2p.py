@@ -3,17 +3,24 @@
 A trainer and a generator rank form a pair beside their own worlds. A failure ends only that pair; the next fetch forms
 another. Publishing copies the parts, packed, into a slot; a thread per generator rank sends from it what is asked for,
 in buckets, so the trainer waits for nobody.
+
+With `delta` on both sides a generator rank says which version it fetched last, its base, and is sent what changed since
+then if that version still lies in a slot. What it makes of them is proved like everything else; what fails is sent
+once more, whole.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import socket
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -35,18 +42,23 @@ from llamarl.weight_sync.base import (
     Superseded,
     TransferFailed,
     WriterPlan,
+    dense,
     part_of,
+    shape_of,
     views,
     write_parts,
 )
+from llamarl.weight_sync.delta import DENSE, from_message
 from llamarl.weight_sync.layout import Address, TensorSpec
-from llamarl.weight_sync.packing import Bucket, pack, packed, wanted
+from llamarl.weight_sync.packing import Bucket, changes, changes_bytes, pack, packed, wanted
 from llamarl.weight_sync.pair import MAX_MESSAGE_BYTES, accept, connect, form_group
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 4
 MAX_THREADS = 8
 """Trainer ranks that a generator rank receives from at once."""
+MAX_SENDS = 4
+"""Buckets that are on their way to a generator rank at once."""
 POLL_S = 0.2
 """Idle threads look this often whether the publisher was closed."""
 GONE = -1
@@ -76,7 +88,10 @@ class P2pPublisher(Publisher):
         host: str = "127.0.0.1",
         device: torch.device = CPU,
         timeout_s: float = 60.0,
+        delta: bool = False,
+        power_of_two: bool = False,
     ) -> None:
+        self._delta, self._power_of_two = delta, power_of_two
         self._plan, self._host, self._device, self._timeout_s = plan, host, device, timeout_s
         self._table = SlotTable(NUM_SLOTS)
         self._slots: list[_Slot | None] = [None] * NUM_SLOTS
@@ -103,7 +118,7 @@ class P2pPublisher(Publisher):
             slot.proofs[index][:] = 0
             places = (place for bucket in self._buckets[index] for place in bucket.parts)
             targets = ((part, packed(layout, slot.flats[index], part, start)) for part, start in places)
-            write_parts(plan, index, weights, targets, slot.proofs[index])
+            write_parts(plan, index, version, weights, targets, slot.proofs[index], self._power_of_two)
         slot.version = version
         self._slots[number] = slot
         self._table.settle(number, version)
@@ -142,18 +157,32 @@ class P2pPublisher(Publisher):
         except BROKEN:  # it connects again if it still wants something
             return
 
-    def _send(self, group: Any, number: int, version: int, tensors: list[int] | None) -> None:
-        slot = next((slot for slot in self._slots if slot is not None and slot.version == version), None)
-        head = np.full(1 + 2 * len(self._plan.layouts[number].specs), GONE)
-        pieces = list[Tensor]()
-        if slot is not None:
-            head[0], head[1:] = version, slot.proofs[number].view(np.int64).reshape(-1)
-            pieces = [
-                slot.flats[number][bucket.start : bucket.start + bucket.num_bytes]
-                for bucket in wanted(self._buckets[number], tensors)
-            ]
-        for work in [group.send([piece], 1, 0) for piece in (torch.from_numpy(head).to(self._device), *pieces)]:
+    def _send(self, group: Any, number: int, version: int, tensors: list[int] | None, base: int) -> None:
+        works = deque[Any]()
+        for piece in self._pieces(number, self._slot_of(version), tensors, self._slot_of(base)):
+            works.append(group.send([piece], 1, 0))
+            if len(works) > MAX_SENDS:
+                works.popleft().wait(timedelta(seconds=self._timeout_s))
+        for work in works:
             work.wait(timedelta(seconds=self._timeout_s))
+
+    def _slot_of(self, version: int) -> _Slot | None:
+        return next((slot for slot in self._slots if slot is not None and slot.version == version), None)
+
+    def _pieces(
+        self, number: int, slot: _Slot | None, tensors: list[int] | None, base: _Slot | None
+    ) -> Iterator[Tensor]:
+        """The head (version, whether changes follow, proofs), then the buckets, or their changes as two tensors each."""
+        layout = self._plan.layouts[number]
+        head = np.full(2 + 2 * len(layout.specs), GONE)
+        if slot is not None:
+            head[0], head[1], head[2:] = slot.version, base is not None, slot.proofs[number].view(np.int64).reshape(-1)
+        yield torch.from_numpy(head).to(self._device)
+        for bucket in wanted(self._buckets[number], tensors) if slot is not None else ():
+            if base is not None:
+                yield from changes(layout, slot.flats[number], base.flats[number], bucket)
+            else:
+                yield slot.flats[number][bucket.start : bucket.start + bucket.num_bytes]
 
     def close(self) -> None:
         self._closed = True
@@ -172,6 +201,29 @@ class _Writer:
     buckets: tuple[Bucket, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Base:
+    """What changes are applied to."""
+
+    version: int
+    tensors: Mapping[str, Tensor]
+
+
+_NOTHING = _Base(version=GONE, tensors={})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Request:
+    """What every trainer rank is asked for."""
+
+    version: int
+    only: list[int] | None
+    """Positions of the tensors that are wanted; None: all."""
+    tensors: Mapping[str, Tensor]
+    """To be filled."""
+    base: _Base
+
+
 class P2pSubscriber(Subscriber):
     """A generator rank: asks every trainer rank for its parts, several at once."""
 
@@ -182,26 +234,35 @@ class P2pSubscriber(Subscriber):
         host: str = "127.0.0.1",
         device: torch.device = CPU,
         timeout_s: float = 60.0,
+        delta: bool = False,
     ) -> None:
         super().__init__(specs, rank)
+        self._delta, self._base = delta, _NOTHING
         self._host, self._device, self._timeout_s = host, device, timeout_s
         self._publisher = ""
         self._writers = dict[int, _Writer]()
         self._buffers = Buffers(self.layout.num_bytes, device)
 
     def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
-        """What arrives damaged is asked for once more."""
+        """What arrives damaged is asked for once more, whole."""
         if self._publisher != address.publisher:
             self.close()
             self._publisher = address.publisher
         tensors = views(self.layout, self._buffers.take())
-        proofs = self._pull(version, address, None, tensors)
+        proofs, counts = self._pull(version, address, None, tensors, self._base)
         try:
             self.prove(tensors, version, proofs)
         except FingerprintMismatch:
-            proofs = self._pull(version, address, self._damaged(tensors, version, proofs), tensors)
+            damaged = self._damaged(tensors, version, proofs)
+            proofs, again = self._pull(version, address, damaged, tensors, _NOTHING)
             self.prove(tensors, version, proofs)
-        return tensors
+            counts = counts + again
+        num_bytes, num_changed = counts.tolist()
+        whole = dense(self.layout)
+        self.received = replace(whole, num_bytes=num_bytes, num_changed=min(num_changed, whole.num_elements))
+        if self._delta:
+            self._base = _Base(version=version, tensors=tensors)
+        return dict(tensors)
 
     def _damaged(self, tensors: Mapping[str, Tensor], version: int, proofs: np.ndarray) -> list[int]:
         found = list[int]()
@@ -213,47 +274,46 @@ class P2pSubscriber(Subscriber):
         return found
 
     def _pull(
-        self, version: int, address: Address, only: list[int] | None, tensors: Mapping[str, Tensor]
-    ) -> np.ndarray:
-        """Fills `tensors`, or only those at some positions; returns the proofs of all writers."""
+        self, version: int, address: Address, only: list[int] | None, tensors: Mapping[str, Tensor], base: _Base
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Fills `tensors`, or only those at some positions; returns the proofs of all writers, and (bytes, elements)
+        that they sent."""
         places = self.place_in(address).split(",")
+        request = _Request(version=version, only=only, tensors=tensors, base=base)
         with ThreadPoolExecutor(min(MAX_THREADS, len(places)), "weight-receiver") as pool:
-            jobs = [
-                pool.submit(self._pull_from, rank, place, version, only, tensors) for rank, place in enumerate(places)
-            ]
-        return np.stack([job.result() for job in jobs])
+            jobs = [pool.submit(self._pull_from, rank, place, request) for rank, place in enumerate(places)]
+        proofs, counts = zip(*(job.result() for job in jobs), strict=True)
+        return np.stack(proofs), np.sum(counts, axis=0)
 
-    def _pull_from(
-        self, rank: int, place: str, version: int, only: list[int] | None, tensors: Mapping[str, Tensor]
-    ) -> np.ndarray:
+    def _pull_from(self, rank: int, place: str, request: _Request) -> tuple[np.ndarray, tuple[int, int]]:
         """From one trainer rank. A pair that has broken since the last time is formed anew."""
         is_used = rank in self._writers
         try:
-            return self._receive(rank, place, version, only, tensors)
+            return self._receive(rank, place, request)
         except Superseded:
             raise
         except BROKEN as error:
             if (broken := self._writers.pop(rank, None)) is not None:
                 broken.connection.close()
             if is_used:
-                return self._pull_from(rank, place, version, only, tensors)
-            cause = f"generator rank {self.rank} did not get version {version} from trainer rank {rank} at {place}"
-            raise TransferFailed(f"{cause}: {error}") from error
+                return self._pull_from(rank, place, request)
+            what = f"version {request.version} from trainer rank {rank} at {place}"
+            raise TransferFailed(f"generator rank {self.rank} did not get {what}: {error}") from error
 
-    def _receive(
-        self, rank: int, place: str, version: int, only: list[int] | None, tensors: Mapping[str, Tensor]
-    ) -> np.ndarray:
+    def _receive(self, rank: int, place: str, request: _Request) -> tuple[np.ndarray, tuple[int, int]]:
         if rank not in self._writers:
             self._writers[rank] = self._pair_with(place)
         writer, timeout = self._writers[rank], timedelta(seconds=self._timeout_s)
-        writer.connection.send_bytes(json.dumps((version, only)).encode())
-        head = torch.empty(1 + 2 * len(self.layout.specs), dtype=torch.int64, device=self._device)
+        writer.connection.send_bytes(json.dumps((request.version, request.only, request.base.version)).encode())
+        head = torch.empty(2 + 2 * len(self.layout.specs), dtype=torch.int64, device=self._device)
         writer.group.recv([head], 0, 0).wait(timeout)
-        found, *proof = head.tolist()
-        if found != version:
-            raise Superseded(f"version {version} is no longer at trainer rank {rank}")
-        self._receive_buckets(writer.group, wanted(writer.buckets, only), tensors, timeout)
-        return np.array(proof, np.int64).view(np.uint64).reshape(2, -1)
+        found, are_changes, *proof = head.tolist()
+        if found != request.version:
+            raise Superseded(f"version {request.version} is no longer at trainer rank {rank}")
+        buckets = wanted(writer.buckets, request.only)
+        receive = self._receive_changes if are_changes else self._receive_buckets
+        counts = receive(writer.group, buckets, request, timeout)
+        return np.array(proof, np.int64).view(np.uint64).reshape(2, -1), counts
 
     def _pair_with(self, place: str) -> _Writer:
         connection = connect(place, self._publisher, self._timeout_s)
@@ -264,8 +324,8 @@ class P2pSubscriber(Subscriber):
         return _Writer(connection=connection, group=group, buckets=pack(self.layout, parts))
 
     def _receive_buckets(
-        self, group: Any, buckets: Sequence[Bucket], tensors: Mapping[str, Tensor], timeout: timedelta
-    ) -> None:
+        self, group: Any, buckets: Sequence[Bucket], request: _Request, timeout: timedelta
+    ) -> tuple[int, int]:
         """Receives one bucket while the one before is put in place."""
         size = max((bucket.num_bytes for bucket in buckets), default=0)
         scratch = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
@@ -275,7 +335,36 @@ class P2pSubscriber(Subscriber):
                 works.append(group.recv([scratch[number % 2][: bucket.num_bytes]], 0, 0))
             if number:
                 works[number - 1].wait(timeout)
-                self._put(buckets[number - 1], scratch[(number - 1) % 2], tensors)
+                self._put(buckets[number - 1], scratch[(number - 1) % 2], request.tensors)
+        num_elements = sum(self._num_elements(part) for bucket in buckets for part, _ in bucket.parts)
+        return sum(bucket.num_bytes for bucket in buckets), num_elements
+
+    def _receive_changes(
+        self, group: Any, buckets: Sequence[Bucket], request: _Request, timeout: timedelta
+    ) -> tuple[int, int]:
+        """Applies what arrives to copies of the base's parts."""
+        num_bytes, num_changed = 0, 0
+        for bucket in buckets:
+            numbers = torch.empty(len(bucket.parts), dtype=torch.int64, device=self._device)
+            group.recv([numbers], 0, 0).wait(timeout)
+            sizes = changes_bytes(self.layout, bucket, numbers.tolist())
+            message = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+            group.recv([message], 0, 0).wait(timeout)
+            num_bytes += numbers.nbytes + message.nbytes
+            pieces = message.split_with_sizes(sizes)
+            for (part, _), number, piece in zip(bucket.parts, numbers.tolist(), pieces, strict=True):
+                self._change(part, number, piece, request)
+                num_changed += self._num_elements(part) if number == DENSE else number
+        return num_bytes, num_changed
+
+    def _change(self, part: Part, number: int, message: Tensor, request: _Request) -> None:
+        spec = self.layout.specs[part.tensor]
+        base = part_of(spec, request.base.tensors[spec.key], part.box)
+        with suppress(ValueError):  # what does not fit is left out; the fingerprint tells, and it is sent again
+            part_of(spec, request.tensors[spec.key], part.box).copy_(from_message(base, number, message))
+
+    def _num_elements(self, part: Part) -> int:
+        return math.prod(shape_of(self.layout.specs[part.tensor], part.box))
 
     def _put(self, bucket: Bucket, scratch: Tensor, tensors: Mapping[str, Tensor]) -> None:
         for part, start in bucket.parts:
@@ -285,4 +374,4 @@ class P2pSubscriber(Subscriber):
     def close(self) -> None:
         for writer in self._writers.values():
             writer.connection.close()
-        self._writers, self._publisher = {}, ""
+        self._writers, self._publisher, self._base = {}, "", _NOTHING

@@ -12,6 +12,7 @@ from torch import Tensor
 from llamarl.distributed.box import Box
 from llamarl.distributed.layout import DTYPE_BYTES
 from llamarl.weight_sync.base import Part, shape_of
+from llamarl.weight_sync.delta import message_bytes, to_message
 from llamarl.weight_sync.layout import ALIGNMENT_BYTES, Layout, TensorSpec
 
 BUCKET_BYTES = 16 << 20
@@ -51,7 +52,8 @@ def _rows(spec: TensorSpec, box: Box) -> list[Box]:
     if not box.shape:
         return [box]
     num_rows = box.shape[0]
-    row_bytes = box.num_elements // num_rows * DTYPE_BYTES[spec.dtype]
+    # Scales are cut like the 8-bit values that they belong to.
+    row_bytes = box.num_elements // num_rows * (DTYPE_BYTES[spec.dtype] if spec.part == "values" else 1)
     step = max(1, BUCKET_BYTES // max(1, row_bytes))
     return [box.cut(0, row, min(row + step, num_rows)) for row in range(0, num_rows, step)]
 
@@ -62,6 +64,25 @@ def packed(layout: Layout, flat: Tensor, part: Part, start: int) -> Tensor:
     shape = shape_of(spec, part.box)
     num_bytes = math.prod(shape) * DTYPE_BYTES[spec.dtype]
     return flat[start : start + num_bytes].view(getattr(torch, spec.dtype)).view(shape)
+
+
+def changes(layout: Layout, flat: Tensor, base: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
+    """(number of changes of each part, bytes of all) from one version of a packed buffer to another."""
+    numbers, pieces = list[int](), list[Tensor]()
+    for part, start in bucket.parts:
+        number, message = to_message(packed(layout, base, part, start), packed(layout, flat, part, start))
+        numbers.append(number)
+        pieces += [piece.to(flat.device) for piece in message]
+    return torch.tensor(numbers, device=flat.device), torch.cat(pieces)
+
+
+def changes_bytes(layout: Layout, bucket: Bucket, numbers: Sequence[int]) -> list[int]:
+    """How much of the bytes is each part's."""
+    sizes = list[int]()
+    for (part, _), number in zip(bucket.parts, numbers, strict=True):
+        spec = layout.specs[part.tensor]
+        sizes.append(message_bytes(number, math.prod(shape_of(spec, part.box)), DTYPE_BYTES[spec.dtype]))
+    return sizes
 
 
 def wanted(buckets: Sequence[Bucket], tensors: list[int] | None) -> list[Bucket]:

@@ -23,6 +23,8 @@ SAMPLE_BYTES = 64 << 20
 REPEATS = 3
 CLASSES = {"shared_memory": "SharedMemory", "p2p": "P2p", "file": "File"}
 """What the classes of each module begin with."""
+DELTA = ("p2p", "file")
+"""Those that can send only what changed; shared memory sends nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,21 +61,22 @@ class Selection:
         ]
 
 
-def candidates(same_host: bool) -> tuple[str, ...]:
+def candidates(same_host: bool, delta: bool = False) -> tuple[str, ...]:
     """What can work between trainer and generators. Weights of GPUs go through the hosts' memory."""
-    return tuple(CLASSES) if same_host else tuple(name for name in CLASSES if name != "shared_memory")
+    names = DELTA if delta else tuple(CLASSES)
+    return names if same_host else tuple(name for name in names if name != "shared_memory")
 
 
 def sample(specs: Sequence[TensorSpec], max_bytes: int = SAMPLE_BYTES) -> tuple[TensorSpec, ...]:
     """Some tensors of each size, in their order: whole ones, evenly spread, about `max_bytes` of them."""
     total = sum(spec.num_bytes for spec in specs)
-    chosen, seen, taken = list[TensorSpec](), 0, 0
+    chosen, seen, taken = set[str](), 0, 0
     for spec in specs:
         seen += spec.num_bytes
-        if taken < max_bytes * seen / max(1, total) or total <= max_bytes:
-            chosen.append(spec)
+        if spec.part == "values" and (taken < max_bytes * seen / max(1, total) or total <= max_bytes):
+            chosen.add(spec.name)
             taken += spec.num_bytes
-    return tuple(chosen)
+    return tuple(spec for spec in specs if spec.name in chosen)
 
 
 async def select(
@@ -111,15 +114,18 @@ async def _measure(name: str, sync: Callable[[str], Awaitable[None]], num_bytes:
 
 def open_publisher(transport: str, plan: WriterPlan, exchange: Exchange, **options: Any) -> Publisher:
     """A trainer rank's end of a transport; all ranks call this together."""
-    return _class(transport, "Publisher")(plan, exchange, **options)
+    return _class(transport, "Publisher", options)(plan, exchange, **options)
 
 
 def open_subscriber(address: Address, specs: Sequence[TensorSpec], rank: int, **options: Any) -> Subscriber:
     """A generator rank's end of what publishes at `address`."""
-    return _class(address.transport, "Subscriber")(specs, rank, **options)
+    return _class(address.transport, "Subscriber", options)(specs, rank, **options)
 
 
-def _class(transport: str, end: str) -> Any:
+def _class(transport: str, end: str, options: dict[str, Any]) -> Any:
     if transport not in CLASSES:
         raise ConfigError(f"`weight_sync.transport = {transport!r}` is unknown; use auto, {', '.join(CLASSES)}")
+    if transport not in DELTA and options.pop("delta", False):
+        cause = f"`weight_sync.delta = true` saves nothing with weight_sync.transport = {transport!r}"
+        raise ConfigError(f"{cause}, which sends no weights; use delta = false, or transport = 'p2p' or 'file'")
     return getattr(import_module(f"llamarl.weight_sync.{transport}"), CLASSES[transport] + end)

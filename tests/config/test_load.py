@@ -95,7 +95,6 @@ def test_unreadable_files(tmp_path: Path) -> None:
             ["--weight_sync.transport=p2p", "--cluster.kind=inline"],
             "weight_sync.transport = 'p2p' goes from process to process, and cluster.kind = 'inline' has only one",
         ),
-        (["--weight_sync.transport=cuda_ipc"], "weight_sync.transport = 'cuda_ipc' goes from GPU to GPU"),
     ],
 )
 def test_impossible_combination_is_explained(minimal: Path, overrides: list[str], message: str) -> None:
@@ -114,7 +113,6 @@ def test_impossible_combination_is_explained(minimal: Path, overrides: list[str]
         ["--generator.dtype=fp8", "--generator.device=cuda"],
         ["--generator.dtype=int8", "--generator.tensor_parallel=2", "--weight_sync.transport=p2p"],
         ["--weight_sync.transport=file", "--cluster.kind=inline"],
-        ["--weight_sync.transport=cuda_ipc", "--generator.device=cuda", "--trainer.device=cuda"],
     ],
 )
 def test_neighbors_of_impossible_combinations_load(minimal: Path, overrides: list[str]) -> None:

@@ -35,7 +35,7 @@ def chaotic(dice: random.Random) -> Generator:
 
     return Generator(
         duration_s=lambda group_id, index: keyed(group_id, index).uniform(0.1, 8),
-        num_tokens=lambda group_id, index: 2 + random.Random(f"{group_id}/{index}").randrange(40),
+        num_tokens=lambda group_id, index: 2 + random.Random(f"{group_id}/{index}").randrange(30),
         adopt_s=lambda version: keyed(version).choice([5.0, 40.0]) if keyed("?", version).random() < stuck else 0.2,
         outcomes=[end for _ in range(4) for end in (dice.choice(["adopted", "mismatch", "failed"]), "adopted")],
     )
@@ -63,12 +63,12 @@ async def come(run: Run, name: str, generator: Generator) -> None:
         await run.add(name, generator)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**32),
     max_staleness=st.integers(0, 3),
     window_share=st.floats(0, 1),
-    segment_tokens=st.sampled_from([0, 1, 5, 17]),
+    segment_tokens=st.sampled_from([0, 3, 17]),
     replicas=st.integers(1, 3),
 )
 def test_whatever_happens_nothing_is_lost_doubled_or_too_old(

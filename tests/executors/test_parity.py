@@ -105,6 +105,7 @@ def trainer(model: Path, tmp_path: Path) -> TrainerExecutor:
 def generator(model: Path, trainer: TrainerExecutor) -> GeneratorExecutor:
     generator = GeneratorExecutor(str(model), GeneratorConfig(max_running=8, prefill_tokens=32))
     trainer.set_layout(0, generator.weight_specs())
+    trainer.choose("shared_memory")
     return generator
 
 

@@ -6,6 +6,7 @@ import torch
 
 from llamarl.generation import sampler as sampler_module
 from llamarl.generation.sampler import Sampler, SamplingRows, noise_key, truncate, uniforms
+from llamarl.kernels import ops
 from llamarl.types import SamplingParams
 
 DRAWS = 20_000
@@ -87,6 +88,22 @@ def test_rows_with_different_settings_do_not_disturb_each_other() -> None:
     tokens_B, logprobs_B = Sampler(torch.device("cpu"))(LOGITS_V.expand(4, -1), rows, np.full(4, 7))
     assert tokens_B.tolist() == [int(token[0]) for token, _ in alone]
     assert logprobs_B.tolist() == [float(logprob[0]) for _, logprob in alone]
+
+
+@pytest.mark.skipif(ops.kernels().library is None, reason=ops.kernels().reason or "has one")
+def test_the_kernel_and_torch_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where the noise lies within rounding of a border between two tokens: below once in 1,000 draws here."""
+    logits_B_V = torch.randn(3000, 4100, generator=torch.Generator().manual_seed(0)) * 3
+    rows = SamplingRows(3000)
+    for row in range(3000):
+        temperature, top_k = (0.0, 0.7, 1.0)[row % 3], 20 * (row % 5 == 0)
+        rows.set(row, SamplingParams(temperature=temperature, top_k=top_k), noise_key(3, row, 0))
+    drawn = Sampler(torch.device("cpu"))(logits_B_V, rows, np.arange(3000))
+    monkeypatch.setattr(sampler_module, "draw", lambda *_: None)
+    expected = Sampler(torch.device("cpu"))(logits_B_V, rows, np.arange(3000))
+    same_B = drawn[0] == expected[0]
+    assert same_B.mean() >= 0.999
+    np.testing.assert_allclose(drawn[1][same_B], expected[1][same_B], atol=5e-6)
 
 
 @pytest.mark.parametrize("noise", [0.0, 1 - 2**-24])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +49,9 @@ class Scene:
     def attend(self, order: list[int]) -> list[torch.Tensor]:
         """Of the new tokens of some sequences."""
         places = [np.arange(self.lengths[i] - self.new, self.lengths[i]) for i in order]
-        slots = [self.blocks[i][t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for i, t in zip(order, places)]
+        slots = [
+            self.blocks[i][t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for i, t in zip(order, places, strict=True)
+        ]
         starts = np.cumsum([0] + [len(self.blocks[i]) for i in order])
         tasks = Tasks(
             table=np.array([
@@ -57,7 +61,7 @@ class Scene:
             blocks=np.concatenate([self.blocks[i] for i in order]),
             slots_N=np.concatenate(slots),
         )  # fmt: skip
-        q, k, v = self.split(torch.cat([self.joined[i][t] for i, t in zip(order, places)]))
+        q, k, v = self.split(torch.cat([self.joined[i][t] for i, t in zip(order, places, strict=True)]))
         library = attention.kernel().library
         out = PagedAttention(library, tasks, self.keys, self.values)(q, k, v, self.keys, self.values)
         return list(out.split(self.new))
@@ -134,10 +138,21 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are of x86-64")
 @pytest.mark.parametrize("flag", ["-DLLAMARL_LANES=16", "-march=x86-64"])
 def test_the_code_of_other_processors_passes_the_checks_at_load(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Vectors of AVX-512 in halves, and a machine without AVX."""
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-Wno-psabi", flag))
+    """Vectors of AVX-512 in halves, and a machine without AVX. Compiled with little optimization, which takes long."""
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O1", "-Wno-psabi", flag))
     assert attention.kernel().reason == ""
     assert ops.kernels().reason == ""
+
+
+@needs_kernel
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are of x86-64")
+@pytest.mark.parametrize("name", ["attention", "ops"])
+def test_the_code_of_avx512_compiles(name: str) -> None:
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    assert compiler is not None
+    source = Path(build.__file__).with_name(f"{name}.cpp")
+    command = [compiler, *build.FLAGS, "-march=x86-64-v4", "-fsyntax-only", str(source)]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stderr == ""
 
 
 @pytest.mark.usefixtures("fresh")
