@@ -61,8 +61,7 @@ class InitInfo:
 
     version: int
     source: str
-    """The tensors wanted and where they are: `(specs, address)`, pickled, in base64. It came through a socket that only
-    this user can open."""
+    """What is wanted and where it is: `(specs, address)`, pickled, in base64; from a socket of this user alone."""
 
 
 @dataclass
@@ -99,9 +98,7 @@ class Receiver:
         self._thread.start()
 
     def _fetch(self, info: InitInfo) -> None:
-        from llamarl.weight_sync.select import (
-            open_subscriber,
-        )  # needs torch, which the process that keeps the server lacks
+        from llamarl.weight_sync.select import open_subscriber  # not needed by the process that keeps the server
 
         specs, address = pickle.loads(base64.b64decode(info.source))
         if address.transport != self._transport:

@@ -190,11 +190,10 @@ def _command(model_path: Path, settings: VllmSettings) -> list[str]:
 def _environment(scratch: Path, settings: VllmSettings) -> dict[str, str]:
     """This package and the plugin's entry point, and nothing else of the own environment, on vLLM's PYTHONPATH."""
     found = scratch / "found"
-    (found / "llamarl_vllm-0.dist-info").mkdir(parents=True)
-    (found / "llamarl_vllm-0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: llamarl-vllm\nVersion: 0\n"
-    )
-    (found / "llamarl_vllm-0.dist-info" / "entry_points.txt").write_text(vllm_plugin.ENTRY_POINT)
+    metadata = found / "llamarl_vllm-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: llamarl-vllm\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(vllm_plugin.ENTRY_POINT)
     (found / "llamarl").symlink_to(Path(llamarl.__file__).parent, target_is_directory=True)
     wanted = {
         "PYTHONPATH": str(found),

@@ -12,7 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
@@ -100,7 +100,8 @@ class Publisher(ABC):
 
         Raises:
             NoFreeSlot: too many versions are in use.
-            NonFiniteWeights: names a parameter that cannot be quantized, and the version; it is not published.
+            NonFiniteWeights: names a parameter that cannot be quantized, and the version, which nobody can fetch. The
+                ranks then disagree about what lies where: before another version all of them open publishers anew.
         """
 
     @abstractmethod
@@ -122,22 +123,37 @@ class Received:
     """Of all its tensors, scales included."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """A fetched version to which changes are applied."""
+
+    publisher: str
+    version: int
+    tensors: Mapping[str, Tensor]
+
+
+NOTHING = Base(publisher="", version=-1, tensors={})
+
+
 def dense(layout: Layout) -> Received:
     """All tensors whole."""
-    num_bytes, num_elements = (sum(each) for each in zip(*((s.num_bytes, math.prod(s.shape)) for s in layout.specs)))
+    num_bytes = sum(spec.num_bytes for spec in layout.specs)
+    num_elements = sum(math.prod(spec.shape) for spec in layout.specs)
     return Received(num_bytes=num_bytes, dense_bytes=num_bytes, num_changed=num_elements, num_elements=num_elements)
 
 
 class Subscriber(ABC):
     """A generator rank's end."""
 
-    def __init__(self, specs: Sequence[TensorSpec], rank: int) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], rank: int, delta: bool = False) -> None:
         self.layout = lay_out(specs)
         self.rank = rank
+        self._delta = delta
         self.fingerprint = ""
         """Of the version last fetched, over all tensors of this rank, in hexadecimal digits."""
         self.received = dense(self.layout)
         """By the last fetch."""
+        self._base = NOTHING
 
     @abstractmethod
     def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
@@ -175,6 +191,13 @@ class Subscriber(ABC):
             await_tensor(index)
             digest.update(self.prove_tensor(index, tensors[spec.key], version, proofs).to_bytes(8, "little"))
         self.fingerprint = digest.hexdigest()
+
+    def keep(self, base: Base, num_bytes: int, num_changed: int) -> dict[str, Tensor]:
+        """Notes what a fetch took, and what the next one may build on; returns the tensors."""
+        whole = dense(self.layout)
+        self.received = replace(whole, num_bytes=num_bytes, num_changed=min(num_changed, whole.num_elements))
+        self._base = base if self._delta else NOTHING
+        return dict(base.tensors)
 
     def prove_tensor(self, index: int, tensor: Tensor, version: int, proofs: np.ndarray) -> int:
         """The fingerprint of one tensor, which is what the writers published."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,10 @@ from torch import Tensor
 
 from llamarl.distributed.box import Box
 from llamarl.weight_sync.base import (
+    Base,
     Buffers,
     Exchange,
+    FingerprintMismatch,
     Part,
     Publisher,
     Subscriber,
@@ -33,7 +36,6 @@ from llamarl.weight_sync.base import (
     WriterPlan,
     part_of,
     shape_of,
-    dense,
     views,
     write_parts,
 )
@@ -73,9 +75,8 @@ class FilePublisher(Publisher):
             for path in self._written.pop(old):
                 path.unlink()
         bases = [held for held in self._written if held in in_use and held != version] if self._delta else []
-        self._written[version] = written = list[Path]()
-        for number in range(len(self._plan.layouts)):
-            written += self._write(version, number, weights, bases)
+        numbers = range(len(self._plan.layouts))
+        self._written[version] = [path for number in numbers for path in self._write(version, number, weights, bases)]
         return self._address
 
     def _write(self, version: int, number: int, weights: Mapping[str, Tensor], bases: Sequence[int]) -> list[Path]:
@@ -94,7 +95,7 @@ class FilePublisher(Publisher):
         for base in bases:
             changed = _changes(self._folder / file_name(base, layout.digest, plan.rank), tensors)
             path = self._folder / file_name(version, layout.digest, plan.rank, base)
-            paths.append(_save(path, changed, {"publisher": self._address.publisher}))
+            paths.append(_save(path, changed, {}))
         # Last: who finds it finds all.
         return [*paths, _save(self._folder / file_name(version, layout.digest, plan.rank), tensors, metadata)]
 
@@ -134,26 +135,70 @@ class FileSubscriber(Subscriber):
     """Copies the parts of all writers together."""
 
     def __init__(self, specs: Sequence[TensorSpec], rank: int, delta: bool = False) -> None:
-        super().__init__(specs, rank)
-        self._delta = delta
+        super().__init__(specs, rank, delta)
         self._buffers = Buffers(self.layout.num_bytes, torch.device("cpu"))
-        self._base = ("", -1, dict[str, Tensor]())
-        """Publisher, version and tensors that were fetched last."""
 
     def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
         """What changes do not turn into the published weights is read once more, whole."""
-        publisher, base, held = self._base
         tensors = views(self.layout, self._buffers.take())
         counts = np.zeros(2, np.int64)
         try:
-            self._read_all(version, address, tensors, counts, base if publisher == address.publisher else None)
+            base = self._base.version if self._base.publisher == address.publisher else None
+            self._read_all(version, address, tensors, counts, base)
         except FingerprintMismatch:
             if not self._delta:
                 raise
             self._read_all(version, address, tensors, counts, None)
-        num_bytes, num_changed = counts.tolist()
-        whole = dense(self.layout)
-        self.received = replace(whole, num_bytes=num_bytes, num_changed=min(num_changed, whole.num_elements))
-        if self._delta:
-            self._base = address.publisher, version, tensors
-        return dict(tensors)
+        return self.keep(Base(publisher=address.publisher, version=version, tensors=tensors), *counts.tolist())
+
+    def _read_all(
+        self, version: int, address: Address, tensors: Mapping[str, Tensor], counts: np.ndarray, base: int | None
+    ) -> None:
+        """Adds to `counts` the bytes that were read and the elements that were changed."""
+        folder, digest = Path(self.place_in(address)), self.layout.digest
+        proofs = np.zeros((address.num_writers, 2, len(self.layout.specs)), np.uint64)
+        for writer in range(address.num_writers):
+            path = folder / file_name(version, digest, writer)
+            changes = {} if base is None else _read_changes(folder / file_name(version, digest, writer, base))
+            try:
+                proofs[writer] = self._read(path, address.publisher, tensors, counts, changes)
+            except FileNotFoundError as error:
+                raise Superseded(f"version {version} of trainer rank {writer} is not there: {path}") from error
+        self.prove(tensors, version, proofs)
+
+    def _read(
+        self,
+        path: Path,
+        publisher: str,
+        tensors: Mapping[str, Tensor],
+        counts: np.ndarray,
+        changes: Mapping[str, tuple[int, Tensor]],
+    ) -> list[list[int]]:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            if metadata["publisher"] != publisher:
+                raise TransferFailed(f"{path} was written by another publisher than the one asked for")
+            for name, (index, starts, stops) in json.loads(metadata["parts"]).items():
+                spec, box = self.layout.specs[index], Box(tuple(starts), tuple(stops))
+                target = part_of(spec, tensors[spec.key], box)
+                if name in changes:
+                    number, message = changes[name]
+                    counts += message.nbytes, number
+                    with suppress(ValueError):  # what does not fit is left out; the fingerprint tells
+                        target.copy_(from_message(part_of(spec, self._base.tensors[spec.key], box), number, message))
+                else:
+                    counts += target.nbytes, target.numel()
+                    target.copy_(file.get_tensor(name))
+            return json.loads(metadata["proof"])
+
+    def close(self) -> None:
+        """Keeps no file open."""
+
+
+def _read_changes(path: Path) -> dict[str, tuple[int, Tensor]]:
+    """For each name the number of changes and what they are; nothing where nobody wrote the file."""
+    if not path.exists():
+        return {}
+    with safe_open(path, framework="pt") as file:
+        keys = {key: key.rpartition("#") for key in file.keys()}  # noqa: SIM118
+        return {name: (int(number), file.get_tensor(key)) for key, (name, _, number) in keys.items()}

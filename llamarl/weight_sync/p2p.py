@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -32,6 +32,8 @@ from torch import Tensor
 
 from llamarl.distributed.box import Box
 from llamarl.weight_sync.base import (
+    NOTHING,
+    Base,
     Buffers,
     Exchange,
     FingerprintMismatch,
@@ -42,7 +44,6 @@ from llamarl.weight_sync.base import (
     Superseded,
     TransferFailed,
     WriterPlan,
-    dense,
     part_of,
     shape_of,
     views,
@@ -159,7 +160,8 @@ class P2pPublisher(Publisher):
 
     def _send(self, group: Any, number: int, version: int, tensors: list[int] | None, base: int) -> None:
         works = deque[Any]()
-        for piece in self._pieces(number, self._slot_of(version), tensors, self._slot_of(base)):
+        since = self._slot_of(base) if self._delta else None
+        for piece in self._pieces(number, self._slot_of(version), tensors, since):
             works.append(group.send([piece], 1, 0))
             if len(works) > MAX_SENDS:
                 works.popleft().wait(timedelta(seconds=self._timeout_s))
@@ -172,17 +174,19 @@ class P2pPublisher(Publisher):
     def _pieces(
         self, number: int, slot: _Slot | None, tensors: list[int] | None, base: _Slot | None
     ) -> Iterator[Tensor]:
-        """The head (version, whether changes follow, proofs), then the buckets, or their changes as two tensors each."""
+        """The head (version, whether changes follow, proofs), then the buckets or the changes in them."""
         layout = self._plan.layouts[number]
         head = np.full(2 + 2 * len(layout.specs), GONE)
-        if slot is not None:
-            head[0], head[1], head[2:] = slot.version, base is not None, slot.proofs[number].view(np.int64).reshape(-1)
+        if slot is None:
+            yield torch.from_numpy(head).to(self._device)
+            return
+        head[0], head[1], head[2:] = slot.version, base is not None, slot.proofs[number].view(np.int64).reshape(-1)
         yield torch.from_numpy(head).to(self._device)
-        for bucket in wanted(self._buckets[number], tensors) if slot is not None else ():
-            if base is not None:
-                yield from changes(layout, slot.flats[number], base.flats[number], bucket)
-            else:
+        for bucket in wanted(self._buckets[number], tensors):
+            if base is None:
                 yield slot.flats[number][bucket.start : bucket.start + bucket.num_bytes]
+            else:
+                yield from changes(layout, slot.flats[number], base.flats[number], bucket)
 
     def close(self) -> None:
         self._closed = True
@@ -202,17 +206,6 @@ class _Writer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Base:
-    """What changes are applied to."""
-
-    version: int
-    tensors: Mapping[str, Tensor]
-
-
-_NOTHING = _Base(version=GONE, tensors={})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Request:
     """What every trainer rank is asked for."""
 
@@ -221,7 +214,7 @@ class _Request:
     """Positions of the tensors that are wanted; None: all."""
     tensors: Mapping[str, Tensor]
     """To be filled."""
-    base: _Base
+    base: Base
 
 
 class P2pSubscriber(Subscriber):
@@ -236,8 +229,7 @@ class P2pSubscriber(Subscriber):
         timeout_s: float = 60.0,
         delta: bool = False,
     ) -> None:
-        super().__init__(specs, rank)
-        self._delta, self._base = delta, _NOTHING
+        super().__init__(specs, rank, delta)
         self._host, self._device, self._timeout_s = host, device, timeout_s
         self._publisher = ""
         self._writers = dict[int, _Writer]()
@@ -254,15 +246,10 @@ class P2pSubscriber(Subscriber):
             self.prove(tensors, version, proofs)
         except FingerprintMismatch:
             damaged = self._damaged(tensors, version, proofs)
-            proofs, again = self._pull(version, address, damaged, tensors, _NOTHING)
+            proofs, again = self._pull(version, address, damaged, tensors, NOTHING)
             self.prove(tensors, version, proofs)
             counts = counts + again
-        num_bytes, num_changed = counts.tolist()
-        whole = dense(self.layout)
-        self.received = replace(whole, num_bytes=num_bytes, num_changed=min(num_changed, whole.num_elements))
-        if self._delta:
-            self._base = _Base(version=version, tensors=tensors)
-        return dict(tensors)
+        return self.keep(Base(publisher=address.publisher, version=version, tensors=tensors), *counts.tolist())
 
     def _damaged(self, tensors: Mapping[str, Tensor], version: int, proofs: np.ndarray) -> list[int]:
         found = list[int]()
@@ -274,7 +261,7 @@ class P2pSubscriber(Subscriber):
         return found
 
     def _pull(
-        self, version: int, address: Address, only: list[int] | None, tensors: Mapping[str, Tensor], base: _Base
+        self, version: int, address: Address, only: list[int] | None, tensors: Mapping[str, Tensor], base: Base
     ) -> tuple[np.ndarray, np.ndarray]:
         """Fills `tensors`, or only those at some positions; returns the proofs of all writers, and (bytes, elements)
         that they sent."""
@@ -374,4 +361,4 @@ class P2pSubscriber(Subscriber):
     def close(self) -> None:
         for writer in self._writers.values():
             writer.connection.close()
-        self._writers, self._publisher, self._base = {}, "", _NOTHING
+        self._writers, self._publisher, self._base = {}, "", NOTHING

@@ -87,8 +87,8 @@ class Segment:
 class SharedMemoryPublisher(Publisher):
     """Trainer rank 0 makes the memory, the others attach to it."""
 
-    def __init__(self, plan: WriterPlan, exchange: Exchange, power_of_two: bool = False) -> None:
-        self._plan, self._power_of_two = plan, power_of_two
+    def __init__(self, plan: WriterPlan, exchange: Exchange) -> None:
+        self._plan = plan
         self._slots = SlotTable(NUM_SLOTS)
         made = [os.memfd_create("llamarl-weights") for _ in plan.layouts] if plan.rank == 0 else []
         pid = os.getpid()
@@ -125,7 +125,7 @@ class SharedMemoryPublisher(Publisher):
             targets = (
                 (part, part_of(spec := specs[part.tensor], tensors[spec.key], part.box)) for part in plan.parts[number]
             )
-            write_parts(plan, number, version, weights, targets, segment.proofs[slot, plan.rank], self._power_of_two)
+            write_parts(plan, number, version, weights, targets, segment.proofs[slot, plan.rank])
         for segment in self._segments:  # last, so that generator ranks with different layouts find all or nothing
             segment.versions[slot, plan.rank] = version
         self._slots.settle(slot, version)

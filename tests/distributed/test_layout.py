@@ -53,6 +53,15 @@ def test_boxes_are_those_of_dtensor(data) -> None:
         assert box is None if not math.prod(local) else (box.shape, box.starts) == (local, offset)
 
 
+def test_strided_axes_cut_from_right_to_left() -> None:
+    mesh, shape = (2, 3, 2), (24,)
+    held = Held(shape, "float32", mesh_boxes(shape, mesh, (Shard(0, strided=True), Shard(0, strided=True), Shard(0))))
+    theirs = (_StridedShard(0, split_factor=6), _StridedShard(0, split_factor=2), TorchShard(0))
+    for rank, coordinate in enumerate(itertools.product(*map(range, mesh))):
+        box = held.box(rank)
+        assert box and (box.shape, box.starts) == torch_part(shape, mesh, list(coordinate), theirs)
+
+
 class _Model(nn.Module):
     """Sizes that neither 3 FSDP ranks nor, in `v_proj`, 2 tensor-parallel ranks divide."""
 

@@ -8,7 +8,9 @@ sampled with a log-probability that is not finite. Prompts that begin with token
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
 import socketserver
 import sys
 import time
@@ -19,6 +21,8 @@ from urllib.parse import parse_qs, urlparse
 STATE: dict[str, Any] = {"version": "default", "paused": False, "tokens": 0, "fetched": None}
 ABORTED = set[str]()
 NOT_FINITE = 95
+SUPERSEDED = 66
+"""A version that cannot be fetched."""
 
 
 def generate(body: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +59,9 @@ def answer(path: str, query: dict[str, list[str]], body: dict[str, Any]) -> tupl
             return 400, {"error": {"message": "no such prompt"}}
         return 200, generate(body)
     if path == "/collective_rpc":
-        return 200, {"results": [{"fetching": False, "version": STATE["fetched"], "error": ""}]}
+        late = STATE["fetched"] == SUPERSEDED
+        error = base64.b64encode(pickle.dumps(RuntimeError("superseded"))).decode() if late else ""
+        return 200, {"results": [{"fetching": False, "version": STATE["fetched"], "error": error}]}
     if path == "/abort_requests":
         assert body["request_ids"], "an empty list would abort everything"
         ABORTED.update(body["request_ids"])

@@ -125,6 +125,8 @@ def test_versions_segments_and_scores(folder: Path) -> None:
         assert (first.finish_reason, first.num_tokens) == (FinishReason.PARKED, 4)
         engine.submit([request(partials=(first,), sampling={"max_new_tokens": 200})])
         assert not engine.step()
+        with pytest.raises(RuntimeError, match="superseded"):
+            engine.fetch(66, ADDRESS)
         assert engine.fetch(7, ADDRESS) == {}
         engine.set_version(7)
         whole = conformance.by_key(conformance.drain(engine))[1, 0]

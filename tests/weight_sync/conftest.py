@@ -107,9 +107,12 @@ def exchange_among(connections: Sequence[Connection]) -> None:
 class World:
     """Trainer ranks and generator ranks in processes of their own."""
 
-    def __init__(self, start: Start, transport: str, trainer: tuple[int, int, int], dtype: str, folder: Path) -> None:
+    def __init__(
+        self, start: Start, transport: str, trainer: tuple[int, int, int], dtype: str, folder: Path, share: float
+    ) -> None:
         self._start, self._transport, self._dtype = start, transport, dtype
-        self._folder = folder
+        self._folder, self._share = folder, share
+        self._options = {"delta": True} if share < 1 else {}
         self._held = processes.held(*trainer)
         self.generators = list[tuple[ForkServerProcess, Connection, int]]()
         self.trainers = list[tuple[ForkServerProcess, Connection]]()
@@ -123,15 +126,15 @@ class World:
 
     def restart_trainer(self) -> None:
         plans = plan_writers([lay_out(specs) for specs in self.specs], self._held)
-        options = {"folder": self._folder} if self._transport == "file" else {}
+        options = self._options | ({"folder": self._folder} if self._transport == "file" else {})
         self.trainers = [
-            self._start(processes.trainer, self._transport, plan, specs, options)
+            self._start(processes.trainer, self._transport, plan, specs, options, self._share)
             for plan, specs in zip(plans, self._held, strict=True)
         ]
         exchange_among([connection for _, connection in self.trainers])
 
     def add_generator(self, rank: int) -> None:
-        options = {"timeout_s": 10.0} if self._transport != "file" else {}
+        options = self._options | ({"timeout_s": 10.0} if self._transport != "file" else {})
         self.generators.append((*self._start(processes.generator, self.specs[rank], rank, options), rank))
 
     def publish(self, version: int, in_use: Sequence[int] = ()) -> Address:
@@ -148,7 +151,7 @@ class World:
 
     def wrong(self, version: int, answers: Sequence[Any]) -> list[str]:
         """Tensors that are not, bit for bit, what was trained."""
-        weights, faults = processes.whole(version), list[str]()
+        weights, faults = processes.whole(version, self._share), list[str]()
         for (_, _, rank), answer in zip(self.generators, answers, strict=False):
             if isinstance(answer, Exception):
                 raise answer
@@ -159,7 +162,10 @@ class World:
 
 @pytest.fixture
 def world(lend: Start, start: Start, tmp_path: Path) -> Callable[..., World]:
-    """world(transport, (fsdp, tp, pp), generator tp, replicas, dtype); with `mortal`, its processes may be killed."""
+    """world(transport, (fsdp, tp, pp), generator tp, replicas, dtype); with `mortal`, its processes may be killed.
+
+    With a `share` below 1 only so many weights change, and deltas of them are sent.
+    """
 
     def make(
         transport: str,
@@ -168,8 +174,9 @@ def world(lend: Start, start: Start, tmp_path: Path) -> Callable[..., World]:
         replicas: int = 1,
         dtype: str = "float32",
         mortal: bool = False,
+        share: float = 1.0,
     ) -> World:
         chosen = start if mortal else lend
-        return World(chosen, transport, trainer, dtype, tmp_path / uuid.uuid4().hex).begin(tp, replicas)
+        return World(chosen, transport, trainer, dtype, tmp_path / uuid.uuid4().hex, share).begin(tp, replicas)
 
     return make

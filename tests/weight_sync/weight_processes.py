@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor
 
 from llamarl.distributed.box import Box
+from llamarl.distributed.layout import QUANTIZED
 from llamarl.distributed.tensor_parallel import tensor_parallel_box
+from llamarl.models.quantize import quantize_rows
 from llamarl.weight_sync.base import WriterPlan
 from llamarl.weight_sync.layout import Layout, TensorSpec, lay_out
 from llamarl.weight_sync.select import open_publisher, open_subscriber
@@ -55,14 +58,16 @@ def held(fsdp: int, tp: int, pp: int) -> list[list[TensorSpec]]:
 
 
 def wanted(tp: int, dtype: str) -> list[tuple[TensorSpec, ...]]:
-    """What the ranks of a generator replica want."""
-    return [
-        tuple(
-            _spec(name, tensor_parallel_box(name, shape, tp, rank, NUM_KV_HEADS), dtype)
-            for name, shape in PARAMETERS.items()
-        )
-        for rank in range(tp)
-    ]
+    """What the ranks of a generator replica want; with 8 bits, projections have them and the rest is bfloat16."""
+    ranks = []
+    for rank in range(tp):
+        boxes = {name: tensor_parallel_box(name, PARAMETERS[name], tp, rank, NUM_KV_HEADS) for name in PARAMETERS}
+        quantized = [name for name in PARAMETERS if dtype in QUANTIZED and name.endswith("_proj.weight")]
+        rest = "bfloat16" if dtype in QUANTIZED else dtype
+        values = [_spec(name, box, dtype if name in quantized else rest) for name, box in boxes.items()]
+        scales = [replace(_spec(name, boxes[name], "float32"), part="scales") for name in quantized]
+        ranks.append((*values, *scales))
+    return ranks
 
 
 def _spec(name: str, box: Box, dtype: str) -> TensorSpec:
@@ -80,22 +85,28 @@ def _rows(box: Box, num: int, rank: int) -> Box:
     return box.cut(0, min(rank * size, box.shape[0]), min((rank + 1) * size, box.shape[0]))
 
 
-def whole(version: int) -> dict[str, Tensor]:
-    """All parameters of a version, with values on which casts go wrong."""
-    generator = torch.Generator().manual_seed(version)
+def whole(version: int, share: float = 1.0) -> dict[str, Tensor]:
+    """All parameters of a version, with values on which casts go wrong; `share` of them differ from version 0."""
+    generator, first = torch.Generator().manual_seed(version), torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator) for name, shape in PARAMETERS.items()}
+    if share < 1:
+        for name, weight in weights.items():
+            kept = torch.rand(weight.shape, generator=generator) >= share
+            weights[name] = torch.where(kept, torch.randn(weight.shape, generator=first), weight)
     weights["embed_tokens.weight"][0, : len(SPECIALS)] = torch.tensor(SPECIALS)
     return weights
 
 
 def cut(tensors: Mapping[str, Tensor], specs: tuple[TensorSpec, ...] | list[TensorSpec]) -> dict[str, Tensor]:
-    """A rank's own tensors."""
-    return {
-        spec.key: tensors[spec.name][spec.box.within(Box.whole(spec.global_shape))]
-        .to(getattr(torch, spec.dtype))
-        .clone()
-        for spec in specs
-    }
+    """A rank's own tensors, cast or quantized."""
+    found = dict[str, Tensor]()
+    for spec in specs:
+        part = tensors[spec.name][spec.box.within(Box.whole(spec.global_shape))]
+        if spec.dtype in QUANTIZED:
+            found[spec.key], found[f"{spec.name}.scale"] = quantize_rows(part, spec.dtype)
+        elif spec.part == "values":
+            found[spec.key] = part.to(getattr(torch, spec.dtype)).clone()
+    return found
 
 
 def uniform(version: int, boxes: Mapping[str, Box]) -> dict[str, Tensor]:
@@ -125,13 +136,15 @@ def work(connection: Connection) -> None:
         connection.send("done")
 
 
-def trainer(connection: Connection, transport: str, plan: WriterPlan, specs: list[TensorSpec], options: Any) -> None:
+def trainer(
+    connection: Connection, transport: str, plan: WriterPlan, specs: list[TensorSpec], options: Any, share: float
+) -> None:
     """Publishes each (version, in_use) that it is sent; None ends it."""
     publisher = open_publisher(transport, plan, exchange_over(connection), **options)
     connection.send(("ready", None))
     while (order := connection.recv()) is not None:
         version, in_use = order
-        weights = cut(whole(version), specs)
+        weights = cut(whole(version, share), specs)
         address = publisher.publish(version, weights, in_use)
         for weight in weights.values():  # it must not read them any more
             weight.fill_(-7)
@@ -152,7 +165,8 @@ def generator(connection: Connection, specs: tuple[TensorSpec, ...], rank: int, 
         except RuntimeError as error:
             connection.send(error)
             continue
-        connection.send({key: bits(tensor) for key, tensor in served.items()} | {"fingerprint": subscriber.fingerprint})
+        proof = {"fingerprint": subscriber.fingerprint, "received": subscriber.received}
+        connection.send({key: bits(tensor) for key, tensor in served.items()} | proof)
 
 
 def bits(tensor: Tensor) -> bytes:
