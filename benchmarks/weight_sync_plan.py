@@ -51,7 +51,8 @@ Estimates, not measurements: each GPU has one adapter of 50 GB/s each way (Conne
 to the other 7 of its host (NVLink 4); all links run at once and at full speed (`seconds`) or at the share that the
 planner assumes of software (`seconds_reached`); a transfer takes as long as its busiest link. Left out: time per
 message, casting and quantizing, congestion in the fabric, other traffic of trainers and generators, verification.
-Trainers and generators have hosts of their own. Relays overlap with what they relay.
+Trainers and generators have hosts of their own. Relays overlap with what they relay; no transport carries them out yet,
+nor full precision for a receiver to quantize: `weight_sync` refuses such a pair of layouts.
 Llama 3.1 shapes with norms. fp8: projections with a float32 scale per row of each rank's part; embedding, head and
 norms stay bfloat16. Trainers publish bfloat16 where no 8-bit values travel.
 Delta: the changed shares per step are those that a simulation at learning rate 1e-6 gave, 2.8 % of bfloat16 values and

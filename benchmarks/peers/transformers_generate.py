@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 from work import Run, Workload, serve
 
@@ -49,7 +50,7 @@ def start() -> tuple[int, Run]:
                 logits_processor=LogitsProcessorList([logprobs]),
             )  # fmt: skip
             assert out.shape[1] == width + max(counts)
-        return {}
+        return {"version": transformers.__version__}
 
     return model.config.vocab_size, run
 

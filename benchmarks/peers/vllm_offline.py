@@ -16,6 +16,7 @@ os.environ |= {
 }
 
 import torch
+import vllm
 from vllm import LLM, SamplingParams
 from work import Run, Workload, serve
 
@@ -37,7 +38,7 @@ def start() -> tuple[int, Run]:
         ]
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in work.prompts], params, use_tqdm=False)
         assert sum(len(one.token_ids) for output in outputs for one in output.outputs) == work.num_new_tokens
-        return {}
+        return {"version": vllm.__version__}
 
     return llm.llm_engine.model_config.get_vocab_size(), run
 

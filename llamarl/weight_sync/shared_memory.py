@@ -118,6 +118,7 @@ class SharedMemoryPublisher(Publisher):
     def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:
         plan, slot = self._plan, self._slots.claim(version, in_use)
         for segment in self._segments:
+            segment.versions[slot, plan.rank] = EMPTY  # first, for who is still proving what lay here
             segment.proofs[slot, plan.rank] = 0
             segment.versions[slot, plan.rank] = writing(version)
         for number, (segment, layout) in enumerate(zip(self._segments, plan.layouts, strict=True)):
@@ -162,7 +163,11 @@ class SharedMemorySubscriber(Subscriber):
 
         def await_tensor(index: int) -> None:
             spec = self.layout.specs[index]
-            arrived = lambda: finished() or proofs[:, 1, index].sum() == spec.num_bytes  # noqa: E731
+
+            def arrived() -> bool:
+                begun = np.isin(words, (version, writing(version))).all()  # else there are proofs of an older version
+                return finished() or bool(begun and proofs[:, 1, index].sum() == spec.num_bytes)
+
             self._wait(segment, version, deadline_s, arrived, f"write {spec.key}")
 
         try:
