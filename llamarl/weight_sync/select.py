@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # these load torch
 
 SAMPLE_BYTES = 64 << 20
 REPEATS = 3
+MARGIN = 1.5
+"""One that is slower by no more than this is taken before those after it in `CLASSES`: small models measure noise."""
 CLASSES = {"shared_memory": "SharedMemory", "p2p": "P2p", "file": "File"}
 """What the classes of each module begin with."""
 DELTA = ("p2p", "file")
@@ -97,7 +99,9 @@ async def select(
     if not working:
         failures = "; ".join(f"{one.transport}: {one.failure}" for one in found)
         raise ConfigError(f"`weight_sync.transport = 'auto'` finds none that works here ({failures})")
-    return Selection(transport=max(working, key=lambda one: one.bytes_per_s).transport, measurements=found)
+    fastest = max(one.bytes_per_s for one in working)
+    chosen = next(one for one in working if one.bytes_per_s * MARGIN >= fastest)
+    return Selection(transport=chosen.transport, measurements=found)
 
 
 async def _measure(name: str, sync: Callable[[str], Awaitable[None]], num_bytes: int) -> Measurement:

@@ -52,6 +52,12 @@ def test_the_fastest_is_taken_and_all_are_shown() -> None:
     ]
 
 
+@pytest.mark.parametrize(("file_s", "chosen"), [(0.4, "shared_memory"), (0.3, "file")])
+def test_a_small_lead_is_noise(file_s: float, chosen: str) -> None:
+    """The order of the candidates decides unless one is more than half as fast again."""
+    assert Links({"shared_memory": 0.5, "p2p": 2.0, "file": file_s}).select().transport == chosen
+
+
 def test_a_fast_one_that_is_wrong_is_not_taken() -> None:
     wrong = failure(FingerprintMismatch("w", 0, 1, "it differs"))
     found = Links({"shared_memory": wrong, "p2p": 0.5}).select()
