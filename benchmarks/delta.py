@@ -1,6 +1,6 @@
 """What changes in the generators' weights from one optimizer step to the next, and the bytes of a delta.
 
-    python benchmarks/delta.py [--steps 10]
+    python benchmarks/delta.py [--steps 20]
 
 A synchronous loop without controller: the demo's base model generates 16 x 8 answers, rewards score them, llamarl's
 Trainer takes one step with the demo's settings, once at the demo's learning rate and once at 1e-6 (no warm-up). After
@@ -198,7 +198,7 @@ def relative_error(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor])
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20)
     steps = parser.parse_args().steps
     torch.set_num_threads(1)
     start_s, figures = time.process_time(), dict[str, Any]()

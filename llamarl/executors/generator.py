@@ -121,6 +121,8 @@ class GeneratorExecutor(Executor):
             self._follower.follow()
             return not self._follower.stopped
         self._adopt_when_ready(0.0)
+        while self._adoption and not self._engine.has_work:  # asleep, nobody would wake it when the weights arrive
+            self._adopt_when_ready(WAIT_S)
         if not self._engine.has_work:
             return False
         before, start_s = self._engine.stats(), self._work_clock()

@@ -15,14 +15,18 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 GRACE_S = 15.0
 """What a server gets to stop by itself."""
+TRACKER_S = 3.0
+"""What its helpers get then, before they are killed."""
 POLL_S = 0.2
 ENTRY_POINT = "[vllm.general_plugins]\nllamarl = llamarl.generation.vllm_plugin:register\n"
 """Metadata by which vLLM finds `register`, in each of its processes."""
@@ -46,8 +50,23 @@ def keep(scratch: str, command: list[str]) -> int:
         shutil.rmtree(scratch, ignore_errors=True)
     else:
         _say(f"the server ended with status {server.returncode}")
+    # Python's resource tracker outlives the server to remove its shared memory.
+    deadline_s = time.monotonic() + TRACKER_S
+    while _is_followed() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
     os.killpg(0, signal.SIGKILL)
     return 1
+
+
+def _is_followed() -> bool:
+    """Another process of this group lives."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(entry.name) != os.getpid() and os.getpgid(int(entry.name)) == os.getpgrp():
+                return True
+        except ProcessLookupError:
+            continue
+    return False
 
 
 def _say(text: str) -> None:

@@ -2,7 +2,7 @@
 // what their tasks name. No header of torch or Python.
 //
 // A task is a run of blocks and the tokens ("members") that see it: one decoding rollout its own tokens, the rollouts
-// of a group their shared prompt, the tokens of a prefill chunk what lies before each. Up to 4 queries go through a run
+// of a group their shared prompt, the tokens of a prefill chunk what lies before each. Up to 6 queries go through a run
 // together, 256 keys at a time: their scores, the exponentials, the sums of values. What a query gathered so far,
 // maximum and sum of weights and weighted values, waits between runs (online softmax, arXiv 1805.02867, algorithm 3).
 //
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kBlock = 16;   // tokens
 constexpr int kChunk = 256;  // tokens whose scores are held at once
-constexpr int kTile = 6;     // queries
+constexpr int kTile = 6;     // queries: with two vectors each, 12 sums of 16 registers
 
 struct Task {
     int64_t first_member, num_members;

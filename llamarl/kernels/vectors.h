@@ -63,7 +63,8 @@ inline void narrow(float from, uint16_t* to) {
 using Floats = Vector<kLanes>::Floats;
 using Ints = Vector<kLanes>::Ints;
 
-// e^x for x <= 0, to two units in the last place; 0 below -87, NaN of NaN. Reduction and polynomial: Cephes, expf.
+// e^x for x <= 0; 0 below -87, NaN of NaN. Off by 3e-7 at most where multiply-adds are fused, else by 4e-6, above -20
+// by 1e-6. Reduction and polynomial: Cephes, expf.
 inline Floats exp_of_negative(Floats x) {
     const Floats least = Floats{} - 87.0f;
     const Floats bounded = x < least ? least : x;

@@ -89,7 +89,12 @@ class WriterPlan:
 
 
 class Publisher(ABC):
-    """A trainer rank's end."""
+    """A trainer rank's end.
+
+    Where one takes `delta`, it sends what changed since a version that the reader has, if that is less. The bytes that
+    are served stay the same, unless `power_of_two` rounds 8-bit scales up to powers of two: these seldom move, so less
+    changes, but rounding errors are half as large again.
+    """
 
     @abstractmethod
     def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -42,8 +42,17 @@ class Trainer:
         with ThreadPoolExecutor(num_ranks) as pool:
             self.publishers = list(pool.map(open_one, range(num_ranks)))
 
-    def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int] = ()) -> Address:
-        for publisher, held in zip(self.publishers, self._held, strict=True):
+    def publish(
+        self,
+        version: int,
+        weights: Mapping[str, Tensor],
+        in_use: Collection[int] = (),
+        between: Callable[[], Any] = lambda: None,
+    ) -> Address:
+        """`between` is called after each rank but the last."""
+        for rank, (publisher, held) in enumerate(zip(self.publishers, self._held, strict=True)):
+            if rank:
+                between()
             own = {spec.name: weights[spec.name][spec.box.within(Box.whole(spec.global_shape))] for spec in held}
             address = publisher.publish(version, own, in_use)
         return address

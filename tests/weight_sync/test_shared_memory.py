@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import weight_processes as processes
+from in_process import Trainer, faults
 
 from llamarl.weight_sync.base import FingerprintMismatch, Superseded, TransferFailed, WriterPlan, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
@@ -88,6 +89,22 @@ class TestVersions:
         publisher.publish(1, weights(1), [0])
         reader.join(DEADLINE_S)
         assert torch.equal(found[0]["embed"], weights(1)["embed"])
+
+    def test_a_writer_that_has_not_begun_is_waited_for(self, tmp_path) -> None:
+        """Its proofs of the version that lay there before are not those of the new one."""
+        (specs,) = processes.wanted(1, "float32")
+        trainer = Trainer("shared_memory", [specs], 2, tmp_path)
+        for version in range(2):
+            address = trainer.publish(version, processes.whole(version))
+        subscriber, found = SharedMemorySubscriber(specs, 0, timeout_s=DEADLINE_S), list[list[str]]()
+        reader = threading.Thread(target=lambda: found.append(faults(subscriber, 2, address, processes.whole(2))))
+        trainer.publish(2, processes.whole(2), between=lambda: (reader.start(), time.sleep(0.1)))
+        reader.join(DEADLINE_S)
+        assert found == [[]]
+        other = SharedMemorySubscriber(specs, 0)
+        other.fetch(2, address)
+        assert subscriber.fingerprint == other.fingerprint
+        trainer.close()
 
     def test_a_stray_write_of_a_reader_harms_nobody_else(self, pair) -> None:
         publisher, subscriber = pair

@@ -1,0 +1,261 @@
+"""`llamarl generate MODEL --prompts FILE`: the engine alone, without cluster, trainer or rewards."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from io import FileIO
+from itertools import chain
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from llamarl.cli.main import FAILURE, INTERRUPTED
+from llamarl.cli.options import checked
+from llamarl.config import ConfigError
+from llamarl.config.schema import EvalConfig, GeneratorConfig, RolloutConfig
+from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
+
+if TYPE_CHECKING:
+    from llamarl.data.tokenizer import Tokenizer
+    from llamarl.generation.backend import GenerationBackend
+    from llamarl.generation.engine import Engine
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="llamarl generate",
+        description="Answer the prompts of a file: one JSON line per response, in the order in which they finish.",
+        epilog="FILE is JSON Lines when its name ends in .jsonl, else text with a prompt in each line.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face folder")
+    parser.add_argument("--prompts", metavar="FILE", required=True, help="what to answer")
+    parser.add_argument("--field", default="prompt", help="field of a JSON line that holds the prompt (prompt)")
+    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message in the chat template")
+    parser.add_argument("--output", metavar="FILE", help="where the responses go (standard output)")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="responses per prompt (1)")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest response (256)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (1)")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling; 1 is off (1)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="the K most likely tokens; 0 is off (0)")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="share of the likeliest; 0 is off (0)")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a response; may be repeated")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling noise (0)")
+    parser.add_argument("--dtype", default="float32", help="of the weights: float32, bfloat16, int8, fp8 (float32)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
+    parser.add_argument("--max-running", type=int, default=128, metavar="N", help="responses at once (128)")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    options = _parser().parse_args(arguments)
+    generator = checked(
+        GeneratorConfig, dtype=options.dtype, device=options.device, threads=options.threads,
+        max_running=options.max_running,
+    )  # fmt: skip
+    samples, sampling = _sampling(options)
+    prompts = read_prompts(Path(options.prompts), options.field)
+
+    from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+    from llamarl.models.folder import load_shape
+
+    tokenizer = Tokenizer(options.model)
+    check_vocabulary(tokenizer, load_shape(options.model).vocab_size)
+    sampling = replace(sampling, stop_token_ids=tokenizer.eos_token_ids)
+    requests = _requests(prompts, tokenizer, options.chat, samples, sampling)
+    first = next(requests)  # a template that cannot work fails before the weights are read
+    with Responses(options.output, prompts, tokenizer) as responses:
+        engine = _engine(options.model, generator, tokenizer)
+        responses.begin()
+        return _run(engine, chain([first], requests), generator.max_running, responses, len(prompts) * samples)
+
+
+def _sampling(options: argparse.Namespace) -> tuple[int, SamplingParams]:
+    """Responses per prompt, and how they are drawn."""
+    if "" in options.stop:
+        raise ConfigError("--stop '' would stop nothing; leave it out or name a text")
+    several = checked(EvalConfig, samples=options.samples, temperature=options.temperature)
+    limits = checked(
+        RolloutConfig, max_new_tokens=options.max_new_tokens, top_p=options.top_p, top_k=options.top_k,
+        min_p=options.min_p,
+    )  # fmt: skip
+    return several.samples, SamplingParams(
+        temperature=several.temperature, top_p=limits.top_p, top_k=limits.top_k, min_p=limits.min_p,
+        max_new_tokens=limits.max_new_tokens, stop_strings=tuple(options.stop), seed=options.seed,
+    )  # fmt: skip
+
+
+def read_prompts(path: Path, field: str) -> list[str]:
+    """Prompts of a JSON Lines file (`field` of each line) or of a text file (each line that is not blank)."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give --prompts a file of prompts") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
+    numbered = [(number, line.removesuffix("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise ConfigError(f"{path} is empty; it needs a prompt in each line")
+    if path.suffix != ".jsonl":
+        return [line for _, line in numbered]
+    return [_prompt(line, f"{path}:{number}", field) for number, line in numbered]
+
+
+def _prompt(line: str, place: str, field: str) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}: malformed JSON ({error.msg}, column {error.colno}); one object per line") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place}: holds a JSON {type(row).__name__}; each line needs an object with `{field}`")
+    if field not in row:
+        raise ConfigError(f"{place}: there is no `{field}`; name the prompt's --field, one of {', '.join(row)}")
+    if not isinstance(row[field], str):
+        raise ConfigError(f"{place}: `{field}` is {row[field]!r:.60}, not text; name the prompt's --field")
+    return row[field]
+
+
+def _requests(
+    prompts: Sequence[str], tokenizer: Tokenizer, chat: bool, samples: int, sampling: SamplingParams
+) -> Iterator[GenerationRequest]:
+    """Tokenized one by one, as the engine has room: group id = number of the prompt, from 0."""
+    for number, prompt in enumerate(prompts):
+        text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if chat else prompt
+        # A chat template writes its own BOS; a plain text gets the one that the model saw in pretraining.
+        token_ids_T = tokenizer.encode(text, add_special_tokens=not chat)
+        yield GenerationRequest(group_id=number, prompt_token_ids_T=token_ids_T, group_size=samples, sampling=sampling)
+
+
+def _engine(path: str, config: GeneratorConfig, tokenizer: Tokenizer) -> Engine:
+    import torch
+
+    from llamarl.distributed.runtime import set_up_device
+    from llamarl.generation.engine import Engine
+    from llamarl.generation.model import GeneratorModel
+    from llamarl.models.folder import load_shape
+    from llamarl.models.hf import load_model
+
+    device = set_up_device(config.device, config.threads, "--device")
+    weights_dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    try:
+        model = GeneratorModel(load_shape(path), config.dtype, device)
+        model.load(load_model(path, weights_dtype, device))
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"--dtype {config.dtype} with {path}: {error}") from None
+    return Engine(
+        model, max_running=config.max_running, prefill_tokens=config.prefill_tokens, kv_bytes=None,
+        decode=tokenizer.decode,
+    )  # fmt: skip
+
+
+class Responses:
+    """The file of responses: whole lines only, even when the disk is full."""
+
+    def __init__(self, path: str | None, prompts: Sequence[str], tokenizer: Tokenizer) -> None:
+        """Raises ConfigError when `path` cannot be written; what it holds stays until `begin`."""
+        self._path, self._prompts, self._tokenizer = path, prompts, tokenizer
+        self._whole_bytes = self.count = self.num_failed = 0
+        try:
+            self._file = FileIO(path or 1, "ab", closefd=bool(path))
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}; choose another --output") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def begin(self) -> None:
+        """Forgets what the file held."""
+        self._cut()
+
+    def write(self, rollouts: Sequence[Rollout]) -> None:
+        """Raises ConfigError when the disk is full, BrokenPipeError when the reader has gone."""
+        data = "".join(json.dumps(self._row(rollout), ensure_ascii=False) + "\n" for rollout in rollouts).encode()
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except BaseException as error:
+            self._cut()
+            if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+                held = f"{self._path or 'standard output'}: {error.strerror}; it holds {self.count} responses"
+                raise ConfigError(f"cannot write {held}, choose another --output") from None
+            raise
+        self._whole_bytes += len(data)
+        self.count += len(rollouts)
+        self.num_failed += sum(rollout.finish_reason is FinishReason.FAILED for rollout in rollouts)
+
+    def _cut(self) -> None:
+        if self._path:
+            with suppress(OSError):  # pipes and devices have no length
+                self._file.truncate(self._whole_bytes)
+
+    def _row(self, rollout: Rollout) -> dict[str, Any]:
+        logprob = float(rollout.behavior_logprobs_T.sum(dtype=np.float64))
+        return {
+            "prompt": self._prompts[rollout.group_id],
+            "number": rollout.group_id,
+            "index": rollout.index,
+            "text": self._tokenizer.decode(rollout.token_ids_T),
+            "num_tokens": rollout.num_tokens,
+            "logprob": logprob if isfinite(logprob) else None,
+            "finish_reason": rollout.finish_reason.value,
+            "error": rollout.error,
+        }
+
+
+def _run(engine: Engine, requests: Iterator[GenerationRequest], ahead: int, responses: Responses, total: int) -> int:
+    """Generates and reports; the exit code."""
+    start_s, interrupted = time.monotonic(), False
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        try:
+            for rollouts in generate(engine, requests, ahead):
+                responses.write(rollouts)
+                bar.update(task, completed=responses.count)
+        except KeyboardInterrupt:
+            interrupted = True
+    elapsed_s, stats = time.monotonic() - start_s, engine.stats()
+    facts = [
+        f"{'interrupted: ' * interrupted}{responses.count} of {total} responses",
+        f"{stats.decode_tokens} tokens in {elapsed_s:.1f} s",
+        f"{stats.decode_tokens / elapsed_s:.0f} tokens/s",
+    ]
+    if stats.slot_steps:
+        facts.append(f"decode slots {stats.filled_slot_steps / stats.slot_steps:.0%} full while prompts waited")
+    if responses.num_failed:
+        facts.append(f"{responses.num_failed} failed, see `error`")
+    print(", ".join(facts), file=sys.stderr)
+    if interrupted:
+        return INTERRUPTED
+    return FAILURE if responses.num_failed == total else 0
+
+
+def generate(engine: GenerationBackend, requests: Iterator[GenerationRequest], ahead: int) -> Iterator[list[Rollout]]:
+    """Rollouts in the order in which they finish. At most `ahead` wait in the engine, and one request more."""
+    while True:
+        waiting = engine.stats().waiting
+        while waiting < ahead and (request := next(requests, None)):
+            engine.submit([request])
+            waiting += request.group_size
+        if not engine.has_work:
+            return
+        if rollouts := engine.step():
+            yield rollouts
