@@ -101,8 +101,8 @@ class WeightSyncConfig(Section):
     on_mismatch: Literal["stop", "resync"] = "stop"
     """Weights that arrive otherwise than they were sent end the run, or are sent again (and counted)."""
     probe_every_steps: int = Field(default=1, ge=0)
-    """After each so many steps trainer and generators compute log-probabilities of the same few sequences (at most 512
-    tokens, well under 1 % of a step); 0: never."""
+    """After each so many steps trainer and generators compute log-probabilities of the same few sequences (128 tokens,
+    under 1 % of a step); 0: never."""
     max_mismatch: float = Field(default=0.5, gt=0)
     """Mean absolute difference of these log-probabilities, in nats, from which the run stops: the weights are wrong.
     Rounding gives 0.001 (bfloat16) to 0.1 (8 bits)."""
@@ -255,6 +255,11 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _places(self) -> RunConfig:
         generator, transport = self.generator, self.weight_sync.transport
+        if self.weight_sync.delta and (transport == "shared_memory" or self.cluster.kind == "inline"):
+            raise ValueError(
+                "weight_sync.delta = true saves nothing in shared memory, where generators serve what the trainer "
+                "writes; leave it out, or use weight_sync.transport = 'p2p' with cluster.kind = 'monarch'"
+            )
         if generator.dtype == "fp8" and generator.device == "cpu":
             raise ValueError("generator.dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'int8'")
         if self.cluster.kind == "inline":

@@ -115,7 +115,7 @@ class WeightSync:
     async def _choose(self) -> None:
         """The transport: pinned, or what is the fastest with a sample of the real weights."""
         one = sum(spec.num_bytes for specs in self._layouts for spec in sample(specs))
-        names = ("shared_memory",) if self._is_inline else candidates(same_host=True)
+        names = ("shared_memory",) if self._is_inline else candidates(same_host=True, delta=self._config.delta)
         selection = await select(self._config.transport, names, self._try, one * len(self._generators.replicas))
         await self._call_trainer("choose", selection.transport)
         self._telemetry.chose_transport(selection)
@@ -162,7 +162,7 @@ class WeightSync:
         """
         clock = asyncio.get_running_loop()
         start_s = clock.time()
-        published = await self._publish(version)
+        await self._publish(version)
         publish_s = clock.time() - start_s
         late = {one for one in self._generators.replicas if one.version < version and self._is_awaited(one)}
         round_ = _Round(version, late)
@@ -177,7 +177,6 @@ class WeightSync:
         self._generators.release(version)
         report = round_.report
         report.publish_s, report.sync_s = publish_s, clock.time() - start_s
-        report.num_bytes = published.num_bytes
         report.num_late = len(self._generators.replicas) - sum(map(self._generators.serves, self._generators.replicas))
         report.num_resyncs, self._num_resyncs = self._num_resyncs, 0
         return report

@@ -74,7 +74,7 @@ class SyncReport:
     fetch_s: float = 0.0
     stall_s: float = 0.0
     num_bytes: int = 0
-    """For one replica."""
+    """That came to one replica."""
     fingerprint: str = ""
     """Of the weights that serve, in hexadecimal digits."""
     mismatch: Mismatch | None = None
@@ -87,6 +87,7 @@ class SyncReport:
     def add(self, adoption: Adoption, mismatch: Mismatch | None) -> None:
         """One replica has adopted it."""
         self.fetch_s, self.stall_s = max(self.fetch_s, adoption.fetch_s), max(self.stall_s, adoption.stall_s)
+        self.num_bytes = max(self.num_bytes, adoption.num_bytes)
         self.fingerprint = adoption.fingerprint
         if mismatch is not None and (self.mismatch is None or mismatch.mean > self.mismatch.mean):
             self.mismatch = mismatch

@@ -13,7 +13,7 @@ from llamarl.executors.replies import Adoption
 from llamarl.generation.model import GeneratorModel
 from llamarl.weight_sync.base import FingerprintMismatch, Subscriber, Superseded, TransferFailed
 from llamarl.weight_sync.layout import Address
-from llamarl.weight_sync.select import open_subscriber, sample
+from llamarl.weight_sync.select import DELTA, open_subscriber, sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,9 @@ class Adopter:
         try:
             subscriber = self._reader(address)
             tensors = subscriber.fetch(version, address)
-            adoption = Adoption(version=version, fingerprint=subscriber.fingerprint)
+            adoption = Adoption(
+                version=version, fingerprint=subscriber.fingerprint, num_bytes=subscriber.received.num_bytes
+            )
         except Superseded as error:
             adoption = Adoption(version=version, outcome="superseded", reason=str(error))
         except FingerprintMismatch as error:
@@ -100,7 +102,7 @@ class Adopter:
         if self._subscriber is None or self._publisher != address.publisher:
             if self._subscriber is not None:
                 self._subscriber.close()
-            options = {"delta": True} if self._delta else {}
+            options = {"delta": True} if self._delta and address.transport in DELTA else {}
             self._subscriber = open_subscriber(address, self._model.specs(), self._rank, **options)
             self._publisher = address.publisher
         return self._subscriber
@@ -114,4 +116,9 @@ def together(adoptions: list[Adoption]) -> Adoption:
     if len(adoptions) == 1:
         return adoptions[0]
     digest = xxhash.xxh3_64("".join(adoption.fingerprint for adoption in adoptions).encode()).hexdigest()
-    return replace(adoptions[0], fetch_s=max(adoption.fetch_s for adoption in adoptions), fingerprint=digest)
+    return replace(
+        adoptions[0],
+        fetch_s=max(adoption.fetch_s for adoption in adoptions),
+        num_bytes=sum(adoption.num_bytes for adoption in adoptions),
+        fingerprint=digest,
+    )

@@ -18,7 +18,7 @@ from llamarl.distributed.groups import RankGroup, own_rank
 from llamarl.distributed.runtime import set_up_device
 from llamarl.executors.adoption import Adopter, together
 from llamarl.executors.replies import Adoption, Collected, DecodingWork
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, kv_budget
 from llamarl.generation.model import load_generator_model
 from llamarl.generation.tensor_parallel import Follower, ModelRanks, TensorParallelEngine
 from llamarl.rollouts.segments import cut_out, padded
@@ -50,9 +50,12 @@ class GeneratorExecutor(Executor):
         self._group = RankGroup(meeting, rank=rank, size=size, device=device) if size > 1 else None
         ranks = ModelRanks(self._group) if self._group else None
         self._model = load_generator_model(model_path, config.dtype, device, ranks)
+        kv_bytes = config.kv_cache_bytes
+        if self._group and kv_bytes is None:  # all ranks have as many blocks
+            kv_bytes = min(self._group.exchange(kv_budget(self._model, config.max_running) // size))
         engine = Engine(
             self._model, max_running=config.max_running, prefill_tokens=config.prefill_tokens,
-            kv_bytes=config.kv_cache_bytes, kv_on_update=config.kv_on_update, decode=Tokenizer(model_path).decode,
+            kv_bytes=kv_bytes, kv_on_update=config.kv_on_update, decode=Tokenizer(model_path).decode,
         )  # fmt: skip
         self._adopter = Adopter(self._model, rank, delta=delta)
         self._follower = Follower(engine, self._group, self._adopter.use) if self._group and rank else None

@@ -113,6 +113,8 @@ class Adoption:
     """Seconds of fetching and proving, while decoding goes on."""
     stall_s: float = 0.0
     """Seconds for which decoding stood still."""
+    num_bytes: int = 0
+    """That came, of all ranks: changes only, where those are sent."""
     fingerprint: str = ""
     """Of the weights that serve now, over all tensors and ranks, in hexadecimal digits."""
 

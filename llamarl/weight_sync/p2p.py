@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from llamarl.distributed.box import Box
+from llamarl.distributed.links import accept, connect
 from llamarl.weight_sync.base import (
     NOTHING,
     Base,
@@ -52,7 +53,7 @@ from llamarl.weight_sync.base import (
 from llamarl.weight_sync.delta import DENSE, from_message
 from llamarl.weight_sync.layout import Address, TensorSpec
 from llamarl.weight_sync.packing import Bucket, changes, changes_bytes, pack, packed, wanted
-from llamarl.weight_sync.pair import MAX_MESSAGE_BYTES, accept, connect, form_group
+from llamarl.weight_sync.pair import MAX_MESSAGE_BYTES, form_group
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 4

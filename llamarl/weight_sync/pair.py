@@ -6,45 +6,16 @@ rendezvous then runs over it, so neither the ranks' worlds nor a store that othe
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 MAX_MESSAGE_BYTES = 1 << 20
-
-
-def connect(place: str, secret: str, timeout_s: float) -> Connection:
-    """To the publisher that listens at `host:port`. Raises OSError or AuthenticationError."""
-    host, port = place.rsplit(":", 1)
-    connection = _bounded(socket.create_connection((host, int(port)), timeout_s), timeout_s)
-    answer_challenge(connection, secret.encode())
-    deliver_challenge(connection, secret.encode())
-    return connection
-
-
-def accept(accepted: socket.socket, secret: str, timeout_s: float) -> Connection:
-    """The other end of `connect`. Raises OSError or AuthenticationError."""
-    connection = _bounded(accepted, timeout_s)
-    deliver_challenge(connection, secret.encode())
-    answer_challenge(connection, secret.encode())
-    return connection
-
-
-def _bounded(made: socket.socket, timeout_s: float) -> Connection:
-    """Reads and writes that take longer fail with OSError."""
-    made.settimeout(None)
-    seconds, microseconds = divmod(int(timeout_s * 1e6), 1_000_000)
-    limit = seconds.to_bytes(8, "little") + microseconds.to_bytes(8, "little")
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Connection(made.detach())
 
 
 def form_group(connection: Connection, rank: int, host: str, device: torch.device, timeout_s: float) -> Any:

@@ -214,7 +214,7 @@ class Generator:
             return Adoption(version=version, outcome=outcome, reason=f"w of version {version} on rank 0: {outcome}")
         self.version, self.slot = version, slot
         self.adopted.append((asyncio.get_running_loop().time(), version))
-        return Adoption(version=version, stall_s=0.001, fetch_s=seconds, fingerprint=f"{version:016x}")
+        return Adoption(version=version, stall_s=0.001, fetch_s=seconds, num_bytes=1000, fingerprint=f"{version:016x}")
 
     async def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         return [np.full(len(sequence) - 1, self.version + self.bias, np.float32) for sequence in sequences]
