@@ -58,6 +58,7 @@ OURS_ONLY = ("grouped", "ungrouped")
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "int8": "int8"}
 RUN_TIMEOUT_S = 3600.0
 START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 30.0
 NOTES = """\
 Tokens per CPU-second: new tokens over the CPU time of all threads of the engine's process, prefill included.
 ratio_vs_vllm and ratio_vs_transformers compare with their bfloat16; the _best ones with the faster of their dtypes on
@@ -114,11 +115,13 @@ class Worker:
         return json.loads(line)
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for file in (self.process.stdin, self.process.stdout, self._log):
-            assert file is not None
-            file.close()
+        """Ends at the end of its input; killed when it does not."""
+        try:
+            self.process.communicate(timeout=STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.communicate()
+        self._log.close()
 
 
 @contextmanager

@@ -29,6 +29,9 @@ def main(arguments: Sequence[str]) -> int:
 
     import torch
 
+    from llamarl.kernels.build import load
+
+    print(f"C++ kernels: {load('attention').reason or 'compiled'}")
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     print(f"GPUs: {', '.join(gpus) or 'none, CPU only'}")
     print(f"free disk here: {shutil.disk_usage('.').free / 1e9:.0f} GB")

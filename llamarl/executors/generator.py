@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -57,6 +58,7 @@ class GeneratorExecutor(Executor):
             self._model, max_running=config.max_running, prefill_tokens=config.prefill_tokens,
             kv_bytes=kv_bytes, kv_on_update=config.kv_on_update, decode=Tokenizer(model_path).decode,
         )  # fmt: skip
+        sys.stdout.write(f"{engine.describe()}\n")  # into the executor's log
         self._adopter = Adopter(self._model, rank, delta=delta)
         self._follower = Follower(engine, self._group, self._adopter.use) if self._group and rank else None
         self._engine = TensorParallelEngine(engine, self._group) if self._group and not rank else engine

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.generation.attention import plan_attention
+from llamarl.generation.attention import backend_name, plan_attention
 from llamarl.generation.backend import EngineModel, EngineStats
 from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.requests import accept, failed, response_limit
@@ -84,6 +84,11 @@ class Engine:
         self._decode_tokens = self._prefill_tokens = self._steps = 0
         self._recomputed_tokens = self._slot_steps = self._filled_slot_steps = 0
         self._recompute_s = 0.0
+
+    def describe(self) -> str:
+        """What computes what, for the log: C++ kernels, or torch and why."""
+        weights = getattr(self.model, "multiplies_by", "torch")
+        return f"weights by {weights}, attention by {backend_name(self._cache)}"
 
     @property
     def has_work(self) -> bool:

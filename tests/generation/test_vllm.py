@@ -254,8 +254,8 @@ def test_conformance(
                 vllm.abort(range(1000))
                 conformance.drain(vllm)
 
-    # Some checks race with a server that samples on meanwhile; on a busy machine they lose now and then.
-    for _ in range(2 if check.__name__ in RACING else 0):
+    # On a busy machine vLLM samples on while its answers wait, and is done when it is to be interrupted.
+    for _ in range(4 if check.__name__ in RACING else 0):
         try:
             check(start)
         except AssertionError:
