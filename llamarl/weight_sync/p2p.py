@@ -56,7 +56,7 @@ from llamarl.weight_sync.packing import Bucket, changes, changes_bytes, pack, pa
 from llamarl.weight_sync.pair import MAX_MESSAGE_BYTES, form_group
 
 CPU = torch.device("cpu")
-NUM_SLOTS = 4
+NUM_SLOTS = 16
 MAX_THREADS = 8
 """Trainer ranks that a generator rank receives from at once."""
 MAX_SENDS = 4

@@ -41,8 +41,8 @@ from llamarl.weight_sync.base import (
 )
 from llamarl.weight_sync.layout import Address, Layout, TensorSpec
 
-NUM_SLOTS = 4
-"""Two are used while generators keep up; each holds one copy of the layout."""
+NUM_SLOTS = 16
+"""Two are used while generators keep up, and one more for each that hangs; memory is taken as they are written."""
 EMPTY = -1
 MAP_NORESERVE = 0x4000
 """Private mappings are never written, so nothing needs to be reserved for them."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses
 from llamarl.rewards._base import Reward, invalid
 from llamarl.types import RewardItem, RewardResult
 
 
 @dataclass(frozen=True)
-class BrokenLoss:
+class BrokenLoss(Loss):
     """Raises in the trainer."""
 
     LEARNS_WITHOUT_ADVANTAGE = True
 
-    def __call__(self, inputs: object) -> object:
+    def token_losses(self, positions: Positions) -> TokenLosses:
         raise ZeroDivisionError("the user's loss is broken")
 
 
