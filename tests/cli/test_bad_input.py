@@ -35,7 +35,7 @@ def check(done: Done, *parts: str, command: str = "train") -> None:
         (["--steps", "0"], ["`steps = 0`"]),
         (["--rollout.group_size", "1"], ["rollout.group_size = 1", "group_mean", "2 or more"]),
         (["--rollout.window", "9"], ["rollout.window = 9", "4 groups", "lower the window"]),
-        (["--trainer.loss.name", "apio"], ["trainer.loss", "aipo"]),
+        (["--trainer.loss.name", "aipoo"], ["trainer.loss", "aipo"]),
         (["--trainer.loss", "aipo", "--trainer.loss.rhos", "2"], ["trainer.loss", "did you mean `rho`?"]),
         (["--reward.parts", "[{name = 'exakt'}]"], ["reward.parts", "exact"]),
         (["--reward.parts", "['tests.cli.nowhere:Reward']"], ["reward.parts", "tests.cli.nowhere"]),
@@ -141,7 +141,7 @@ def test_an_existing_run_is_not_touched(toml: Path) -> None:
     (folder / "config.toml").write_text("precious")
     check(llamarl_here("train", toml), str(folder), "--resume", "--overwrite", "--name")
     check(llamarl_here("train", toml, "--overwrite", "--model.path", "/nowhere"), "/nowhere")
-    check(llamarl_here("train", toml, "--overwrite", "--trainer.loss", "apio"), "trainer.loss")
+    check(llamarl_here("train", toml, "--overwrite", "--trainer.loss", "aipoo"), "trainer.loss")
     assert (folder / "config.toml").read_text() == "precious", "a run that cannot start has deleted another"
 
 
