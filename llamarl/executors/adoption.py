@@ -43,17 +43,14 @@ class Adopter:
     def try_sample(self, version: int, address: Address) -> None:
         """Fetches a version of a sample of the weights, by a transport that is being tried, and drops it."""
         if self._sampler is None or self._sampler[0] != address.publisher:
-            if self._sampler is not None:
-                self._sampler[1].close()
+            self._end_sampling()
             self._sampler = address.publisher, open_subscriber(address, sample(self._model.specs()), self._rank)
         self._sampler[1].fetch(version, address)
 
     def begin(self, version: int, address: Address) -> None:
         """Starts to fetch a version; one that was fetched and never used is dropped."""
         assert self._fetch is None, "one version at a time"
-        if self._sampler is not None:
-            self._sampler[1].close()
-            self._sampler = None
+        self._end_sampling()
         self._fetched = None
         self._fetch = self._thread.submit(self._run, version, address)
 
@@ -77,8 +74,14 @@ class Adopter:
     def close(self) -> None:
         """Leaves the weights in use alone."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._end_sampling()
         if self._subscriber is not None:
             self._subscriber.close()
+
+    def _end_sampling(self) -> None:
+        if self._sampler is not None:
+            self._sampler[1].close()
+            self._sampler = None
 
     def _run(self, version: int, address: Address) -> _Fetched:
         start_s = time.monotonic()

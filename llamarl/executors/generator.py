@@ -49,7 +49,7 @@ class GeneratorExecutor(Executor):
         device = set_up_device(config.device, config.threads, "generator.device")
         rank, size = own_rank() if config.tensor_parallel > 1 else (0, 1)
         self._group = RankGroup(meeting, rank=rank, size=size, device=device) if size > 1 else None
-        ranks = ModelRanks(self._group) if self._group else None
+        ranks = self._group and ModelRanks(self._group)
         self._model = load_generator_model(model_path, config.dtype, device, ranks)
         kv_bytes = config.kv_cache_bytes
         if self._group and kv_bytes is None:  # all ranks have as many blocks
@@ -111,8 +111,7 @@ class GeneratorExecutor(Executor):
         if self._follower is not None:
             return None
         self._adoption = version, (reply := Future[Adoption]())
-        while self._adoption and not self._engine.has_work:
-            self._adopt_when_ready(WAIT_S)
+        self._adopt_when_ready()
         return reply
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -125,9 +124,7 @@ class GeneratorExecutor(Executor):
                 self._follower.report(found.version, found)
             self._follower.follow()
             return not self._follower.stopped
-        self._adopt_when_ready(0.0)
-        while self._adoption and not self._engine.has_work:  # asleep, nobody would wake it when the weights arrive
-            self._adopt_when_ready(WAIT_S)
+        self._adopt_when_ready()
         if not self._engine.has_work:
             return False
         before, start_s = self._engine.stats(), self._work_clock()
@@ -146,26 +143,28 @@ class GeneratorExecutor(Executor):
         elif self._follower is not None:
             self._follower.close()
 
-    def _adopt_when_ready(self, wait_s: float) -> None:
-        """Swaps the weights once every rank has fetched its part of the wanted version."""
-        if self._adoption is None:
-            return
-        version, reply = self._adoption
-        found = self._adopter.poll(wait_s)
-        everywhere = [found] if found else None
-        if isinstance(self._engine, TensorParallelEngine):
-            if found:
-                self._engine.report(version, found)
-            everywhere = self._engine.reports(version)
-        if everywhere is None:
-            return
-        adoption = together(everywhere)
+    def _adopt_when_ready(self) -> None:
+        """Swaps the weights once all ranks have fetched theirs. An idle engine waits: asleep, nobody would wake it."""
+        while self._adoption is not None:
+            version, reply = self._adoption
+            found = self._adopter.poll(0.0 if self._engine.has_work else WAIT_S)
+            everywhere = [found] if found else None
+            if isinstance(self._engine, TensorParallelEngine):
+                if found:
+                    self._engine.report(version, found)
+                everywhere = self._engine.reports(version)
+            if everywhere is not None:
+                self._adoption = None
+                self._answer(reply, together(everywhere))
+            elif self._engine.has_work:
+                return
+
+    def _answer(self, reply: Future[Adoption], adoption: Adoption) -> None:
         if adoption.outcome == "adopted":
             start_s = time.monotonic()
-            self._adopter.use(version)
-            self._engine.set_version(version)
+            self._adopter.use(adoption.version)
+            self._engine.set_version(adoption.version)
             adoption = replace(adoption, stall_s=time.monotonic() - start_s)
-        self._adoption = None
         if reply.set_running_or_notify_cancel():
             reply.set_result(adoption)
 

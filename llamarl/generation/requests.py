@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from llamarl.rollouts.segments import UNFINISHED, not_begun
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 
 
@@ -35,7 +36,7 @@ def accept(
     Returns:
         Rollouts to go on with: the partials, or without any, empty ones. And those refused, as FAILED.
     """
-    partials = request.partials or tuple(failed(request, index, "") for index in range(request.group_size))
+    partials = request.partials or tuple(not_begun(request.group_id, index) for index in range(request.group_size))
     indices = {partial.index for partial in partials} or {0}
     error = _request_error(request, context, vocab_size, can_decode)
     if len(indices) < len(partials):
@@ -89,7 +90,7 @@ def _partial_error(request: GenerationRequest, partial: Rollout, context: int, v
         return f"{name} is of group {partial.group_id}, not {request.group_id}"
     if not 0 <= partial.index < request.group_size:
         return f"{name} is not in a group of {request.group_size}"
-    if partial.finish_reason not in (FinishReason.PARKED, FinishReason.ABORTED):
+    if partial.finish_reason not in UNFINISHED:
         return f"{name} ended with {partial.finish_reason}; only parked and aborted ones go on"
     if not partial.num_tokens == len(partial.behavior_logprobs_T) == len(partial.policy_versions_T):
         return f"{name} has {partial.num_tokens} tokens, but not as many log-probabilities and versions"
