@@ -18,6 +18,7 @@ import json
 import mmap
 import multiprocessing
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +38,7 @@ from torch import Tensor
 
 from llamarl.distributed.box import Box
 from llamarl.distributed.tensor_parallel import tensor_parallel_box
-from llamarl.weight_sync import base
+from llamarl.kernels import build, copy
 from llamarl.weight_sync.base import Subscriber, WriterPlan, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
 from llamarl.weight_sync.select import open_publisher, open_subscriber
@@ -46,7 +47,8 @@ HIDDEN, INNER, KV, VOCABULARY, LAYERS = 2048, 5632, 512, 33000, 4
 NUM_TRAINERS = NUM_GENERATORS = 2
 TRANSPORTS = ("shared_memory", "p2p", "file")
 DEADLINE_S = 120
-TAKEN = {"copy_part": base.copy_part, "prove": Subscriber.prove}
+BARE = "bare.so"
+TAKEN_KERNEL, TAKEN_PROVE = copy.kernel, Subscriber.prove
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -90,15 +92,31 @@ def wanted(rank: int) -> list[TensorSpec]:
     ]
 
 
-def without_fingerprints(off: bool) -> None:
-    """Copies alone, for comparison: numpy moves the same rows, and generators check nothing."""
+def without_fingerprints(bare: build.Kernel | None) -> None:
+    """Copies alone, for comparison: the same kernel without its sum, and generators check nothing. None: as always."""
+    copy.kernel = (lambda: bare) if bare else TAKEN_KERNEL
+    Subscriber.prove = (lambda *_: None) if bare else TAKEN_PROVE
 
-    def copy_alone(target: Tensor, source: Tensor, *_: Any) -> int:
-        np.copyto(target.numpy(), source.numpy())
-        return 0
 
-    base.copy_part = copy_alone if off else TAKEN["copy_part"]
-    Subscriber.prove = (lambda *_: None) if off else TAKEN["prove"]
+def compile_bare_kernel(folder: str) -> None:
+    """The copy kernel without the lines that multiply and add."""
+    source = Path(build.__file__).with_name("copy.cpp").read_text(encoding="utf-8")
+    sums = [line for line in source.splitlines(keepends=True) if "_mm256_mul_epu32" in line]
+    assert len(sums) == 2, "copy.cpp has changed; mend this function"
+    for line in sums:
+        source = source.replace(line, "")
+    text, made = Path(folder) / "bare.cpp", Path(folder) / BARE
+    text.write_text(source, encoding="utf-8")
+    subprocess.run(["g++", *build.FLAGS, "-shared", str(text), "-o", str(made)], check=True, timeout=120)
+
+
+def load_bare_kernel(folder: str) -> build.Kernel:
+    """As `copy.kernel`, which checks the sums that this one does not compute."""
+    library = ctypes.CDLL(f"{folder}/{BARE}")
+    taken = TAKEN_KERNEL().library
+    assert taken is not None, "this benchmark needs a C++ compiler"
+    library.copy_rows.restype, library.copy_rows.argtypes = taken.copy_rows.restype, taken.copy_rows.argtypes
+    return build.Kernel(library=library, reason="")
 
 
 def trainer(connection: Connection, rank: int, plan: WriterPlan, rendezvous: str, folder: str) -> None:
@@ -109,10 +127,11 @@ def trainer(connection: Connection, rank: int, plan: WriterPlan, rendezvous: str
     torch.set_num_threads(1)
     weights = {spec.name: torch.randn(spec.box.shape) for spec in held(rank)}
     publishers = {
-        name: open_publisher(name, plan, exchange, **({"folder": Path(folder)} if name == "file" else {}))
+        name: open_publisher(name, plan, exchange, **({"folder": Path(folder) / "weights"} if name == "file" else {}))
         for name in TRANSPORTS
     }
     baseline = Baseline(rendezvous, rank)
+    kernel = load_bare_kernel(folder)
     target = shared_target(plan.layouts[0].num_bytes)
     source = np.random.default_rng(rank).integers(0, 255, plan.layouts[0].num_bytes, np.uint8)
     while True:
@@ -128,7 +147,7 @@ def trainer(connection: Connection, rank: int, plan: WriterPlan, rendezvous: str
                 publisher.close()
             return
         else:
-            without_fingerprints(bare)
+            without_fingerprints(kernel if bare else None)
             for weight in weights.values():
                 weight.view(-1)[0] = version
             connection.send(publishers[way].publish(version, weights, [version - 1]))
@@ -144,8 +163,9 @@ def shared_target(num_bytes: int) -> np.ndarray:
     return memory
 
 
-def generator(connection: Connection, rank: int, rendezvous: str) -> None:
+def generator(connection: Connection, rank: int, rendezvous: str, folder: str) -> None:
     torch.set_num_threads(1)
+    kernel = load_bare_kernel(folder)
     baseline = Baseline(rendezvous, NUM_TRAINERS + rank)
     subscribers = dict[str, Subscriber]()
     served = dict[str, Tensor]()
@@ -159,7 +179,7 @@ def generator(connection: Connection, rank: int, rendezvous: str) -> None:
         else:
             if way not in subscribers:
                 subscribers[way] = open_subscriber(address, wanted(rank), rank)
-            without_fingerprints(bare)
+            without_fingerprints(kernel if bare else None)
             served = subscribers[way].fetch(version, address)
             assert all(tensor.view(-1)[0] == version for tensor in served.values() if rank == 0)
         connection.send(None)
@@ -202,6 +222,7 @@ class Machine:
         self._started = list[Any]()
         plans = plan_writers([lay_out(wanted(rank)) for rank in range(2)], [held(rank) for rank in range(2)])
         rendezvous = f"{folder}/rendezvous"
+        compile_bare_kernel(folder)
 
         def start(function: Callable[..., None], *args: Any) -> Connection:
             ours, theirs = context.Pipe()
@@ -210,8 +231,8 @@ class Machine:
             self._started.append(process)
             return ours
 
-        self.trainers = [start(trainer, rank, plan, rendezvous, f"{folder}/weights") for rank, plan in enumerate(plans)]
-        self.generators = [start(generator, rank, rendezvous) for rank in range(NUM_GENERATORS)]
+        self.trainers = [start(trainer, rank, plan, rendezvous, folder) for rank, plan in enumerate(plans)]
+        self.generators = [start(generator, rank, rendezvous, folder) for rank in range(NUM_GENERATORS)]
         for _ in range(2 + 1 + 1):  # exchanges of the three publishers
             values = self._answers(self.trainers)
             for connection in self.trainers:
@@ -343,7 +364,7 @@ NOTES = [
     "share_of_memcpy counts publishing: the weights then lie in the generators' layout, fingerprinted by the writers.",
     "The generators' proof reads all weights once more, in a background thread; decoding is not stopped by it.",
     "Overlapped: generators prove tensors while trainers still write later ones; on two cores both wait for cores.",
-    "Without fingerprints (bare), numpy copies the same rows and generators check nothing.",
+    "Without fingerprints (bare): the same kernel compiled without its sum, and generators check nothing.",
 ]
 
 if __name__ == "__main__":

@@ -95,6 +95,9 @@ class WeightSyncConfig(Section):
     """How weights travel; `auto` measures at the start what is possible here and takes the fastest."""
     delta: bool = False
     """Send only what changed since the last version, where that is less: for slow links and low learning rates."""
+    power_of_two_scales: bool = False
+    """With `delta` and 8-bit weights: round scales up to powers of two, which seldom move, so that less changes; values
+    lose up to one bit."""
     patience_s: float = Field(default=10.0, gt=0)
     """A generator that has not adopted a version after so long is left behind: the run goes on without it, and it gets
     no new requests until it has caught up."""
@@ -259,6 +262,11 @@ class RunConfig(Section):
             raise ValueError(
                 "weight_sync.delta = true saves nothing in shared memory, where generators serve what the trainer "
                 "writes; leave it out, or use weight_sync.transport = 'p2p' with cluster.kind = 'monarch'"
+            )
+        if self.weight_sync.power_of_two_scales and not (self.weight_sync.delta and generator.dtype in ("int8", "fp8")):
+            raise ValueError(
+                "weight_sync.power_of_two_scales = true is for what changes of 8-bit weights; leave it out, or set "
+                "weight_sync.delta = true and generator.dtype = 'int8' or 'fp8'"
             )
         if generator.dtype == "fp8" and generator.device == "cpu":
             raise ValueError("generator.dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'int8'")

@@ -49,7 +49,7 @@ class GeneratorExecutor(Executor):
         device = set_up_device(config.device, config.threads, "generator.device")
         rank, size = own_rank() if config.tensor_parallel > 1 else (0, 1)
         self._group = RankGroup(meeting, rank=rank, size=size, device=device) if size > 1 else None
-        ranks = self._group and ModelRanks(self._group)
+        ranks = ModelRanks(self._group) if self._group else None
         self._model = load_generator_model(model_path, config.dtype, device, ranks)
         kv_bytes = config.kv_cache_bytes
         if self._group and kv_bytes is None:  # all ranks have as many blocks

@@ -55,6 +55,7 @@ class TrainerExecutor(Executor):
         """The transport that is being tried."""
         self._published_bytes = 0
         self._delta = config.weight_sync.delta
+        self._power_of_two = config.weight_sync.power_of_two_scales
         self._weights_folder = Path(checkpoint_folder).parent / "weights"
         self._probe_every_steps = config.weight_sync.probe_every_steps
         self._probed = list[np.ndarray]()
@@ -124,7 +125,7 @@ class TrainerExecutor(Executor):
         self._published_bytes = plan.num_bytes
         options: dict[str, Any] = {"folder": self._weights_folder} if transport == "file" else {}
         if self._delta and transport != "shared_memory":
-            options["delta"] = True
+            options |= {"delta": True, "power_of_two": self._power_of_two}
         return open_publisher(transport, plan, lambda value: [value], **options)
 
     def publish(self, version: int, in_use: tuple[int, ...]) -> Published:

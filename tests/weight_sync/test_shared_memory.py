@@ -24,6 +24,7 @@ from tests.weight_sync.conftest import DEADLINE_S, exchange_among, receive
 
 SHAPES = {"embed": (50, 30), "other": (50, 30), "layer.0": (64, 64), "norm": (7,), "nothing": (0, 3)}
 SPECS = tuple(TensorSpec.whole(name, shape, "float32") for name, shape in SHAPES.items())
+NUM_KILLS = 50 if os.environ.get("LLAMARL_NIGHTLY") == "1" else 12
 BIG = tuple(TensorSpec.whole(f"w{number}", (130, 400), "float32") for number in range(4))
 
 
@@ -228,7 +229,7 @@ class TestKilledWriters:
         """The old version is served throughout; the next one is adopted within 2 s of the restart."""
         plan, rng = alone(BIG), random.Random(3)
         subscriber = SharedMemorySubscriber(BIG, 0)
-        for _ in range(12):
+        for _ in range(NUM_KILLS):
             process, connection = start(processes.write_freely, plan, 1)
             exchange_among([connection])
             connection.send("go")
