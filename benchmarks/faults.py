@@ -1,0 +1,153 @@
+"""What a run's trainer feels of a generator that is killed, and of one that is stopped for half a minute.
+
+    python benchmarks/faults.py [--stopped-s 30]
+
+The demo with two generators, whose base model must be there (`make demo` makes it). One generator is killed while it
+receives weights, later one is stopped (SIGSTOP) and goes on. Figures come from the files that every run writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _record import write_result
+
+ROOT = Path(__file__).parents[1]
+WAIT_S = 300.0
+SETTLED_STEP = 40
+"""Enough steps that start-up is over and the median of a step is known."""
+
+
+class DemoRun:
+    """`llamarl train configs/demo.toml` with two generators, in a session of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "demo"
+        command = [
+            *(sys.executable, "-m", "llamarl", "train", "configs/demo.toml", "--output", str(folder)),
+            *("--steps", "100000", "--eval.every_steps", "0", "--eval.max_prompts", "8", "--screen.kind", "lines"),
+            *("--generator.replicas", "2", "--cluster.on_generator_failure", "respawn"),
+        ]
+        self.out = (folder / "out.txt").open("w")
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=self.out, stderr=self.out, start_new_session=True)
+
+    def steps(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [row for line in lines if (row := json.loads(line))["kind"] == "step"]
+
+    def wait(self, condition: Any, what: str) -> float:
+        """Seconds until it holds."""
+        start_s = time.monotonic()
+        while not condition():
+            assert self.process.poll() is None, f"the run ended: {Path(self.out.name).read_text()}"
+            assert time.monotonic() - start_s < WAIT_S, f"no {what} within {WAIT_S} s"
+            time.sleep(0.05)
+        return time.monotonic() - start_s
+
+    def generators(self) -> dict[str, int]:
+        """Process of each generator that is alive, by name: its output is a log file of this name."""
+        found = dict[str, int]()
+        for path in Path("/proc").glob("[0-9]*/fd/1"):
+            try:
+                target = Path(os.readlink(path))
+            except OSError:
+                continue
+            if target.parent == self.folder / "logs" and target.stem.startswith("generator"):
+                found.setdefault(target.stem, int(path.parts[2]))
+        return found
+
+    def end(self) -> dict[str, Any]:
+        """Asks it to end; its summary."""
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(60)
+        return json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+
+    def train_spans(self) -> list[tuple[float, float]]:
+        """Beginning and length of every train step, in seconds of the trace's clock."""
+        events = json.loads((self.folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+        return [(e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e.get("name") == "train"]
+
+
+def kill(run: DemoRun) -> dict[str, Any]:
+    """One generator dies right after a step ended, when weights are on their way."""
+    before, num_steps = run.generators(), len(run.steps())
+    run.wait(lambda: len(run.steps()) > num_steps, "next step")
+    victim = sorted(before)[-1]
+    os.kill(before[victim], signal.SIGKILL)
+    spawned_s = run.wait(lambda: set(run.generators()) - set(before), "replacement")
+    warned = run.wait(lambda: len(run.generators()) == len(before), "second generator")
+    return {"killed": victim, "at_step": num_steps + 1, "replacement_process_s": spawned_s + warned}
+
+
+def stop(run: DemoRun, seconds: float) -> dict[str, Any]:
+    """One generator stands still; how the run went on, and when it was no longer left behind."""
+    name, pid = sorted(run.generators().items())[0]
+    first = len(run.steps())
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    during = run.steps()[first:]
+    os.kill(pid, signal.SIGCONT)
+    resumed = len(run.steps())
+    caught_up_s = run.wait(
+        lambda: any(row["extra.late_generators"] == 0 for row in run.steps()[resumed + 1 :]), "generator in time"
+    )
+    return {
+        "stopped": name, "stopped_s": seconds, "steps_meanwhile": len(during),
+        "late_meanwhile": max((row["extra.late_generators"] for row in during), default=0.0),
+        "longest_step_s": max(_lengths(run.steps()[max(0, first - 1) : resumed]), default=seconds),
+        "caught_up_s": caught_up_s,
+    }  # fmt: skip
+
+
+def _lengths(rows: list[dict[str, Any]]) -> list[float]:
+    return [b["wall_s"] - a["wall_s"] for a, b in zip(rows, rows[1:], strict=False)]
+
+
+def main() -> None:
+    """Measures and writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stopped-s", type=float, default=30.0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        run = DemoRun(Path(temporary))
+        try:
+            run.wait(lambda: len(run.steps()) >= SETTLED_STEP, f"step {SETTLED_STEP}")
+            killed = kill(run)
+            settled = len(run.steps()) + SETTLED_STEP
+            run.wait(lambda: len(run.steps()) >= settled, f"step {settled}")
+            stopped = stop(run, options.stopped_s)
+            summary = run.end()
+            steps, spans = run.steps(), run.train_spans()
+        finally:
+            if run.process.poll() is None:
+                os.killpg(run.process.pid, signal.SIGKILL)
+    at = killed["at_step"]
+    lengths_s = [length for _, length in spans]
+    before, after = lengths_s[10:at], lengths_s[at : at + 20]
+    killed["train_s_before"], killed["train_s_after"] = statistics.median(before), statistics.median(after)
+    killed["train_ratio"] = killed["train_s_after"] / killed["train_s_before"]
+    first = next(i for i, row in enumerate(steps[at:]) if row["extra.late_generators"] == 0)
+    killed["step_after_kill_s"] = _lengths(steps[at - 1 : at + first + 2])
+    figures = {"kill": killed, "stop": stopped, "stall_p99_s": summary["extra.stall_p99_s"], "steps": len(steps)}
+    print(json.dumps(figures, indent=2))
+    print(write_result("faults", {"stopped_s": options.stopped_s, "replicas": 2}, figures, NOTES))
+
+
+NOTES = [
+    "Train steps: the trainer's own spans, wall time. The machine has two cores for two generators, a trainer and a",
+    "controller; a replacement that loads its model takes one of them for some seconds.",
+]
+
+if __name__ == "__main__":
+    main()
