@@ -120,6 +120,7 @@ class Controller:
         self._watch.progress()
         self._pipeline.start(self._supervisor, self._deliver)
         self._supervisor.start(self._watch.loop(), "stall watch")
+        self._supervisor.start(self.recovery.silence_loop(), "silence watch")
 
     async def add_generator(self, handle: ExecutorHandle) -> None:
         """Brings a new generator to the newest weights, and into service. Raises MeshFailed when it dies before."""

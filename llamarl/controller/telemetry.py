@@ -167,6 +167,10 @@ class Telemetry:
         self._handles.remove(handle)
         self._status.pop(handle.name, None)
 
+    def silent_s(self, handle: ExecutorHandle) -> float:
+        """Since an executor last said what it does; 0 before the first time."""
+        return self._clock() - self._status[handle.name][1] if handle.name in self._status else 0.0
+
     def resume_at(self, step: int) -> None:
         """Metrics and rollouts of later steps are taken back: these steps come again."""
         self._log.drop_after(step)

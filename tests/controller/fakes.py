@@ -72,6 +72,11 @@ class FakeHandle(ExecutorHandle):
         self._turn = asyncio.Lock()
         self.doing = "idle"
         self.is_stopped = False
+        self.thawed = asyncio.Event()
+        """Cleared while the process stands still (SIGSTOP)."""
+        self.thawed.set()
+        if isinstance(role, Generator):
+            role.thawed = self.thawed
 
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         if self.failed.done():
@@ -87,13 +92,18 @@ class FakeHandle(ExecutorHandle):
         return job.result()
 
     async def _run(self, method: str, args: tuple[Any, ...]) -> Any:
+        await self.thawed.wait()
+        if self.is_stopped or self.failed.done():
+            raise MeshFailed(self.name, (0,), "it is gone")
         if method in ("collect", "adopt"):  # answered from between other calls
-            return await getattr(self.role, method)(*args)
-        async with self._turn:
-            self.doing = method
             result = await getattr(self.role, method)(*args)
-            self.doing = "idle"
-            return result
+        else:
+            async with self._turn:
+                self.doing = method
+                result = await getattr(self.role, method)(*args)
+                self.doing = "idle"
+        await self.thawed.wait()
+        return result
 
     async def call_each(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
         return [await self.call(method, *args, timeout_s=timeout_s, **kwargs)]
@@ -101,6 +111,9 @@ class FakeHandle(ExecutorHandle):
     async def status(self, timeout_s: float) -> HostStatus:
         if self.failed.done():
             raise copy.copy(self.failed.result())
+        if not self.thawed.is_set():
+            await asyncio.sleep(timeout_s)
+            raise CallTimeout(self.name, "status", timeout_s, "has not said yet what it does")
         return HostStatus(pid=7, doing=self.doing, doing_age_s=0, busy_s={}, queued_calls=0, spans=[], rss_bytes=0)
 
     async def status_each(self, timeout_s: float) -> list[HostStatus]:
@@ -108,6 +121,8 @@ class FakeHandle(ExecutorHandle):
 
     async def stop(self, timeout_s: float) -> None:
         self.is_stopped = True
+        if isinstance(self.role, Generator):
+            self.role.kill()
 
     def die(self) -> None:
         if not self.failed.done():
@@ -133,6 +148,7 @@ class Generator:
     """How the next fetches end; when there are none left, with an adoption."""
     bias: float = 0.0
     """By which its log-probabilities are wrong, in nats."""
+    thawed: asyncio.Event = field(default_factory=asyncio.Event)
     source: Trainer | None = None
     """Whose staging memory it serves from."""
     version: int = -1
@@ -158,6 +174,7 @@ class Generator:
                 task = asyncio.ensure_future(self._decode(request, partial.index, partial.num_tokens))
                 self._tasks[task] = request.group_id
                 task.add_done_callback(self._tasks.pop)
+        await asyncio.sleep(0)  # a task that is cancelled before it begins says nothing
 
     async def _decode(self, request: GenerationRequest, index: int, start: int) -> None:
         clock = asyncio.get_running_loop()
@@ -169,6 +186,7 @@ class Generator:
             for position in range(start, stop):
                 if position:
                     await asyncio.sleep(self.duration_s(group_id, index) / (length - 1))
+                    await self.thawed.wait()
                 self.sampled.append((group_id, index, position))
                 versions.append(self.version)
                 if self.source is not None:
@@ -350,6 +368,7 @@ class Run:
         telemetry.attach(list(executors), controller.generators)
         if state:
             telemetry.resume_at(controller.version)
+        supervisor.start(telemetry.poll_loop(), "status")
         if strike:
             supervisor.start(strike(self), "strike")
         try:
