@@ -285,6 +285,10 @@ def on_cpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     rates = machine_rates()
     print(json.dumps(rates), flush=True)
     rows, profiles = list[dict[str, Any]](), dict[str, Any]()
+    if options.add_to:
+        before = json.loads(options.add_to.read_text(encoding="utf-8"))
+        rows += [row for row in before["rows"] if row["model"] not in (options.models or MODELS)]
+        profiles |= before["profile"]
     with tempfile.TemporaryDirectory() as temporary:
         for model in options.models or MODELS:
             folder = Path(temporary) / model
@@ -292,7 +296,8 @@ def on_cpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             rows += measure(model, folder, options)
             profiles[model] = profile(folder, options.scale)
             for row in rows:
-                add_roofline(row, rates)
+                if "roofline_share" not in row:
+                    add_roofline(row, rates)
             yield {**summarize(rows), "machine_rates": rates, "rows": rows, "profile": profiles}
 
 
@@ -306,6 +311,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--row-s", type=float, default=300.0, help="seconds for all repeats of a row; one always runs")
+    parser.add_argument("--add-to", type=Path, metavar="FILE", help="a result whose rows of other models are kept")
     parser.add_argument("--scale", type=float, default=1.0, help="shortens prompts and responses")
     parser.add_argument(
         "--emulated-scale", type=float, default=0.2, help="--scale of peers in a type that this processor emulates"
@@ -325,7 +331,9 @@ def main() -> None:
         print(json.dumps({key: value for key, value in figures.items() if key != "rows"}, indent=2), flush=True)
         if not options.quick:
             name = "generation" if options.device == "cpu" else "generation-gpu"
-            print(write_result(name, vars(options), figures, NOTES if options.device == "cpu" else []), flush=True)
+            notes = NOTES if options.device == "cpu" else []
+            settings = json.loads(json.dumps(vars(options), default=str))
+            print(write_result(name, settings, figures, notes), flush=True)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class Replica:
         self.num_outstanding = 0
         """Rollouts that it owes."""
         self.withdrawn = set[tuple[int, int]]()
-        """Rollouts by group and index that others generate by now; it does not know yet, and what it says is dropped."""
+        """Rollouts, by group and index, that others generate by now: what it says of them is dropped."""
         self.has_delivered = False
         """It has finished or parked a rollout."""
         self.busy = asyncio.Event()
