@@ -250,11 +250,14 @@ class Engine:
         return torch.from_numpy(array.astype(np.int64)).to(self.model.device, non_blocking=True)
 
 
-def kv_budget(model: EngineModel, max_running: int) -> int:
-    """Bytes that keys and values take when nobody says how many; tensor-parallel ranks agree on the least of theirs."""
+def kv_budget(model: EngineModel, max_running: int, num_ranks: int = 1) -> int:
+    """Bytes that keys and values of this rank take when nobody says how many.
+
+    Tensor-parallel ranks agree on the least of theirs; on a CPU they share the memory that bounds it.
+    """
     shape, device = model.shape, model.device
     block_bytes = KVCache.block_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, model.kv_dtype)
     full = max_running * -(-shape.max_position_embeddings // BLOCK_SIZE) * block_bytes
     if device.type == "cuda":
         return min(full, torch.cuda.mem_get_info(device)[0] // 2)
-    return min(full, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+    return min(full, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // num_ranks)
