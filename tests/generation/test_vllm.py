@@ -125,9 +125,10 @@ def test_versions_segments_and_scores(folder: Path) -> None:
         assert (first.finish_reason, first.num_tokens) == (FinishReason.PARKED, 4)
         engine.submit([request(partials=(first,), sampling={"max_new_tokens": 200})])
         assert not engine.step()
+        subscriber = engine.subscribe(ADDRESS, engine.specs(), 0)
         with pytest.raises(RuntimeError, match="superseded"):
-            engine.fetch(66, ADDRESS)
-        assert engine.fetch(7, ADDRESS) == {}
+            subscriber.fetch(66, ADDRESS)
+        assert subscriber.fetch(7, ADDRESS) == {}
         engine.set_version(7)
         whole = conformance.by_key(conformance.drain(engine))[1, 0]
         assert whole.token_ids_T.tolist() == continuation((1, 2), 200)
@@ -206,7 +207,9 @@ class VllmServed:
 
     def update(self, model: Transformer, version: int) -> None:
         address = self.publisher.publish(version, dict(model.named_parameters()), in_use=())
-        self.backend.fetch(version, address)
+        subscriber = self.backend.subscribe(address, self.backend.specs(), 0)
+        subscriber.fetch(version, address)
+        assert len(subscriber.fingerprint) == 16 and subscriber.received.num_bytes > 0
         self.backend.set_version(version)
 
 
