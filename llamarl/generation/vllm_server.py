@@ -80,7 +80,7 @@ class VllmServer:
             VllmFailed: it did not answer within `start_timeout_s`.
         """
         require_python(settings.python)
-        visible = _visible(settings.device)
+        visible = visible_devices(settings.device)
         self.name = f"vLLM server of {model_path}"
         self._scratch = Path(tempfile.mkdtemp(prefix="llamarl-vllm-"))
         self._socket = str(self._scratch / "socket")
@@ -200,8 +200,8 @@ def require_python(python: str) -> None:
         )
 
 
-def _visible(device: str) -> dict[str, str]:
-    """Shows a server its device: its first, of those that this process sees."""
+def visible_devices(device: str) -> dict[str, str]:
+    """The environment in which a process finds `device`, and no other, to be its GPU. Raises ConfigError."""
     if device == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""}
     found = re.fullmatch(r"cuda(?::(\d+))?", device)

@@ -28,7 +28,7 @@ def interpreter(folder: Path, *arguments: str) -> Path:
     return path
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("which", ["stand-in", pytest.param("vllm", marks=needs_vllm)])
 def test_weights_are_adopted_in_flight(tmp_path: Path, toml: Path, which: str) -> None:
     python = interpreter(tmp_path) if which == "stand-in" else PYTHON
@@ -37,9 +37,10 @@ def test_weights_are_adopted_in_flight(tmp_path: Path, toml: Path, which: str) -
         *("--rollout.max_new_tokens", 60, "--rollout.segment_tokens", 40, "--rollout.max_staleness", 2),
         *("--trainer.learning_rate", 0.02, "--weight_sync.max_mismatch", 0.01),
         *("--generator.kv_on_update", "recompute", "--generator.kv_cache_bytes", 64 << 20),
-        *("--generator.max_running", 16, "--cluster.start_timeout_s", 300, "--eval.max_prompts", 2),
+        *("--generator.vllm.arguments", "['--enforce-eager']", "--generator.max_running", 16),
+        *("--cluster.start_timeout_s", 800, "--eval.max_prompts", 2),
         *("--reward.parts", "['tests.executors.rewards:EvenLength']"),
-        timeout_s=380,
+        timeout_s=880,
     )
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "tiny"

@@ -21,7 +21,7 @@ import pytest
 
 from llamarl.config import ConfigError
 from llamarl.generation.vllm import VllmEngine
-from llamarl.generation.vllm_server import VllmFailed, VllmServer, VllmSettings
+from llamarl.generation.vllm_server import VllmFailed, VllmServer, VllmSettings, visible_devices
 from llamarl.models.hf import save_model
 from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, GenerationRequest, SamplingParams
@@ -163,6 +163,18 @@ def test_a_server_that_dies_is_named_and_its_log_shown(folder: Path) -> None:
         VllmServer(folder, settings(start_timeout_s=1), [sys.executable, "-c", "import time; time.sleep(60)"])
     with pytest.raises(ConfigError, match="make vllm"):
         VllmServer(folder, VllmSettings(python="/no/such/python"))
+
+
+def test_a_server_sees_its_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_devices("cpu") == {"CUDA_VISIBLE_DEVICES": ""}
+    assert (visible_devices("cuda"), visible_devices("cuda:2")) == ({}, {"CUDA_VISIBLE_DEVICES": "2"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-a")
+    assert visible_devices("cuda:1") == {"CUDA_VISIBLE_DEVICES": "GPU-a"}
+    with pytest.raises(ConfigError, match=r"generator.device = 'cuda:2', but CUDA_VISIBLE_DEVICES = '5,GPU-a' has 2"):
+        visible_devices("cuda:2")
+    with pytest.raises(ConfigError, match=r"generator.device = 'gpu' is no device; use 'cpu', 'cuda' or 'cuda:0'"):
+        visible_devices("gpu")
 
 
 def test_rollouts_do_not_hang_when_the_server_is_killed(folder: Path) -> None:
