@@ -99,6 +99,8 @@ class GeneratorConfig(Section):
     """Memory for keys and values per process; none: what `max_running` full contexts take, within what is free."""
     device: str = "cpu"
     """`cpu` or `cuda`."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """Decode steps are captured on GPUs, unless `tensor_parallel` cuts the model; they then start without the host."""
 
 
 class WeightSyncConfig(Section):
@@ -311,6 +313,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"generator.tensor_parallel = {generator.tensor_parallel} cuts the native engine; with {chosen} use "
                 f"generator.vllm.arguments = ['--tensor-parallel-size', '{generator.tensor_parallel}']"
+            )
+        if generator.cuda_graphs == "off":
+            raise ValueError(
+                f"generator.cuda_graphs = 'off' is the native engine's; with {chosen} use "
+                "generator.vllm.arguments = ['--enforce-eager']"
             )
         if self.cluster.kind == "inline":
             raise ValueError(f"{chosen} runs processes of its own; use cluster.kind = 'monarch' instead of 'inline'")

@@ -27,7 +27,7 @@ class _Fetched:
     """What came of a fetch on this rank."""
 
     adoption: Adoption
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     """Empty unless the outcome is `adopted`."""
 
 
@@ -40,18 +40,20 @@ class Adopter:
         use: Callable[[Mapping[str, Tensor]], None],
         rank: int = 0,
         *,
+        hold: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda tensors: tensors,
         delta: bool = False,
         subscribe: Callable[..., Subscriber] = open_subscriber,
     ) -> None:
         """
         Args:
             specs: what this rank wants to receive.
-            use: points the model to fetched tensors.
+            use: points the model to what `hold` gave.
+            hold: brings fetched tensors to the model's device, in the background.
             delta: weights may come as changes to the version in use.
             subscribe: opens the end that fetches, as `open_subscriber` does.
         """
         self.specs = tuple(specs)
-        self._use = use
+        self._use, self._hold = use, hold
         self._rank = rank
         self._delta = delta
         self._subscribe = subscribe
@@ -108,10 +110,10 @@ class Adopter:
 
     def _run(self, version: int, address: Address) -> _Fetched:
         start_s = time.monotonic()
-        tensors = dict[str, Tensor]()
+        tensors: Mapping[str, Tensor] = {}
         try:
             subscriber = self._reader(address)
-            tensors = subscriber.fetch(version, address)
+            tensors = self._hold(subscriber.fetch(version, address))
             adoption = Adoption(
                 version=version, fingerprint=subscriber.fingerprint, num_bytes=subscriber.received.num_bytes
             )

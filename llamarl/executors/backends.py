@@ -51,8 +51,9 @@ def open_native(model_path: str, config: GeneratorConfig, meeting: str, delta: b
     native = Engine(
         model, max_running=config.max_running, prefill_tokens=config.prefill_tokens, kv_bytes=kv_bytes,
         kv_on_update=config.kv_on_update, decode=Tokenizer(model_path).decode,
+        graphs=False if config.cuda_graphs == "off" else None,
     )  # fmt: skip
-    adopter = Adopter(model.specs(), model.use, rank, delta=delta)
+    adopter = Adopter(model.specs(), model.use, rank, delta=delta, hold=model.hold)
     opened = Opened(
         engine=native, adopter=adopter, description=native.describe(),
         clock=time.thread_time if device.type == "cpu" else time.monotonic,

@@ -137,8 +137,10 @@ class VllmServer:
             what = f"no answer within {timeout_s:.0f} s" if isinstance(error, TimeoutError) else repr(error)
             self.fail(f"did not do {path}: {what}", error)
         if status != 200:
-            kind = VllmRefused if status in (400, 422) else VllmFailed
-            raise kind(f"{self.name} answered {path} with {status}: {answer[:500].decode(errors='replace')}")
+            said = f"answered {path} with {status}: {answer[:500].decode(errors='replace')}"
+            if status in (400, 422):
+                raise VllmRefused(f"{self.name} {said}")
+            self.fail(said)
         return answer
 
     def _send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:

@@ -70,12 +70,12 @@ class NativeServed:
         self.backend.set_version(version)
 
 
-def serve(kv_on_update: Literal["keep", "recompute"]) -> Start:
-    """With the trainer's model under "recompute", with the one made for generation under "keep"."""
+def serve(kv_on_update: Literal["keep", "recompute"], graphs: bool = False) -> Start:
+    """With the trainer's model under "recompute", with the one made for generation under "keep" and with graphs."""
 
     @contextmanager
     def start(model: Transformer) -> Iterator[NativeServed]:
-        if kv_on_update == "keep":
+        if kv_on_update == "keep" or graphs:
             served = GeneratorModel(model.shape, "float32", "cpu")
             served.load(model)
             load = served.load
@@ -85,7 +85,7 @@ def serve(kv_on_update: Literal["keep", "recompute"]) -> Start:
             def load(newer: Transformer) -> None:
                 served.load_state_dict(newer.state_dict())
 
-        engine = make_engine(served, blocks=None, kv_on_update=kv_on_update)
+        engine = make_engine(served, blocks=None, kv_on_update=kv_on_update, graphs=graphs)
         yield NativeServed(engine, kv_on_update, load)
 
     return start

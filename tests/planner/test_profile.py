@@ -187,7 +187,7 @@ def test_bad_run_folders(tmp_path: Path, file: str, text: str | None, message: s
 def test_a_run_whose_forwards_were_not_seen(run_folder: Path) -> None:
     run = read_run(run_folder)
     generator = run.config.generator.model_copy(update={"backend": "vllm"})
-    with pytest.raises(ConfigError, match="profile a run with generator.backend = 'native'"):
+    with pytest.raises(ConfigError, match=r"profile a run with generator.backend = 'native'"):
         measure(replace(run, config=run.config.model_copy(update={"generator": generator})))
 
 
