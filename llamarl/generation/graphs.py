@@ -32,6 +32,9 @@ from llamarl.generation.sampler import invert, truncated, uniforms, unpacked
 _HEAD = 8
 """Inputs of a row before its blocks: token, position, where its keys and values go (block, place), tokens of its prefix
 and of its own, bits of its noise and of its temperature."""
+LEAST_BYTES = 256 << 20
+"""Tables make copies of keys and values. Beyond this, and beyond the bytes of the weights, these would cost more than
+launching kernels does, and the step goes without a graph: an estimate, not measured."""
 _KEPT = 2
 """Sets of weights: in use, and about to be."""
 
@@ -43,17 +46,24 @@ class DecodeGraphs:
         """`spare_block` is one that nobody reads: what padded rows write goes there."""
         assert cache.library is None, "the C++ kernels are no part of a graph"
         self._model, self._cache, self._spare_block = model, cache, spare_block
+        self._block_bytes = KVCache.block_bytes(
+            len(cache.keys_L_C_J_K_S), cache.num_kv_heads, cache.head_dim, cache.dtype
+        )
+        self._max_bytes = max(LEAST_BYTES, sum(spec.num_bytes for spec in model.specs()))
         self._replays = dict[int, dict[tuple[int, int], tuple[Tensor, Callable[[], Tensor]]]]()
         """Weights -> rows and blocks -> inputs, and what makes outputs of them."""
         self._pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
 
     def __call__(self, rows: Rows) -> tuple[np.ndarray, np.ndarray] | None:
-        """Tokens and log-probabilities as of `Sampler`; None when a row's sampling is truncated."""
+        """Tokens and log-probabilities as of `Sampler`; None when the step is none for a graph."""
         count = len(rows)
-        if truncated(rows.sampling.params_R_4[:count]).any():
+        prefixes = [sequence.group.prefix.blocks for sequence in rows.sequences]
+        num_blocks_B = np.array([len(blocks) for blocks in prefixes]) + rows.length_R[:count] // BLOCK_SIZE + 1
+        shape = _power(count), _power(int(num_blocks_B.max()))
+        is_truncated = truncated(rows.sampling.params_R_4[:count]).any()
+        if is_truncated or shape[0] * shape[1] * self._block_bytes > self._max_bytes:
             return None
-        inputs_B_X = self._inputs(rows)
-        shape = inputs_B_X.shape[0], inputs_B_X.shape[1] - _HEAD
+        inputs_B_X = self._inputs(rows, prefixes, *shape)
         replays = self._replays.get(self._model.weights_at)
         if replays is None:
             replays = self._replays[self._model.weights_at] = {}
@@ -68,12 +78,10 @@ class DecodeGraphs:
         tokens_B, logprobs_B = unpacked(replay())
         return tokens_B[:count], logprobs_B[:count]
 
-    def _inputs(self, rows: Rows) -> np.ndarray:
-        """All that changes from step to step, int64 [B, X]."""
+    def _inputs(self, rows: Rows, prefixes: list[list[int]], size: int, width: int) -> np.ndarray:
+        """All that changes from step to step, int64 [B, X]; `prefixes` are the blocks that each row shares."""
         count, own_B = len(rows), rows.length_R[: len(rows)]
-        prefixes = [sequence.group.prefix.blocks for sequence in rows.sequences]
-        start_B, num_own_B = np.array([len(blocks) for blocks in prefixes]), own_B // BLOCK_SIZE + 1
-        size, width = _power(count), _power(int((start_B + num_own_B).max()))
+        start_B = np.array([len(blocks) for blocks in prefixes])
         inputs_B_X = np.zeros((size, _HEAD + width), np.int64)
         inputs_B_X[:, 2], inputs_B_X[:, 5], inputs_B_X[:, _HEAD:] = self._spare_block, 1, self._spare_block
         head_B_X, table_B_M = inputs_B_X[:count, :_HEAD], inputs_B_X[:count, _HEAD:]
@@ -86,7 +94,7 @@ class DecodeGraphs:
         # Places behind a row's blocks name its first own one: masked, yet multiplied by 0, which leaves NaN of others.
         table_B_M[:] = rows.blocks_R_M[:count, :1]
         column_B_M = np.arange(rows.blocks_R_M.shape[1])[None].repeat(count, 0)
-        row, column = np.nonzero(column_B_M < num_own_B[:, None])
+        row, column = np.nonzero(column_B_M < own_B[:, None] // BLOCK_SIZE + 1)
         table_B_M[row, column + start_B[row]] = rows.blocks_R_M[row, column]
         for table_M, blocks in zip(table_B_M, prefixes, strict=True):
             table_M[: len(blocks)] = blocks

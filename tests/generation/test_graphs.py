@@ -120,6 +120,11 @@ def test_few_shapes_serve_all_steps(models: list[Transformer]) -> None:
     before = shapes(graphed)
     assert_same(run(graphed, truncated), run(eager, truncated))
     assert shapes(graphed) == before, "without graphs"
+    assert graphed._graphs is not None
+    graphed._graphs._max_bytes = 4 * graphed._graphs._block_bytes
+    graphed._graphs._replays.clear()
+    assert_same(run(graphed, requests), run(eager, requests))
+    assert {size * width for size, width in shapes(graphed)} <= {1, 2, 4}, "more would cost more than it saves"
 
 
 def adopt(engine: Engine, version: int, weights: dict[str, torch.Tensor]) -> None:
