@@ -12,6 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llamarl.config import ConfigError
+from llamarl.executors.backends import open_vllm
+from llamarl.generation.vllm_server import VllmSettings
 from tests.end_to_end.tiny import llamarl, llamarl_here, make_model, rows
 from tests.generation.test_vllm import FAKE, PYTHON, needs_vllm
 
@@ -40,7 +43,7 @@ def test_weights_are_adopted_in_flight(tmp_path: Path, toml: Path, which: str) -
     python = interpreter(tmp_path) if which == "stand-in" else PYTHON
     done = llamarl(
         *("train", toml, "--output", tmp_path, "--steps", STEPS, *FOR_VLLM, python),
-        *("--rollout.max_new_tokens", 60, "--rollout.segment_tokens", 40, "--rollout.max_staleness", 2),
+        *("--rollout.max_new_tokens", 40, "--rollout.segment_tokens", 25, "--rollout.max_staleness", 2),
         *("--trainer.learning_rate", 0.02, "--weight_sync.max_mismatch", 0.01),
         *("--generator.kv_on_update", "recompute", "--generator.kv_cache_bytes", 64 << 20),
         *("--generator.vllm.arguments", "['--enforce-eager']", "--generator.max_running", 16),
@@ -57,7 +60,7 @@ def test_weights_are_adopted_in_flight(tmp_path: Path, toml: Path, which: str) -
     assert max(row["importance_ratio_max"] for row in steps) > 1.01, "the weights did not change"
     rollouts = rows(folder / "rollouts.jsonl")
     assert any(len(row["policy_versions"]) > 1 for row in rollouts), "no weights came while a rollout was decoded"
-    assert any(len(row["token_ids"]) > 40 for row in rollouts), "no rollout was cut and went on"
+    assert any(len(row["token_ids"]) > 25 for row in rollouts), "no rollout was cut and went on"
     for row in rollouts:
         versions = np.repeat(*np.array(row["policy_versions"]).T)
         assert len(versions) == len(row["token_ids"]) and (np.diff(versions) >= 0).all()
@@ -65,7 +68,7 @@ def test_weights_are_adopted_in_flight(tmp_path: Path, toml: Path, which: str) -
     assert (folder / "logs" / "generator-0.vllm.log").is_file()
 
 
-def test_what_cannot_start_is_said_in_a_sentence(tmp_path: Path, toml: Path) -> None:
+def test_what_cannot_start_is_said_in_a_sentence(tmp_path: Path, toml: Path, model: Path) -> None:
     started = tmp_path / "tiny"
     done = llamarl_here("train", toml, "--output", tmp_path, *FOR_VLLM, "/no/such/python")
     assert (done.returncode, started.exists()) == (2, False)
@@ -75,9 +78,11 @@ def test_what_cannot_start_is_said_in_a_sentence(tmp_path: Path, toml: Path) -> 
     assert (done.returncode, started.exists()) == (2, False)
     assert f"generator.vllm.python = '{sys.executable}' has no vllm; name the interpreter" in done.stderr
 
-    done = llamarl("train", toml, "--output", tmp_path, *FOR_VLLM, interpreter(tmp_path, "die"))
-    assert done.returncode == 2
-    first, *log = done.stderr.strip().splitlines()
-    assert "generator.backend = 'vllm': vLLM server of" in first and "has ended; the end of" in first
-    assert f"{started}/logs/generator-0.vllm.log" in first
+    settings = VllmSettings(python=str(interpreter(tmp_path, "die")), log_path=str(tmp_path / "vllm.log"))
+    with pytest.raises(ConfigError) as raised:
+        open_vllm(str(model), settings, delta=False)
+    first, *log = str(raised.value).splitlines()
+    assert first.startswith(
+        f"generator.backend = 'vllm': vLLM server of {model} has ended; the end of {tmp_path}/vllm.log"
+    )
     assert "cannot find a device" in "".join(log)

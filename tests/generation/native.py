@@ -71,11 +71,11 @@ class NativeServed:
 
 
 def serve(kv_on_update: Literal["keep", "recompute"], graphs: bool = False) -> Start:
-    """With the trainer's model under "recompute", with the one made for generation under "keep" and with graphs."""
+    """With the trainer's model under "recompute", with the one made for generation under "keep"."""
 
     @contextmanager
     def start(model: Transformer) -> Iterator[NativeServed]:
-        if kv_on_update == "keep" or graphs:
+        if kv_on_update == "keep":
             served = GeneratorModel(model.shape, "float32", "cpu")
             served.load(model)
             load = served.load

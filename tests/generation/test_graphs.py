@@ -92,7 +92,7 @@ def traffic(engine: Engine, models: list[Transformer], seed: int) -> list[Rollou
     return rollouts + drain(engine)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 10**6), kv_on_update=st.sampled_from(["keep", "recompute"]), blocks=st.sampled_from([16, 400])
 )
@@ -189,7 +189,6 @@ def test_held_weights_stay_until_the_next_but_one(models: list[Transformer], mon
     assert len(places) == 2
 
 
-@pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
-def test_conformance(check: conformance.Check, kv_on_update: str) -> None:
-    check(serve(kv_on_update, graphs=True))
+def test_conformance(check: conformance.Check) -> None:
+    check(serve("keep", graphs=True))
