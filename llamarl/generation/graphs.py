@@ -103,13 +103,15 @@ class DecodeGraphs:
     def _captured(self, step: _Step) -> Callable[[], Tensor]:
         if self._pool is None:
             return step.run
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        device = self._cache.device  # it need not be the current one
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             step.run()  # libraries set themselves up, which cannot be captured; what it writes is written again
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Meanwhile another thread may bring weights to the GPU, which must not end the capture.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             outputs = step.run()
 
         def replay() -> Tensor:

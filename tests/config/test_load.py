@@ -108,6 +108,10 @@ def test_unreadable_files(tmp_path: Path) -> None:
             "with generator.backend = 'vllm' use generator.vllm.arguments = ['--tensor-parallel-size', '2']",
         ),
         (
+            [*VLLM, "--generator.cuda_graphs=off"],
+            "with generator.backend = 'vllm' use generator.vllm.arguments = ['--enforce-eager']",
+        ),
+        (
             [*VLLM, "--cluster.kind=inline"],
             "generator.backend = 'vllm' runs processes of its own; use cluster.kind = 'monarch' instead of 'inline'",
         ),
