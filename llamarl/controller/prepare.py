@@ -10,6 +10,7 @@ from llamarl.config import ConfigError, RunConfig, build
 from llamarl.controller.controller import Problems
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+from llamarl.generation.vllm_server import check_python
 from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.rewards._build import build_reward
@@ -27,10 +28,12 @@ class Prepared:
 
 
 def check_parts(config: RunConfig) -> None:
-    """Builds what the config names by `Ref`, so that a mistake shows early. Raises ConfigError."""
+    """Builds what the config names by `Ref`, and looks for vLLM, so that a mistake shows early. Raises ConfigError."""
     build(config.trainer.loss, "llamarl.algorithms.losses", "trainer.loss")
     build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
     build_reward(config.reward).close()
+    if config.generator.backend == "vllm":
+        check_python(config.generator.vllm.python)
 
 
 def prepare(config: RunConfig) -> Prepared:

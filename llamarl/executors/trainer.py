@@ -53,7 +53,6 @@ class TrainerExecutor(Executor):
         self._publisher: Publisher | None = None
         self._sampled: tuple[str, Publisher] | None = None
         """The transport that is being tried."""
-        self._published_bytes = 0
         self._delta = config.weight_sync.delta
         self._power_of_two = config.weight_sync.power_of_two_scales
         self._weights_folder = Path(checkpoint_folder).parent / "weights"
@@ -122,7 +121,6 @@ class TrainerExecutor(Executor):
             if name in names or layouts is self._layouts
         ]
         (plan,) = plan_writers([lay_out(specs) for specs in layouts], [held])
-        self._published_bytes = plan.num_bytes
         options: dict[str, Any] = {"folder": self._weights_folder} if transport == "file" else {}
         if self._delta and transport != "shared_memory":
             options |= {"delta": True, "power_of_two": self._power_of_two}
@@ -135,7 +133,7 @@ class TrainerExecutor(Executor):
         probe = None
         if self._probed and self._probe_every_steps and version % self._probe_every_steps == 0:
             probe = Probe(sequences=self._probed, logprobs=score(self._trainer.model, self._probed))
-        return Published(version=version, address=address, num_bytes=self._published_bytes, probe=probe)
+        return Published(version=version, address=address, probe=probe)
 
     def close(self) -> None:
         for publisher in (self._publisher, self._sampled[1] if self._sampled else None):

@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 
 from llamarl.distributed.box import Box
-from llamarl.distributed.layout import DTYPE_BYTES, LayoutError, assemble_layout
+from llamarl.distributed.layout import LayoutError, assemble_layout
 from llamarl.distributed.reshard import ReshardPlan, plan_reshard
 from llamarl.kernels.copy import MODULUS, copy_part, fingerprint
 from llamarl.models.quantize import QUANTIZED_DTYPES, NonFiniteWeights, quantize_rows
@@ -77,15 +77,6 @@ class WriterPlan:
     """Of the generator ranks of a replica, each different one once."""
     parts: tuple[tuple[Part, ...], ...]
     """For each layout."""
-
-    @property
-    def num_bytes(self) -> int:
-        """What this rank writes of each version: all that it stages beside its own shards, times the slots in use."""
-        return sum(
-            math.prod(shape_of(spec := layout.specs[part.tensor], part.box)) * DTYPE_BYTES[spec.dtype]
-            for layout, parts in zip(self.layouts, self.parts, strict=True)
-            for part in parts
-        )
 
 
 class Publisher(ABC):

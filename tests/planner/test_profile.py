@@ -184,6 +184,13 @@ def test_bad_run_folders(tmp_path: Path, file: str, text: str | None, message: s
         main([str(run)])
 
 
+def test_a_run_whose_forwards_were_not_seen(run_folder: Path) -> None:
+    run = read_run(run_folder)
+    generator = run.config.generator.model_copy(update={"backend": "vllm"})
+    with pytest.raises(ConfigError, match=r"profile a run with generator.backend = 'native'"):
+        measure(replace(run, config=run.config.model_copy(update={"generator": generator})))
+
+
 def test_bad_options(run_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--cores 0` is no machine"):
         main([str(run_folder), "--cores", "0"])
