@@ -1,0 +1,138 @@
+"""One rank of a trainer in some layout, and the same computed by one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llamarl.algorithms.advantages.group_mean import GroupMean
+from llamarl.algorithms.losses._base import Loss
+from llamarl.algorithms.losses.aipo import Aipo
+from llamarl.config.schema import TrainerConfig
+from llamarl.distributed.box import Box
+from llamarl.distributed.mesh import ALONE, AXES, RankMesh, join_mesh
+from llamarl.models.hf import new_model
+from llamarl.models.shape import ModelShape
+from llamarl.training.trainer import NonFiniteStep, Trainer
+from llamarl.types import RolloutGroup
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 24,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "vocab_size": 42,
+    "max_position_embeddings": 128,
+}
+LLAMA = SHAPE | {"family": "llama", "tie_embeddings": False}
+QWEN3 = SHAPE | {"family": "qwen3", "tie_embeddings": True}
+QWEN2 = SHAPE | {"family": "qwen2", "tie_embeddings": True}
+SEQUENCES = [np.arange(length, dtype=np.int32) + length for length in (9, 1, 4, 2)]
+
+
+@dataclass
+class Found:
+    """What a rank, or all of them, or one process computed."""
+
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    gradients: dict[str, Any] = field(default_factory=dict)
+    """Of the first step; (whole shape, box, part) by name."""
+    weights: dict[str, Any] = field(default_factory=dict)
+    scores: list[list[np.ndarray]] = field(default_factory=list)
+    """Before, and after the last step."""
+    error: str = ""
+
+
+def train(
+    mesh: RankMesh, shape: Mapping[str, Any], batches: Sequence[list[RolloutGroup]], loss: Loss, config: dict[str, Any]
+) -> Found:
+    settings = TrainerConfig(**{"learning_rate": 1e-3, "max_grad_norm": 0.05, "microbatch_tokens": 30} | config)
+    trainer = Trainer(new_model(ModelShape(**shape), seed=5, std=0.15), settings, loss, GroupMean(), 0.7, mesh)
+    found, seen = Found(scores=[trainer.score(SEQUENCES)]), dict[str, Tensor]()
+
+    def keep(*_: object) -> None:
+        for name, weight in trainer.sharding.weights.items():
+            assert weight.grad is not None
+            seen.setdefault(name, weight.grad.clone())
+
+    trainer.optimizer.register_step_pre_hook(keep)
+    for batch in batches:
+        try:
+            result = trainer.step(batch)
+        except NonFiniteStep as error:
+            found.error = str(error)
+            break
+        found.metrics.append(result.metrics)
+        found.skipped.append(result.skipped)
+    found.scores.append(trainer.score(SEQUENCES))
+    for name, spec in trainer.sharding.specs.items():
+        part = trainer.sharding.weights[name].detach()
+        assert part.shape == spec.shape, f"{name}: {tuple(part.shape)} is not {spec}"
+        found.weights[name] = spec.global_shape, spec.box, part.clone()
+        if seen:
+            found.gradients[name] = spec.global_shape, spec.box, seen[name]
+    return found
+
+
+def rank(
+    meeting: Path,
+    number: int,
+    sizes: Mapping[str, int],
+    shape: Mapping[str, Any],
+    batches: Sequence[list[RolloutGroup]],
+    loss: Loss | None = None,
+    config: dict[str, Any] | None = None,
+) -> Found:
+    """In a process of its own."""
+    mesh = joined(meeting, number, sizes)
+    try:
+        return train(mesh, shape, batches, loss or Aipo(), config or {})
+    finally:
+        mesh.close()
+
+
+def joined(meeting: Path, number: int, sizes: Mapping[str, int]) -> RankMesh:
+    whole = dict.fromkeys(AXES, 1) | dict(sizes)
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(np.prod(list(whole.values())))}
+    return join_mesh(whole, str(meeting), torch.device("cpu"), timeout_s=30.0)
+
+
+def alone(
+    shape: Mapping[str, Any],
+    batches: Sequence[list[RolloutGroup]],
+    loss: Loss | None = None,
+    config: dict[str, Any] | None = None,
+) -> Found:
+    """The same by one process."""
+    return train(ALONE, shape, batches, loss or Aipo(), config or {})
+
+
+def assembled(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Whole tensors of all ranks' parts; every element is held by somebody, and all who hold it agree on its bits."""
+    whole, known = dict[str, Tensor](), dict[str, Tensor]()
+    for parts in ranks:
+        for name, (shape, box, part) in parts.items():
+            values = whole.setdefault(name, torch.zeros(shape, dtype=part.dtype))
+            there = known.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+            where = box.within(Box.whole(shape))
+            torch.testing.assert_close(values[where][there[where]], part[there[where]], rtol=0, atol=0, msg=name)
+            values[where], there[where] = part, True
+    for name, there in known.items():
+        assert there.all(), f"nobody holds all of {name}"
+    return whole
+
+
+def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Norm of the difference of each tensor over that of the tensor, at worst."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).norm() / other[name].norm().clamp(min=1e-12)) for name in one)
