@@ -33,9 +33,9 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 42,
     "max_position_embeddings": 128,
 }
-LLAMA = SHAPE | {"family": "llama", "tie_embeddings": False}
-QWEN3 = SHAPE | {"family": "qwen3", "tie_embeddings": True}
-QWEN2 = SHAPE | {"family": "qwen2", "tie_embeddings": True}
+LLAMA = SHAPE | {"family": "llama", "tie_embeddings": False, "dtype": torch.float32}
+QWEN3 = SHAPE | {"family": "qwen3", "tie_embeddings": True, "dtype": torch.float32}
+QWEN2 = SHAPE | {"family": "qwen2", "tie_embeddings": True, "dtype": torch.float64}
 SEQUENCES = [np.arange(length, dtype=np.int32) + length for length in (9, 1, 4, 2)]
 
 
@@ -57,7 +57,10 @@ def train(
     mesh: RankMesh, shape: Mapping[str, Any], batches: Sequence[list[RolloutGroup]], loss: Loss, config: dict[str, Any]
 ) -> Found:
     settings = TrainerConfig(**{"learning_rate": 1e-3, "max_grad_norm": 0.05, "microbatch_tokens": 30} | config)
-    trainer = Trainer(new_model(ModelShape(**shape), seed=5, std=0.15), settings, loss, GroupMean(), 0.7, mesh)
+    sizes = dict(shape)
+    dtype = sizes.pop("dtype")
+    model = new_model(ModelShape(**sizes), seed=5, std=0.15).to(dtype)
+    trainer = Trainer(model, settings, loss, GroupMean(), 0.7, mesh)
     found, seen = Found(scores=[trainer.score(SEQUENCES)]), dict[str, Tensor]()
 
     def keep(*_: object) -> None:
@@ -136,3 +139,10 @@ def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """Norm of the difference of each tensor over that of the tensor, at worst."""
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).norm() / other[name].norm().clamp(min=1e-12)) for name in one)
+
+
+def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """The same of all tensors together: AdamW makes rounding errors of tiny gradients as large as other steps."""
+    norms = [torch.stack([(one[n] - other[n]).norm(), other[n].norm()]) for n in one]
+    apart, size = torch.stack(norms).norm(dim=0).tolist()
+    return apart / size

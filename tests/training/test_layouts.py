@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from llamarl.algorithms.losses.gspo import Gspo
 from tests.distributed.ranks import Workers, results
-from tests.training.layouts import LLAMA, QWEN2, QWEN3, Found, alone, assembled, difference, rank
+from tests.training.layouts import LLAMA, QWEN2, QWEN3, Found, alone, assembled, difference, distance, rank
 
 TOLERANCE = 1e-5
 
@@ -42,20 +43,24 @@ def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory):
     return run
 
 
-def assert_same(found: list[Found], expected: Found) -> None:
+def assert_same(found: list[Found], expected: Found, tolerance: float) -> None:
     for one in found:
         assert one.skipped == expected.skipped
         for step, wanted in zip(one.metrics, expected.metrics, strict=True):
             for name, value in wanted.items():
                 if name != "num_input_tokens":  # packing differs with the shares
-                    assert step[name] == pytest.approx(value, rel=2e-5, abs=1e-7), name
-        for scores, wanted_scores in zip(one.scores, expected.scores, strict=True):
-            for score, wanted_score in zip(scores, wanted_scores, strict=True):
-                np.testing.assert_allclose(score, wanted_score, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(one.scores[0][0], expected.scores[0][0], rtol=TOLERANCE)
-    for kind in ("gradients", "weights"):
-        whole = {name: part for name, (_, _, part) in getattr(expected, kind).items()}
-        assert difference(assembled([getattr(one, kind) for one in found]), whole) < TOLERANCE, kind
+                    assert step[name] == pytest.approx(value, rel=2 * tolerance, abs=tolerance / 100), name
+        for before, after in zip(one.scores, expected.scores, strict=True):
+            np.testing.assert_allclose(np.concatenate(before), np.concatenate(after), rtol=10 * tolerance)
+    gradients, weights = (
+        [
+            {name: part for name, (_, _, part) in getattr(expected, kind).items()},
+            assembled([getattr(o, kind) for o in found]),
+        ]
+        for kind in ("gradients", "weights")
+    )
+    assert difference(*gradients) < tolerance
+    assert distance(*weights) < tolerance
 
 
 LAYOUTS = [
@@ -68,4 +73,5 @@ LAYOUTS = [
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda sizes: "x".join(f"{axis}{size}" for axis, size in sizes.items()))
 def test_layout_computes_what_one_process_computes(run, make_groups, sizes: dict, shape: dict) -> None:
     batches = [make_groups(), make_groups(seed=1)]
-    assert_same(run(sizes, shape, batches), alone(shape, batches))
+    tolerance = TOLERANCE if shape["dtype"] == torch.float32 else 1e-11
+    assert_same(run(sizes, shape, batches), alone(shape, batches), tolerance)
