@@ -59,9 +59,7 @@ class Axis:
         """Sends to some ranks of this axis and fills what comes from some, all at once."""
         kinds = ((dist.isend, sends), (dist.irecv, receives))
         ops = [
-            dist.P2POp(op, x, group=self.group, group_peer=rank)
-            for op, tensors in kinds
-            for rank, x in tensors.items()
+            dist.P2POp(op, x, group=self.group, group_peer=rank) for op, tensors in kinds for rank, x in tensors.items()
         ]
         for work in dist.batch_isend_irecv(ops) if ops else ():
             work.wait()
@@ -115,6 +113,8 @@ def join_mesh(sizes: Mapping[str, int], meeting: str, device: torch.device, time
     rank, world = own_rank()
     shape = tuple(sizes[axis] for axis in AXES)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host, and nobody else can connect
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     store = dist.FileStore(meeting, world)
     store.set_timeout(timedelta(seconds=timeout_s))
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,12 +14,13 @@ import torch
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.cluster.executor import Executor
 from llamarl.config import RunConfig, build
+from llamarl.distributed.mesh import ALONE, join_mesh
 from llamarl.distributed.runtime import set_up_device
 from llamarl.executors.replies import Probe, Published
-from llamarl.generation.score import score
 from llamarl.models.hf import load_model
 from llamarl.rollouts.pieces import joined
 from llamarl.rollouts.probe import probe_sequences
+from llamarl.training.preflight import check_layout
 from llamarl.training.result import StepResult
 from llamarl.training.state import load_training_state, training_state
 from llamarl.training.trainer import Trainer
@@ -29,22 +31,36 @@ from llamarl.weight_sync.select import open_publisher, sample
 
 
 class TrainerExecutor(Executor):
-    """Groups arrive as they are scored, so a step only needs their names."""
+    """Groups arrive as they are scored, so a step only needs their names.
+
+    All ranks get all calls and all groups, and each computes its share; rank 0 answers.
+    """
 
     SPANS: ClassVar[dict[str, str]] = {"step": "train", "publish": "weight_sync", "save": "checkpoint"}
 
-    def __init__(self, config: RunConfig, checkpoint_folder: str, resume: bool) -> None:
+    def __init__(self, config: RunConfig, checkpoint_folder: str, resume: bool, meeting: str = "") -> None:
+        """
+        Args:
+            meeting: a path that does not exist yet, where several ranks meet.
+        """
         settings = config.trainer
         device = set_up_device(settings.device, settings.threads, "trainer.device")
+        is_alone, timeout_s = settings.parallelism.num_ranks == 1, config.cluster.call_timeout_s
+        self._mesh = ALONE if is_alone else join_mesh(settings.parallelism.model_dump(), meeting, device, timeout_s)
         torch.manual_seed(config.seed)
+        model = load_model(config.model.path, torch.float32, device if is_alone else "cpu")
+        if not is_alone:
+            sys.stdout.write(f"{check_layout(model.shape, self._mesh, device)}\n")  # into the executor's log
         self._trainer = Trainer(
-            load_model(config.model.path, torch.float32, device),
+            model,
             settings,
             loss=build(settings.loss, "llamarl.algorithms.losses", "trainer.loss"),
             advantage=build(settings.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
             temperature=config.rollout.temperature,
+            mesh=self._mesh,
+            device=device,
         )
-        self._weights = dict(self._trainer.model.named_parameters())
+        self._weights = self._trainer.sharding.weights
         self._groups = dict[int, RolloutGroup]()
         self._background_s = 0.0
         """Processor seconds outside this thread by the last step: messages."""
@@ -117,16 +133,14 @@ class TrainerExecutor(Executor):
     def _open(self, transport: str, layouts: Sequence[tuple[TensorSpec, ...]]) -> Publisher:
         names = {spec.name for specs in layouts for spec in specs}
         held = [
-            TensorSpec.whole(name, weight.shape, "float32")
-            for name, weight in self._weights.items()
-            if name in names or layouts is self._layouts
+            spec for name, spec in self._trainer.sharding.specs.items() if name in names or layouts is self._layouts
         ]
-        (plan,) = plan_writers([lay_out(specs) for specs in layouts], [held])
-        self._published_bytes = plan.num_bytes
+        plans = plan_writers([lay_out(specs) for specs in layouts], self._mesh.exchange(held))
+        self._published_bytes = sum(plan.num_bytes for plan in plans)
         options: dict[str, Any] = {"folder": self._weights_folder} if transport == "file" else {}
         if self._delta and transport != "shared_memory":
             options |= {"delta": True, "power_of_two": self._power_of_two}
-        return open_publisher(transport, plan, lambda value: [value], **options)
+        return open_publisher(transport, plans[self._mesh.world.rank], self._mesh.exchange, **options)
 
     def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
         """Makes the current weights available as `version`, in the generators' types; versions `in_use` stay."""
@@ -134,16 +148,19 @@ class TrainerExecutor(Executor):
         address = self._publisher.publish(version, self._weights, in_use)
         probe = None
         if self._probed and self._probe_every_steps and version % self._probe_every_steps == 0:
-            probe = Probe(sequences=self._probed, logprobs=score(self._trainer.model, self._probed))
+            probe = Probe(sequences=self._probed, logprobs=self._trainer.score(self._probed))
         return Published(version=version, address=address, num_bytes=self._published_bytes, probe=probe)
 
     def close(self) -> None:
         for publisher in (self._publisher, self._sampled[1] if self._sampled else None):
             if publisher is not None:
                 publisher.close()
+        self._mesh.close()
 
     def save(self, controller_state: dict[str, Any]) -> str:
         """Writes a checkpoint and returns its folder. Raises OSError when the disk is full."""
         tensors, state = training_state(self._trainer)
+        if self._mesh.world.rank:
+            return ""
         state["controller"] = controller_state
         return str(self._store.save(self._trainer.policy_version, tensors, state))

@@ -9,7 +9,7 @@ the queries, T the same among the keys, P prompt tokens, H heads, J key/value he
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -92,12 +92,11 @@ class _GroupPlan:
         parts = [part for part in parts if part[2] > part[1]]
         self.num_responses = len(parts)
         if parts:
-            self._plan_responses(*torch.tensor(parts).unbind(1), shift, prompt, device)
+            self._plan_responses(torch.tensor(parts), shift, prompt, device)
 
-    def _plan_responses(
-        self, begins_G: Tensor, lows_G: Tensor, highs_G: Tensor, shift: int, prompt: int, device: torch.device
-    ) -> None:
-        """Queries are the tokens from low to high of each response, keys those up to high."""
+    def _plan_responses(self, parts_G_3: Tensor, shift: int, prompt: int, device: torch.device) -> None:
+        """Queries are the tokens from low to high of each response, which begins somewhere, keys those up to high."""
+        begins_G, lows_G, highs_G = parts_G_3.unbind(1)
         queries_Q, keys_T = torch.arange(int((highs_G - lows_G).max())), torch.arange(int(highs_G.max()))
         valid_G_Q = queries_Q < (highs_G - lows_G)[:, None]
         # Padding reads the response's own first row (any finite row would do).

@@ -140,10 +140,9 @@ def _join_blocks(decoder: Decoder, first_token: int, tp: Axis) -> None:
             block.register_forward_pre_hook(lambda _, args: (gather_rows(args[0], tp), *args[1:]))
             block.register_forward_hook(lambda _module, _args, output: scatter_rows(output, tp))
 
-    def embed(token_ids_N: Tensor) -> Tensor:
+    def embed(input: Tensor) -> Tensor:
         """Each rank looks up the tokens that it has."""
-        weight_V_D = decoder.embed_tokens.weight
-        local_N = token_ids_N - first_token
+        weight_V_D, local_N = decoder.embed_tokens.weight, input - first_token
         own_N = (local_N >= 0) & (local_N < len(weight_V_D))
         x_N_D = F.embedding(local_N.where(own_N, 0), weight_V_D).where(own_N[:, None], 0)
         return scatter_rows(x_N_D, tp)

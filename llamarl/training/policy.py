@@ -72,10 +72,10 @@ class Policy(nn.Module):
         """Log-probs [R] of all targets, the same on all tensor and context ranks; before the last stage, [M, D]."""
         given = inputs.token_ids_N if hidden_M_D is None else hidden_M_D
         with torch.autocast(given.device.type, torch.bfloat16, enabled=bfloat16):
-            hidden_M_D = self.transformer(given, inputs.positions_N, inputs.attend)
+            output_M_D: Tensor = self.transformer(given, inputs.positions_N, inputs.attend)
         if not self.mesh.pp.is_last:
-            return hidden_M_D
-        hidden_O_D = gather_rows(hidden_M_D, self.mesh.tp).index_select(0, inputs.predictors_O)
+            return output_M_D
+        hidden_O_D = gather_rows(output_M_D, self.mesh.tp).index_select(0, inputs.predictors_O)
         head_V_D = self.transformer.head_weight_V_D.to(hidden_O_D.dtype)
         logprobs_O = target_logprobs(hidden_O_D, head_V_D, inputs.targets_O, temperature, self.mesh.tp)
         if self.mesh.cp.size == 1:

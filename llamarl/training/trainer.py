@@ -83,7 +83,7 @@ class Trainer:
 
         # Samples without gradient still count in the denominator: leaving them out changes nothing but the time.
         computed = batch.groups if self.loss.LEARNS_WITHOUT_ADVANTAGE else with_advantage(batch.groups)
-        sums, maxima = self._accumulate(computed, denominator)
+        sums, maxima = self.accumulate(computed, denominator)
         grad_norm = self.sharding.clip_gradients(self.config.max_grad_norm)
         loss, num_inputs = sums.pop("loss", 0.0) / denominator, sums.pop("num_input_tokens")
         num_computed = TrainBatch(groups=tuple(computed)).num_loss_tokens
@@ -116,9 +116,7 @@ class Trainer:
         rewards_G = np.array([result.value for result in group.results], np.float64)
         return self.advantage(rewards_G, valid_rollouts(group))
 
-    def _accumulate(
-        self, groups: Sequence[SampleGroup], denominator: int
-    ) -> tuple[dict[str, float], dict[str, float]]:
+    def accumulate(self, groups: Sequence[SampleGroup], denominator: int) -> tuple[dict[str, float], dict[str, float]]:
         """Gradient of (sum of losses) / (global count of tokens or sequences); sums and maxima over all ranks.
 
         Data-parallel ranks compute their own groups, and as many microbatches as whoever has the most: the others'
@@ -164,9 +162,7 @@ class Trainer:
             maxima[name] = max(maxima.get(name, -math.inf), float(value))
         return output.loss
 
-    def _together(
-        self, sums: dict[str, float], maxima: dict[str, float]
-    ) -> tuple[dict[str, float], dict[str, float]]:
+    def _together(self, sums: dict[str, float], maxima: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
         """Of all data-parallel ranks; the first of each one's tensor and context ranks speaks, on the last stage."""
         speaks = self.mesh.pp.is_last and self.mesh.tp.rank == self.mesh.cp.rank == 0
         all_sums, all_maxima = dict[str, float](), dict[str, float]()
