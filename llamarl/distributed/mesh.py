@@ -90,7 +90,7 @@ class RankMesh:
 
     def close(self) -> None:
         """Leaves the others."""
-        if self.world.size > 1:
+        if self.world.group is not None:
             with suppress(RuntimeError):  # they may be gone
                 dist.destroy_process_group()
 

@@ -15,11 +15,17 @@ from torch import Tensor
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses._base import Loss
 from llamarl.algorithms.losses.aipo import Aipo
+from llamarl.config import ConfigError
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.box import Box
+from llamarl.distributed.groups import CPU
 from llamarl.distributed.mesh import ALONE, AXES, RankMesh, join_mesh
+from llamarl.distributed.tensor_parallel import sharded_dim
 from llamarl.models.hf import new_model
 from llamarl.models.shape import ModelShape
+from llamarl.training import parallel
+from llamarl.training.preflight import check_layout
+from llamarl.training.state import load_training_state, training_state
 from llamarl.training.trainer import NonFiniteStep, Trainer
 from llamarl.types import RolloutGroup
 
@@ -51,16 +57,29 @@ class Found:
     scores: list[list[np.ndarray]] = field(default_factory=list)
     """Before, and after the last step."""
     error: str = ""
+    state: Any = None
+    """What a checkpoint holds."""
 
 
 def train(
-    mesh: RankMesh, shape: Mapping[str, Any], batches: Sequence[list[RolloutGroup]], loss: Loss, config: dict[str, Any]
+    mesh: RankMesh,
+    shape: Mapping[str, Any],
+    batches: Sequence[list[RolloutGroup]],
+    loss: Loss | None = None,
+    config: dict[str, Any] | None = None,
+    state: Any = None,
 ) -> Found:
-    settings = TrainerConfig(**{"learning_rate": 1e-3, "max_grad_norm": 0.05, "microbatch_tokens": 30} | config)
+    """
+    Args:
+        state: to begin with, or `state` to return that of the end.
+    """
+    settings = TrainerConfig(**{"learning_rate": 1e-3, "max_grad_norm": 0.05, "microbatch_tokens": 30} | (config or {}))
     sizes = dict(shape)
     dtype = sizes.pop("dtype")
     model = new_model(ModelShape(**sizes), seed=5, std=0.15).to(dtype)
-    trainer = Trainer(model, settings, loss, GroupMean(), 0.7, mesh)
+    trainer = Trainer(model, settings, loss or Aipo(), GroupMean(), 0.7, mesh)
+    if isinstance(state, tuple):
+        load_training_state(trainer, *state)
     found, seen = Found(scores=[trainer.score(SEQUENCES)]), dict[str, Tensor]()
 
     def keep(*_: object) -> None:
@@ -84,23 +103,39 @@ def train(
         found.weights[name] = spec.global_shape, spec.box, part.clone()
         if seen:
             found.gradients[name] = spec.global_shape, spec.box, seen[name]
+    if state is not None:
+        found.state = training_state(trainer)
     return found
 
 
-def rank(
-    meeting: Path,
-    number: int,
-    sizes: Mapping[str, int],
-    shape: Mapping[str, Any],
-    batches: Sequence[list[RolloutGroup]],
-    loss: Loss | None = None,
-    config: dict[str, Any] | None = None,
-) -> Found:
-    """In a process of its own."""
+def rank(meeting: Path, number: int, sizes: Mapping[str, int], *arguments: Any) -> Found:
+    """`train` in a process of its own."""
     mesh = joined(meeting, number, sizes)
     try:
-        return train(mesh, shape, batches, loss or Aipo(), config or {})
+        return train(mesh, *arguments)
     finally:
+        mesh.close()
+
+
+def preflight(meeting: Path, number: int, sizes: Mapping[str, int], shape: Mapping[str, Any], broken: str) -> str:
+    """What the preflight says, or is refused with, when part of the layout is broken."""
+    mesh = joined(meeting, number, sizes)
+    names = {"block": "BLOCKS", "norm": "sharded_dim", "tied": "EMBEDDING"}
+    others = {
+        "block": ("self_attn",),
+        "norm": lambda name: 0 if name.endswith(("q_norm.weight", "k_norm.weight")) else sharded_dim(name),
+        "tied": "no such weight",
+    }
+    kept = {name: getattr(parallel, name) for name in names.values()}
+    if broken:
+        setattr(parallel, names[broken], others[broken])
+    try:
+        return check_layout(ModelShape(**{key: value for key, value in shape.items() if key != "dtype"}), mesh, CPU)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        for name, value in kept.items():
+            setattr(parallel, name, value)
         mesh.close()
 
 
@@ -110,14 +145,9 @@ def joined(meeting: Path, number: int, sizes: Mapping[str, int]) -> RankMesh:
     return join_mesh(whole, str(meeting), torch.device("cpu"), timeout_s=30.0)
 
 
-def alone(
-    shape: Mapping[str, Any],
-    batches: Sequence[list[RolloutGroup]],
-    loss: Loss | None = None,
-    config: dict[str, Any] | None = None,
-) -> Found:
+def alone(*arguments: Any) -> Found:
     """The same by one process."""
-    return train(ALONE, shape, batches, loss or Aipo(), config or {})
+    return train(ALONE, *arguments)
 
 
 def assembled(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
