@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -81,6 +81,32 @@ class RankMesh:
     shards: DeviceMesh | None = None
     """The fsdp and cp axes as one, over which FSDP2 cuts what is the same on all of these ranks; None: just one."""
 
+    failure: Path | None = None
+    """Where the first rank that fails says why; not there before."""
+
+    @contextmanager
+    def together(self, *alike: type[Exception]) -> Iterator[None]:
+        """Work with collectives. When one rank fails, the others wait for it until their time is over, and say why.
+
+        Args:
+            alike: errors that all ranks raise, for the same reason.
+
+        Raises:
+            RanksLost: another rank has failed, with its error.
+        """
+        try:
+            yield
+        except alike:
+            raise
+        except BaseException as error:
+            if self.failure is not None and self.world.size > 1:
+                try:
+                    with self.failure.open("x") as file:
+                        file.write(f"rank {self.world.rank} failed: {type(error).__name__}: {error}")
+                except FileExistsError:
+                    raise RanksLost(self.failure.read_text()) from error
+            raise
+
     def exchange(self, value: Any) -> list[Any]:
         """Gives a small picklable value to all ranks and returns theirs in rank order."""
         values = [value] * self.world.size
@@ -98,13 +124,16 @@ class RankMesh:
 ALONE = RankMesh()
 
 
-def join_mesh(sizes: Mapping[str, int], meeting: str, device: torch.device, timeout_s: float) -> RankMesh:
+def join_mesh(
+    sizes: Mapping[str, int], meeting: str, device: torch.device, *, start_timeout_s: float, timeout_s: float = 60.0
+) -> RankMesh:
     """Meets the other ranks of this executor. FSDP2 needs torch's default process group: one mesh in a process.
 
     Args:
         sizes: of `AXES`.
         meeting: a file that does not exist yet, the same for all, in a folder that only this user may enter.
-        timeout_s: for all ranks to arrive, and for one collective.
+        start_timeout_s: for all ranks to arrive.
+        timeout_s: for one collective: so far may ranks be apart.
 
     Raises:
         RanksLost: not all ranks have come.
@@ -116,7 +145,7 @@ def join_mesh(sizes: Mapping[str, int], meeting: str, device: torch.device, time
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = dist.FileStore(meeting, world)
-    store.set_timeout(timedelta(seconds=timeout_s))
+    store.set_timeout(timedelta(seconds=start_timeout_s))
     try:
         dist.init_process_group(
             backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -127,10 +156,11 @@ def join_mesh(sizes: Mapping[str, int], meeting: str, device: torch.device, time
         joined = ("pp", "shards", "tp")
         shards = init_device_mesh(device.type, (pp, fsdp * cp, tp), mesh_dim_names=joined) if cp > 1 else mesh
     except RuntimeError as error:
-        raise RanksLost(f"rank {rank} did not meet all {world} ranks in {timeout_s:g} s: {error}") from error
+        raise RanksLost(f"rank {rank} did not meet all {world} ranks in {start_timeout_s:g} s: {error}") from error
     places = zip(AXES, mesh.get_coordinate() or (), shape, strict=True)
     return RankMesh(
         **{axis: Axis(place, size, mesh.get_group(axis)) for axis, place, size in places},
         world=Axis(rank, world, dist.group.WORLD),
+        failure=Path(f"{meeting}.failure"),
         shards=shards["shards" if cp > 1 else "fsdp"] if fsdp * cp > 1 else None,
     )

@@ -23,7 +23,7 @@ from llamarl.rollouts.probe import probe_sequences
 from llamarl.training.preflight import check_layout
 from llamarl.training.result import StepResult
 from llamarl.training.state import load_training_state, training_state
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import NonFiniteStep, Trainer
 from llamarl.types import RolloutGroup
 from llamarl.weight_sync.base import Publisher, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
@@ -45,8 +45,9 @@ class TrainerExecutor(Executor):
         """
         settings = config.trainer
         device = set_up_device(settings.device, settings.threads, "trainer.device")
-        is_alone, timeout_s = settings.parallelism.num_ranks == 1, config.cluster.call_timeout_s
-        self._mesh = ALONE if is_alone else join_mesh(settings.parallelism.model_dump(), meeting, device, timeout_s)
+        sizes, is_alone = settings.parallelism.model_dump(), settings.parallelism.num_ranks == 1
+        start_timeout_s = config.cluster.start_timeout_s
+        self._mesh = ALONE if is_alone else join_mesh(sizes, meeting, device, start_timeout_s=start_timeout_s)
         torch.manual_seed(config.seed)
         model = load_model(config.model.path, torch.float32, device if is_alone else "cpu")
         if not is_alone:
@@ -103,7 +104,8 @@ class TrainerExecutor(Executor):
         start_s = clock()
         groups = [self._groups.pop(group_id) for group_id in group_ids]
         self._probed = probe_sequences(groups)
-        result = self._trainer.step(groups)
+        with self._mesh.together(NonFiniteStep):
+            result = self._trainer.step(groups)
         result.metrics["train_s"] = clock() - start_s
         background_s = time.process_time() - time.thread_time()
         result.metrics["trainer_background_s"] = background_s - self._background_s
@@ -145,10 +147,11 @@ class TrainerExecutor(Executor):
     def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
         """Makes the current weights available as `version`, in the generators' types; versions `in_use` stay."""
         assert self._publisher is not None, "`choose` comes first"
-        address = self._publisher.publish(version, self._weights, in_use)
         probe = None
-        if self._probed and self._probe_every_steps and version % self._probe_every_steps == 0:
-            probe = Probe(sequences=self._probed, logprobs=self._trainer.score(self._probed))
+        with self._mesh.together():
+            address = self._publisher.publish(version, self._weights, in_use)
+            if self._probed and self._probe_every_steps and version % self._probe_every_steps == 0:
+                probe = Probe(sequences=self._probed, logprobs=self._trainer.score(self._probed))
         return Published(version=version, address=address, num_bytes=self._published_bytes, probe=probe)
 
     def close(self) -> None:

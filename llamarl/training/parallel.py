@@ -140,7 +140,7 @@ def _join_blocks(decoder: Decoder, first_token: int, tp: Axis) -> None:
             block.register_forward_pre_hook(lambda _, args: (gather_rows(args[0], tp), *args[1:]))
             block.register_forward_hook(lambda _module, _args, output: scatter_rows(output, tp))
 
-    def embed(input: Tensor) -> Tensor:
+    def embed(input: Tensor) -> Tensor:  # noqa: A002 - so is it named in nn.Embedding
         """Each rank looks up the tokens that it has."""
         weight_V_D, local_N = decoder.embed_tokens.weight, input - first_token
         own_N = (local_N >= 0) & (local_N < len(weight_V_D))

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.advantages.group_mean import GroupMean
-from llamarl.algorithms.losses._base import Loss
+from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config import ConfigError
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.box import Box
-from llamarl.distributed.groups import CPU
+from llamarl.distributed.groups import CPU, RanksLost
 from llamarl.distributed.mesh import ALONE, AXES, RankMesh, join_mesh
 from llamarl.distributed.tensor_parallel import sharded_dim
 from llamarl.models.hf import new_model
@@ -55,7 +55,7 @@ class Found:
     """Of the first step; (whole shape, box, part) by name."""
     weights: dict[str, Any] = field(default_factory=dict)
     scores: list[list[np.ndarray]] = field(default_factory=list)
-    """Before, and after the last step."""
+    """Before, and after each step."""
     error: str = ""
     state: Any = None
     """What a checkpoint holds."""
@@ -96,7 +96,7 @@ def train(
             break
         found.metrics.append(result.metrics)
         found.skipped.append(result.skipped)
-    found.scores.append(trainer.score(SEQUENCES))
+        found.scores.append(trainer.score(SEQUENCES))
     for name, spec in trainer.sharding.specs.items():
         part = trainer.sharding.weights[name].detach()
         assert part.shape == spec.shape, f"{name}: {tuple(part.shape)} is not {spec}"
@@ -139,10 +139,33 @@ def preflight(meeting: Path, number: int, sizes: Mapping[str, int], shape: Mappi
         mesh.close()
 
 
-def joined(meeting: Path, number: int, sizes: Mapping[str, int]) -> RankMesh:
+@dataclass(frozen=True)
+class Fragile(Aipo):
+    """Fails where the first group is."""
+
+    def token_losses(self, positions: Positions) -> TokenLosses:
+        if positions.num_sequences == 3:
+            raise ZeroDivisionError("no luck")
+        return super().token_losses(positions)
+
+
+def failing(meeting: Path, number: int, sizes: Mapping[str, int], groups: list[RolloutGroup]) -> str:
+    """How a step ends whose loss raises on one rank."""
+    mesh = joined(meeting, number, sizes, timeout_s=6.0)
+    try:
+        with mesh.together():
+            train(mesh, LLAMA, [groups], Fragile(), {})
+    except (RanksLost, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        mesh.close()
+    raise AssertionError("nothing has failed")
+
+
+def joined(meeting: Path, number: int, sizes: Mapping[str, int], timeout_s: float = 30.0) -> RankMesh:
     whole = dict.fromkeys(AXES, 1) | dict(sizes)
     os.environ |= {"RANK": str(number), "WORLD_SIZE": str(np.prod(list(whole.values())))}
-    return join_mesh(whole, str(meeting), torch.device("cpu"), timeout_s=30.0)
+    return join_mesh(whole, str(meeting), CPU, start_timeout_s=60.0, timeout_s=timeout_s)
 
 
 def alone(*arguments: Any) -> Found:

@@ -14,7 +14,19 @@ import torch
 
 from llamarl.algorithms.losses.gspo import Gspo
 from tests.distributed.ranks import Workers, results
-from tests.training.layouts import LLAMA, QWEN2, QWEN3, Found, alone, assembled, difference, distance, preflight, rank
+from tests.training.layouts import (
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    Found,
+    alone,
+    assembled,
+    difference,
+    distance,
+    failing,
+    preflight,
+    rank,
+)
 
 TOLERANCE = 1e-5
 
@@ -82,12 +94,27 @@ def test_layout_computes_what_one_process_computes(run, make_groups, sizes: dict
 
 
 def test_more_ranks_than_groups_rows_or_layers_to_share_evenly(run, make_groups) -> None:
-    """One group for three ranks, then two; of 4 rows the last rank has none; 3 layers on 3 stages."""
+    """One group for three ranks, then none to learn from, then two; of 4 rows the last rank has none.
+
+    In the second step weights move by their momentum alone, and nobody may score with gathered ones of before.
+    """
     shape = QWEN3 | {"head_dim": 4}
-    batches = [make_groups(((5, 1, 9),)), make_groups(((4, 2), (1, 1)), seed=1)]
+    equal = make_groups(((2, 2),), reward=lambda _: 0.5)
+    batches = [make_groups(((5, 1, 9),)), equal, make_groups(((4, 2), (1, 1)), seed=1)]
     expected = alone(shape, batches)
     for sizes in ({"fsdp": 3}, {"pp": 3}):
         assert_same(run(sizes, shape, batches), expected, TOLERANCE)
+
+
+def test_bfloat16_is_as_far_from_float32_as_in_one_process(run, make_groups) -> None:
+    """Sums over ranks are taken in bfloat16 where one process has none, so bits differ."""
+    batches, half = [make_groups()], {"dtype": "bfloat16"}
+    exact, rounded = alone(LLAMA, batches), alone(LLAMA, batches, None, half)
+    apart = abs(rounded.metrics[0]["loss"] - exact.metrics[0]["loss"])
+    assert apart > 0
+    for one in run({"fsdp": 2, "tp": 2}, LLAMA, batches, None, half):
+        assert one.metrics[0]["loss"] == pytest.approx(exact.metrics[0]["loss"], abs=3 * apart)
+        assert one.metrics[0]["grad_norm"] == pytest.approx(exact.metrics[0]["grad_norm"], rel=0.03)
 
 
 def test_a_loss_over_whole_sequences_in_cut_ones(run, make_groups) -> None:
@@ -138,3 +165,11 @@ def test_preflight_refuses_a_broken_plan(run, how: str) -> None:
         assert len(set(said)) == 1, "all ranks say the same"
     else:
         assert all(one.startswith("preflight of fsdp 1, tp 2, pp 1, cp 1: ") for one in said)
+
+
+def test_what_fails_on_one_rank_ends_all_with_the_cause(run, make_groups) -> None:
+    """The other rank waits for it in a collective, no longer than for the mesh's time-out."""
+    cause, consequence = sorted(run({"fsdp": 2}, make_groups(((5, 1, 9), (3, 3))), function=failing), key=len)
+    assert cause == "ZeroDivisionError: no luck"
+    assert consequence.startswith("RanksLost: rank ")
+    assert consequence.endswith(" failed: ZeroDivisionError: no luck")
