@@ -5,11 +5,15 @@ Not covered: several machines, GPUs.
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.tiny import llamarl, llamarl_here, rows
+from llamarl.checkpoint.store import CheckpointStore
+from tests.end_to_end.tiny import Command, descendants, gone, llamarl, llamarl_here, rows
 
 SYNCHRONOUS = (
     "--rollout.max_staleness", 0, "--rollout.window", 1, "--trainer.learning_rate", 1e-3,
@@ -42,6 +46,25 @@ def test_a_run_changes_its_layout(tmp_path: Path, toml: Path) -> None:
     preflights = [path.read_text() for path in sorted((tmp_path / "many/tiny/logs").glob("trainer.*.log"))]
     assert len(preflights) == 2
     assert all("preflight of fsdp 1, tp 2, pp 1, cp 1: " in text for text in preflights)
+
+
+def test_a_killed_rank_ends_the_run(tmp_path: Path, toml: Path) -> None:
+    """At once, with its name, and nobody is left; the last checkpoint is there to go on from."""
+    command = Command.start(
+        tmp_path, "train", toml, "--output", tmp_path, *SYNCHRONOUS, "--steps", 100_000, "--checkpoint.every_steps", 2,
+        "--trainer.parallelism.fsdp", 2,
+    )  # fmt: skip
+    checkpoints = tmp_path / "tiny/checkpoints"
+    command.until(lambda: any(checkpoints.glob("step-*")), timeout_s=240)
+    pids = descendants(command.process.pid)
+    os.kill(command.children()["trainer.1"], signal.SIGKILL)
+    start_s = time.monotonic()
+    code, said = command.wait(timeout_s=60)
+    assert code == 1
+    assert "trainer (rank 1)" in said
+    assert time.monotonic() - start_s < 20
+    assert gone(pids) == []
+    assert CheckpointStore(checkpoints, keep=2).load_newest()[0] is not None
 
 
 @pytest.mark.parametrize(
