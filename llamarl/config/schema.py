@@ -124,6 +124,24 @@ class WeightSyncConfig(Section):
     Rounding gives 0.001 (bfloat16) to 0.1 (8 bits)."""
 
 
+class ParallelismConfig(Section):
+    """Processes of the trainer, each with its own device: the product of the four. All layouts compute the same."""
+
+    fsdp: int = Field(default=1, ge=1)
+    """Shares of each batch; weights, gradients and optimizer state are cut as many times (FSDP2)."""
+    tp: int = Field(default=1, ge=1)
+    """Parts of every matrix (tensor and sequence parallel); for the fast links inside of a host."""
+    pp: int = Field(default=1, ge=1)
+    """Stages of consecutive layers; needs several microbatches per step to keep all of them busy."""
+    cp: int = Field(default=1, ge=1)
+    """Parts of every sequence, for contexts whose activations do not fit; cuts weights as fsdp does."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes."""
+        return self.fsdp * self.tp * self.pp * self.cp
+
+
 class TrainerConfig(Section):
     loss: Ref = Ref(name="aipo")
     """File in `algorithms/losses`."""
@@ -151,6 +169,7 @@ class TrainerConfig(Section):
     """`cpu` or `cuda`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A non-finite loss or gradient ends the run, or skips that step and counts it."""
+    parallelism: ParallelismConfig = ParallelismConfig()
 
 
 class RewardConfig(Section):
@@ -284,6 +303,11 @@ class RunConfig(Section):
         if generator.dtype == "fp8" and generator.device == "cpu":
             raise ValueError("generator.dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'int8'")
         if self.cluster.kind == "inline":
+            if (num_ranks := self.trainer.parallelism.num_ranks) > 1:
+                raise ValueError(
+                    f"trainer.parallelism asks for {num_ranks} processes, and cluster.kind = 'inline' has only one; "
+                    "use cluster.kind = 'monarch'"
+                )
             if generator.tensor_parallel > 1:
                 raise ValueError(
                     f"generator.tensor_parallel = {generator.tensor_parallel} needs a process for each rank; "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llamarl.config import ConfigError, RunConfig, build
+from llamarl.config.schema import ParallelismConfig
 from llamarl.controller.controller import Problems
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
@@ -45,6 +46,7 @@ def prepare(config: RunConfig) -> Prepared:
     shape, tokenizer = load_shape(config.model.path), Tokenizer(config.model.path)
     check_vocabulary(tokenizer, shape.vocab_size)
     check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
+    check_parallelism(shape, config.trainer.parallelism, config.model.path)
     warnings = _thread_warnings(config)
 
     def load(which: Literal["train", "eval"]) -> tuple[Prompt, ...]:
@@ -83,6 +85,27 @@ def check_tensor_parallel(shape: ModelShape, num_ranks: int, path: str) -> None:
         )
 
 
+def check_parallelism(shape: ModelShape, parallelism: ParallelismConfig, path: str) -> None:
+    """Raises ConfigError when the trainer cannot be cut so."""
+    sizes = {
+        "attention heads": shape.num_heads,
+        "key/value heads": shape.num_kv_heads,
+        "feed-forward columns": shape.intermediate_size,
+        "tokens in the vocabulary": shape.vocab_size,
+    }
+    if uneven := [f"{size} {what}" for what, size in sizes.items() if size % parallelism.tp]:
+        possible = [ranks for ranks in range(1, shape.num_kv_heads + 1) if not any(n % ranks for n in sizes.values())]
+        raise ConfigError(
+            f"trainer.parallelism.tp = {parallelism.tp} cannot share the {uneven[0]} of {path} evenly; "
+            f"use one of {', '.join(map(str, possible))}"
+        )
+    if parallelism.pp > shape.num_layers:
+        raise ConfigError(
+            f"trainer.parallelism.pp = {parallelism.pp} is more than the {shape.num_layers} layers of {path}; "
+            f"use at most {shape.num_layers}"
+        )
+
+
 def _thread_warnings(config: RunConfig) -> list[str]:
     """Executors that work at the same time and want more threads than there are cores.
 
@@ -91,7 +114,7 @@ def _thread_warnings(config: RunConfig) -> list[str]:
     trainer, generator = config.trainer, config.generator
     processes = generator.replicas * generator.tensor_parallel
     of_generators = processes * generator.threads if generator.device == "cpu" else 0
-    of_trainer = trainer.threads if trainer.device == "cpu" else 0
+    of_trainer = trainer.parallelism.num_ranks * trainer.threads if trainer.device == "cpu" else 0
     together = max if config.cluster.placement == "colocated" else sum
     wanted, cores = together((of_generators, of_trainer)), os.cpu_count() or 1
     if wanted <= cores:

@@ -144,7 +144,8 @@ class _Run:
     async def _spawn(self, cluster: Cluster, generator: GeneratorSpecs) -> Executors:
         config, timeout_s = self._config, self._config.cluster.start_timeout_s
         specs = [
-            executor_spec("trainer", "trainer:TrainerExecutor", config.trainer.threads, config=config,
+            executor_spec("trainer", "trainer:TrainerExecutor", config.trainer.threads,
+                          config.trainer.parallelism.num_ranks, config=config, meeting=generator.meeting("trainer"),
                           checkpoint_folder=str(self._folder.checkpoints), resume=self._resume),
             executor_spec("reward", "reward:RewardExecutor", 1, model_path=config.model.path, config=config.reward),
             *map(generator, range(config.generator.replicas)),

@@ -45,8 +45,12 @@ class GeneratorSpecs:
         return executor_spec(
             name, "generator:GeneratorExecutor", self._config.threads, self._config.tensor_parallel,
             model_path=self._model_path, config=self._config, delta=self._delta, vllm=vllm,
-            meeting=str(self._folder / f"{name}-{secrets.token_hex(4)}"),
+            meeting=self.meeting(name),
         )  # fmt: skip
+
+    def meeting(self, name: str) -> str:
+        """A file that does not exist yet, where ranks of an executor can meet."""
+        return str(self._folder / f"{name}-{secrets.token_hex(4)}")
 
 
 @contextmanager
