@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import checked
-from llamarl.config import ConfigError
+from llamarl.config import ConfigError, read_text
 from llamarl.config.schema import EvalConfig, GeneratorConfig, RolloutConfig
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 
@@ -99,12 +99,7 @@ def _sampling(options: argparse.Namespace) -> tuple[int, SamplingParams]:
 
 def read_prompts(path: Path, field: str) -> list[str]:
     """Prompts of a JSON Lines file (`field` of each line) or of a text file (each line that is not blank)."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give --prompts a file of prompts") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
+    lines = read_text(path, "give --prompts a file of prompts").split("\n")
     numbered = [(number, line.removesuffix("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise ConfigError(f"{path} is empty; it needs a prompt in each line")

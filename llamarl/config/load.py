@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Sequence
 from datetime import date, time
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from llamarl.config.errors import ConfigError
+from llamarl.config.errors import ConfigError, did_you_mean
 from llamarl.config.ref import Ref
 from llamarl.config.schema import RunConfig, Section
 from llamarl.config.sft import SftConfig
@@ -39,12 +39,9 @@ def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfi
 
 
 def _load(path: str | Path, overrides: Sequence[str], schema: type[S]) -> S:
-    path = Path(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        data = tomllib.loads(read_text(path, "give the path of a TOML file"))
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for key, value in _pairs(overrides):
         _set(data, key, value)
@@ -52,6 +49,27 @@ def _load(path: str | Path, overrides: Sequence[str], schema: type[S]) -> S:
         return schema.model_validate(data)
     except ValidationError as error:
         raise ConfigError(_explain(error, schema)) from None
+
+
+def read_text(path: str | Path, fix: str) -> str:
+    """A file of text. Raises ConfigError, which ends with the `fix`."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; {fix}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
+
+
+def read_json(path: str | Path, fix: str) -> dict[str, Any]:
+    """The JSON object in a file. Raises ConfigError, which ends with the `fix`."""
+    try:
+        data = json.loads(read_text(path, fix))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON ({error}); {fix}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no JSON object; {fix}")
+    return data
 
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, Any]]:
@@ -95,8 +113,7 @@ def _explain(error: ValidationError, schema: type[Section]) -> str:
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         known = list(_section_at(schema, first["loc"][:-1]).model_fields)
-        near = get_close_matches(str(first["loc"][-1]), known, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
+        hint = did_you_mean(str(first["loc"][-1]), known, f"known here: {', '.join(known)}")
         return f"unknown option `{where}`; {hint}"
     if first["type"] == "missing":
         return f"`{where}` is missing; set it in the file or with --{where} VALUE"

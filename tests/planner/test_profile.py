@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks._predict import Prediction, predict_step
 from llamarl.cli.profile import main
 from llamarl.config import ConfigError, RunConfig
 from llamarl.observability.spans import Span
 from llamarl.planner.constants import load_profile
 from llamarl.planner.hardware import Pool, find_gpu
 from llamarl.planner.lengths import Lengths
-from llamarl.planner.predict import Prediction, predict_step
 from llamarl.planner.profile import make_profile, measure, robust_line, run_request
 from llamarl.planner.recorded import read_run
 from llamarl.simulator.cores import SharedCores
