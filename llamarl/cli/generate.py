@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import checked
+from llamarl.cli.options import checked, command_parser
 from llamarl.config import ConfigError, read_text
 from llamarl.config.schema import EvalConfig, GeneratorConfig, RolloutConfig
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
@@ -32,11 +32,10 @@ if TYPE_CHECKING:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="llamarl generate",
-        description="Answer the prompts of a file: one JSON line per response, in the order in which they finish.",
-        epilog="FILE is JSON Lines when its name ends in .jsonl, else text with a prompt in each line.",
-        allow_abbrev=False,
+    parser = command_parser(
+        "generate",
+        "Answer the prompts of a file: one JSON line per response, in the order in which they finish.",
+        "FILE is JSON Lines when its name ends in .jsonl, else text with a prompt in each line.",
     )
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder")
     parser.add_argument("--prompts", metavar="FILE", required=True, help="what to answer")
