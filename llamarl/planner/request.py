@@ -93,7 +93,8 @@ class Request:
                 f"`--max-staleness {self.max_staleness}` leaves no asynchronous plan to compare with; use 1 or more "
                 "(staleness 0, the synchronous plan, is always part of the answer)"
             )
-        context, over = self.model.max_context_tokens, self.longest_tokens - self.model.max_context_tokens
+        context = self.model.max_position_embeddings
+        over = self.longest_tokens - context
         if over > 0:
             raise ConfigError(
                 f"{self.prompt_tokens} prompt and {self.lengths.limit_tokens} response tokens exceed the context of "
