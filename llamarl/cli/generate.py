@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import checked, command_parser
-from llamarl.config import ConfigError, read_text
+from llamarl.config import ConfigError, read_rows, read_text
 from llamarl.config.schema import EvalConfig, GeneratorConfig, RolloutConfig
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 
@@ -98,22 +98,16 @@ def _sampling(options: argparse.Namespace) -> tuple[int, SamplingParams]:
 
 def read_prompts(path: Path, field: str) -> list[str]:
     """Prompts of a JSON Lines file (`field` of each line) or of a text file (each line that is not blank)."""
-    lines = read_text(path, "give --prompts a file of prompts").split("\n")
-    numbered = [(number, line.removesuffix("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
+    fix = "give --prompts a file of prompts"
+    if path.suffix == ".jsonl":
+        return [_prompt(row, place, field) for place, row in read_rows(path, fix)]
+    prompts = [line.removesuffix("\r") for line in read_text(path, fix).split("\n") if line.strip()]
+    if not prompts:
         raise ConfigError(f"{path} is empty; it needs a prompt in each line")
-    if path.suffix != ".jsonl":
-        return [line for _, line in numbered]
-    return [_prompt(line, f"{path}:{number}", field) for number, line in numbered]
+    return prompts
 
 
-def _prompt(line: str, place: str, field: str) -> str:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: malformed JSON ({error.msg}, column {error.colno}); one object per line") from None
-    if not isinstance(row, dict):
-        raise ConfigError(f"{place}: holds a JSON {type(row).__name__}; each line needs an object with `{field}`")
+def _prompt(row: dict[str, Any], place: str, field: str) -> str:
     if field not in row:
         raise ConfigError(f"{place}: there is no `{field}`; name the prompt's --field, one of {', '.join(row)}")
     if not isinstance(row[field], str):

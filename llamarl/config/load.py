@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date, time
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -70,6 +70,33 @@ def read_json(path: str | Path, fix: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no JSON object; {fix}")
     return data
+
+
+def read_rows(path: str | Path, fix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`file:line` and object of each line of a JSON Lines file that is not blank. Raises ConfigError."""
+    is_empty = True
+    try:
+        with Path(path).open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    is_empty = False
+                    yield f"{path}:{number}", _parse_row(line, f"{path}:{number}")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; {fix}") from None
+    if is_empty:
+        raise ConfigError(f"{path}:1: the file is empty; it needs one JSON object per line")
+
+
+def _parse_row(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place}: not UTF-8 (byte {error.start} of the line); save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}: malformed JSON ({error.msg}, column {error.colno}); one object per line") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place}: holds a JSON {type(row).__name__}, not an object; one object per line")
+    return row
 
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, Any]]:

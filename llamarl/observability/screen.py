@@ -7,7 +7,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, Self, TextIO
+from typing import Self, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -26,7 +26,7 @@ PHASE_LINE_S = 10.0
 """Least time between two lines about the same phase."""
 
 
-class Screen(Protocol):
+class Screen:
     """Shows a run. All calls return at once and may come from any thread; use it as a context manager."""
 
     def __enter__(self) -> Self:
