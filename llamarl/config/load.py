@@ -91,7 +91,7 @@ def _parse_row(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{place}: not UTF-8 (byte {error.start} of the line); save the file as UTF-8") from None
+        raise ConfigError(f"{place}: is not UTF-8 (byte {error.start} of the line); save the file as UTF-8") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place}: malformed JSON ({error.msg}, column {error.colno}); one object per line") from None
     if not isinstance(row, dict):
