@@ -68,7 +68,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert "cannot read" in _message(tmp_path / "none.toml")
     assert "cannot read" in _message(tmp_path)
     (tmp_path / "latin.toml").write_bytes(b"name = '\xe9'")
-    assert "is not valid TOML" in _message(tmp_path / "latin.toml")
+    assert "is not UTF-8" in _message(tmp_path / "latin.toml")
 
 
 @pytest.mark.parametrize(
