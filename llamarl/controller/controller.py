@@ -36,6 +36,10 @@ from llamarl.rollouts.pieces import pieces
 from llamarl.types import Outcome, Prompt, Rollout, RolloutGroup
 
 
+class NotSaved(RuntimeError):
+    """The disk refuses a checkpoint; the last good one stands."""
+
+
 class TooManyInvalid(RuntimeError):
     """Most rewards of a step could not be computed: the grader is broken, not the policy."""
 
@@ -99,6 +103,8 @@ class Controller:
         )
         self._pipeline = Pipeline(self.generators, collected, executors.reward, self._watch, timeout_s)
         self._steps = Steps(state["step"] if state else 0, self._call_trainer, supervisor, telemetry)
+        self._saving: asyncio.Task[None] | None = None
+        """A periodic checkpoint, beside the next steps; the trainer copies its weights before it begins with them."""
         self._sync = WeightSync(
             config.weight_sync, self.generators, self._call_trainer, supervisor, telemetry, self._steps.has_weights,
             is_inline=config.cluster.kind == "inline",
@@ -170,7 +176,9 @@ class Controller:
             if saves or evaluates:
                 await self._report()  # a step that is saved is on record, and one that is evaluated has been adopted
             if saves:
-                await self._save_and_go_on()
+                await self._saved()
+                saving = self._save_and_go_on(self._state())
+                self._saving = self._supervisor.start(saving, f"checkpoint of step {self.version}")
             if evaluates:
                 evaluations.append(self._supervisor.start(self.evaluate(), f"evaluation at step {self.version}"))
         await self._report()
@@ -249,21 +257,43 @@ class Controller:
         self._telemetry.evaluated(result)
         return result
 
-    async def save(self) -> str:
+    async def save(self) -> None:
         """Saves trainer and data position together: after a resume nothing is trained twice or skipped.
 
         Rollouts in flight, partial ones included, start again from their prompts.
-        """
-        return await self._call_trainer("save", {"step": self.version} | self._admission.state())
 
-    async def _save_and_go_on(self) -> None:
+        Raises:
+            NotSaved: the disk refuses.
+        """
+        await self._saved()
+        await self._save(self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {"step": self.version} | self._admission.state()
+
+    async def _save(self, state: dict[str, Any]) -> None:
+        """The trainer copies its weights before whatever it is asked for next, and writes beside that."""
+        try:
+            await self._call_trainer("save", state)
+            await self._call_trainer("commit")
+        except RemoteError as error:
+            if isinstance(error.__cause__, OSError):
+                raise NotSaved(
+                    f"no checkpoint at step {state['step']}: {error.__cause__}; make room on the disk"
+                ) from None
+            raise
+
+    async def _save_and_go_on(self, state: dict[str, Any]) -> None:
         """A periodic checkpoint that the disk refuses costs a warning, not the run; the last good one stands."""
         try:
-            await self.save()
-        except RemoteError as error:
-            if not isinstance(error.__cause__, OSError):
-                raise
-            self._telemetry.warn(f"no checkpoint at step {self.version}: {error.__cause__}; the run goes on")
+            await self._save(state)
+        except NotSaved as error:
+            self._telemetry.warn(f"{error}, the run goes on")
+
+    async def _saved(self) -> None:
+        """Waits for the checkpoint that is being written; its error is the supervisor's."""
+        if self._saving is not None:
+            await asyncio.wait({self._saving})
 
     def _is_due(self, every_steps: int) -> bool:
         return every_steps > 0 and self.version % every_steps == 0 and self.version < self._config.steps

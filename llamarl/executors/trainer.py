@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,7 +37,12 @@ class TrainerExecutor(Executor):
     All ranks get all calls and all groups, and each computes its share; rank 0 answers.
     """
 
-    SPANS: ClassVar[dict[str, str]] = {"step": "train", "publish": "weight_sync", "save": "checkpoint"}
+    SPANS: ClassVar[dict[str, str]] = {
+        "step": "train",
+        "publish": "weight_sync",
+        "save": "checkpoint",
+        "commit": "checkpoint",
+    }
 
     def __init__(self, config: RunConfig, checkpoint_folder: str, resume: bool, meeting: str = "") -> None:
         """
@@ -76,7 +82,9 @@ class TrainerExecutor(Executor):
         self._probe_every_steps = config.weight_sync.probe_every_steps
         self._probed = list[np.ndarray]()
         """Sequences of the last step."""
-        self._store = CheckpointStore(Path(checkpoint_folder), config.checkpoint.keep)
+        world, folder = self._mesh.world, Path(checkpoint_folder)
+        keep = config.checkpoint.keep
+        self._store = CheckpointStore(folder, keep, world.rank, world.size, self._mesh.exchange)
         self._resumed: dict[str, Any] | None = None
         self._damaged = list[str]()
         if resume:
@@ -85,7 +93,7 @@ class TrainerExecutor(Executor):
     def _resume(self) -> None:
         checkpoint, self._damaged = self._store.load_newest()
         if checkpoint is not None:
-            load_training_state(self._trainer, checkpoint.tensors, checkpoint.state)
+            load_training_state(self._trainer, checkpoint.shapes, checkpoint.read, checkpoint.state)
             self._resumed = checkpoint.state
 
     def resumed(self) -> tuple[dict[str, Any] | None, list[str]]:
@@ -158,10 +166,11 @@ class TrainerExecutor(Executor):
                 publisher.close()
         self._mesh.close()
 
-    def save(self, controller_state: dict[str, Any]) -> str:
-        """Writes a checkpoint and returns its folder. Raises OSError when the disk is full."""
-        tensors, state = training_state(self._trainer)
-        if self._mesh.world.rank:
-            return ""
-        state["controller"] = controller_state
-        return str(self._store.save(self._trainer.policy_version, tensors, state))
+    def save(self, controller_state: dict[str, Any]) -> Future[dict[str, Any] | OSError]:
+        """Copies what a checkpoint needs and writes it beside the next steps; after the answer comes `commit`."""
+        state = training_state(self._trainer) | {"controller": controller_state}
+        return self._store.save(self._trainer.policy_version, self._trainer.shards(), state)
+
+    def commit(self) -> Future[str] | None:
+        """Makes what was saved last the newest checkpoint; its folder. Raises OSError when the disk is full."""
+        return self._store.commit()
