@@ -58,7 +58,7 @@ def build(ref: Ref, family: str, option: str) -> Any:
     Raises:
         ConfigError: unknown name, unknown option, or an option of the wrong type.
     """
-    cls = _find_class(ref.name, family, option)
+    cls = find(ref.name, family, option, "".join(part.capitalize() for part in ref.name.split("_")))
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ConfigError(f"`{option} = {ref.name!r}` must be a dataclass: its fields are its options")
     return make_record(cls, ref.options, option, ref.name)
@@ -90,7 +90,11 @@ def make_record(cls: type[T], values: Mapping[str, Any], where: str, owner: str)
         raise ConfigError(f"`{place} = {first['input']!r}` of `{owner}`: {first['msg']}") from None
 
 
-def _find_class(name: str, family: str, option: str) -> Any:
+def find(name: str, family: str, option: str, attribute: str) -> Any:
+    """What `name` stands for: `attribute` of that file of the family, or what `package.module:attribute` says.
+
+    Raises ConfigError.
+    """
     if ":" in name:
         module_name, _, class_name = name.partition(":")
         if not all(part.isidentifier() for part in (*module_name.split("."), class_name)):
@@ -102,5 +106,4 @@ def _find_class(name: str, family: str, option: str) -> Any:
     known = members(family)
     if name not in known:
         raise ConfigError(f"`{option} = {name!r}` is unknown; {did_you_mean(name, known)}")
-    class_name = "".join(part.capitalize() for part in name.split("_"))
-    return getattr(importlib.import_module(f"{family}.{name}"), class_name)
+    return getattr(importlib.import_module(f"{family}.{name}"), attribute)

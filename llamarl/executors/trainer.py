@@ -21,6 +21,7 @@ from llamarl.executors.replies import Probe, Published
 from llamarl.models.hf import load_model
 from llamarl.rollouts.pieces import joined
 from llamarl.rollouts.probe import probe_sequences
+from llamarl.rollouts.shaping import Shaping
 from llamarl.training.preflight import check_layout
 from llamarl.training.result import StepResult
 from llamarl.training.state import load_training_state, training_state
@@ -66,6 +67,7 @@ class TrainerExecutor(Executor):
             temperature=config.rollout.temperature,
             mesh=self._mesh,
             device=device,
+            shaping=Shaping(config.shaping, config.rollout.max_new_tokens),
         )
         self._weights = self._trainer.sharding.weights
         self._groups = dict[int, RolloutGroup]()

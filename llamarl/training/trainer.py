@@ -19,7 +19,8 @@ from llamarl.algorithms.losses._base import Loss, LossInputs
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.models.transformer import Transformer
-from llamarl.rollouts.packing import EMPTY, Microbatch, pack, to_sample_group, valid_rollouts, with_advantage
+from llamarl.rollouts.packing import EMPTY, Microbatch, pack, to_sample_group, with_advantage
+from llamarl.rollouts.shaping import UNSHAPED, Shaping
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
 from llamarl.training.parallel import parallelize
 from llamarl.training.pipeline import Pipeline
@@ -48,6 +49,7 @@ class Trainer:
         temperature: float,
         mesh: RankMesh = ALONE,
         device: torch.device | None = None,
+        shaping: Shaping = UNSHAPED,
     ) -> None:
         """
         Args:
@@ -59,6 +61,7 @@ class Trainer:
         self.loss = loss
         self.advantage = advantage
         self.temperature = temperature
+        self.shaping = shaping
         self.mesh = mesh
         self.device, dtype = device or model.device, model.kv_dtype
         self.policy = Policy(model, mesh)
@@ -73,8 +76,7 @@ class Trainer:
         Raises:
             NonFiniteStep: loss or gradient is NaN or infinite, and the policy is to stop.
         """
-        advantages = {group.group_id: self._advantages(group) for group in groups}
-        batch = TrainBatch(groups=tuple(to_sample_group(group, advantages[group.group_id]) for group in groups))
+        batch, advantages = self._batch(groups)
         count = batch.num_loss_tokens if self.loss.MEAN_OVER == "tokens" else batch.num_loss_sequences
         denominator = max(count, 1)
         rate = learning_rate_at(self.policy_version, self.config)
@@ -87,7 +89,7 @@ class Trainer:
         grad_norm = self.sharding.clip_gradients(self.config.max_grad_norm)
         loss, num_inputs = sums.pop("loss", 0.0) / denominator, sums.pop("num_input_tokens")
         num_computed = TrainBatch(groups=tuple(computed)).num_loss_tokens
-        metrics = {name: value / num_computed for name, value in sums.items()} | maxima
+        metrics = {name: value / num_computed for name, value in sums.items()} | maxima | self.shaping.metrics(groups)
         metrics |= {
             "loss": loss,
             "importance_ratio_mean": 1 + metrics.pop("importance_ratio_excess", 0.0),
@@ -112,9 +114,19 @@ class Trainer:
             policy_version=self.policy_version, skipped=not finite, metrics=metrics, advantages=advantages
         )
 
-    def _advantages(self, group: RolloutGroup) -> np.ndarray:
-        rewards_G = np.array([result.value for result in group.results], np.float64)
-        return self.advantage(rewards_G, valid_rollouts(group))
+    def _batch(self, groups: Sequence[RolloutGroup]) -> tuple[TrainBatch, dict[int, np.ndarray]]:
+        """What is learnt from, and the advantage of each rollout."""
+        rewards = [self.shaping.rewards(group) for group in groups]
+        advantages = self.advantage.of_batch(rewards)
+        samples = [
+            to_sample_group(group, of_tokens, earned.valid_G)
+            for group, of_tokens, earned in zip(groups, advantages, rewards, strict=True)
+        ]
+        means = {
+            group.group_id: np.array([one_T.mean() if len(one_T) else 0.0 for one_T in of_tokens])
+            for group, of_tokens in zip(groups, advantages, strict=True)
+        }
+        return TrainBatch(groups=tuple(samples)), means
 
     def accumulate(self, groups: Sequence[SampleGroup], denominator: int) -> tuple[dict[str, float], dict[str, float]]:
         """Gradient of (sum of losses) / (global count of tokens or sequences); sums and maxima over all ranks.

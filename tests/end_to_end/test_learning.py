@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +11,10 @@ import pytest
 
 from llamarl.cli.main import COMMANDS
 from llamarl.config import load_config
-from tests.end_to_end.learning import write_task
+from tests.end_to_end.learning import Trained
 from tests.end_to_end.tiny import llamarl, llamarl_here, rows
 
 GROUP, PROMPTS, STEPS = 8, 16, 60
-
-
-@dataclass(frozen=True)
-class Trained:
-    toml: Path
-    folder: Path
-    out: str
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        return json.loads((self.folder / "summary.json").read_text())
-
-
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """The base model is made on first use, then trained."""
-    folder = tmp_path_factory.mktemp("additions")
-    toml = write_task(folder)
-    done = llamarl("train", toml)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert f"base model: {folder / 'base'}" in done.stdout
-    return Trained(toml, folder / "runs" / "additions", done.stdout)
 
 
 def test_it_learns(trained: Trained) -> None:
@@ -137,8 +113,10 @@ def test_a_model_that_other_settings_made_is_not_taken(trained: Trained) -> None
 
 
 def test_monarch_and_inline_do_the_same(trained: Trained) -> None:
-    """Without staleness nothing depends on time: one key changes, and not one bit of what is generated."""
+    """Without staleness nothing depends on time: one key changes, and not one bit of what is generated, not even which
+    groups are replaced, nor the rewards of greedy responses."""
     override = ("--steps", 5, "--rollout.max_staleness", 0, "--eval.max_prompts", 20)
+    override += ("--recipe", "dapo", "--rollout.max_attempts", 2, "--trainer.advantage", "remax")
     kept = []
     for kind in ("monarch", "inline"):
         run = llamarl if kind == "monarch" else llamarl_here
@@ -148,6 +126,7 @@ def test_monarch_and_inline_do_the_same(trained: Trained) -> None:
         kept.append(rows(trained.folder.with_name(kind) / "rollouts.jsonl"))
     assert kept[0] == kept[1]
     assert len(kept[0]) == 5 * PROMPTS * GROUP
+    assert max(row["group_id"] for row in kept[0]) >= 5 * PROMPTS
     logs = trained.folder.with_name("monarch") / "logs"
     assert {path.name for path in logs.iterdir()} == {"generator-0.log", "reward.log", "trainer.log"}
 
