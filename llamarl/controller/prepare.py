@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +47,11 @@ def prepare(config: RunConfig) -> Prepared:
     check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
     check_parallelism(shape, config.trainer.parallelism, config.model.path)
     warnings = _thread_warnings(config)
+    compiler = os.environ.get("CXX", "g++")
+    if config.trainer.compile and config.trainer.device == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"trainer.compile = true needs a C++ compiler, and there is no {compiler} on PATH; leave it out"
+        )
 
     def load(which: Literal["train", "eval"]) -> tuple[Prompt, ...]:
         loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings, which)
