@@ -13,8 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from llamarl.distributed.mesh import ALONE, Axis
 
-CHUNK_LOGITS = 1 << 22
-"""Logits held at once, in elements: 16 MiB of float32."""
+CHUNK_LOGITS = 1 << 25
+"""Logits held at once, in elements: 128 MiB of float32. With a vocabulary of 128 k, fewer tokens at a time take longer,
+as each chunk reads the whole head (`benchmarks/training.py`)."""
 
 
 def target_logprobs(

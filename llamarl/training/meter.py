@@ -82,6 +82,8 @@ def check_memory(trainer: Trainer, shape: ModelShape, config: RunConfig) -> None
     moments = 8.0 * sum(weight.numel() for weight in trainer.sharding.weights.values())
     logits = 3 * 4.0 * CHUNK_LOGITS + 4.0 * shape.vocab_size * shape.hidden_size / parallelism.tp
     free, gib = free_memory_bytes(trainer.device), 2.0**30
+    if trainer.device.type == "cpu":
+        free /= parallelism.num_ranks  # they share the machine's
     if activations + moments + logits > free:
         raise ConfigError(
             f"trainer.microbatch_tokens = {settings.microbatch_tokens} takes about {activations / gib:.1f} GiB, beside "

@@ -111,21 +111,20 @@ def test_compiled_is_equal(make_trainer, make_groups, monkeypatch: pytest.Monkey
 
 
 def test_flops(make_trainer, make_groups) -> None:
-    """Linear layers as torch counts them; attention by counting pairs; three times the forward."""
+    """Matrix products as torch counts them; attention by counting pairs; three times the forward."""
     groups = make_groups()
     trainer = make_trainer(shape={"tie_embeddings": False})
     samples = [to_sample_group(group, trainer._advantages(group)) for group in groups]
     (batch,) = pack(samples, 1000)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        trainer.logprobs(batch)  # but for the head, which computes into memory that it has: torch leaves that out
-    linear = next(flops for op, flops in counter.get_flop_counts()["Global"].items() if str(op) == "aten.mm")
+        trainer.logprobs(batch)
+    products = next(flops for op, flops in counter.get_flop_counts()["Global"].items() if str(op) == "aten.mm")
     shape = ModelShape(**SHAPE)
-    head = 2 * shape.hidden_size * shape.vocab_size * len(batch.targets_R)
     pairs = 0
     for prompt, lengths in zip(batch.prompt_lengths, batch.response_lengths, strict=True):
         pairs += sum(range(1, prompt + 1)) + sum(prompt + t for length in lengths for t in range(1, length + 1))
     attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
-    assert step_cost(shape, samples).flops == 3 * (linear + head + attention)
+    assert step_cost(shape, samples).flops == 3 * (products + attention)
 
 
 def test_padding_share(make_groups) -> None:
