@@ -22,10 +22,12 @@ from llamarl.models.hf import load_model
 from llamarl.rollouts.pieces import joined
 from llamarl.rollouts.probe import probe_sequences
 from llamarl.rollouts.shaping import Shaping
+from llamarl.training.health import NonFiniteStep
+from llamarl.training.meter import check_memory, device_seconds, peak_flops, peak_memory_bytes, rates
 from llamarl.training.preflight import check_layout
 from llamarl.training.result import StepResult
 from llamarl.training.state import load_training_state, training_state
-from llamarl.training.trainer import NonFiniteStep, Trainer
+from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
 from llamarl.weight_sync.base import Publisher, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
@@ -69,6 +71,8 @@ class TrainerExecutor(Executor):
             device=device,
             shaping=Shaping(config.shaping, config.rollout.max_new_tokens),
         )
+        check_memory(self._trainer, model.shape, config)
+        self._peak_flops = peak_flops(settings, device)
         self._weights = self._trainer.sharding.weights
         self._groups = dict[int, RolloutGroup]()
         self._background_s = 0.0
@@ -109,13 +113,15 @@ class TrainerExecutor(Executor):
 
     def step(self, group_ids: Sequence[int]) -> StepResult:
         """One optimizer step on these groups. Raises NonFiniteStep."""
-        clock = time.thread_time if self._trainer.device.type == "cpu" else time.monotonic
-        start_s = clock()
+        device = self._trainer.device
+        start_s = device_seconds(device)
         groups = [self._groups.pop(group_id) for group_id in group_ids]
         self._probed = probe_sequences(groups)
         with self._mesh.together(NonFiniteStep):
             result = self._trainer.step(groups)
-        result.metrics["train_s"] = clock() - start_s
+            result.metrics["peak_memory_bytes"] = max(self._mesh.exchange(peak_memory_bytes(device)))
+        result.metrics["train_s"] = train_s = device_seconds(device) - start_s
+        result.metrics.update(rates(result.metrics, train_s, self._peak_flops * self._mesh.world.size))
         background_s = time.process_time() - time.thread_time()
         result.metrics["trainer_background_s"] = background_s - self._background_s
         self._background_s = background_s

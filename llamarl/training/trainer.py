@@ -21,6 +21,9 @@ from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.models.transformer import Transformer
 from llamarl.rollouts.packing import EMPTY, Microbatch, pack, to_sample_group, with_advantage
 from llamarl.rollouts.shaping import UNSHAPED, Shaping
+from llamarl.training.compute import set_compute
+from llamarl.training.cost import step_cost
+from llamarl.training.health import Health, age_sums, split_by_age
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
 from llamarl.training.parallel import parallelize
 from llamarl.training.pipeline import Pipeline
@@ -28,10 +31,6 @@ from llamarl.training.policy import Policy, shares
 from llamarl.training.result import StepResult
 from llamarl.types import RolloutGroup, SampleGroup, TrainBatch
 from llamarl.weight_sync.layout import TensorSpec
-
-
-class NonFiniteStep(RuntimeError):
-    """Loss or gradient is not finite; the weights are unchanged."""
 
 
 class Trainer:
@@ -64,11 +63,13 @@ class Trainer:
         self.shaping = shaping
         self.mesh = mesh
         self.device, dtype = device or model.device, model.kv_dtype
+        set_compute(model, config)
         self.policy = Policy(model, mesh)
         self.sharding = parallelize(self.policy, model, mesh, self.device)
         self.pipeline = Pipeline(mesh.pp, dtype, self.device)
         self.optimizer = build_optimizer(self.sharding.weights.values(), config)
         self.policy_version = 0
+        self.health = Health(config, mesh)
 
     def step(self, groups: Sequence[RolloutGroup]) -> StepResult:
         """Learns from `groups` and completes one policy version.
@@ -85,10 +86,12 @@ class Trainer:
 
         # Samples without gradient still count in the denominator: leaving them out changes nothing but the time.
         computed = batch.groups if self.loss.LEARNS_WITHOUT_ADVANTAGE else with_advantage(batch.groups)
+        self.health.begin()
         sums, maxima = self.accumulate(computed, denominator)
         grad_norm = self.sharding.clip_gradients(self.config.max_grad_norm)
         loss, num_inputs = sums.pop("loss", 0.0) / denominator, sums.pop("num_input_tokens")
         num_computed = TrainBatch(groups=tuple(computed)).num_loss_tokens
+        ages, cost = split_by_age(sums), step_cost(self.model.shape, computed)
         metrics = {name: value / num_computed for name, value in sums.items()} | maxima | self.shaping.metrics(groups)
         metrics |= {
             "loss": loss,
@@ -98,20 +101,26 @@ class Trainer:
             "num_loss_tokens": float(batch.num_loss_tokens),
             "num_computed_tokens": float(num_computed),
             "num_input_tokens": num_inputs,
+            "num_flops": cost.flops,
+            "padding_share": cost.padding_share,
+            **ages,
         }
         finite = math.isfinite(grad_norm) and math.isfinite(loss)
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)  # a step without any gradient still moves by its momentum
-        if not finite and self.config.on_nonfinite == "stop":
-            names = ", ".join(str(group.group_id) for group in groups)
-            raise NonFiniteStep(
-                f"step {self.policy_version}: loss {loss}, gradient norm {grad_norm}, groups {names};"
-                " lower trainer.learning_rate, or set trainer.on_nonfinite = 'skip'"
-            )
+
+        def alone(some: Sequence[SampleGroup]) -> tuple[dict[str, float], float]:
+            sums, _ = self.accumulate(some, denominator)
+            norm = self.sharding.clip_gradients(self.config.max_grad_norm)
+            self.optimizer.zero_grad(set_to_none=False)
+            return sums, norm
+
+        said = f"step {self.policy_version}: loss {loss}, gradient norm {grad_norm}"
+        cause = self.health.ended(said, finite, groups, computed, alone)
         self.policy_version += 1
         return StepResult(
-            policy_version=self.policy_version, skipped=not finite, metrics=metrics, advantages=advantages
+            policy_version=self.policy_version, skipped=not finite, cause=cause, metrics=metrics, advantages=advantages
         )
 
     def _batch(self, groups: Sequence[RolloutGroup]) -> tuple[TrainBatch, dict[int, np.ndarray]]:
@@ -142,7 +151,11 @@ class Trainer:
 
         def forward(index: int, hidden_M_D: Tensor | None) -> Tensor:
             output = self._forward(own[index], hidden_M_D)
-            return self._loss(own[index], output, sums, maxima) / denominator if mesh.pp.is_last else output
+            if not mesh.pp.is_last:
+                return output
+            loss = self._loss(own[index], output, sums, maxima)
+            self.health.computed(index, len(own), sums)
+            return loss / denominator
 
         self.pipeline.train([self.policy.hidden_shape(microbatch) for microbatch in own], forward)
         self.sharding.finish_gradients()
@@ -158,17 +171,18 @@ class Trainer:
         """Sum over one microbatch; adds to what is logged."""
         if not len(microbatch.targets_R):
             return logprobs_R.sum()
-        output = self.loss(
-            LossInputs(
-                logprobs_N=logprobs_R,
-                behavior_logprobs_N=self._tensor(microbatch.behavior_logprobs_R),
-                advantages_N=self._tensor(microbatch.advantages_R),
-                loss_mask_N=self._tensor(microbatch.loss_mask_R),
-                sequence_N=self._tensor(microbatch.sequence_R),
-                num_sequences=sum(map(len, microbatch.response_lengths)),
-            )
+        inputs = LossInputs(
+            logprobs_N=logprobs_R,
+            behavior_logprobs_N=self._tensor(microbatch.behavior_logprobs_R),
+            advantages_N=self._tensor(microbatch.advantages_R),
+            loss_mask_N=self._tensor(microbatch.loss_mask_R),
+            sequence_N=self._tensor(microbatch.sequence_R),
+            num_sequences=sum(map(len, microbatch.response_lengths)),
         )
-        for name, value in {"loss": output.loss, **output.sums}.items():
+        output = self.loss(inputs)
+        is_stale_R = self._tensor(microbatch.policy_versions_R) < self.policy_version
+        ages = age_sums(logprobs_R, inputs.behavior_logprobs_N, inputs.loss_mask_N, is_stale_R)
+        for name, value in {"loss": output.loss, **output.sums, **ages}.items():
             sums[name] = sums.get(name, 0.0) + float(value.detach())
         for name, value in output.maxima.items():
             maxima[name] = max(maxima.get(name, -math.inf), float(value))

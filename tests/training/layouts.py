@@ -25,9 +25,10 @@ from llamarl.distributed.tensor_parallel import sharded_dim
 from llamarl.models.hf import new_model
 from llamarl.models.shape import ModelShape
 from llamarl.training import parallel
+from llamarl.training.health import NonFiniteStep
 from llamarl.training.preflight import check_layout
 from llamarl.training.state import load_training_state, training_state
-from llamarl.training.trainer import NonFiniteStep, Trainer
+from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
 
 SHAPE: dict[str, Any] = {

@@ -17,10 +17,11 @@ from llamarl.checkpoint.checkpoint import Checkpoint
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config.schema import TrainerConfig
 from llamarl.rollouts.packing import pack, to_sample_group
+from llamarl.training.health import NonFiniteStep
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
 from llamarl.training.result import StepResult
 from llamarl.training.state import StateMismatch, load_training_state, training_state
-from llamarl.training.trainer import NonFiniteStep, Trainer
+from llamarl.training.trainer import Trainer
 from llamarl.types import Outcome, RolloutGroup
 
 
@@ -215,7 +216,9 @@ class TestNonFinite:
         trainer = make_trainer(microbatch_tokens=12)
         trainer.step(make_groups())
         before = snapshot(trainer)
-        with pytest.raises(NonFiniteStep, match=r"groups 0, 1, 2") as error:
+        with pytest.raises(
+            NonFiniteStep, match=r"microbatch 4 of 5: group 2 rollout 1 \(behavior log-probs\)"
+        ) as error:
             trainer.step(poisoned(make_groups(seed=1)))
         assert "on_nonfinite" in str(error.value)
         assert_same_bits(snapshot(trainer), before)
