@@ -9,7 +9,7 @@ from typing import Literal
 
 from llamarl.algorithms.advantages._base import GroupAdvantage
 from llamarl.config import ConfigError, RunConfig, build
-from llamarl.config.schema import ParallelismConfig
+from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.controller import Problems
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary

@@ -36,7 +36,7 @@ SAMPLINGS = (
 @pytest.fixture(scope="module", autouse=True)
 def _no_kernels() -> Iterator[None]:
     """As on a GPU, where torch computes everything."""
-    cached = (build.load, attention.kernel, linear.kernels, ops.kernels)
+    cached = (build.load, attention.kernel, linear.kernels, linear.path, ops.kernels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(build.DISABLE_VARIABLE, "1")
         for function in cached:

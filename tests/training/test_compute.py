@@ -35,7 +35,7 @@ def computing_in(trainer: Trainer, dtype: str) -> Trainer:
 
 def kept_bytes(trainer: Trainer, groups: list[RolloutGroup]) -> int:
     """Of different memory between forward and backward of all groups in one microbatch, weights left out."""
-    (batch,) = pack([to_sample_group(group, trainer._advantages(group)) for group in groups], 1 << 30)
+    (batch,) = pack(list(trainer._batch(groups)[0].groups), 1 << 30)
     kept = dict[int, int]()
     weights = {weight.untyped_storage().data_ptr() for weight in trainer.model.parameters()}
 
@@ -114,7 +114,7 @@ def test_flops(make_trainer, make_groups) -> None:
     """Matrix products as torch counts them; attention by counting pairs; three times the forward."""
     groups = make_groups()
     trainer = make_trainer(shape={"tie_embeddings": False})
-    samples = [to_sample_group(group, trainer._advantages(group)) for group in groups]
+    samples = list(trainer._batch(groups)[0].groups)
     (batch,) = pack(samples, 1000)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         trainer.logprobs(batch)

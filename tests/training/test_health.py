@@ -32,7 +32,7 @@ class TestAges:
         """By hand, on the log-probs that the trainer computes; the two parts make up the whole."""
         trainer, groups = make_trainer(torch.float64), aged(make_groups(), (1, 2, 3))
         trainer.policy_version = 3
-        (batch,) = pack([to_sample_group(group, trainer._advantages(group)) for group in groups], 1000)
+        (batch,) = pack(list(trainer._batch(groups)[0].groups), 1000)
         log_ratio_R = trainer.logprobs(batch).detach().numpy() - batch.behavior_logprobs_R
         stale_R = batch.policy_versions_R < 3
         metrics = trainer.step(groups).metrics

@@ -1,0 +1,82 @@
+"""Settings of the trainer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from llamarl.config.ref import Ref
+
+
+class Section(BaseModel):
+    """Unknown keys are errors, `true` is no number, infinity is no setting, and nothing changes after validation."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
+    )
+
+
+class ParallelismConfig(Section):
+    """Processes of the trainer, each with its own device: the product of the four. All layouts compute the same."""
+
+    fsdp: int = Field(default=1, ge=1)
+    """Shares of each batch; weights, gradients and optimizer state are cut as many times (FSDP2)."""
+    tp: int = Field(default=1, ge=1)
+    """Parts of every matrix (tensor and sequence parallel); for the fast links inside of a host."""
+    pp: int = Field(default=1, ge=1)
+    """Stages of consecutive layers; needs several microbatches per step to keep all of them busy."""
+    cp: int = Field(default=1, ge=1)
+    """Parts of every sequence, for contexts whose activations do not fit; cuts weights as fsdp does."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes."""
+        return self.fsdp * self.tp * self.pp * self.cp
+
+
+class TrainerConfig(Section):
+    loss: Ref = Ref(name="aipo")
+    """File in `algorithms/losses`."""
+    advantage: Ref = Ref(name="group_mean")
+    """File in `algorithms/advantages`."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak step size of AdamW."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Optimizer step, counted from the first of the run, at which it has fallen to its floor, where it stays."""
+    decay_floor: float = Field(default=0.0, ge=0, le=1)
+    """Share of `learning_rate` that is left at the end of the decay."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled decay, on matrices only."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the second moment; 0.95 forgets old gradients sooner, as RL gradients drift."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Clip the global gradient norm to this."""
+    microbatch_tokens: int = Field(default=8192, ge=1)
+    """Tokens of one forward and backward; bounds memory, does not change the gradient. A sequence must fit."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer and compute the rest again in backward: a third more arithmetic for a small
+    part of the memory. Gradients stay the same bits."""
+    compile: bool = False
+    """Fuse what lies between the matrix products with `torch.compile`: worth its minutes of start-up on GPUs and for
+    large models. Results change by rounding."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute type; master weights stay float32."""
+    device: str = "cpu"
+    """`cpu` or `cuda`."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A non-finite loss or gradient ends the run, or skips that step and counts it."""
+    max_skipped_steps: int = Field(default=3, ge=1)
+    """With `on_nonfinite = "skip"`: so many skipped steps in a row end the run all the same."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Of one device of the trainer, from its data sheet, for the share of it that is used (`mfu`); none: what a large
+    matrix product reaches there."""
+    parallelism: ParallelismConfig = ParallelismConfig()
