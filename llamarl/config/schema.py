@@ -140,11 +140,61 @@ class TrainerConfig(Section):
     """A non-finite loss or gradient ends the run, or skips that step and counts it."""
 
 
+class ReferenceConfig(Section):
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Price of a nat of divergence from a frozen reference model, per token; 0: no penalty and no such executor."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Beside the policy loss, or taken off the reward of each token, where advantages see it too."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the divergence, see `algorithms/kl.py`; with `kl_in = "reward"` k1 is usual."""
+    path: str = ""
+    """Hugging Face folder with the policy's tokens; empty: `model.path`, the policy as it was before the first step."""
+    dtype: Literal["float32", "bfloat16", "int8", "fp8"] = "float32"
+    """Weights, as `generator.dtype`."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads."""
+    device: str = "cpu"
+    """`cpu` or `cuda`."""
+
+
+class CriticConfig(Section):
+    """Used when `trainer.advantage` needs values (`gae`); other settings of its optimizer are the trainer's."""
+
+    path: str = ""
+    """Hugging Face folder with the policy's tokens, of a causal or a one-label classification model; empty:
+    `model.path`. Without `score.weight` its values begin at 0."""
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """Peak step size; ten times the policy's, as values move faster than policies may."""
+    clip: float = Field(default=0.2, gt=0)
+    """Values may move so far per step before the loss stops rewarding it, in units of the reward."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads."""
+    device: str = "cpu"
+    """`cpu` or `cuda`."""
+
+
+class RewardModelConfig(Section):
+    path: str
+    """Hugging Face folder of a sequence classification model with one label (`score.weight`)."""
+    weight: float = 1.0
+    """Factor of its score in the reward; the rule-based parts keep theirs."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Weights."""
+    batch_tokens: int = Field(default=8192, ge=1)
+    """Tokens of one forward; a longer response is one by itself."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads."""
+    device: str = "cpu"
+    """`cpu` or `cuda`."""
+
+
 class RewardConfig(Section):
     parts: list[Ref] = Field(default_factory=lambda: [Ref(name="gsm8k")], min_length=1)
     """Files in `rewards`; with several, the reward is their weighted sum and the first alone decides what is right."""
     weights: list[float] = []
     """One weight per part; empty means 1 for each."""
+    model: RewardModelConfig | None = None
+    """A model that scores responses, in an executor of its own; what is right stays with the first part."""
     max_invalid_share: float = Field(default=0.5, gt=0, le=1)
     """A step with a larger share of invalid rewards stops the run: the grader is broken, not the policy."""
 
@@ -207,6 +257,8 @@ class RunConfig(Section):
     generator: GeneratorConfig = GeneratorConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     trainer: TrainerConfig = TrainerConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    critic: CriticConfig = CriticConfig()
     reward: RewardConfig = Field(default_factory=RewardConfig)
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -237,6 +289,14 @@ class RunConfig(Section):
                 f"reward.weights has {len(self.reward.weights)} numbers for {len(self.reward.parts)} parts; "
                 "give one each"
             )
+        reference = self.reference
+        if reference.kl_coefficient and reference.kl_in == "loss" and reference.kl_estimator == "k1":
+            raise ValueError(
+                "reference.kl_estimator = 'k1' in the loss has no gradient on average; use 'k2' or 'k3', "
+                "or reference.kl_in = 'reward'"
+            )
+        if reference.dtype == "fp8" and reference.device == "cpu":
+            raise ValueError("reference.dtype = 'fp8' needs a GPU; with reference.device = 'cpu' use 'int8'")
         return self
 
     @model_validator(mode="after")

@@ -3,8 +3,9 @@
 ::
 
     prompts -> [admission: at most (S+1)*P groups active] -> generators -> reward -> ready window -> trainer
-                   ^                                           ^    |                                   |
-                   |                                           +----+ parked rollouts go on             |
+                   ^                                           ^    |    (reward model,         |       |
+                   |                                           +----+  reference, critic <------+)      |
+                   |                                     parked rollouts go on   learns the same steps  |
                    +----- slots freed when generators adopt ----------------- weight sync <-- publish --+
 
 Every loop's docstring says what it consumes, waits for, produces, and what unblocks it. With S = 0 all slots are taken
@@ -15,8 +16,8 @@ mode is this same code.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -47,11 +48,18 @@ class Executors:
     generators: Sequence[ExecutorHandle]
     reward: ExecutorHandle
     trainer: ExecutorHandle
+    models: Mapping[str, ExecutorHandle] = field(default_factory=dict)
+    """`reward-model`, `reference` and `critic`, those that the config asks for."""
     spawn_generator: SpawnGenerator | None = None
     """Replaces a dead generator; needed for `cluster.on_generator_failure = "respawn"`."""
 
     def __iter__(self) -> Iterator[ExecutorHandle]:
-        return iter((*self.generators, self.reward, self.trainer))
+        return iter((*self.generators, *self.irreplaceable))
+
+    @property
+    def irreplaceable(self) -> Sequence[ExecutorHandle]:
+        """Those whose death ends the run."""
+        return (self.reward, *self.models.values(), self.trainer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,8 +105,15 @@ class Controller:
             survives_deaths=policy != "stop",
             progress=self._watch.progress,
         )
-        self._pipeline = Pipeline(self.generators, collected, executors.reward, self._watch, timeout_s)
-        self._steps = Steps(state["step"] if state else 0, self._call_trainer, supervisor, telemetry)
+        model = config.reward.model
+        self._pipeline = Pipeline(
+            self.generators, collected, executors.reward, self._watch, timeout_s,
+            models=executors.models, model_weight=model.weight if model else 0.0,
+        )  # fmt: skip
+        critic = executors.models.get("critic")
+        self._call_critic = partial(critic.call, timeout_s=timeout_s) if critic else None
+        version = state["step"] if state else 0
+        self._steps = Steps(version, self._call_trainer, self._call_critic, supervisor, telemetry)
         self._sync = WeightSync(
             config.weight_sync, self.generators, self._call_trainer, supervisor, telemetry, self._steps.has_weights,
             is_inline=config.cluster.kind == "inline",
@@ -194,12 +209,15 @@ class Controller:
             await self._pipeline.submit(requests)
 
     async def _deliver(self, groups: Sequence[RolloutGroup]) -> None:
-        """Scored groups go to the trainer ahead of the step, which then only needs their names, and into the window.
+        """Scored groups go to trainer and critic ahead of the step, which then only needs their names, and into the
+        window.
 
         Nobody waits for the trainer to take them, as it may be busy with a step; calls reach it in order.
         """
         for part in chunks(piece for group in groups for piece in pieces(group)):
             self._supervisor.start(self._call_trainer("add_groups", part), "add groups")
+            if self._call_critic:
+                self._supervisor.start(self._call_critic("add_groups", part), "add groups to the critic")
         async with self._changed:
             for group in groups:
                 self._buffer.put(group)
@@ -251,8 +269,11 @@ class Controller:
     async def save(self) -> str:
         """Saves trainer and data position together: after a resume nothing is trained twice or skipped.
 
-        Rollouts in flight, partial ones included, start again from their prompts.
+        Rollouts in flight, partial ones included, start again from their prompts. The critic comes first: where there
+        is a trainer's checkpoint, there is the critic's of the same step.
         """
+        if self._call_critic:
+            await self._call_critic("save", self.version)
         return await self._call_trainer("save", {"step": self.version} | self._admission.state())
 
     async def _save_and_go_on(self) -> None:

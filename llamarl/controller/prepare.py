@@ -8,6 +8,7 @@ from typing import Literal
 
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.controller.controller import Problems
+from llamarl.controller.specs import needs_critic
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.models.folder import load_shape
@@ -42,6 +43,7 @@ def prepare(config: RunConfig) -> Prepared:
     shape, tokenizer = load_shape(config.model.path), Tokenizer(config.model.path)
     check_vocabulary(tokenizer, shape.vocab_size)
     check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
+    check_models(config, shape)
     warnings = _thread_warnings(config)
 
     def load(which: Literal["train", "eval"]) -> tuple[Prompt, ...]:
@@ -80,6 +82,19 @@ def check_tensor_parallel(shape: ModelShape, num_ranks: int, path: str) -> None:
         )
 
 
+def check_models(config: RunConfig, shape: ModelShape) -> None:
+    """Raises ConfigError when a reference or critic has other tokens than the policy, or a model has no folder."""
+    for option, is_used in (("reference", config.reference.kl_coefficient > 0), ("critic", needs_critic(config))):
+        path = getattr(config, option).path
+        if is_used and path and (other := load_shape(path)).vocab_size != shape.vocab_size:
+            raise ConfigError(
+                f"{option}.path = {path!r} has {other.vocab_size} tokens and model.path {shape.vocab_size}; "
+                "name a model with the policy's tokenizer"
+            )
+    if config.reward.model:
+        load_shape(config.reward.model.path)
+
+
 def _thread_warnings(config: RunConfig) -> list[str]:
     """Executors that work at the same time and want more threads than there are cores.
 
@@ -89,6 +104,15 @@ def _thread_warnings(config: RunConfig) -> list[str]:
     processes = generator.replicas * generator.tensor_parallel
     of_generators = processes * generator.threads if generator.device == "cpu" else 0
     of_trainer = trainer.threads if trainer.device == "cpu" else 0
+    of_generators += sum(
+        settings.threads
+        for settings, is_used in (
+            (config.reference, config.reference.kl_coefficient > 0),
+            (config.critic, needs_critic(config)),
+            (config.reward.model, config.reward.model is not None),
+        )
+        if settings and is_used and settings.device == "cpu"
+    )
     together = max if config.cluster.placement == "colocated" else sum
     wanted, cores = together((of_generators, of_trainer)), os.cpu_count() or 1
     if wanted <= cores:

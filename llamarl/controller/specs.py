@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.cluster.api import ExecutorSpec
+from llamarl.config import RunConfig, build
 from llamarl.config.schema import GeneratorConfig
 
 
@@ -17,6 +19,32 @@ def executor_spec(name: str, target: str, threads: int, num_ranks: int = 1, **op
     """`target` is `module:Class` below `llamarl.executors`; `threads` are those of one rank."""
     env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     return ExecutorSpec(name=name, target=f"llamarl.executors.{target}", options=options, num_ranks=num_ranks, env=env)
+
+
+def needs_critic(config: RunConfig) -> bool:
+    """Whether the advantage compares with values. Raises ConfigError."""
+    return isinstance(
+        build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage"), ValueAdvantage
+    )
+
+
+def model_specs(config: RunConfig, checkpoints: Path) -> list[ExecutorSpec]:
+    """The models beside policy and rule-based reward that the config asks for."""
+    specs = list[ExecutorSpec]()
+    if model := config.reward.model:
+        specs.append(
+            executor_spec(
+                "reward-model", "reward_model:RewardModelExecutor", model.threads, config=config, settings=model
+            )
+        )
+    if config.reference.kl_coefficient:
+        specs.append(executor_spec("reference", "reference:ReferenceExecutor", config.reference.threads, config=config))
+    if needs_critic(config):
+        folder = str(checkpoints / "critic")
+        specs.append(
+            executor_spec("critic", "critic:CriticExecutor", config.critic.threads, config=config, folder=folder)
+        )
+    return specs
 
 
 class GeneratorSpecs:

@@ -43,6 +43,7 @@ class TrainerExecutor(Executor):
             loss=build(settings.loss, "llamarl.algorithms.losses", "trainer.loss"),
             advantage=build(settings.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
             temperature=config.rollout.temperature,
+            reference=config.reference,
         )
         self._weights = dict(self._trainer.model.named_parameters())
         self._groups = dict[int, RolloutGroup]()

@@ -13,10 +13,12 @@ Shape suffixes: N packed input tokens, R response tokens (targets), G samples of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from llamarl.algorithms.advantages._base import GroupRewards
+from llamarl.algorithms.kl import KlPenalty
 from llamarl.types import FinishReason, Outcome, RolloutGroup, SampleGroup, TrainSample
 
 
@@ -46,6 +48,10 @@ class Microbatch:
     """float32."""
     loss_mask_R: np.ndarray
     """bool."""
+    reference_logprobs_R: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    """float32; empty without a reference."""
+    values_R: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    """float32; empty without a critic."""
 
 
 def valid_rollouts(group: RolloutGroup) -> np.ndarray:
@@ -60,8 +66,28 @@ def valid_rollouts(group: RolloutGroup) -> np.ndarray:
     )
 
 
-def to_sample_group(group: RolloutGroup, advantages_G: np.ndarray) -> SampleGroup:
-    """The trainable part of a group: invalid rollouts are left out, every token gets its rollout's advantage."""
+def group_rewards(group: RolloutGroup, kl: KlPenalty | None = None) -> GroupRewards:
+    """What each token has earned: the response's reward at its last one, less what leaving the reference costs."""
+    token_rewards = list[np.ndarray]()
+    for rollout, result in zip(group.rollouts, group.results, strict=True):
+        rewards_T = np.zeros(rollout.num_tokens)
+        rewards_T[-1:] = result.value
+        if kl is not None:
+            rewards_T -= kl(rollout.behavior_logprobs_T.astype(np.float64) - rollout.reference_logprobs_T)
+        token_rewards.append(rewards_T)
+    return GroupRewards(
+        token_rewards=tuple(token_rewards),
+        valid_G=valid_rollouts(group),
+        values=tuple(rollout.values_T for rollout in group.rollouts),
+    )
+
+
+def to_sample_group(group: RolloutGroup, advantages: Sequence[np.ndarray] | np.ndarray) -> SampleGroup:
+    """The trainable part of a group: invalid rollouts are left out.
+
+    Args:
+        advantages: per rollout one number, or one for each of its tokens.
+    """
     samples = tuple(
         TrainSample(
             response_token_ids_T=rollout.token_ids_T,
@@ -69,8 +95,10 @@ def to_sample_group(group: RolloutGroup, advantages_G: np.ndarray) -> SampleGrou
             policy_versions_T=rollout.policy_versions_T,
             advantages_T=np.full(rollout.num_tokens, advantage, np.float32),
             loss_mask_T=np.ones(rollout.num_tokens, bool),
+            reference_logprobs_T=rollout.reference_logprobs_T,
+            values_T=rollout.values_T,
         )
-        for rollout, advantage, valid in zip(group.rollouts, advantages_G, valid_rollouts(group), strict=True)
+        for rollout, advantage, valid in zip(group.rollouts, advantages, valid_rollouts(group), strict=True)
         if valid
     )
     return SampleGroup(prompt_token_ids_T=group.prompt.token_ids_T, samples=samples)
@@ -152,4 +180,6 @@ def _pack(groups: Sequence[SampleGroup]) -> Microbatch:
         policy_versions_R=np.concatenate([sample.policy_versions_T for sample in samples]),
         advantages_R=np.concatenate([sample.advantages_T for sample in samples]),
         loss_mask_R=np.concatenate([sample.loss_mask_T for sample in samples]),
+        reference_logprobs_R=np.concatenate([sample.reference_logprobs_T for sample in samples]),
+        values_R=np.concatenate([sample.values_T for sample in samples]),
     )

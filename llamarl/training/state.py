@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llamarl.training.critic import Critic
 from llamarl.training.trainer import Trainer
 
 
@@ -15,7 +16,7 @@ class StateMismatch(ValueError):
     """The saved state belongs to another model."""
 
 
-def training_state(trainer: Trainer) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+def training_state(trainer: Trainer | Critic) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Tensors by file, and JSON state."""
     weights = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
     moments = dict[str, Tensor]()
@@ -26,7 +27,7 @@ def training_state(trainer: Trainer) -> tuple[dict[str, dict[str, Tensor]], dict
 
 
 def load_training_state(
-    trainer: Trainer, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+    trainer: Trainer | Critic, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
 ) -> None:
     """Puts what `training_state` gave into `trainer`, bit for bit. Raises StateMismatch."""
     weights = dict(trainer.model.named_parameters())

@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.advantages._base import Advantage
+from llamarl.algorithms.kl import penalty
 from llamarl.algorithms.losses._base import Loss, LossInputs
-from llamarl.config.schema import TrainerConfig
+from llamarl.config.schema import ReferenceConfig, TrainerConfig
 from llamarl.models.transformer import Transformer
-from llamarl.rollouts.packing import Microbatch, pack, to_sample_group, valid_rollouts, with_advantage
+from llamarl.rollouts.packing import Microbatch, group_rewards, pack, to_sample_group, with_advantage
 from llamarl.training.attention import shared_prefix_attend
 from llamarl.training.logprobs import target_logprobs
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
 from llamarl.training.result import StepResult
 from llamarl.types import RolloutGroup, TrainBatch
+
+NO_REFERENCE = ReferenceConfig()
 
 
 class NonFiniteStep(RuntimeError):
@@ -32,13 +35,20 @@ class Trainer:
     """A model in training: float32 master weights, compute in `config.dtype`."""
 
     def __init__(
-        self, model: Transformer, config: TrainerConfig, loss: Loss, advantage: Advantage, temperature: float
+        self,
+        model: Transformer,
+        config: TrainerConfig,
+        loss: Loss,
+        advantage: Advantage,
+        temperature: float,
+        reference: ReferenceConfig = NO_REFERENCE,
     ) -> None:
         self.model = model
         self.config = config
         self.loss = loss
         self.advantage = advantage
         self.temperature = temperature
+        self.kl_in_loss, self.kl_in_reward = penalty(reference, "loss"), penalty(reference, "reward")
         self.optimizer = build_optimizer(model, config)
         self.policy_version = 0
         self.device = next(model.parameters()).device
@@ -51,8 +61,8 @@ class Trainer:
         Raises:
             NonFiniteStep: loss or gradient is NaN or infinite, and the policy is to stop.
         """
-        advantages = {group.group_id: self._advantages(group) for group in groups}
-        batch = TrainBatch(groups=tuple(to_sample_group(group, advantages[group.group_id]) for group in groups))
+        advantages = self.advantage.of_batch([group_rewards(group, self.kl_in_reward) for group in groups])
+        batch = TrainBatch(groups=tuple(map(to_sample_group, groups, advantages)))
         count = batch.num_loss_tokens if self.loss.MEAN_OVER == "tokens" else batch.num_loss_sequences
         denominator = max(count, 1)
         rate = learning_rate_at(self.policy_version, self.config)
@@ -60,7 +70,8 @@ class Trainer:
             param_group["lr"] = rate
 
         # Samples without gradient still count in the denominator: leaving them out changes nothing but the time.
-        computed = batch.groups if self.loss.LEARNS_WITHOUT_ADVANTAGE else with_advantage(batch.groups)
+        needs_all = self.loss.LEARNS_WITHOUT_ADVANTAGE or self.kl_in_loss is not None
+        computed = batch.groups if needs_all else with_advantage(batch.groups)
         sums, maxima = dict[str, float](), dict[str, float]()
         microbatches = pack(computed, self.config.microbatch_tokens)
         for microbatch in microbatches:
@@ -90,17 +101,17 @@ class Trainer:
             )
         self.policy_version += 1
         return StepResult(
-            policy_version=self.policy_version, skipped=not finite, metrics=metrics, advantages=advantages
+            policy_version=self.policy_version,
+            skipped=not finite,
+            metrics=metrics,
+            advantages={group.group_id: _means(one) for group, one in zip(groups, advantages, strict=True)},
         )
-
-    def _advantages(self, group: RolloutGroup) -> np.ndarray:
-        rewards_G = np.array([result.value for result in group.results], np.float64)
-        return self.advantage(rewards_G, valid_rollouts(group))
 
     def _accumulate(
         self, microbatch: Microbatch, denominator: int, sums: dict[str, float], maxima: dict[str, float]
     ) -> None:
         """Adds one microbatch's share of the gradient of (sum of losses) / (global count of tokens or sequences)."""
+        reference_R = microbatch.reference_logprobs_R
         output = self.loss(
             LossInputs(
                 logprobs_N=self.logprobs(microbatch),
@@ -109,6 +120,8 @@ class Trainer:
                 loss_mask_N=self._tensor(microbatch.loss_mask_R),
                 sequence_N=self._tensor(microbatch.sequence_R),
                 num_sequences=sum(map(len, microbatch.response_lengths)),
+                reference_logprobs_N=self._tensor(reference_R) if len(reference_R) else None,
+                kl=self.kl_in_loss,
             )
         )
         (output.loss / denominator).backward()
@@ -128,3 +141,8 @@ class Trainer:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def _means(advantages: Sequence[np.ndarray]) -> np.ndarray:
+    """Of each rollout's tokens, float64 [G]; 0 for a rollout without tokens."""
+    return np.array([advantages_T.mean() if len(advantages_T) else 0.0 for advantages_T in advantages])

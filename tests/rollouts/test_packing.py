@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.rollouts.packing import Microbatch, pack, to_sample_group, valid_rollouts, with_advantage
+from llamarl.algorithms.kl import KlPenalty
+from llamarl.rollouts.packing import Microbatch, group_rewards, pack, to_sample_group, valid_rollouts, with_advantage
 from llamarl.types import FinishReason, Outcome, SampleGroup, TrainBatch, TrainSample
 
 LAYOUTS = st.lists(
@@ -29,6 +31,8 @@ def sample_group(prompt_tokens: int, lengths: list[int], names: list[int]) -> Sa
             policy_versions_T=ids.astype(np.int32) + 1,
             advantages_T=ids.astype(np.float32) / 2,
             loss_mask_T=ids % 3 > 0,
+            reference_logprobs_T=-ids.astype(np.float32) / 4,
+            values_T=ids.astype(np.float32) / 8,
         )
 
     prompt = np.array([names.pop() for _ in range(prompt_tokens)], np.int32)
@@ -78,6 +82,8 @@ def test_any_layout(layout: list[tuple[int, list[int]]], budget: int) -> None:
             np.testing.assert_array_equal(batch.policy_versions_R[own], sample.policy_versions_T)
             np.testing.assert_array_equal(batch.advantages_R[own], sample.advantages_T)
             np.testing.assert_array_equal(batch.loss_mask_R[own], sample.loss_mask_T)
+            np.testing.assert_array_equal(batch.reference_logprobs_R[own], sample.reference_logprobs_T)
+            np.testing.assert_array_equal(batch.values_R[own], sample.values_T)
             # The predictor of token t stands right before it in the sample's own sequence.
             np.testing.assert_array_equal(
                 batch.positions_N[predictors] + 1, np.arange(len(prompt), len(tokens)), "a predictor is misplaced"
@@ -119,6 +125,8 @@ def test_types() -> None:
         "policy_versions_R": "int32",
         "advantages_R": "float32",
         "loss_mask_R": "bool",
+        "reference_logprobs_R": "float32",
+        "values_R": "float32",
     }
 
 
@@ -142,7 +150,29 @@ def test_nothing_to_learn_from() -> None:
     assert pack(sample_groups([(3, []), (2, [])]), 10) == []
 
 
+class TestGroupRewards:
+    def test_the_reward_is_on_the_last_token(self, make_group) -> None:
+        group = make_group(responses=[(4, 5, 6), (), (7,)])
+        rewards = group_rewards(group)
+        values = [result.value for result in group.results]
+        assert [one.tolist() for one in rewards.token_rewards] == [[0, 0, values[0]], [], [values[2]]]
+        assert rewards.rewards_G.tolist() == [values[0], 0, values[2]]
+        np.testing.assert_array_equal(rewards.valid_G, [True, False, True])
+
+    def test_leaving_the_reference_costs_where_it_happens(self, make_group) -> None:
+        (rollout,) = (group := make_group(responses=[(4, 5, 6)])).rollouts
+        said = rollout.behavior_logprobs_T - np.array([0.5, 0.0, -1.0], np.float32)
+        group = replace(group, rollouts=(replace(rollout, reference_logprobs_T=said),))
+        (rewards_T,) = group_rewards(group, KlPenalty(coefficient=0.1, estimator="k1")).token_rewards
+        np.testing.assert_allclose(rewards_T, [-0.05, 0, group.results[0].value + 0.1], atol=1e-7)
+
+
 class TestToSampleGroup:
+    def test_tokens_may_have_advantages_of_their_own(self, make_group) -> None:
+        group = make_group(responses=[(4, 5), (6,)])
+        samples = to_sample_group(group, [np.array([0.5, -1.0]), np.array([2.0])]).samples
+        assert [sample.advantages_T.tolist() for sample in samples] == [[0.5, -1.0], [2.0]]
+
     def test_invalid_failed_and_empty_rollouts_are_left_out(self, make_group) -> None:
         group = make_group(
             responses=[(4, 5), (6,), (7, 8, 9), (), (10, 11), (12,)],

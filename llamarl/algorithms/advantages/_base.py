@@ -1,14 +1,42 @@
-"""What every advantage takes and returns. Plain numpy. Shape suffix: G rollouts of one group."""
+"""What advantages take and return. Plain numpy. Shape suffixes: G rollouts of one group, T tokens of one rollout."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRewards:
+    """What the rollouts of one group have earned."""
+
+    token_rewards: tuple[np.ndarray, ...]
+    """Per rollout, float64 [T]: penalties where they arise, the reward of the response at its last token."""
+    valid_G: np.ndarray
+    """bool; False for rollouts that failed or whose reward is invalid: their rewards are meaningless."""
+    values: tuple[np.ndarray, ...] = ()
+    """Per rollout, float [T]: what a critic expects of each token and those after it, before the token is known; ()
+    without a critic."""
+
+    @property
+    def rewards_G(self) -> np.ndarray:
+        """Of whole rollouts, float64 [G]."""
+        return np.array([rewards_T.sum() for rewards_T in self.token_rewards], np.float64)
+
+
 class Advantage(ABC):
-    """How much better each rollout is than its group. Dataclass fields are options."""
+    """How much better each token was than what was to be expected. Dataclass fields are options."""
+
+    @abstractmethod
+    def of_batch(self, groups: Sequence[GroupRewards]) -> list[list[np.ndarray]]:
+        """Per group and rollout, float64 [T]; 0 for invalid rollouts."""
+
+
+class GroupAdvantage(Advantage):
+    """Compares the rollouts of one group; all tokens of a rollout have its advantage."""
 
     @abstractmethod
     def __call__(self, rewards_G: np.ndarray, valid_G: np.ndarray) -> np.ndarray:
@@ -18,3 +46,20 @@ class Advantage(ABC):
             rewards_G: float64; entries where `valid_G` is False are meaningless.
             valid_G: bool; False for rollouts that failed or whose reward is invalid.
         """
+
+    def of_batch(self, groups: Sequence[GroupRewards]) -> list[list[np.ndarray]]:
+        return [
+            [
+                np.full(len(rewards_T), advantage)
+                for rewards_T, advantage in zip(group.token_rewards, self(group.rewards_G, group.valid_G), strict=True)
+            ]
+            for group in groups
+        ]
+
+
+class ValueAdvantage(Advantage):
+    """Compares with the values of a critic, so a run that names one has a critic executor."""
+
+    @abstractmethod
+    def estimate(self, groups: Sequence[GroupRewards]) -> list[list[np.ndarray]]:
+        """As `of_batch`, before any normalization: advantage + value is the return that the critic learns."""
