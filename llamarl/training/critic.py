@@ -100,7 +100,7 @@ class Critic:
         return {
             "value_loss": loss,
             "critic_grad_norm": grad_norm,
-            "explained_variance": _explained(microbatches),
+            "explained_variance": _explained(microbatches) if finite else 0.0,
             "critic_skipped": float(not finite),
             "critic_s": seconds,
         }

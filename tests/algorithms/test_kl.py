@@ -52,7 +52,11 @@ def test_k2_and_k3_are_never_negative() -> None:
 
 @pytest.mark.parametrize(
     ("estimator", "divergence"),
-    [("k2", lambda p_V: kl(p_V, REFERENCE_V)), ("k3", lambda p_V: kl(REFERENCE_V, p_V)), ("k1", lambda p_V: p_V[0] * 0)],
+    [
+        ("k2", lambda p_V: kl(p_V, REFERENCE_V)),
+        ("k3", lambda p_V: kl(REFERENCE_V, p_V)),
+        ("k1", lambda p_V: p_V[0] * 0),
+    ],
     ids=["k2", "k3", "k1"],
 )
 def test_gradient_in_the_loss(estimator, divergence) -> None:
