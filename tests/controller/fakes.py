@@ -231,6 +231,42 @@ class Reward:
 
 
 @dataclass
+class Model:
+    """A reference, critic or reward model; `says` is its answer about one rollout."""
+
+    says: Callable[[Rollout], Any]
+    learn_s: float = 0.1
+    asked: list[int] = field(default_factory=list)
+    """Group ids."""
+    learning: list[tuple[float, list[int], list[RolloutGroup]]] = field(default_factory=list)
+    """(begin of each step, its groups' ids, its groups)."""
+    learnt: list[tuple[float, list[int]]] = field(default_factory=list)
+    """(end of each step, its groups' ids)."""
+    saved: list[int] = field(default_factory=list)
+    _groups: dict[int, RolloutGroup] = field(default_factory=dict)
+
+    async def score(self, groups: list[tuple[Prompt, list[Rollout]]]) -> list[list[Any]]:
+        await asyncio.sleep(0.01)
+        self.asked += [rollouts[0].group_id for _, rollouts in groups]
+        return [[self.says(rollout) for rollout in rollouts] for _, rollouts in groups]
+
+    async def add_groups(self, groups: list[RolloutGroup]) -> None:
+        for group in groups:
+            self._groups[group.group_id] = joined(self._groups.get(group.group_id), group)
+
+    async def learn(self, group_ids: list[int]) -> dict[str, float]:
+        clock = asyncio.get_running_loop()
+        self.learning.append((clock.time(), group_ids, [self._groups.pop(group_id) for group_id in group_ids]))
+        await asyncio.sleep(self.learn_s)
+        self.learnt.append((clock.time(), group_ids))
+        return {"value_loss": float(len(self.learnt))}
+
+    async def save(self, step: int) -> str:
+        self.saved.append(step)
+        return "somewhere"
+
+
+@dataclass
 class Trainer:
     """Knows nothing but its version; `saved` is the disk, and outlives it."""
 
@@ -298,11 +334,13 @@ class Run:
         trainer: Trainer | None = None,
         num_train: int = 1000,
         num_eval: int = 0,
+        models: dict[str, Any] | None = None,
     ) -> None:
         self.config = config
         self.generators = generators or [Generator()]
         self.reward = reward or Reward()
         self.trainer = trainer or Trainer()
+        self.models = models or {}
         for generator in self.generators:
             generator.source = self.trainer
         self.problems = Problems(train=prompts(num_train), eval=prompts(num_eval, "e"), stop_token_ids=(2,))
@@ -335,9 +373,9 @@ class Run:
         self.handles = {f"generator-{n}": FakeHandle(f"generator-{n}", g) for n, g in enumerate(self.generators)}
         self.handles |= {"reward": FakeHandle("reward", self.reward), "trainer": FakeHandle("trainer", self.trainer)}
         *generators, reward, trainer = self.handles.values()
+        models = {name: FakeHandle(name, role) for name, role in self.models.items()}
+        self.handles |= models
         self.supervisor = supervisor = Supervisor()
-        supervisor.watch(reward)
-        supervisor.watch(trainer)
         rollout = self.config.rollout
         limit = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
         log = MetricsLog([JsonlSink(self.metrics_file)], self._lost)
@@ -345,7 +383,9 @@ class Run:
         screen = NullScreen()
         screen.warn = self.warnings.append
         telemetry = Telemetry(self.config, screen, log, recorder, limit, clock=clock.time)
-        executors = Executors(generators=generators, reward=reward, trainer=trainer)
+        executors = Executors(generators=generators, reward=reward, trainer=trainer, models=models)
+        for handle in executors.irreplaceable:
+            supervisor.watch(handle)
         self.controller = controller = Controller(self.config, self.problems, executors, supervisor, telemetry, state)
         telemetry.attach(list(executors), controller.generators)
         if state:
