@@ -128,6 +128,9 @@ class TrainerConfig(Section):
     """Decay of the second moment; 0.95 forgets old gradients sooner, as RL gradients drift."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Clip the global gradient norm to this."""
+    passes: int = Field(default=1, ge=1)
+    """Updates on each batch, all before the next version is published. From the second on `decoupled_ppo`, and losses
+    with `truncate`, stay near the policy before the first."""
     microbatch_tokens: int = Field(default=8192, ge=1)
     """Tokens of one forward and backward; bounds memory, does not change the gradient."""
     threads: int = Field(default=1, ge=1)
@@ -163,8 +166,8 @@ class CriticConfig(Section):
     path: str = ""
     """Hugging Face folder with the policy's tokens, of a causal or a one-label classification model; empty:
     `model.path`. Without `score.weight` its values begin at 0."""
-    learning_rate: float = Field(default=1e-5, gt=0)
-    """Peak step size; ten times the policy's, as values move faster than policies may."""
+    learning_rate_scale: float = Field(default=10.0, gt=0)
+    """Its learning rate over the trainer's: values may move faster than policies."""
     clip: float = Field(default=0.2, gt=0)
     """Values may move so far per step before the loss stops rewarding it, in units of the reward."""
     threads: int = Field(default=1, ge=1)

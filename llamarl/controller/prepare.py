@@ -8,7 +8,7 @@ from typing import Literal
 
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.controller.controller import Problems
-from llamarl.controller.specs import needs_critic
+from llamarl.controller.specs import models_in_use
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.models.folder import load_shape
@@ -83,16 +83,14 @@ def check_tensor_parallel(shape: ModelShape, num_ranks: int, path: str) -> None:
 
 
 def check_models(config: RunConfig, shape: ModelShape) -> None:
-    """Raises ConfigError when a reference or critic has other tokens than the policy, or a model has no folder."""
-    for option, is_used in (("reference", config.reference.kl_coefficient > 0), ("critic", needs_critic(config))):
-        path = getattr(config, option).path
-        if is_used and path and (other := load_shape(path)).vocab_size != shape.vocab_size:
+    """Raises ConfigError when reference or critic have other tokens than the policy, or a model has no folder."""
+    for name, settings in models_in_use(config).items():
+        other = load_shape(settings.path) if settings.path else shape
+        if name != "reward-model" and other.vocab_size != shape.vocab_size:
             raise ConfigError(
-                f"{option}.path = {path!r} has {other.vocab_size} tokens and model.path {shape.vocab_size}; "
+                f"{name}.path = {settings.path!r} has {other.vocab_size} tokens and model.path {shape.vocab_size}; "
                 "name a model with the policy's tokenizer"
             )
-    if config.reward.model:
-        load_shape(config.reward.model.path)
 
 
 def _thread_warnings(config: RunConfig) -> list[str]:
@@ -104,17 +102,9 @@ def _thread_warnings(config: RunConfig) -> list[str]:
     processes = generator.replicas * generator.tensor_parallel
     of_generators = processes * generator.threads if generator.device == "cpu" else 0
     of_trainer = trainer.threads if trainer.device == "cpu" else 0
-    of_generators += sum(
-        settings.threads
-        for settings, is_used in (
-            (config.reference, config.reference.kl_coefficient > 0),
-            (config.critic, needs_critic(config)),
-            (config.reward.model, config.reward.model is not None),
-        )
-        if settings and is_used and settings.device == "cpu"
-    )
+    of_models = sum(settings.threads for settings in models_in_use(config).values() if settings.device == "cpu")
     together = max if config.cluster.placement == "colocated" else sum
-    wanted, cores = together((of_generators, of_trainer)), os.cpu_count() or 1
+    wanted, cores = together((of_generators + of_models, of_trainer)), os.cpu_count() or 1
     if wanted <= cores:
         return []
     fix = "lower trainer.threads, generator.threads or generator.replicas"

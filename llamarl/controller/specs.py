@@ -12,7 +12,7 @@ from typing import Any
 from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.cluster.api import ExecutorSpec
 from llamarl.config import RunConfig, build
-from llamarl.config.schema import GeneratorConfig
+from llamarl.config.schema import CriticConfig, GeneratorConfig, ReferenceConfig, RewardModelConfig
 
 
 def executor_spec(name: str, target: str, threads: int, num_ranks: int = 1, **options: Any) -> ExecutorSpec:
@@ -21,30 +21,31 @@ def executor_spec(name: str, target: str, threads: int, num_ranks: int = 1, **op
     return ExecutorSpec(name=name, target=f"llamarl.executors.{target}", options=options, num_ranks=num_ranks, env=env)
 
 
-def needs_critic(config: RunConfig) -> bool:
-    """Whether the advantage compares with values. Raises ConfigError."""
-    return isinstance(
-        build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage"), ValueAdvantage
-    )
+def models_in_use(config: RunConfig) -> dict[str, ReferenceConfig | CriticConfig | RewardModelConfig]:
+    """Settings of the models beside policy and rule-based reward that the config asks for. Raises ConfigError."""
+    found = dict[str, ReferenceConfig | CriticConfig | RewardModelConfig]()
+    if config.reward.model:
+        found["reward-model"] = config.reward.model
+    if config.reference.kl_coefficient:
+        found["reference"] = config.reference
+    advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
+    if isinstance(advantage, ValueAdvantage):
+        found["critic"] = config.critic
+    return found
 
 
 def model_specs(config: RunConfig, checkpoints: Path) -> list[ExecutorSpec]:
-    """The models beside policy and rule-based reward that the config asks for."""
-    specs = list[ExecutorSpec]()
-    if model := config.reward.model:
-        specs.append(
-            executor_spec(
-                "reward-model", "reward_model:RewardModelExecutor", model.threads, config=config, settings=model
-            )
-        )
-    if config.reference.kl_coefficient:
-        specs.append(executor_spec("reference", "reference:ReferenceExecutor", config.reference.threads, config=config))
-    if needs_critic(config):
-        folder = str(checkpoints / "critic")
-        specs.append(
-            executor_spec("critic", "critic:CriticExecutor", config.critic.threads, config=config, folder=folder)
-        )
-    return specs
+    """One executor for each of `models_in_use`."""
+    targets = {
+        "reward-model": "reward_model:RewardModelExecutor",
+        "reference": "reference:ReferenceExecutor",
+        "critic": "critic:CriticExecutor",
+    }
+    options: dict[str, dict[str, Any]] = {"critic": {"folder": str(checkpoints / "critic")}}
+    return [
+        executor_spec(name, targets[name], settings.threads, config=config, **options.get(name, {}))
+        for name, settings in models_in_use(config).items()
+    ]
 
 
 class GeneratorSpecs:

@@ -45,7 +45,9 @@ class CriticExecutor(Executor):
         path = settings.path or config.model.path
         self._critic = Critic(
             load_scalar_model(path, torch.float32, device, new_head=True),
-            config.trainer.model_copy(update={"learning_rate": settings.learning_rate}),
+            config.trainer.model_copy(
+                update={"learning_rate": settings.learning_rate_scale * config.trainer.learning_rate}
+            ),
             clip=settings.clip,
             advantage=build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
             rewards=partial(group_rewards, kl=penalty(config.reference, "reward")),

@@ -13,7 +13,6 @@ import torch
 
 from llamarl.cluster.executor import Executor
 from llamarl.config import RunConfig
-from llamarl.config.schema import RewardModelConfig
 from llamarl.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from llamarl.distributed.runtime import set_up_device
 from llamarl.models.attention import causal_attend
@@ -31,7 +30,9 @@ class RewardModelExecutor(Executor):
 
     SPANS: ClassVar[dict[str, str]] = {"score": "score"}
 
-    def __init__(self, config: RunConfig, settings: RewardModelConfig) -> None:
+    def __init__(self, config: RunConfig) -> None:
+        settings = config.reward.model
+        assert settings is not None
         self._device = set_up_device(settings.device, settings.threads, "reward.model.device")
         dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
         self._model = load_scalar_model(settings.path, dtype, self._device, new_head=False).eval()
@@ -59,12 +60,8 @@ class RewardModelExecutor(Executor):
         for indices in self._batches(sequences, readable):
             scores = self._forward([sequences[index] for index in indices])
             for index, score in zip(indices, scores, strict=True):
-                is_number = np.isfinite(score)
-                results[index] = (
-                    RewardResult(outcome=Outcome.SCORE, value=score)
-                    if is_number
-                    else invalid(f"the reward model said {score}")
-                )
+                answer = RewardResult(outcome=Outcome.SCORE, value=score)
+                results[index] = answer if np.isfinite(score) else invalid(f"the reward model said {score}")
         return results
 
     def _batches(self, sequences: Sequence[np.ndarray], indices: Sequence[int]) -> Iterator[list[int]]:

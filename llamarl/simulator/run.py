@@ -12,7 +12,7 @@ from pathlib import Path
 from llamarl.cluster.api import ExecutorError, ExecutorHandle, ExecutorSpec
 from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.controller import Controller, Executors, Problems, TooManyInvalid
-from llamarl.controller.specs import model_specs
+from llamarl.controller.specs import models_in_use
 from llamarl.controller.supervision import Stalled, Supervisor, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.accounting import Accounts, account, role_of, verdict
@@ -43,9 +43,8 @@ def simulate(config: RunConfig, costs: SimulatorCosts, faults: Faults, layout: L
     Raises:
         ConfigError: the run has executors that are not simulated.
     """
-    if others := model_specs(config, metrics.parent):
-        names = ", ".join(spec.name for spec in others)
-        raise ConfigError(f"llamarl simulate knows generators, reward and trainer, not {names}; leave them out")
+    if models := ", ".join(models_in_use(config)):
+        raise ConfigError(f"llamarl simulate knows generators, reward and trainer, not {models}; leave them out")
     generator = config.generator.model_copy(update={"replicas": layout.replicas})
     screen = config.screen.model_copy(update={"kind": "none"})
     config = config.model_copy(update={"generator": generator, "screen": screen})

@@ -65,7 +65,8 @@ class Critic:
         return per_response(groups, self.config.microbatch_tokens, self._values)
 
     def learn(self, groups: Sequence[RolloutGroup]) -> Generator[None, None, dict[str, float]]:
-        """One optimizer step on the groups' returns, a microbatch at a time; returns what is to be logged.
+        """As many passes over the groups' returns as the trainer makes, a microbatch at a time; returns what is to be
+        logged.
 
         Raises:
             NonFiniteStep: loss or gradient is NaN or infinite, and the policy is to stop.
@@ -77,24 +78,25 @@ class Critic:
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = rate
         microbatches = pack(samples, self.config.microbatch_tokens)
-        loss, seconds = 0.0, 0.0
+        loss, grad_norm, seconds, finite = 0.0, 0.0, 0.0, True
         clock = time.thread_time if self._device.type == "cpu" else time.monotonic
-        for microbatch in microbatches:
-            start_s = clock()
-            mean = self._loss(microbatch) / count
-            mean.backward()
-            loss += float(mean.detach())
-            seconds += clock() - start_s
-            yield
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
-        finite = math.isfinite(grad_norm) and math.isfinite(loss)
-        if finite:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
+        for _ in range(self.config.passes):
+            for microbatch in microbatches:
+                start_s = clock()
+                mean = self._loss(microbatch) / count
+                mean.backward()
+                loss += float(mean.detach()) / self.config.passes
+                seconds += clock() - start_s
+                yield
+            grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
+            finite = finite and math.isfinite(grad_norm) and math.isfinite(loss)
+            if finite:
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=False)
         if not finite and self.config.on_nonfinite == "stop":
             raise NonFiniteStep(
                 f"critic step {self.policy_version}: loss {loss}, gradient norm {grad_norm};"
-                " lower critic.learning_rate, or set trainer.on_nonfinite = 'skip'"
+                " lower critic.learning_rate_scale, or set trainer.on_nonfinite = 'skip'"
             )
         self.policy_version += 1
         return {

@@ -28,7 +28,7 @@ NO_REFERENCE = ReferenceConfig()
 
 
 class NonFiniteStep(RuntimeError):
-    """Loss or gradient is not finite; the weights are unchanged."""
+    """Loss or gradient is not finite; the update was not made."""
 
 
 class Trainer:
@@ -74,11 +74,12 @@ class Trainer:
         computed = batch.groups if needs_all else with_advantage(batch.groups)
         sums, maxima = dict[str, float](), dict[str, float]()
         microbatches = pack(computed, self.config.microbatch_tokens)
-        for microbatch in microbatches:
-            self._accumulate(microbatch, denominator, sums, maxima)
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
-        loss = sums.pop("loss", 0.0) / denominator
-        num_computed = TrainBatch(groups=tuple(computed)).num_loss_tokens
+        proximal, finite, grad_norm, passes = list[Tensor](), True, 0.0, 0
+        while finite and passes < self.config.passes:
+            finite, grad_norm = self._update(microbatches, denominator, proximal, sums, maxima)
+            passes += 1
+        loss = sums.pop("loss", 0.0) / denominator / passes
+        num_computed = passes * TrainBatch(groups=tuple(computed)).num_loss_tokens
         metrics = {name: value / num_computed for name, value in sums.items()} | maxima
         metrics |= {
             "loss": loss,
@@ -87,12 +88,8 @@ class Trainer:
             "learning_rate": rate,
             "num_loss_tokens": float(batch.num_loss_tokens),
             "num_computed_tokens": float(num_computed),
-            "num_input_tokens": float(sum(len(microbatch.token_ids_N) for microbatch in microbatches)),
+            "num_input_tokens": float(passes * sum(len(microbatch.token_ids_N) for microbatch in microbatches)),
         }
-        finite = math.isfinite(grad_norm) and math.isfinite(loss)
-        if finite:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)  # a step without any gradient still moves by its momentum
         if not finite and self.config.on_nonfinite == "stop":
             names = ", ".join(str(group.group_id) for group in groups)
             raise NonFiniteStep(
@@ -107,19 +104,52 @@ class Trainer:
             advantages={group.group_id: _means(one) for group, one in zip(groups, advantages, strict=True)},
         )
 
+    def _update(
+        self,
+        microbatches: Sequence[Microbatch],
+        denominator: int,
+        proximal: list[Tensor],
+        sums: dict[str, float],
+        maxima: dict[str, float],
+    ) -> tuple[bool, float]:
+        """One pass over the batch and one update. Whether all was finite, else there is no update; the gradient norm.
+
+        The first pass fills `proximal`, the log-probabilities before any update, which later ones are relative to.
+        """
+        known = list(proximal)
+        for index, microbatch in enumerate(microbatches):
+            logprobs_R = self.logprobs(microbatch)
+            if not known:
+                proximal.append(logprobs_R.detach())
+            at_first_R = known[index] if known else None
+            self._accumulate(microbatch, logprobs_R, at_first_R, denominator, sums, maxima)
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
+        finite = math.isfinite(grad_norm) and math.isfinite(sums.get("loss", 0.0))
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)  # a step without any gradient still moves by its momentum
+        return finite, grad_norm
+
     def _accumulate(
-        self, microbatch: Microbatch, denominator: int, sums: dict[str, float], maxima: dict[str, float]
+        self,
+        microbatch: Microbatch,
+        logprobs_R: Tensor,
+        proximal_R: Tensor | None,
+        denominator: int,
+        sums: dict[str, float],
+        maxima: dict[str, float],
     ) -> None:
         """Adds one microbatch's share of the gradient of (sum of losses) / (global count of tokens or sequences)."""
         reference_R = microbatch.reference_logprobs_R
         output = self.loss(
             LossInputs(
-                logprobs_N=self.logprobs(microbatch),
+                logprobs_N=logprobs_R,
                 behavior_logprobs_N=self._tensor(microbatch.behavior_logprobs_R),
                 advantages_N=self._tensor(microbatch.advantages_R),
                 loss_mask_N=self._tensor(microbatch.loss_mask_R),
                 sequence_N=self._tensor(microbatch.sequence_R),
                 num_sequences=sum(map(len, microbatch.response_lengths)),
+                proximal_logprobs_N=proximal_R,
                 reference_logprobs_N=self._tensor(reference_R) if len(reference_R) else None,
                 kl=self.kl_in_loss,
             )

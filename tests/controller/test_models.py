@@ -3,15 +3,55 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from llamarl.cluster.api import MeshFailed
 from llamarl.controller.evaluation import EVAL_GROUPS
-from llamarl.types import Outcome, RewardResult, Rollout
-from tests.controller.fakes import Generator, Model, Run, Trainer, config
+from llamarl.rollouts.pieces import joined
+from llamarl.types import Outcome, Prompt, RewardResult, Rollout, RolloutGroup
+from tests.controller.fakes import Generator, Run, Trainer, config
+
+
+@dataclass
+class Model:
+    """A reference, critic or reward model; `says` is its answer about one rollout."""
+
+    says: Callable[[Rollout], Any]
+    learn_s: float = 0.1
+    asked: list[int] = field(default_factory=list)
+    """Group ids."""
+    learning: list[tuple[float, list[int], list[RolloutGroup]]] = field(default_factory=list)
+    """(begin of each step, its groups' ids, its groups)."""
+    learnt: list[tuple[float, list[int]]] = field(default_factory=list)
+    """(end of each step, its groups' ids)."""
+    saved: list[int] = field(default_factory=list)
+    _groups: dict[int, RolloutGroup] = field(default_factory=dict)
+
+    async def score(self, groups: list[tuple[Prompt, list[Rollout]]]) -> list[list[Any]]:
+        await asyncio.sleep(0.01)
+        self.asked += [rollouts[0].group_id for _, rollouts in groups]
+        return [[self.says(rollout) for rollout in rollouts] for _, rollouts in groups]
+
+    async def add_groups(self, groups: list[RolloutGroup]) -> None:
+        for group in groups:
+            self._groups[group.group_id] = joined(self._groups.get(group.group_id), group)
+
+    async def learn(self, group_ids: list[int]) -> dict[str, float]:
+        clock = asyncio.get_running_loop()
+        self.learning.append((clock.time(), group_ids, [self._groups.pop(group_id) for group_id in group_ids]))
+        await asyncio.sleep(self.learn_s)
+        self.learnt.append((clock.time(), group_ids))
+        return {"value_loss": float(len(self.learnt))}
+
+    async def save(self, step: int) -> str:
+        self.saved.append(step)
+        return "somewhere"
 
 
 def values(rollout: Rollout) -> np.ndarray:

@@ -49,7 +49,7 @@ def make_config(model: Path, tmp_path: Path) -> MakeConfig:
             },
             "trainer": {"learning_rate": 0.01, "microbatch_tokens": 128, "advantage": "gae", "loss": "ppo_clip"},
             "reference": {"kl_coefficient": 0.05, "kl_in": "reward", "kl_estimator": "k1"},
-            "critic": {"learning_rate": 0.01},
+            "critic": {"learning_rate_scale": 1.0},
             "reward": {"parts": [{"name": "tests.executors.rewards:EvenLength"}]},
             "cluster": {"kind": "inline"},
             "screen": {"kind": "none"},
@@ -117,8 +117,7 @@ def classifier(model: Path, tmp_path: Path) -> Path:
 
 
 def judge(config: RunConfig) -> RewardModelExecutor:
-    assert config.reward.model is not None
-    return RewardModelExecutor(config, config.reward.model)
+    return RewardModelExecutor(config)
 
 
 def by_transformers(classifier: Path, ids_T: np.ndarray) -> float:

@@ -128,7 +128,7 @@ def test_a_step_that_is_not_finite(make_groups: MakeGroups) -> None:
         replace(group, results=tuple(replace(one, value=np.inf) for one in group.results)) for group in make_groups()
     ]
     critic = make_critic()
-    with pytest.raises(NonFiniteStep, match=r"critic step 0: .* lower critic.learning_rate"):
+    with pytest.raises(NonFiniteStep, match=r"critic step 0: .* lower critic.learning_rate_scale"):
         run(critic, valued(critic, groups))
     skipping = make_critic(on_nonfinite="skip")
     before = [weight.clone() for weight in skipping.model.parameters()]
