@@ -19,6 +19,7 @@ from llamarl.generation.score import score
 from llamarl.models.hf import load_model
 from llamarl.rollouts.pieces import joined
 from llamarl.rollouts.probe import probe_sequences
+from llamarl.rollouts.shaping import Shaping
 from llamarl.training.result import StepResult
 from llamarl.training.state import load_training_state, training_state
 from llamarl.training.trainer import Trainer
@@ -43,6 +44,7 @@ class TrainerExecutor(Executor):
             loss=build(settings.loss, "llamarl.algorithms.losses", "trainer.loss"),
             advantage=build(settings.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
             temperature=config.rollout.temperature,
+            shaping=Shaping(config.shaping, config.rollout.max_new_tokens),
         )
         self._weights = dict(self._trainer.model.named_parameters())
         self._groups = dict[int, RolloutGroup]()

@@ -48,20 +48,38 @@ class Microbatch:
     """bool."""
 
 
-def valid_rollouts(group: RolloutGroup) -> np.ndarray:
-    """Which rollouts of a group may be learnt from, bool [G]: generated without failure and judged."""
+def valid_rollouts(group: RolloutGroup, *, mask_truncated: bool = False) -> np.ndarray:
+    """Which rollouts of a group may be learnt from, bool [G]: generated without failure, judged, and, if so wished, not
+    ended by length."""
+    refused = {FinishReason.FAILED, FinishReason.LENGTH} if mask_truncated else {FinishReason.FAILED}
     return np.array(
         [
-            rollout.num_tokens > 0
-            and rollout.finish_reason is not FinishReason.FAILED
-            and result.outcome is not Outcome.INVALID
+            rollout.num_tokens > 0 and rollout.finish_reason not in refused and result.outcome is not Outcome.INVALID
             for rollout, result in zip(group.rollouts, group.results, strict=True)
         ]
     )
 
 
-def to_sample_group(group: RolloutGroup, advantages_G: np.ndarray) -> SampleGroup:
-    """The trainable part of a group: invalid rollouts are left out, every token gets its rollout's advantage."""
+def is_flat(group: RolloutGroup, *, mask_truncated: bool = False) -> bool:
+    """Whether what was judged was judged equal, so that comparing teaches nothing.
+
+    False where nothing was judged, which is for the share of invalid rewards to count, and for a group of one.
+    """
+    valid_G = valid_rollouts(group, mask_truncated=mask_truncated)
+    values = {result.value for result, valid in zip(group.results, valid_G, strict=True) if valid}
+    return len(values) == 1 and len(group.rollouts) > 1
+
+
+def to_sample_group(
+    group: RolloutGroup, advantages: Sequence[np.ndarray] | np.ndarray, valid_G: np.ndarray | None = None
+) -> SampleGroup:
+    """The trainable part of a group: invalid rollouts are left out.
+
+    Args:
+        advantages: per rollout one number, or one for each of its tokens.
+        valid_G: bool; None: those of `valid_rollouts`.
+    """
+    valid_G = valid_rollouts(group) if valid_G is None else valid_G
     samples = tuple(
         TrainSample(
             response_token_ids_T=rollout.token_ids_T,
@@ -70,7 +88,7 @@ def to_sample_group(group: RolloutGroup, advantages_G: np.ndarray) -> SampleGrou
             advantages_T=np.full(rollout.num_tokens, advantage, np.float32),
             loss_mask_T=np.ones(rollout.num_tokens, bool),
         )
-        for rollout, advantage, valid in zip(group.rollouts, advantages_G, valid_rollouts(group), strict=True)
+        for rollout, advantage, valid in zip(group.rollouts, advantages, valid_G, strict=True)
         if valid
     )
     return SampleGroup(prompt_token_ids_T=group.prompt.token_ids_T, samples=samples)

@@ -16,7 +16,8 @@ from llamarl.algorithms.advantages._base import Advantage
 from llamarl.algorithms.losses._base import Loss, LossInputs
 from llamarl.config.schema import TrainerConfig
 from llamarl.models.transformer import Transformer
-from llamarl.rollouts.packing import Microbatch, pack, to_sample_group, valid_rollouts, with_advantage
+from llamarl.rollouts.packing import Microbatch, pack, to_sample_group, with_advantage
+from llamarl.rollouts.shaping import UNSHAPED, Shaping
 from llamarl.training.attention import shared_prefix_attend
 from llamarl.training.logprobs import target_logprobs
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
@@ -32,13 +33,20 @@ class Trainer:
     """A model in training: float32 master weights, compute in `config.dtype`."""
 
     def __init__(
-        self, model: Transformer, config: TrainerConfig, loss: Loss, advantage: Advantage, temperature: float
+        self,
+        model: Transformer,
+        config: TrainerConfig,
+        loss: Loss,
+        advantage: Advantage,
+        temperature: float,
+        shaping: Shaping = UNSHAPED,
     ) -> None:
         self.model = model
         self.config = config
         self.loss = loss
         self.advantage = advantage
         self.temperature = temperature
+        self.shaping = shaping
         self.optimizer = build_optimizer(model, config)
         self.policy_version = 0
         self.device = next(model.parameters()).device
@@ -51,8 +59,7 @@ class Trainer:
         Raises:
             NonFiniteStep: loss or gradient is NaN or infinite, and the policy is to stop.
         """
-        advantages = {group.group_id: self._advantages(group) for group in groups}
-        batch = TrainBatch(groups=tuple(to_sample_group(group, advantages[group.group_id]) for group in groups))
+        batch, advantages = self._batch(groups)
         count = batch.num_loss_tokens if self.loss.MEAN_OVER == "tokens" else batch.num_loss_sequences
         denominator = max(count, 1)
         rate = learning_rate_at(self.policy_version, self.config)
@@ -68,7 +75,7 @@ class Trainer:
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
         loss = sums.pop("loss", 0.0) / denominator
         num_computed = TrainBatch(groups=tuple(computed)).num_loss_tokens
-        metrics = {name: value / num_computed for name, value in sums.items()} | maxima
+        metrics = {name: value / num_computed for name, value in sums.items()} | maxima | self.shaping.metrics(groups)
         metrics |= {
             "loss": loss,
             "importance_ratio_mean": 1 + metrics.pop("importance_ratio_excess", 0.0),
@@ -93,9 +100,19 @@ class Trainer:
             policy_version=self.policy_version, skipped=not finite, metrics=metrics, advantages=advantages
         )
 
-    def _advantages(self, group: RolloutGroup) -> np.ndarray:
-        rewards_G = np.array([result.value for result in group.results], np.float64)
-        return self.advantage(rewards_G, valid_rollouts(group))
+    def _batch(self, groups: Sequence[RolloutGroup]) -> tuple[TrainBatch, dict[int, np.ndarray]]:
+        """What is learnt from, and the advantage of each rollout."""
+        rewards = [self.shaping.rewards(group) for group in groups]
+        advantages = self.advantage.of_batch(rewards)
+        samples = [
+            to_sample_group(group, of_tokens, earned.valid_G)
+            for group, of_tokens, earned in zip(groups, advantages, rewards, strict=True)
+        ]
+        means = {
+            group.group_id: np.array([one_T.mean() if len(one_T) else 0.0 for one_T in of_tokens])
+            for group, of_tokens in zip(groups, advantages, strict=True)
+        }
+        return TrainBatch(groups=tuple(samples)), means
 
     def _accumulate(
         self, microbatch: Microbatch, denominator: int, sums: dict[str, float], maxima: dict[str, float]

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from llamarl.cluster.api import CallTimeout, MeshFailed
 from llamarl.controller.sync import WeightsWrong, mismatch_of
 from llamarl.executors.replies import Probe
-from tests.controller.fakes import Generator, Run, Trainer, config, token
+from tests.controller.fakes import RIGHT, WRONG, Generator, Reward, Run, Trainer, config, token
 
 P, NUM_STEPS = 3, 8
 
@@ -79,9 +79,16 @@ async def come(run: Run, name: str, generator: Generator) -> None:
     window_share=st.floats(0, 1),
     segment_tokens=st.sampled_from([0, 3, 17]),
     replicas=st.integers(1, 3),
+    max_attempts=st.sampled_from([1, 2, 30]),
 )
 def test_whatever_happens_nothing_is_lost_doubled_or_too_old(
-    tmp_path: Path, seed: int, max_staleness: int, window_share: float, segment_tokens: int, replicas: int
+    tmp_path: Path,
+    seed: int,
+    max_staleness: int,
+    window_share: float,
+    segment_tokens: int,
+    replicas: int,
+    max_attempts: int,
 ) -> None:
     for file in tmp_path.glob("*.jsonl"):
         file.unlink()
@@ -94,14 +101,22 @@ def test_whatever_happens_nothing_is_lost_doubled_or_too_old(
             "max_staleness": max_staleness,
             "window": window,
             "segment_tokens": segment_tokens,
+            "max_attempts": max_attempts,
         },
         cluster={"on_generator_failure": "drop"},
         weight_sync={"patience_s": dice.choice([0.5, 3.0]), "on_mismatch": "resync"},
     )
-    run = Run(wanted, tmp_path, [chaotic(dice) for _ in range(replicas)], trainer=Trainer(step_s=dice.uniform(0.1, 2)))
+    flat = dice.random()
+    run = Run(
+        wanted, tmp_path, [chaotic(dice) for _ in range(replicas)],
+        Reward(lambda rollout: RIGHT if rollout.index or random.Random(rollout.group_id).random() < flat else WRONG),
+        Trainer(step_s=dice.uniform(0.1, 2)),
+    )  # fmt: skip
     run.train(strike=lambda run: happen(run, dice, num_events=6))
     consumed = run.trainer.consumed
-    assert sorted(group.group_id for group in consumed) == list(range(P * NUM_STEPS))
+    ids, dropped = [group.group_id for group in consumed], sum(row["extra.dropped_groups"] for row in run.steps)
+    assert len(set(ids)) == len(ids) == P * NUM_STEPS
+    assert max(ids) < P * NUM_STEPS + dropped and dropped <= (max_attempts - 1) * P * NUM_STEPS
     for position, group in enumerate(consumed):
         for rollout in group.rollouts:
             key = group.group_id, rollout.index

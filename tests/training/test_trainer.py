@@ -87,7 +87,8 @@ class TestAccumulation:
         """AIPO by hand on the log-probs that the trainer computes."""
         groups = make_groups()
         trainer = make_trainer(torch.float64)
-        samples = [to_sample_group(group, trainer._advantages(group)) for group in groups]
+        samples = [to_sample_group(group, trainer.step(groups).advantages[group.group_id]) for group in groups]
+        trainer = make_trainer(torch.float64)
         (batch,) = pack(samples, 1000)
         logprobs_R = trainer.logprobs(batch).detach()
         ratio_R = (logprobs_R - torch.from_numpy(batch.behavior_logprobs_R)).exp()

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamarl.algorithms.advantages._base import Advantage
+from llamarl.algorithms.advantages._base import GroupAdvantage
 
 
 @dataclass(frozen=True)
-class GroupMean(Advantage):
+class GroupMean(GroupAdvantage):
     """A_i = r_i - mean(r) over the valid rollouts; all 0 when fewer than two differ."""
 
     def __call__(self, rewards_G: np.ndarray, valid_G: np.ndarray) -> np.ndarray:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamarl.algorithms.advantages._base import Advantage
+from llamarl.algorithms.advantages._base import GroupAdvantage
 
 
 @dataclass(frozen=True)
-class GroupNormalized(Advantage):
+class GroupNormalized(GroupAdvantage):
     """A_i = (r_i - mean(r)) / (std(r) + epsilon) over the valid rollouts; all 0 when fewer than two differ."""
 
     epsilon: float = 1e-4

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamarl.algorithms.advantages._base import Advantage
+from llamarl.algorithms.advantages._base import GroupAdvantage
 from llamarl.algorithms.advantages.group_mean import GroupMean
 
 
 @dataclass(frozen=True)
-class LeaveOneOut(Advantage):
+class LeaveOneOut(GroupAdvantage):
     """A_i = r_i - mean of r_j, j != i, over the n valid rollouts: unbiased, n / (n - 1) times `group_mean`."""
 
     def __call__(self, rewards_G: np.ndarray, valid_G: np.ndarray) -> np.ndarray:

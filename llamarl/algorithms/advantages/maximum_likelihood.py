@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamarl.algorithms.advantages._base import Advantage
+from llamarl.algorithms.advantages._base import GroupAdvantage
 from llamarl.algorithms.advantages.group_mean import GroupMean
 
 
 @dataclass(frozen=True)
-class MaximumLikelihood(Advantage):
+class MaximumLikelihood(GroupAdvantage):
     """A_i = (r_i - mean(r)) / mean(r) over the valid rollouts, for rewards of 0 and 1.
 
     Hard prompts weigh more: at success rate p, 1 / p times as much as with `group_mean`. The divisor is at least
