@@ -219,6 +219,8 @@ class RunConfig(Section):
     """Seeds data order, sampling noise and initial weights."""
     steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
+    recipe: str = ""
+    """Function in `recipes`, for example `grpo`: it settles what this file and the command line leave open."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
