@@ -4,6 +4,7 @@
 VENV ?= .venv
 PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3,$(shell $(python) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $(python))))
 PIP_ARGS ?=
+TEST_PROCESSES ?= 2
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt $(PIP_ARGS)
 RUNTIME := $(VENV)/.llamarl-runtime
@@ -40,7 +41,7 @@ contract: $(DEV) ## Check that imports go down only
 
 pytest: $(DEV) ## Run the tests
 	@echo "tests: pytest"
-	@$(VENV)/bin/python -m pytest --quiet
+	@$(VENV)/bin/python -m pytest --quiet --numprocesses $(TEST_PROCESSES) --dist loadfile
 
 vllm: $(DEV) $(VLLM)/.llamarl-ready ## Build an environment with vLLM, for the CPU, and check the adapter against it
 	@echo "vllm: pytest"

@@ -9,6 +9,7 @@ receives weights, later one is stopped (SIGSTOP) and goes on. Figures come from 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -73,10 +74,15 @@ class DemoRun:
         self.process.wait(60)
         return json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
 
-    def train_spans(self) -> list[tuple[float, float]]:
-        """Beginning and length of every train step, in seconds of the trace's clock."""
+    def spans(self, executor: str, name: str) -> list[tuple[float, float]]:
+        """Beginning and length of what an executor did, in seconds of the trace's clock."""
         events = json.loads((self.folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-        return [(e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e.get("name") == "train"]
+        processes = {event["args"].get("name"): event["pid"] for event in events if event["ph"] == "M"}
+        return [
+            (event["ts"] / 1e6, event["dur"] / 1e6)
+            for event in events
+            if event["pid"] == processes[executor] and event["name"] == name
+        ]
 
 
 def kill(run: DemoRun) -> dict[str, Any]:
@@ -85,9 +91,21 @@ def kill(run: DemoRun) -> dict[str, Any]:
     run.wait(lambda: len(run.steps()) > num_steps, "next step")
     victim = sorted(before)[-1]
     os.kill(before[victim], signal.SIGKILL)
-    spawned_s = run.wait(lambda: set(run.generators()) - set(before), "replacement")
-    warned = run.wait(lambda: len(run.generators()) == len(before), "second generator")
-    return {"killed": victim, "at_step": num_steps + 1, "replacement_process_s": spawned_s + warned}
+    run.wait(lambda: set(run.generators()) - set(before), "replacement")
+    return {"killed": victim, "at_step": num_steps + 1}
+
+
+def after_kill(run: DemoRun, step: int) -> dict[str, Any]:
+    """How the trainer went on, and when the replacement worked with weights of its own."""
+    train = run.spans("trainer", "train")
+    killed_s = sum(train[step - 1])
+    before, after = ([length for _, length in spans] for spans in (train[10:step], train[step : step + 20]))
+    replaced_s = min(begin for begin, _ in run.spans("generator-2", "generate")) - killed_s
+    return {
+        "train_s_before": statistics.median(before), "train_s_after": statistics.median(after),
+        "train_ratio": statistics.median(after) / statistics.median(before),
+        "replacement_decodes_after_s": replaced_s, "step_s_after": _lengths(run.steps()[step - 1 : step + 5]),
+    }  # fmt: skip
 
 
 def stop(run: DemoRun, seconds: float) -> dict[str, Any]:
@@ -111,7 +129,7 @@ def stop(run: DemoRun, seconds: float) -> dict[str, Any]:
 
 
 def _lengths(rows: list[dict[str, Any]]) -> list[float]:
-    return [b["wall_s"] - a["wall_s"] for a, b in zip(rows, rows[1:], strict=False)]
+    return [b["wall_s"] - a["wall_s"] for a, b in itertools.pairwise(rows)]
 
 
 def main() -> None:
@@ -128,18 +146,11 @@ def main() -> None:
             run.wait(lambda: len(run.steps()) >= settled, f"step {settled}")
             stopped = stop(run, options.stopped_s)
             summary = run.end()
-            steps, spans = run.steps(), run.train_spans()
+            killed |= after_kill(run, killed["at_step"])
         finally:
             if run.process.poll() is None:
                 os.killpg(run.process.pid, signal.SIGKILL)
-    at = killed["at_step"]
-    lengths_s = [length for _, length in spans]
-    before, after = lengths_s[10:at], lengths_s[at : at + 20]
-    killed["train_s_before"], killed["train_s_after"] = statistics.median(before), statistics.median(after)
-    killed["train_ratio"] = killed["train_s_after"] / killed["train_s_before"]
-    first = next(i for i, row in enumerate(steps[at:]) if row["extra.late_generators"] == 0)
-    killed["step_after_kill_s"] = _lengths(steps[at - 1 : at + first + 2])
-    figures = {"kill": killed, "stop": stopped, "stall_p99_s": summary["extra.stall_p99_s"], "steps": len(steps)}
+    figures = {"kill": killed, "stop": stopped, "stall_p99_s": summary["extra.stall_p99_s"], "steps": summary["steps"]}
     print(json.dumps(figures, indent=2))
     print(write_result("faults", {"stopped_s": options.stopped_s, "replicas": 2}, figures, NOTES))
 

@@ -56,6 +56,7 @@ WORKLOADS = {"uniform-32": 32, "long_tail-32": 32, "uniform-128": 128, "grouped"
 UNIFORM = ("uniform-32", "uniform-128")
 OURS_ONLY = ("grouped", "ungrouped")
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "int8": "int8"}
+HAS_BFLOAT16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
 RUN_TIMEOUT_S = 3600.0
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
@@ -63,7 +64,8 @@ NOTES = """\
 Tokens per CPU-second: new tokens over the CPU time of all threads of the engine's process, prefill included.
 ratio_vs_vllm and ratio_vs_transformers compare with their bfloat16; the _best ones with the faster of their dtypes on
 this processor, which is the fair number where it has no bfloat16 instructions and emulates them. Each is the worst over
-the batch sizes. Rows of engines that take long have fewer repeats (`repeats`).
+the batch sizes. Rows of engines that take long have fewer repeats (`repeats`), and where a peer emulates its type,
+prompts and responses of a fifth of the length (`scale`), which is in its favor: less attention for the same tokens.
 Roofline: of one core, from the measured rates: the matmuls of all tokens or the weights read once per step, whichever
 takes longer, and then the keys and values of all steps read once.
 Profile: share of own time per function of the native engine; kernels count for the function that calls them.
@@ -163,20 +165,27 @@ def _in_turns(model: str, name: str, workers: dict[Peer, Worker], options: argpa
         for peer, worker in workers.items():
             if repeat >= repeats[peer]:
                 continue
-            run = worker.run(name, options.scale, repeat)
+            run = worker.run(name, _scale(peer, options), repeat)
             runs[peer].append(run)
             repeats[peer] = max(1, min(options.repeats, int(options.row_s / run["wall_s"])))
             print(f"{model} {name} {peer.name}: {run['tokens'] / run['cpu_s']:.0f} tokens/CPU-s", flush=True)
-    return [_row(model, name, peer, found) for peer, found in runs.items()]
+    return [_row(model, name, peer, found, _scale(peer, options)) for peer, found in runs.items()]
 
 
-def _row(model: str, name: str, peer: Peer, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def _scale(peer: Peer, options: argparse.Namespace) -> float:
+    """Peers that emulate their type get shorter prompts and responses, which their tokens/s hardly feel."""
+    is_emulated = peer.engine != "ours" and peer.dtype == "bfloat16" and not HAS_BFLOAT16
+    return options.scale * (options.emulated_scale if is_emulated else 1.0)
+
+
+def _row(model: str, name: str, peer: Peer, runs: list[dict[str, Any]], scale: float) -> dict[str, Any]:
     def median(time_of: str) -> float:
         return statistics.median(run["tokens"] / run[time_of] for run in runs)
 
     extra = {key: value for key, value in runs[-1].items() if key not in ("cpu_s", "wall_s") and value is not None}
     return {
-        "model": model, "workload": name, "engine": peer.engine, "dtype": peer.dtype, "repeats": len(runs), **extra,
+        "model": model, "workload": name, "engine": peer.engine, "dtype": peer.dtype, "repeats": len(runs),
+        "scale": scale, **extra,
         "tokens_per_cpu_s": median("cpu_s"), "tokens_per_s": median("wall_s"),
         "cpu_s": [run["cpu_s"] for run in runs], "wall_s": [run["wall_s"] for run in runs],
     }  # fmt: skip
@@ -208,13 +217,13 @@ def _rate(amount: float, function: Any, argument: torch.Tensor) -> float:
     return amount / best_s
 
 
-def add_roofline(row: dict[str, Any], rates: dict[str, float], scale: float) -> None:
+def add_roofline(row: dict[str, Any], rates: dict[str, float]) -> None:
     """The share of the least time that a core could take for these tokens."""
     sys.path.insert(0, str(PEERS))
     from work import workload
 
     shape, dtype = MODELS[row["model"]], row["dtype"]
-    work = workload(row["workload"], shape.vocab_size, scale, 0)
+    work = workload(row["workload"], shape.vocab_size, row["scale"], 0)
     layer = shape.hidden_size * (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     layers = shape.num_layers * (layer + 3 * shape.hidden_size * shape.intermediate_size)
     head, new = shape.vocab_size * shape.hidden_size, work.num_new_tokens
@@ -271,19 +280,25 @@ def profile(folder: Path, scale: float) -> list[list[Any]]:
         return worker.run("uniform-128", scale, 0)["profile"]
 
 
-def on_cpu(options: argparse.Namespace) -> dict[str, Any]:
+def on_cpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The figures so far, after each model."""
     rates = machine_rates()
     print(json.dumps(rates), flush=True)
     rows, profiles = list[dict[str, Any]](), dict[str, Any]()
+    if options.add_to:
+        before = json.loads(options.add_to.read_text(encoding="utf-8"))
+        rows += [row for row in before["rows"] if row["model"] not in (options.models or MODELS)]
+        profiles |= before["profile"]
     with tempfile.TemporaryDirectory() as temporary:
         for model in options.models or MODELS:
             folder = Path(temporary) / model
             save_model(new_model(MODELS[model], seed=0, std=0.02), folder, None)
             rows += measure(model, folder, options)
             profiles[model] = profile(folder, options.scale)
-    for row in rows:
-        add_roofline(row, rates, options.scale)
-    return {**summarize(rows), "machine_rates": rates, "rows": rows, "profile": profiles}
+            for row in rows:
+                if "roofline_share" not in row:
+                    add_roofline(row, rates)
+            yield {**summarize(rows), "machine_rates": rates, "rows": rows, "profile": profiles}
 
 
 def main() -> None:
@@ -296,7 +311,11 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--row-s", type=float, default=300.0, help="seconds for all repeats of a row; one always runs")
+    parser.add_argument("--add-to", type=Path, metavar="FILE", help="a result whose rows of other models are kept")
     parser.add_argument("--scale", type=float, default=1.0, help="shortens prompts and responses")
+    parser.add_argument(
+        "--emulated-scale", type=float, default=0.2, help="--scale of peers in a type that this processor emulates"
+    )
     parser.add_argument("--quick", action="store_true", help="a smoke test: --scale 0.1 --repeats 1, nothing written")
     options = parser.parse_args()
     if options.quick:
@@ -305,13 +324,16 @@ def main() -> None:
         sys.path.insert(0, str(PEERS))
         from gpu import on_gpu
 
-        figures = on_gpu(options.models, options.quick)
+        found = iter([on_gpu(options.models, options.quick)])
     else:
-        figures = on_cpu(options)
-    print(json.dumps({key: value for key, value in figures.items() if key != "rows"}, indent=2))
-    if not options.quick:
-        name = "generation" if options.device == "cpu" else "generation-gpu"
-        print(write_result(name, vars(options), figures, NOTES if options.device == "cpu" else []))
+        found = on_cpu(options)
+    for figures in found:
+        print(json.dumps({key: value for key, value in figures.items() if key != "rows"}, indent=2), flush=True)
+        if not options.quick:
+            name = "generation" if options.device == "cpu" else "generation-gpu"
+            notes = NOTES if options.device == "cpu" else []
+            settings = json.loads(json.dumps(vars(options), default=str))
+            print(write_result(name, settings, figures, notes), flush=True)
 
 
 if __name__ == "__main__":

@@ -178,6 +178,8 @@ class RolloutGroup:
     """One per rollout."""
     responses: tuple[str, ...]
     """Decoded text, one per rollout."""
+    baseline: RewardResult | None = None
+    """Of the greedy response to the same prompt, which nobody learns from; None where the advantage needs none."""
 
     @property
     def oldest_version(self) -> int:

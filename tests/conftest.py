@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)  # how long an example takes says more about the machine's load
+settings.load_profile("untimed")
 
 MARK = f"LLAMARL_TESTS={uuid.uuid4().hex}"
 """In the environment of every process that a test starts, however it is detached."""

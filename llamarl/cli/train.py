@@ -11,7 +11,8 @@ from llamarl.config import dump_toml, load_config
 from llamarl.observability.spans import now_s
 
 EPILOG = """Every setting of the file can be overridden: --steps 10 --trainer.learning_rate 1e-5
---trainer.loss aipo --trainer.loss.rho 8. Parts of your own are `package.module:Class`, found from the working folder.
+--trainer.loss aipo --trainer.loss.rho 8. A recipe settles what file and command line leave open: --recipe grpo.
+Parts of your own are `package.module:Class`, found from the working folder.
 Exit codes: 0 all steps done, 1 the run failed, 2 a setting cannot work, 130 ended by Ctrl-C or SIGTERM."""
 
 

@@ -41,8 +41,8 @@ except ImportError as error:
 _ENGINE_MODULE = "monarch._src.actor.bootstrap_main"
 _SETTINGS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
-    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
-    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "60s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "30s",
 }
 """With the defaults of Monarch the death of a process may take 9 s to be noticed."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from llamarl.config.errors import ConfigError
-from llamarl.config.ref import Ref
+from llamarl.config.ref import Ref, find
 from llamarl.config.schema import RunConfig, Section
 from llamarl.config.sft import SftConfig
 
@@ -27,6 +27,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: file, key, type or combination is wrong.
     """
     config = _load(path, overrides, RunConfig)
+    if config.recipe:
+        recipe = find(config.recipe, "llamarl.recipes", "recipe", config.recipe)
+        try:
+            config = recipe(config)
+        except ValidationError as error:
+            raise ConfigError(f"recipe = {config.recipe!r}: {_explain(error, RunConfig)}") from None
     if config.model.warm_start:  # written relative to the TOML that names it
         warm_start = (Path(path).parent / config.model.warm_start).resolve()
         config = config.model_copy(update={"model": config.model.model_copy(update={"warm_start": str(warm_start)})})

@@ -53,7 +53,7 @@ def build(ref: Ref, family: str, option: str) -> Any:
     Raises:
         ConfigError: unknown name, unknown option, or an option of the wrong type.
     """
-    cls = _find_class(ref.name, family, option)
+    cls = find(ref.name, family, option, "".join(part.capitalize() for part in ref.name.split("_")))
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ConfigError(f"`{option} = {ref.name!r}` must be a dataclass: its fields are its options")
     settable = {field.name for field in dataclasses.fields(cls) if field.init}
@@ -74,7 +74,11 @@ def build(ref: Ref, family: str, option: str) -> Any:
         raise ConfigError(f"`{where} = {first['input']!r}`: {first['msg']}") from None
 
 
-def _find_class(name: str, family: str, option: str) -> Any:
+def find(name: str, family: str, option: str, attribute: str) -> Any:
+    """What `name` stands for: `attribute` of that file of the family, or what `package.module:attribute` says.
+
+    Raises ConfigError.
+    """
     if ":" in name:
         module_name, _, class_name = name.partition(":")
         if not all(part.isidentifier() for part in (*module_name.split("."), class_name)):
@@ -88,5 +92,4 @@ def _find_class(name: str, family: str, option: str) -> Any:
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known)}"
         raise ConfigError(f"`{option} = {name!r}` is unknown; {hint}")
-    class_name = "".join(part.capitalize() for part in name.split("_"))
-    return getattr(importlib.import_module(f"{family}.{name}"), class_name)
+    return getattr(importlib.import_module(f"{family}.{name}"), attribute)

@@ -51,6 +51,10 @@ class RolloutConfig(Section):
     """S, in optimizer steps: at most (S + 1) * P groups are active. 0 is exactly synchronous."""
     window: int = Field(default=1, ge=1)
     """W, in groups: up to W - 1 younger groups may pass a slow one; staleness is then at most S + ceil((W - 1) / P)."""
+    max_attempts: int = Field(default=1, ge=1)
+    """Groups generated per group that is trained on, at most: one whose rewards are all equal teaches nothing and is
+    replaced by another prompt (dynamic sampling, DAPO). A step that has tried this many takes what is there; 1: no
+    replacements."""
     max_new_tokens: int = Field(default=256, ge=1, le=MAX_SEQUENCE_TOKENS)
     """Longest response, in tokens, over all its segments; above 60000 it needs `segment_tokens`."""
     segment_tokens: int = Field(default=0, ge=0, le=MAX_SEGMENT_TOKENS)
@@ -202,6 +206,20 @@ class RewardConfig(Section):
     """A step with a larger share of invalid rewards stops the run: the grader is broken, not the policy."""
 
 
+class ShapingConfig(Section):
+    """What training adds to the rewards; evaluations and the metrics of rewards have it not."""
+
+    length_penalty: float = Field(default=0.0, ge=0)
+    """Taken off the reward of a response of `rollout.max_new_tokens`, and in proportion off shorter ones; 0: none."""
+    overlong_penalty: float = Field(default=0.0, ge=0)
+    """Taken off the reward of a response of `rollout.max_new_tokens`, and in proportion off those that end within
+    `overlong_share` of it (soft overlong punishment of DAPO, which uses 1); 0: none."""
+    overlong_share: float = Field(default=0.2, gt=0, le=1)
+    """Last part of `rollout.max_new_tokens`, where `overlong_penalty` grows; DAPO uses a fifth."""
+    mask_truncated: bool = False
+    """Leave responses that ended by length out of loss and baselines, as if they had not been judged."""
+
+
 class EvalConfig(Section):
     every_steps: int = Field(default=0, ge=0)
     """Evaluate during training each so many steps, beside it; 0: only before and after."""
@@ -254,6 +272,8 @@ class RunConfig(Section):
     """Seeds data order, sampling noise and initial weights."""
     steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
+    recipe: str = ""
+    """Function in `recipes`, for example `grpo`: it settles what this file and the command line leave open."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -263,6 +283,7 @@ class RunConfig(Section):
     reference: ReferenceConfig = ReferenceConfig()
     critic: CriticConfig = CriticConfig()
     reward: RewardConfig = Field(default_factory=RewardConfig)
+    shaping: ShapingConfig = ShapingConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -277,10 +298,10 @@ class RunConfig(Section):
                 f"rollout.window = {rollout.window} is larger than the {active} groups that can be active "
                 f"((max_staleness + 1) * prompts_per_step); lower the window or raise max_staleness"
             )
-        if rollout.group_size == 1 and self.trainer.advantage.name.startswith("group_"):
+        if rollout.max_attempts > 1 and rollout.group_size == 1:
             raise ValueError(
-                f"rollout.group_size = 1 with trainer.advantage = {self.trainer.advantage.name!r}: "
-                "the group mean of one rollout is its own reward, so nothing is learnt; use a group_size of 2 or more"
+                f"rollout.max_attempts = {rollout.max_attempts} with rollout.group_size = 1: the reward of one rollout "
+                "equals itself, so every group would be replaced; use a group_size of 2 or more"
             )
         if self.cluster.placement == "colocated" and rollout.max_staleness > 0:
             raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any
 from llamarl.config import RunConfig
 from llamarl.data.sampler import PromptSampler
 from llamarl.rollouts.buffer import RolloutBuffer
+from llamarl.rollouts.packing import is_flat
 from llamarl.types import GenerationRequest, Prompt, RolloutGroup, SamplingParams
 
 
@@ -46,13 +47,40 @@ class Admission:
             self._sampler.restore(state["sampler"])
             self._readmit += state["unconsumed_prompts"]
         first_group_id = state["next_group_id"] if state else 0
-        self.buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window, first_group_id)
+        max_dropped = (rollout.max_attempts - 1) * rollout.prompts_per_step
+        self.buffer = RolloutBuffer(
+            rollout.prompts_per_step, rollout.max_staleness, rollout.window, first_group_id, max_dropped
+        )
+        self.num_left = (config.steps - (state["step"] if state else 0)) * rollout.prompts_per_step
+        """Groups that the steps to come will consume."""
+        self._replaces_flat = rollout.max_attempts > 1
+        self._mask_truncated = config.shaping.mask_truncated
         self._prompt_of = dict[int, int]()
         """Prompt index of each unconsumed group."""
 
-    def admit(self, max_groups: int) -> list[tuple[GenerationRequest, Prompt]]:
+    @property
+    def num_admissible(self) -> int:
+        """Groups that may be admitted now and will be needed."""
+        return min(self.buffer.num_free, self.num_left - self.buffer.num_unconsumed)
+
+    def admit(self) -> list[tuple[GenerationRequest, Prompt]]:
         """Requests for as many groups as may be admitted now."""
-        return [self._request(group_id) for group_id in self.buffer.admit(min(self.buffer.num_free, max_groups))]
+        return [self._request(group_id) for group_id in self.buffer.admit(self.num_admissible)]
+
+    def put(self, groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], int]:
+        """These are scored. Returns groups that are ready now, and how many were dropped, for others to be admitted."""
+        all_ready, num_dropped = list[RolloutGroup](), 0
+        for group in groups:
+            ready, dropped = self.buffer.put(group, is_flat=self._replaces_flat and self.is_flat(group))
+            for group_id in dropped:
+                del self._prompt_of[group_id]
+            all_ready += ready
+            num_dropped += len(dropped)
+        return all_ready, num_dropped
+
+    def is_flat(self, group: RolloutGroup) -> bool:
+        """Whether there is nothing to learn from comparing its rollouts."""
+        return is_flat(group, mask_truncated=self._mask_truncated)
 
     def _request(self, group_id: int) -> tuple[GenerationRequest, Prompt]:
         self._prompt_of[group_id] = index = self._readmit.pop(0) if self._readmit else self._sampler.next()
@@ -67,6 +95,7 @@ class Admission:
 
     def consumed(self, groups: Sequence[RolloutGroup], version: int) -> None:
         """The trainer takes these groups at `version`. Raises StalenessViolated."""
+        self.num_left -= len(groups)
         for group in groups:
             del self._prompt_of[group.group_id]
             oldest = group.oldest_version

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from llamarl.algorithms.advantages._base import Advantage
 from llamarl.channels.channel import Channel
 from llamarl.cluster.api import ExecutorError, ExecutorHandle, RemoteError, chunks
-from llamarl.config import RunConfig
+from llamarl.config import RunConfig, build
 from llamarl.controller.admission import Admission
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.generators import Generators
@@ -32,7 +33,8 @@ from llamarl.controller.recovery import Recovery, SpawnGenerator
 from llamarl.controller.steps import Steps
 from llamarl.controller.supervision import StallWatch, Supervisor
 from llamarl.controller.sync import WeightSync
-from llamarl.controller.telemetry import SyncReport, Telemetry
+from llamarl.controller.sync_report import SyncReport
+from llamarl.controller.telemetry import Telemetry
 from llamarl.rollouts.pieces import pieces
 from llamarl.types import Outcome, Prompt, Rollout, RolloutGroup
 
@@ -93,6 +95,7 @@ class Controller:
         self._buffer = self._admission.buffer
         self._changed = asyncio.Condition()
         """Notified when the buffer changes."""
+        self._told_of_flat_groups = False
         self._watch = StallWatch(config.cluster.stall_timeout_s, self._who_waits)
         collected = Channel[Rollout]("collected rollouts", capacity=4 * self._buffer.capacity * rollout.group_size)
         policy = config.cluster.on_generator_failure
@@ -105,11 +108,18 @@ class Controller:
             survives_deaths=policy != "stop",
             progress=self._watch.progress,
         )
+        advantage: Advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
         model = config.reward.model
         self._pipeline = Pipeline(
-            self.generators, collected, executors.reward, self._watch, timeout_s,
-            models=executors.models, model_weight=model.weight if model else 0.0,
-        )  # fmt: skip
+            self.generators,
+            collected,
+            executors.reward,
+            self._watch,
+            timeout_s,
+            models=executors.models,
+            model_weight=model.weight if model else 0.0,
+            needs_greedy=advantage.NEEDS_GREEDY,
+        )
         critic = executors.models.get("critic")
         self._call_critic = partial(critic.call, timeout_s=timeout_s) if critic else None
         version = state["step"] if state else 0
@@ -135,6 +145,7 @@ class Controller:
         self._watch.progress()
         self._pipeline.start(self._supervisor, self._deliver)
         self._supervisor.start(self._watch.loop(), "stall watch")
+        self._supervisor.start(self.recovery.silence_loop(), "silence watch")
 
     async def add_generator(self, handle: ExecutorHandle) -> None:
         """Brings a new generator to the newest weights, and into service. Raises MeshFailed when it dies before."""
@@ -199,14 +210,14 @@ class Controller:
         await self.save()
 
     async def _admission_loop(self) -> None:
-        """Consumes free slots and prompts; waits for slots; produces requests to generators; unblocked by releases."""
-        remaining = (self._config.steps - self.version) * self._config.rollout.prompts_per_step
-        while remaining:
+        """Consumes free slots and prompts; waits for slots; produces requests to generators; unblocked by releases, and
+        by groups that are dropped."""
+        while self._admission.num_left:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._buffer.num_free > 0)
-                requests = self._admission.admit(remaining)
-            remaining -= len(requests)
-            await self._pipeline.submit(requests)
+                await self._changed.wait_for(lambda: self._admission.num_admissible or not self._admission.num_left)
+                requests = self._admission.admit()
+            if requests:  # none when the last step has what it needs
+                await self._pipeline.submit(requests)
 
     async def _deliver(self, groups: Sequence[RolloutGroup]) -> None:
         """Scored groups go to trainer and critic ahead of the step, which then only needs their names, and into the
@@ -214,23 +225,35 @@ class Controller:
 
         Nobody waits for the trainer to take them, as it may be busy with a step; calls reach it in order.
         """
-        for part in chunks(piece for group in groups for piece in pieces(group)):
-            self._supervisor.start(self._call_trainer("add_groups", part), "add groups")
-            if self._call_critic:
-                self._supervisor.start(self._call_critic("add_groups", part), "add groups to the critic")
         async with self._changed:
-            for group in groups:
-                self._buffer.put(group)
+            ready, num_dropped = self._admission.put(groups)
+            for part in chunks(piece for group in ready for piece in pieces(group)):
+                self._supervisor.start(self._call_trainer("add_groups", part), "add groups")
+                if self._call_critic:
+                    self._supervisor.start(self._call_critic("add_groups", part), "add groups to the critic")
             self._changed.notify_all()
-        self._telemetry.groups_ready(self._buffer.num_ready)
+        self._telemetry.groups_ready(self._buffer.num_ready, num_dropped)
 
     async def _next_batch(self) -> list[RolloutGroup]:
         async with self._changed:
             while (groups := self._buffer.take()) is None:
                 await self._changed.wait()
-        self._admission.consumed(groups, self.version)
+            self._admission.consumed(groups, self.version)
+            self._changed.notify_all()
         self._check_invalid(groups)
+        self._tell_of_flat_groups(groups)
         return groups
+
+    def _tell_of_flat_groups(self, groups: Sequence[RolloutGroup]) -> None:
+        """Once: `rollout.max_attempts` did not fill a step, which takes what is there."""
+        attempts = self._config.rollout.max_attempts
+        if attempts == 1 or self._told_of_flat_groups or not (count := sum(map(self._admission.is_flat, groups))):
+            return
+        self._told_of_flat_groups = True
+        self._telemetry.warn(
+            f"step {self.version + 1} takes {count} groups whose rewards are all equal, as {attempts} attempts found "
+            "no others (rollout.max_attempts); problems of another difficulty, or a larger group_size, teach more"
+        )
 
     def _check_invalid(self, groups: Sequence[RolloutGroup]) -> None:
         results = [result for group in groups for result in group.results]

@@ -56,6 +56,8 @@ class Replica:
         """Partial rollouts of groups that it still works on."""
         self.num_outstanding = 0
         """Rollouts that it owes."""
+        self.withdrawn = set[tuple[int, int]]()
+        """Rollouts, by group and index, that others generate by now: what it says of them is dropped."""
         self.has_delivered = False
         """It has finished or parked a rollout."""
         self.busy = asyncio.Event()
@@ -80,10 +82,13 @@ class Replica:
         Those of a group go on together, once it works on none of them any more: they share the prefill of their prompt.
         """
         self.has_delivered = True
-        self.num_outstanding -= len(rollouts)
         finished, to_go_on = list[Rollout](), list[GenerationRequest]()
         for rollout in rollouts:
             group_id = rollout.group_id
+            if (group_id, rollout.index) in self.withdrawn:
+                self.withdrawn.remove((group_id, rollout.index))
+                continue
+            self.num_outstanding -= 1
             missing = self._missing[group_id]
             partial = missing.pop(rollout.index)
             whole = continued(partial, rollout) if partial else rollout
@@ -96,7 +101,7 @@ class Replica:
                 request, parked = self.requests.pop(group_id), self._parked.pop(group_id, None)
                 if parked:
                     to_go_on.append(replace(request, partials=tuple(parked)))
-        if not self.num_outstanding:
+        if not self.num_outstanding and not self.withdrawn:
             self.busy.clear()
         return finished, to_go_on
 
@@ -107,6 +112,15 @@ class Replica:
             missing = (partial or not_begun(group_id, index) for index, partial in self._missing[group_id].items())
             left.append(replace(request, partials=(*missing, *self._parked.get(group_id, ()))))
         return left
+
+    def withdraw(self) -> list[GenerationRequest]:
+        """As `unanswered`, of one that is there but does not answer. It owes nothing any more."""
+        requests = self.unanswered()
+        self.withdrawn |= {(group_id, index) for group_id, missing in self._missing.items() for index in missing}
+        self.num_outstanding = 0
+        for owed in (self.requests, self._missing, self._parked):
+            owed.clear()
+        return requests
 
 
 class Generators:
@@ -146,7 +160,7 @@ class Generators:
 
     def serves(self, replica: Replica) -> bool:
         """Whether it is in service."""
-        return replica.version >= self.released and not replica.is_leaving
+        return replica.version >= self.released and not replica.is_leaving and not replica.withdrawn
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Gives each request to the replica in service that owes the fewest rollouts; waits while there is none.
@@ -167,11 +181,7 @@ class Generators:
                 self._supervisor.start(self._send(replica, part), f"requests to {replica.handle.name}")
 
     def _may_have(self, replica: Replica, scattered: Set[int]) -> bool:
-        return (
-            replica.version >= self.released
-            and not replica.is_leaving
-            and (not scattered or scattered.isdisjoint(replica.requests))
-        )
+        return self.serves(replica) and (not scattered or scattered.isdisjoint(replica.requests))
 
     async def _send(self, replica: Replica, requests: Iterable[GenerationRequest]) -> None:
         """A task of its own: one that hangs must not keep the others waiting."""
@@ -256,6 +266,13 @@ class Generators:
         self._work_of_lost = self._work_of_lost.plus(replica.work)
         self._changed.notify()
         return replica.unanswered()
+
+    def withdraw(self, replica: Replica) -> list[GenerationRequest]:
+        """What a replica has not answered completely is for others to do; it gets no new requests until it knows."""
+        requests = replica.withdraw()
+        ids = [request.group_id for request in requests]
+        self._supervisor.start(self.call(replica, "abort", ids), f"withdraw from {replica.handle.name}")
+        return requests
 
     async def drain(self, replica: Replica) -> None:
         """Takes back what `replica` decodes; the others go on with it.

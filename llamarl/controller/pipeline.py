@@ -25,10 +25,21 @@ from llamarl.executors.replies import Scored
 from llamarl.rewards._weighted import weighted_sum
 from llamarl.rollouts.pieces import slices
 from llamarl.rollouts.segments import ids_only
-from llamarl.types import GenerationRequest, Prompt, RewardResult, Rollout, RolloutGroup, SamplingParams
+from llamarl.types import (
+    FinishReason,
+    GenerationRequest,
+    Outcome,
+    Prompt,
+    RewardResult,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+)
 
 EVERYTHING = 1 << 30
 """As many items as are there."""
+GREEDY_GROUPS = 1 << 41
+"""The greedy response to the prompt of group i is asked for as a group of one with the id `GREEDY_GROUPS` + i."""
 NO_MODELS: Mapping[str, ExecutorHandle] = {}
 FIELDS = {"reference": "reference_logprobs_T", "critic": "values_T"}
 """Of `Rollout`, that a model fills."""
@@ -43,6 +54,9 @@ class _Pending:
 
     prompt: Prompt
     group_size: int
+    """Rollouts that are to come, a greedy one included."""
+    has_greedy: bool = False
+    """The last one is greedy: a baseline, and no part of the group."""
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     """By index."""
     scored: list[Scored] = field(default_factory=list)
@@ -55,17 +69,23 @@ class _Pending:
 
     def group(self) -> RolloutGroup:
         """All rollouts, scored."""
-        rollouts = self.in_order()
+        rollouts, size = self.in_order(), self.group_size - self.has_greedy
         for name, arrays in self.per_token.items():
             fields: list[dict[str, Any]] = [{name: array} for array in arrays]
             rollouts = [replace(one, **new) for one, new in zip(rollouts, fields, strict=True)]
         return RolloutGroup(
             group_id=rollouts[0].group_id,
             prompt=self.prompt,
-            rollouts=tuple(rollouts),
-            results=tuple(one.result for one in self.scored),
-            responses=tuple(one.response for one in self.scored),
+            rollouts=tuple(rollouts[:size]),
+            results=tuple(one.result for one in self.scored[:size]),
+            responses=tuple(one.response for one in self.scored[:size]),
+            baseline=self._baseline(rollouts[-1], self.scored[-1].result) if self.has_greedy else None,
         )
+
+    def _baseline(self, greedy: Rollout, result: RewardResult) -> RewardResult:
+        if greedy.finish_reason is not FinishReason.FAILED:
+            return result
+        return RewardResult(outcome=Outcome.INVALID, value=0.0, reason=greedy.error)
 
 
 class Pipeline:
@@ -78,14 +98,18 @@ class Pipeline:
         reward: ExecutorHandle,
         watch: StallWatch,
         timeout_s: float,
+        *,
         models: Mapping[str, ExecutorHandle] = NO_MODELS,
         model_weight: float = 0.0,
+        needs_greedy: bool = False,
     ) -> None:
         """
         Args:
             models: `reward-model`, `reference` and `critic`, as far as there are any; evaluations need none of them.
             model_weight: factor of the reward model's score.
+            needs_greedy: groups that are trained on come with the reward of a greedy response.
         """
+        self._needs_greedy = needs_greedy
         self.generators = generators
         self._collected = collected
         self._reward = reward
@@ -114,9 +138,16 @@ class Pipeline:
 
     async def submit(self, requests: Sequence[tuple[GenerationRequest, Prompt]]) -> None:
         """Sends requests to the generators."""
+        greedy = list[GenerationRequest]()
         for request, prompt in requests:
-            self._pending[request.group_id] = _Pending(prompt, request.group_size)
+            if self._needs_greedy and request.group_id < EVAL_GROUPS:
+                greedy.append(_greedy(request))
+                self._pending[request.group_id] = _Pending(prompt, request.group_size + 1, has_greedy=True)
+            else:
+                self._pending[request.group_id] = _Pending(prompt, request.group_size)
         await self.generators.submit([request for request, _ in requests])
+        if greedy:
+            await self.generators.submit(greedy)
 
     async def evaluate(
         self,
@@ -137,12 +168,20 @@ class Pipeline:
     async def _group_loop(self) -> None:
         """Consumes collected rollouts; produces whole groups to score; unblocked by the generators."""
         while True:
-            for rollout in await self._collected.get_batch(EVERYTHING):
+            for collected in await self._collected.get_batch(EVERYTHING):
+                rollout = self._in_its_group(collected)
                 pending = self._pending[rollout.group_id]
                 assert rollout.index not in pending.rollouts, "generated twice"
                 pending.rollouts[rollout.index] = rollout
                 if len(pending.rollouts) == pending.group_size:
                     await self._to_score.put(pending)
+
+    def _in_its_group(self, rollout: Rollout) -> Rollout:
+        """A greedy response is the last one of the group that it belongs to."""
+        if rollout.group_id < GREEDY_GROUPS:
+            return rollout
+        group_id = rollout.group_id - GREEDY_GROUPS
+        return replace(rollout, group_id=group_id, index=self._pending[group_id].group_size - 1)
 
     async def _score_loop(self, deliver: Callable[[Sequence[RolloutGroup]], Awaitable[None]]) -> None:
         """Consumes whole groups; waits for reward and models; produces scored groups; unblocked by the group loop."""
@@ -190,3 +229,9 @@ class Pipeline:
 
     def _with_model(self, by_rules: RewardResult, by_model: RewardResult) -> RewardResult:
         return weighted_sum(("rules", "reward model"), (1.0, self._model_weight), (by_rules, by_model))
+
+
+def _greedy(request: GenerationRequest) -> GenerationRequest:
+    """For one greedy response to the same prompt."""
+    sampling = replace(request.sampling, temperature=0.0)
+    return replace(request, group_id=GREEDY_GROUPS + request.group_id, group_size=1, sampling=sampling)

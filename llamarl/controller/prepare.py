@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
+from llamarl.algorithms.advantages._base import GroupAdvantage
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.controller.controller import Problems
 from llamarl.controller.specs import models_in_use
@@ -30,7 +31,12 @@ class Prepared:
 def check_parts(config: RunConfig) -> None:
     """Builds what the config names by `Ref`, so that a mistake shows early. Raises ConfigError."""
     build(config.trainer.loss, "llamarl.algorithms.losses", "trainer.loss")
-    build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
+    advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
+    if config.rollout.group_size == 1 and isinstance(advantage, GroupAdvantage):
+        raise ConfigError(
+            f"rollout.group_size = 1 with trainer.advantage = {config.trainer.advantage.name!r}: it compares the "
+            "rollouts of a group, so nothing is learnt from one; use a group_size of 2 or more"
+        )
     build_reward(config.reward).close()
 
 

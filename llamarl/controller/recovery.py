@@ -1,8 +1,9 @@
-"""What a run does when a generator's processes die: `cluster.on_generator_failure`.
+"""What a run does when a generator's processes die (`cluster.on_generator_failure`), or stand still.
 
 The others go on with a dead generator's unfinished rollouts: from the segment that was parked last, or else from the
 prompt. Staleness stays bounded: requests only go to generators that serve the released weights or newer ones, and a new
-generator takes them over before its first request.
+generator takes them over before its first request. One that stands still (stopped, swapped out) is not dead: the others
+take over its work after a while, and it goes on when it answers again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from llamarl.cluster.api import ExecutorError, ExecutorHandle, MeshFailed
 from llamarl.controller.generators import Generators, Replica
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
+
+SILENT_S = 10.0
+"""A generator that has not said for so long what it does stands still; its host answers while it computes."""
 
 SpawnGenerator = Callable[[int], Awaitable[ExecutorHandle]]
 """Starts the generator of this number."""
@@ -53,6 +57,20 @@ class Recovery:
             replica.handle.failed.add_done_callback(
                 lambda failed: None if failed.cancelled() else self._died(replica, failed.result())
             )
+
+    async def silence_loop(self) -> None:
+        """Consumes the ages of the generators' statuses; produces requests to others; unblocked by time alone."""
+        while True:
+            await asyncio.sleep(SILENT_S / 4)
+            silent = [one for one in self._generators.replicas if self._telemetry.silent_s(one.handle) > SILENT_S]
+            answers = any(self._generators.serves(one) for one in self._generators.replicas if one not in silent)
+            for replica in (one for one in silent if one.requests and answers):
+                requests = self._generators.withdraw(replica)
+                self._telemetry.warn(
+                    f"{replica.handle.name} does not answer for {SILENT_S:g} s; "
+                    f"{len(requests)} unfinished groups go to the others until it does"
+                )
+                self._generators.resume(requests)
 
     def _died(self, replica: Replica, error: ExecutorError) -> None:
         if replica.is_gone:  # it was removed, and ends

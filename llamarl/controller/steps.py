@@ -9,7 +9,8 @@ from typing import Any
 
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.sync import CallTrainer
-from llamarl.controller.telemetry import StepMark, SyncReport, Telemetry
+from llamarl.controller.sync_report import SyncReport
+from llamarl.controller.telemetry import StepMark, Telemetry
 from llamarl.training.result import StepResult
 from llamarl.types import RolloutGroup
 

@@ -24,7 +24,8 @@ from llamarl.cluster.api import ExecutorHandle, MeshFailed
 from llamarl.config.schema import WeightSyncConfig
 from llamarl.controller.generators import NO_VERSION, Generators, Replica
 from llamarl.controller.supervision import Signal, Supervisor
-from llamarl.controller.telemetry import Mismatch, SyncReport, Telemetry
+from llamarl.controller.sync_report import Mismatch, SyncReport
+from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import Adoption, Probe, Published
 from llamarl.weight_sync.layout import TensorSpec
 from llamarl.weight_sync.select import candidates, sample, select

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,13 +15,15 @@ from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, Host
 from llamarl.config import RunConfig
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.generators import Generators
-from llamarl.executors.replies import Adoption, DecodingWork
+from llamarl.controller.sync_report import SyncReport
+from llamarl.executors.replies import DecodingWork
 from llamarl.observability.accounting import Accounts, account, verdict
 from llamarl.observability.metrics import StepMetrics
 from llamarl.observability.screen import Screen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.observability.spans import Span, now_s
 from llamarl.observability.view import CompletionView, ExecutorView, RunView
+from llamarl.rollouts.packing import is_flat
 from llamarl.rollouts.recorder import RolloutRecorder
 from llamarl.training.result import StepResult
 from llamarl.types import FinishReason, Outcome, RolloutGroup
@@ -50,60 +51,8 @@ class StepMark:
     """Processor seconds of this process since its start."""
     waiting_rollouts: int
     running_rollouts: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mismatch:
-    """Distance between a generator's and the trainer's log-probabilities of the same tokens by the same weights."""
-
-    kl: float
-    """Estimate of KL(generator || trainer) per token, in nats."""
-    largest: float
-    """Largest absolute difference, in nats."""
-    mean: float
-    """Mean absolute difference, in nats."""
-
-
-@dataclass(kw_only=True, slots=True)
-class SyncReport:
-    """How a version came to the generators in service; of several the slowest or the worst."""
-
-    sync_s: float = math.nan
-    """From the start of `publish` until the version was released."""
-    publish_s: float = math.nan
-    fetch_s: float = 0.0
-    stall_s: float = 0.0
-    num_bytes: int = 0
-    """That came to one replica."""
-    fingerprint: str = ""
-    """Of the weights that serve, in hexadecimal digits."""
-    mismatch: Mismatch | None = None
-    """None: not probed."""
-    num_late: int = 0
-    """Replicas that were left behind."""
-    num_resyncs: int = 0
-    """Fetches since the last report that failed or brought something else than was published."""
-
-    def add(self, adoption: Adoption, mismatch: Mismatch | None) -> None:
-        """One replica has adopted it."""
-        self.fetch_s, self.stall_s = max(self.fetch_s, adoption.fetch_s), max(self.stall_s, adoption.stall_s)
-        self.num_bytes = max(self.num_bytes, adoption.num_bytes)
-        self.fingerprint = adoption.fingerprint
-        if mismatch is not None and (self.mismatch is None or mismatch.mean > self.mismatch.mean):
-            self.mismatch = mismatch
-
-    def measured(self) -> dict[str, float]:
-        """For the metrics of the step that made the version."""
-        found = self.mismatch
-        probed = {"mismatch_kl": found.kl, "mismatch_max": found.largest, "mismatch_mean": found.mean} if found else {}
-        return probed | {
-            "publish_s": self.publish_s,
-            "fetch_s": self.fetch_s,
-            "stall_s": self.stall_s,
-            "sync_bytes": float(self.num_bytes),
-            "late_generators": float(self.num_late),
-            "resyncs": float(self.num_resyncs),
-        }
+    dropped_groups: int
+    """Replaced by others, as their rewards were all equal."""
 
 
 class Telemetry:
@@ -139,6 +88,7 @@ class Telemetry:
         self.num_samples = 0
         self.num_invalid = 0
         self.staleness_max = 0
+        self._dropped_groups = 0
         self.stalls_s = list[float]()
         self.warnings = list[str]()
         self._in_loop = False
@@ -166,6 +116,10 @@ class Telemetry:
         """An executor is gone; what it did stays in the accounts."""
         self._handles.remove(handle)
         self._status.pop(handle.name, None)
+
+    def silent_s(self, handle: ExecutorHandle) -> float:
+        """Since an executor last said what it does; 0 before the first time."""
+        return self._clock() - self._status[handle.name][1] if handle.name in self._status else 0.0
 
     def resume_at(self, step: int) -> None:
         """Metrics and rollouts of later steps are taken back: these steps come again."""
@@ -229,6 +183,7 @@ class Telemetry:
             controller_cpu_s=time.process_time(),
             waiting_rollouts=self._generators.num_waiting,
             running_rollouts=self._generators.num_running,
+            dropped_groups=self._dropped_groups,
         )
 
     @property
@@ -236,7 +191,9 @@ class Telemetry:
         """A few responses of the last step."""
         return self._view.completions
 
-    def groups_ready(self, count: int) -> None:
+    def groups_ready(self, count: int, num_dropped: int) -> None:
+        """So many wait for the trainer now, and others were dropped."""
+        self._dropped_groups += num_dropped
         self._view = replace(self._view, groups_ready=count)
 
     def adopted(self, stall_s: float) -> None:
@@ -288,7 +245,7 @@ class Telemetry:
         right = sum(answer.is_right for group in groups for answer in group.results)
         consumed_at = result.policy_version - 1
         staleness = np.array([consumed_at - one.oldest_version for one in rollouts if one.num_tokens] or [0])
-        previous = self._marks[-1]
+        previous, mask_truncated = self._marks[-1], self._config.shaping.mask_truncated
         step_s = mark.ended_s - previous.ended_s
         measured = dict(result.metrics)
         return StepMetrics(
@@ -326,6 +283,8 @@ class Telemetry:
             | sync.measured()
             | {
                 "resumed_segments": mark.resumed_segments - previous.resumed_segments,
+                "dropped_groups": mark.dropped_groups - previous.dropped_groups,
+                "flat_groups": sum(is_flat(group, mask_truncated=mask_truncated) for group in groups),
                 "controller_cpu_s": mark.controller_cpu_s - previous.controller_cpu_s,
             },
         )

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from llamarl.algorithms.kl import penalty
 from llamarl.checkpoint.store import CheckpointError, CheckpointStore, load_checkpoint
 from llamarl.cluster.executor import Executor
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.distributed.runtime import set_up_device
 from llamarl.models.scalar import load_scalar_model
-from llamarl.rollouts.packing import group_rewards
 from llamarl.rollouts.pieces import joined
+from llamarl.rollouts.shaping import shaping
 from llamarl.training.critic import Critic
 from llamarl.training.state import load_training_state, training_state
 from llamarl.types import Prompt, Rollout, RolloutGroup
@@ -50,7 +48,7 @@ class CriticExecutor(Executor):
             ),
             clip=settings.clip,
             advantage=build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
-            rewards=partial(group_rewards, kl=penalty(config.reference, "reward")),
+            rewards=shaping(config).rewards,
         )
         self._is_synchronous = config.rollout.max_staleness == 0
         self._groups = dict[int, RolloutGroup]()

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from llamarl.algorithms.kl import penalty
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.cluster.executor import Executor
 from llamarl.config import RunConfig, build
@@ -19,6 +20,7 @@ from llamarl.generation.score import score
 from llamarl.models.hf import load_model
 from llamarl.rollouts.pieces import joined
 from llamarl.rollouts.probe import probe_sequences
+from llamarl.rollouts.shaping import shaping
 from llamarl.training.result import StepResult
 from llamarl.training.state import load_training_state, training_state
 from llamarl.training.trainer import Trainer
@@ -43,7 +45,8 @@ class TrainerExecutor(Executor):
             loss=build(settings.loss, "llamarl.algorithms.losses", "trainer.loss"),
             advantage=build(settings.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
             temperature=config.rollout.temperature,
-            reference=config.reference,
+            shaping=shaping(config),
+            kl_in_loss=penalty(config.reference, "loss"),
         )
         self._weights = dict(self._trainer.model.named_parameters())
         self._groups = dict[int, RolloutGroup]()

@@ -8,11 +8,16 @@ window W:
   the released version or a newer one.
 - *Window.* While h is the oldest unconsumed group, only groups below h + W may be consumed, oldest first.
 
-Then no group is older than S + ceil((W - 1) / P) optimizer steps when it is consumed. Proof: i is admitted when at
-least i + 1 - (S + 1) * P groups were released, so version floor(i / P) - S or a newer one was, and every generator that
-is given a part of i serves that one or a newer one. At most i + W - 1 groups are consumed before i, so it is consumed
-at version floor((i + W - 1) / P) or an older one. The difference is at most S + ceil((W - 1) / P). With S = 0 it is 0
-for any window, as a step takes all P active groups. `docs/staleness.md` has it at length.
+- *Replacement.* A flat group, in which all rewards are equal, may be dropped: it is active no more, and a new group
+  comes at the end of the order. Between two steps at most `max_dropped` groups are dropped, those with the smallest
+  numbers, whatever order they come in; every later flat group is kept. So each step consumes exactly P groups.
+
+Then no group is older than S + ceil((W - 1) / P) optimizer steps when it is consumed. Proof: let a be the released
+version when i is admitted; every generator that is given a part of i serves a or a newer one. The a * P groups behind
+it are consumed. Of the others, fewer than (S + 1) * P are older than i and not dropped, as they are active; at most
+W - 1 are younger than i and consumed before it. So i is consumed at version
+floor((a * P + (S + 1) * P - 1 + W - 1) / P) = a + S + ceil((W - 1) / P) or an older one. With S = 0 it is 0 for any
+window, as a step takes all P active groups. `docs/staleness.md` has it at length.
 Discarding old groups would bound staleness too, but favors short answers.
 """
 
@@ -24,9 +29,12 @@ from llamarl.types import RolloutGroup
 
 
 class RolloutBuffer:
-    """A state machine without clock, threads or tensors: admitted -> ready -> consumed -> released."""
+    """A state machine without clock, threads or tensors: admitted -> (flat ->) ready -> consumed -> released,
+    or admitted -> flat -> dropped."""
 
-    def __init__(self, prompts_per_step: int, max_staleness: int, window: int, first_group_id: int = 0) -> None:
+    def __init__(
+        self, prompts_per_step: int, max_staleness: int, window: int, first_group_id: int = 0, max_dropped: int = 0
+    ) -> None:
         self.prompts_per_step = prompts_per_step
         self.window = window
         self.capacity = (max_staleness + 1) * prompts_per_step
@@ -34,6 +42,9 @@ class RolloutBuffer:
         self.next_group_id = first_group_id
         """Of the next group to be admitted."""
         self._waiting: dict[int, RolloutGroup | None] = {}  # unconsumed groups in admission order; None: not ready
+        self._flat: dict[int, RolloutGroup] = {}  # of those, the ones that may be dropped: older groups decide
+        self._max_dropped = max_dropped
+        self._num_dropped = 0  # since the last step
         self._num_unreleased = 0  # consumed, their version not yet released
         self.num_ready = 0
 
@@ -45,6 +56,11 @@ class RolloutBuffer:
     def num_free(self) -> int:
         """Groups that may be admitted now."""
         return self.capacity - self.num_active
+
+    @property
+    def num_unconsumed(self) -> int:
+        """Admitted groups that no step has consumed yet."""
+        return len(self._waiting)
 
     @property
     def unconsumed(self) -> list[int]:
@@ -59,11 +75,41 @@ class RolloutBuffer:
         self._waiting.update(dict.fromkeys(ids))
         return ids
 
-    def put(self, group: RolloutGroup) -> None:
-        """`group` is generated and scored."""
-        assert self._waiting.get(group.group_id, group) is None, "unknown group, or put twice"
-        self._waiting[group.group_id] = group
-        self.num_ready += 1
+    def put(self, group: RolloutGroup, *, is_flat: bool = False) -> tuple[list[RolloutGroup], list[int]]:
+        """`group` is generated and scored. Returns groups that are ready now, and ids of those that are dropped."""
+        is_new = self._waiting.get(group.group_id, group) is None and group.group_id not in self._flat
+        assert is_new, "unknown group, or put twice"
+        ready, dropped = list[RolloutGroup](), list[int]()
+        if is_flat:
+            self._flat[group.group_id] = group
+        else:
+            self._waiting[group.group_id] = group
+            ready.append(group)
+        for flat, is_kept in self._settled():
+            del self._flat[flat.group_id]
+            if is_kept:
+                self._waiting[flat.group_id] = flat
+                ready.append(flat)
+            else:
+                del self._waiting[flat.group_id]
+                dropped.append(flat.group_id)
+        self._num_dropped += len(dropped)
+        self.num_ready += len(ready)
+        return ready, dropped
+
+    def _settled(self) -> list[tuple[RolloutGroup, bool]]:
+        """Flat groups whose fate no older group can change any more, and whether they are kept."""
+        settled = list[tuple[RolloutGroup, bool]]()
+        surely = possibly = self._num_dropped  # flat groups before the one looked at, and those that may turn out so
+        for group_id in self._waiting if self._flat else ():
+            flat = self._flat.get(group_id)
+            if flat is None:
+                possibly += self._waiting[group_id] is None
+                continue
+            if surely >= self._max_dropped or possibly < self._max_dropped:
+                settled.append((flat, surely >= self._max_dropped))
+            surely, possibly = surely + 1, possibly + 1
+        return settled
 
     def take(self) -> list[RolloutGroup] | None:
         """The P groups of the next step in admission order, or None while the window does not hold enough."""
@@ -84,6 +130,7 @@ class RolloutBuffer:
         for group in taken:
             del self._waiting[group.group_id]
         self.num_ready -= len(taken)
+        self._num_dropped = 0
         self._num_unreleased += len(taken)
         return taken
 

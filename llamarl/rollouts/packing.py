@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llamarl.algorithms.advantages._base import GroupRewards
-from llamarl.algorithms.kl import KlPenalty
 from llamarl.types import FinishReason, Outcome, RolloutGroup, SampleGroup, TrainSample
 
 
@@ -54,40 +52,38 @@ class Microbatch:
     """float32; empty without a critic."""
 
 
-def valid_rollouts(group: RolloutGroup) -> np.ndarray:
-    """Which rollouts of a group may be learnt from, bool [G]: generated without failure and judged."""
+def valid_rollouts(group: RolloutGroup, *, mask_truncated: bool = False) -> np.ndarray:
+    """Which rollouts of a group may be learnt from, bool [G]: generated without failure, judged, and, if so wished, not
+    ended by length."""
+    refused = {FinishReason.FAILED, FinishReason.LENGTH} if mask_truncated else {FinishReason.FAILED}
     return np.array(
         [
-            rollout.num_tokens > 0
-            and rollout.finish_reason is not FinishReason.FAILED
-            and result.outcome is not Outcome.INVALID
+            rollout.num_tokens > 0 and rollout.finish_reason not in refused and result.outcome is not Outcome.INVALID
             for rollout, result in zip(group.rollouts, group.results, strict=True)
         ]
     )
 
 
-def group_rewards(group: RolloutGroup, kl: KlPenalty | None = None) -> GroupRewards:
-    """What each token has earned: the response's reward at its last one, less what leaving the reference costs."""
-    token_rewards = list[np.ndarray]()
-    for rollout, result in zip(group.rollouts, group.results, strict=True):
-        rewards_T = np.zeros(rollout.num_tokens)
-        rewards_T[-1:] = result.value
-        if kl is not None:
-            rewards_T -= kl(rollout.behavior_logprobs_T.astype(np.float64) - rollout.reference_logprobs_T)
-        token_rewards.append(rewards_T)
-    return GroupRewards(
-        token_rewards=tuple(token_rewards),
-        valid_G=valid_rollouts(group),
-        values=tuple(rollout.values_T for rollout in group.rollouts),
-    )
+def is_flat(group: RolloutGroup, *, mask_truncated: bool = False) -> bool:
+    """Whether what was judged was judged equal, so that comparing teaches nothing.
+
+    False where nothing was judged, which is for the share of invalid rewards to count, and for a group of one.
+    """
+    valid_G = valid_rollouts(group, mask_truncated=mask_truncated)
+    values = {result.value for result, valid in zip(group.results, valid_G, strict=True) if valid}
+    return len(values) == 1 and len(group.rollouts) > 1
 
 
-def to_sample_group(group: RolloutGroup, advantages: Sequence[np.ndarray] | np.ndarray) -> SampleGroup:
+def to_sample_group(
+    group: RolloutGroup, advantages: Sequence[np.ndarray] | np.ndarray, valid_G: np.ndarray | None = None
+) -> SampleGroup:
     """The trainable part of a group: invalid rollouts are left out.
 
     Args:
         advantages: per rollout one number, or one for each of its tokens.
+        valid_G: bool; None: those of `valid_rollouts`.
     """
+    valid_G = valid_rollouts(group) if valid_G is None else valid_G
     samples = tuple(
         TrainSample(
             response_token_ids_T=rollout.token_ids_T,
@@ -98,7 +94,7 @@ def to_sample_group(group: RolloutGroup, advantages: Sequence[np.ndarray] | np.n
             reference_logprobs_T=rollout.reference_logprobs_T,
             values_T=rollout.values_T,
         )
-        for rollout, advantage, valid in zip(group.rollouts, advantages, valid_rollouts(group), strict=True)
+        for rollout, advantage, valid in zip(group.rollouts, advantages, valid_G, strict=True)
         if valid
     )
     return SampleGroup(prompt_token_ids_T=group.prompt.token_ids_T, samples=samples)

@@ -71,8 +71,12 @@ class Critic:
         Raises:
             NonFiniteStep: loss or gradient is NaN or infinite, and the policy is to stop.
         """
-        estimates = self._advantage.estimate([self._rewards(group) for group in groups])
-        samples = [to_sample_group(group, one) for group, one in zip(groups, estimates, strict=True)]
+        rewards = [self._rewards(group) for group in groups]
+        estimates = self._advantage.estimate(rewards)
+        samples = [
+            to_sample_group(group, one, earned.valid_G)
+            for group, one, earned in zip(groups, estimates, rewards, strict=True)
+        ]
         count = max(TrainBatch(groups=tuple(samples)).num_loss_tokens, 1)
         rate = learning_rate_at(self.policy_version, self.config)
         for param_group in self.optimizer.param_groups:

@@ -20,4 +20,4 @@ class StepResult:
     """The gradient was not finite and `trainer.on_nonfinite` is `skip`: the weights did not change."""
     metrics: dict[str, float]
     advantages: dict[int, np.ndarray]
-    """By group id, float64 [G]: the mean over each rollout's tokens; 0 for rollouts that were masked out."""
+    """By group id, float64 [G], the mean over a rollout's tokens; 0 for rollouts that were masked out."""

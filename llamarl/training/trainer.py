@@ -13,18 +13,17 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.advantages._base import Advantage
-from llamarl.algorithms.kl import penalty
+from llamarl.algorithms.kl import KlPenalty
 from llamarl.algorithms.losses._base import Loss, LossInputs
-from llamarl.config.schema import ReferenceConfig, TrainerConfig
+from llamarl.config.schema import TrainerConfig
 from llamarl.models.transformer import Transformer
-from llamarl.rollouts.packing import Microbatch, group_rewards, pack, to_sample_group, with_advantage
+from llamarl.rollouts.packing import Microbatch, pack, to_sample_group, with_advantage
+from llamarl.rollouts.shaping import UNSHAPED, Shaping
 from llamarl.training.attention import shared_prefix_attend
 from llamarl.training.logprobs import target_logprobs
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
 from llamarl.training.result import StepResult
 from llamarl.types import RolloutGroup, TrainBatch
-
-NO_REFERENCE = ReferenceConfig()
 
 
 class NonFiniteStep(RuntimeError):
@@ -41,14 +40,16 @@ class Trainer:
         loss: Loss,
         advantage: Advantage,
         temperature: float,
-        reference: ReferenceConfig = NO_REFERENCE,
+        shaping: Shaping = UNSHAPED,
+        kl_in_loss: KlPenalty | None = None,
     ) -> None:
         self.model = model
         self.config = config
         self.loss = loss
         self.advantage = advantage
         self.temperature = temperature
-        self.kl_in_loss, self.kl_in_reward = penalty(reference, "loss"), penalty(reference, "reward")
+        self.shaping = shaping
+        self.kl_in_loss = kl_in_loss
         self.optimizer = build_optimizer(model, config)
         self.policy_version = 0
         self.device = next(model.parameters()).device
@@ -61,8 +62,7 @@ class Trainer:
         Raises:
             NonFiniteStep: loss or gradient is NaN or infinite, and the policy is to stop.
         """
-        advantages = self.advantage.of_batch([group_rewards(group, self.kl_in_reward) for group in groups])
-        batch = TrainBatch(groups=tuple(map(to_sample_group, groups, advantages)))
+        batch, advantages = self._batch(groups)
         count = batch.num_loss_tokens if self.loss.MEAN_OVER == "tokens" else batch.num_loss_sequences
         denominator = max(count, 1)
         rate = learning_rate_at(self.policy_version, self.config)
@@ -80,7 +80,7 @@ class Trainer:
             passes += 1
         loss = sums.pop("loss", 0.0) / denominator / passes
         num_computed = passes * TrainBatch(groups=tuple(computed)).num_loss_tokens
-        metrics = {name: value / num_computed for name, value in sums.items()} | maxima
+        metrics = {name: value / num_computed for name, value in sums.items()} | maxima | self.shaping.metrics(groups)
         metrics |= {
             "loss": loss,
             "importance_ratio_mean": 1 + metrics.pop("importance_ratio_excess", 0.0),
@@ -98,10 +98,7 @@ class Trainer:
             )
         self.policy_version += 1
         return StepResult(
-            policy_version=self.policy_version,
-            skipped=not finite,
-            metrics=metrics,
-            advantages={group.group_id: _means(one) for group, one in zip(groups, advantages, strict=True)},
+            policy_version=self.policy_version, skipped=not finite, metrics=metrics, advantages=advantages
         )
 
     def _update(
@@ -129,6 +126,20 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)  # a step without any gradient still moves by its momentum
         return finite, grad_norm
+
+    def _batch(self, groups: Sequence[RolloutGroup]) -> tuple[TrainBatch, dict[int, np.ndarray]]:
+        """What is learnt from, and the advantage of each rollout."""
+        rewards = [self.shaping.rewards(group) for group in groups]
+        advantages = self.advantage.of_batch(rewards)
+        samples = [
+            to_sample_group(group, of_tokens, earned.valid_G)
+            for group, of_tokens, earned in zip(groups, advantages, rewards, strict=True)
+        ]
+        means = {
+            group.group_id: np.array([one_T.mean() if len(one_T) else 0.0 for one_T in of_tokens])
+            for group, of_tokens in zip(groups, advantages, strict=True)
+        }
+        return TrainBatch(groups=tuple(samples)), means
 
     def _accumulate(
         self,
@@ -171,8 +182,3 @@ class Trainer:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
-
-
-def _means(advantages: Sequence[np.ndarray]) -> np.ndarray:
-    """Of each rollout's tokens, float64 [G]; 0 for a rollout without tokens."""
-    return np.array([advantages_T.mean() if len(advantages_T) else 0.0 for advantages_T in advantages])

@@ -28,7 +28,7 @@ def test_defaults_fill_in(minimal: Path) -> None:
     ("text", "message"),
     [
         ("stepz = 3", "unknown option `stepz`; did you mean `steps`?"),
-        ("zzz = 3", "unknown option `zzz`; known here: name, output, seed, steps, model, data"),
+        ("zzz = 3", "unknown option `zzz`; known here: name, output, seed, steps, recipe, model, data"),
         ("[trainer]\nlearning_rat = 1.0", "unknown option `trainer.learning_rat`; did you mean `learning_rate`?"),
         ("steps = 'ten'", "`steps = 'ten'`: input should be a valid integer"),
         ("steps = true", "`steps = True`: input should be a valid integer"),
@@ -73,7 +73,10 @@ def test_unreadable_files(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["--rollout.window", "5"], "rollout.window = 5 is larger than the 4 groups"),
-        (["--rollout.group_size=1"], "rollout.group_size = 1 with trainer.advantage = 'group_mean'"),
+        (
+            ["--rollout.group_size=1", "--rollout.max_attempts=3"],
+            "rollout.max_attempts = 3 with rollout.group_size = 1",
+        ),
         (["--cluster.placement=colocated"], "needs rollout.max_staleness = 0, not 1"),
         (["--reward.weights=[1.0, 2.0]"], "reward.weights has 2 numbers for 1 parts; give one each"),
         (

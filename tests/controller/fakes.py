@@ -23,16 +23,15 @@ from llamarl.config import RunConfig
 from llamarl.controller.controller import Controller, Executors, Problems
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
-from llamarl.executors.replies import Adoption, Collected, Probe, Published, Scored
+from llamarl.executors.replies import Adoption, Collected, Scored
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import JsonlSink, MetricsLog
 from llamarl.rollouts.buffer import RolloutBuffer
-from llamarl.rollouts.pieces import joined
 from llamarl.rollouts.recorder import RolloutRecorder
 from llamarl.rollouts.segments import partials_of
 from llamarl.simulator.clock import run_virtual
-from llamarl.training.result import StepResult
-from llamarl.types import FinishReason, GenerationRequest, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
+from llamarl.types import FinishReason, GenerationRequest, Outcome, Prompt, RewardResult, Rollout
+from tests.controller.fake_trainer import Trainer
 
 RIGHT = RewardResult(outcome=Outcome.SCORE, value=1.0)
 WRONG = RewardResult(outcome=Outcome.WRONG, value=0.0)
@@ -72,6 +71,11 @@ class FakeHandle(ExecutorHandle):
         self._turn = asyncio.Lock()
         self.doing = "idle"
         self.is_stopped = False
+        self.thawed = asyncio.Event()
+        """Cleared while the process stands still (SIGSTOP)."""
+        self.thawed.set()
+        if isinstance(role, Generator):
+            role.thawed = self.thawed
 
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         if self.failed.done():
@@ -87,13 +91,18 @@ class FakeHandle(ExecutorHandle):
         return job.result()
 
     async def _run(self, method: str, args: tuple[Any, ...]) -> Any:
+        await self.thawed.wait()
+        if self.is_stopped or self.failed.done():
+            raise MeshFailed(self.name, (0,), "it is gone")
         if method in ("collect", "adopt"):  # answered from between other calls
-            return await getattr(self.role, method)(*args)
-        async with self._turn:
-            self.doing = method
             result = await getattr(self.role, method)(*args)
-            self.doing = "idle"
-            return result
+        else:
+            async with self._turn:
+                self.doing = method
+                result = await getattr(self.role, method)(*args)
+                self.doing = "idle"
+        await self.thawed.wait()
+        return result
 
     async def call_each(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
         return [await self.call(method, *args, timeout_s=timeout_s, **kwargs)]
@@ -101,6 +110,9 @@ class FakeHandle(ExecutorHandle):
     async def status(self, timeout_s: float) -> HostStatus:
         if self.failed.done():
             raise copy.copy(self.failed.result())
+        if not self.thawed.is_set():
+            await asyncio.sleep(timeout_s)
+            raise CallTimeout(self.name, "status", timeout_s, "has not said yet what it does")
         return HostStatus(pid=7, doing=self.doing, doing_age_s=0, busy_s={}, queued_calls=0, spans=[], rss_bytes=0)
 
     async def status_each(self, timeout_s: float) -> list[HostStatus]:
@@ -108,6 +120,8 @@ class FakeHandle(ExecutorHandle):
 
     async def stop(self, timeout_s: float) -> None:
         self.is_stopped = True
+        if isinstance(self.role, Generator):
+            self.role.kill()
 
     def die(self) -> None:
         if not self.failed.done():
@@ -133,6 +147,7 @@ class Generator:
     """How the next fetches end; when there are none left, with an adoption."""
     bias: float = 0.0
     """By which its log-probabilities are wrong, in nats."""
+    thawed: asyncio.Event = field(default_factory=asyncio.Event)
     source: Trainer | None = None
     """Whose staging memory it serves from."""
     version: int = -1
@@ -158,6 +173,7 @@ class Generator:
                 task = asyncio.ensure_future(self._decode(request, partial.index, partial.num_tokens))
                 self._tasks[task] = request.group_id
                 task.add_done_callback(self._tasks.pop)
+        await asyncio.sleep(0)  # a task that is cancelled before it begins says nothing
 
     async def _decode(self, request: GenerationRequest, index: int, start: int) -> None:
         clock = asyncio.get_running_loop()
@@ -169,6 +185,7 @@ class Generator:
             for position in range(start, stop):
                 if position:
                     await asyncio.sleep(self.duration_s(group_id, index) / (length - 1))
+                    await self.thawed.wait()
                 self.sampled.append((group_id, index, position))
                 versions.append(self.version)
                 if self.source is not None:
@@ -228,62 +245,6 @@ class Reward:
     async def score(self, groups: list[tuple[Prompt, list[Rollout]]]) -> list[list[Scored]]:
         await asyncio.sleep(self.score_s)
         return [[Scored(response="r", result=self.judge(rollout)) for rollout in rollouts] for _, rollouts in groups]
-
-
-@dataclass
-class Trainer:
-    """Knows nothing but its version; `saved` is the disk, and outlives it."""
-
-    step_s: float = 0.5
-    version: int = 0
-    saved: list[tuple[int, str]] = field(default_factory=list)
-    """(trainer's version, the controller's state as JSON) of each checkpoint."""
-    published: list[tuple[int, int]] = field(default_factory=list)
-    """(name that the weights got, steps that they have had)."""
-    spans: list[tuple[float, float]] = field(default_factory=list)
-    staging: list[int | None] = field(default_factory=list)
-    """Version in each slot; a slot is written again when nobody uses its version."""
-    consumed: list[RolloutGroup] = field(default_factory=list)
-    _groups: dict[int, RolloutGroup] = field(default_factory=dict)
-
-    async def add_groups(self, groups: list[RolloutGroup]) -> None:
-        for group in groups:
-            self._groups[group.group_id] = joined(self._groups.get(group.group_id), group)
-
-    async def step(self, group_ids: list[int]) -> StepResult:
-        clock = asyncio.get_running_loop()
-        begin_s = clock.time()
-        groups = [self._groups.pop(group_id) for group_id in group_ids]
-        self.consumed += groups
-        await asyncio.sleep(self.step_s)
-        self.spans.append((begin_s, clock.time()))
-        self.version += 1
-        return StepResult(
-            policy_version=self.version,
-            skipped=False,
-            metrics={"num_loss_tokens": 1, "importance_ratio_mean": 1, "grad_norm": 0, "learning_rate": 0},
-            advantages={group.group_id: np.zeros(len(group.rollouts)) for group in groups},
-        )
-
-    async def policy_version(self) -> int:
-        return self.version
-
-    async def set_layout(self, rank: int, specs: tuple[()]) -> None:
-        assert (rank, specs) == (0, ())
-
-    async def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
-        self.published.append((version, self.version))
-        newest = max((held for held in self.staging if held is not None), default=None)
-        free = [slot for slot, held in enumerate(self.staging) if held not in (*in_use, newest)]
-        slot = free[0] if free else len(self.staging)
-        self.staging[slot : slot + 1] = [version]
-        sequence = np.arange(5, dtype=np.int32)
-        probe = Probe(sequences=[sequence], logprobs=[np.full(4, version, np.float32)])
-        return Published(version=version, address=slot, num_bytes=1000, probe=probe)
-
-    async def save(self, state: dict[str, Any]) -> str:
-        self.saved.append((self.version, json.dumps(state)))
-        return "somewhere"
 
 
 class Run:
@@ -354,6 +315,7 @@ class Run:
         telemetry.attach(list(executors), controller.generators)
         if state:
             telemetry.resume_at(controller.version)
+        supervisor.start(telemetry.poll_loop(), "status")
         if strike:
             supervisor.start(strike(self), "strike")
         try:

@@ -7,6 +7,7 @@ request of a group at a time, and that the trainer publishes what it has.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
 from collections import Counter
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from llamarl.cluster.api import CallTimeout, MeshFailed
 from llamarl.controller.sync import WeightsWrong, mismatch_of
 from llamarl.executors.replies import Probe
-from tests.controller.fakes import Generator, Run, Trainer, config, token
+from tests.controller.fakes import RIGHT, WRONG, Generator, Reward, Run, Trainer, config, token
 
 P, NUM_STEPS = 3, 8
 
@@ -42,20 +43,28 @@ def chaotic(dice: random.Random) -> Generator:
 
 
 async def happen(run: Run, dice: random.Random, num_events: int) -> None:
-    """Generators die, leave and come; generator-0 stays."""
+    """Generators die, leave, come and stand still; generator-0 stays."""
     for number in range(num_events):
         await asyncio.sleep(dice.uniform(0, 12))
         present = [one.handle.name for one in run.controller.generators.replicas if one.follower]
         others = [name for name in present if name != "generator-0"]
-        match dice.choice(["die", "leave", "join"]):
+        match dice.choice(["die", "leave", "join", "freeze"]):
             case "die" if others:
                 run.handles[dice.choice([*others, *(name for name in run.handles if name.startswith("late"))])].die()
             case "leave" if others:
                 name = dice.choice(others)
                 await run.controller.remove_generator(name)
                 assert run.handles[name].is_stopped
+            case "freeze" if others:
+                run.supervisor.start(freeze(run, dice.choice(others), dice.uniform(1, 60)), "freeze")
             case "join":
                 run.supervisor.start(come(run, f"late-{number}", chaotic(dice)), "join")
+
+
+async def freeze(run: Run, name: str, seconds: float) -> None:
+    run.handles[name].thawed.clear()
+    await asyncio.sleep(seconds)
+    run.handles[name].thawed.set()
 
 
 async def come(run: Run, name: str, generator: Generator) -> None:
@@ -70,9 +79,16 @@ async def come(run: Run, name: str, generator: Generator) -> None:
     window_share=st.floats(0, 1),
     segment_tokens=st.sampled_from([0, 3, 17]),
     replicas=st.integers(1, 3),
+    max_attempts=st.sampled_from([1, 2, 30]),
 )
 def test_whatever_happens_nothing_is_lost_doubled_or_too_old(
-    tmp_path: Path, seed: int, max_staleness: int, window_share: float, segment_tokens: int, replicas: int
+    tmp_path: Path,
+    seed: int,
+    max_staleness: int,
+    window_share: float,
+    segment_tokens: int,
+    replicas: int,
+    max_attempts: int,
 ) -> None:
     for file in tmp_path.glob("*.jsonl"):
         file.unlink()
@@ -85,14 +101,22 @@ def test_whatever_happens_nothing_is_lost_doubled_or_too_old(
             "max_staleness": max_staleness,
             "window": window,
             "segment_tokens": segment_tokens,
+            "max_attempts": max_attempts,
         },
         cluster={"on_generator_failure": "drop"},
         weight_sync={"patience_s": dice.choice([0.5, 3.0]), "on_mismatch": "resync"},
     )
-    run = Run(wanted, tmp_path, [chaotic(dice) for _ in range(replicas)], trainer=Trainer(step_s=dice.uniform(0.1, 2)))
+    flat = dice.random()
+    run = Run(
+        wanted, tmp_path, [chaotic(dice) for _ in range(replicas)],
+        Reward(lambda rollout: RIGHT if rollout.index or random.Random(rollout.group_id).random() < flat else WRONG),
+        Trainer(step_s=dice.uniform(0.1, 2)),
+    )  # fmt: skip
     run.train(strike=lambda run: happen(run, dice, num_events=6))
     consumed = run.trainer.consumed
-    assert sorted(group.group_id for group in consumed) == list(range(P * NUM_STEPS))
+    ids, dropped = [group.group_id for group in consumed], sum(row["extra.dropped_groups"] for row in run.steps)
+    assert len(set(ids)) == len(ids) == P * NUM_STEPS
+    assert max(ids) < P * NUM_STEPS + dropped and dropped <= (max_attempts - 1) * P * NUM_STEPS
     for position, group in enumerate(consumed):
         for rollout in group.rollouts:
             key = group.group_id, rollout.index
@@ -127,6 +151,35 @@ def test_a_generator_that_hangs_is_left_behind_until_it_has_the_newest_version(t
     assert any(begin > caught_up_s for begin in begun_s)
     (said,) = run.warnings
     assert "generator-1 has not adopted version 5 after 4 s (weight_sync.patience_s)" in said
+
+
+@pytest.mark.parametrize("segment_tokens", [0, 3])
+def test_others_take_over_the_work_of_one_that_stands_still(tmp_path: Path, segment_tokens: int) -> None:
+    """SIGSTOP for 60 s between two adoptions: others generate its rollouts, and what it says later is dropped."""
+    generators = [Generator(duration_s=lambda *_: 3.0, num_tokens=lambda *_: 8) for _ in range(2)]
+    rollout = {"max_staleness": 1, "segment_tokens": segment_tokens}
+    run = Run(config(tmp_path, steps=40, rollout=rollout), tmp_path, generators)
+    frozen_s = list[float]()
+
+    async def strike(run: Run) -> None:
+        await asyncio.sleep(20.3)
+        run.handles["generator-1"].thawed.clear()
+        frozen_s.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(60.0)
+        run.handles["generator-1"].thawed.set()
+        frozen_s.append(asyncio.get_running_loop().time())
+
+    run.train(strike=strike)
+    ends_s = [end for _, end in run.trainer.spans]
+    waits_s = [b - a for a, b in itertools.pairwise(ends_s) if frozen_s[0] < b < frozen_s[1]]
+    assert len(waits_s) >= 8 and max(waits_s) < 10 + 2.5 + 5 + 7, "one wait, and then it goes on at the pace of one"
+    assert any(begin > frozen_s[1] + 1 for begin, _ in generators[1].spans), "it works again"
+    assert any("generator-1 does not answer for 10 s" in text for text in run.warnings)
+    keys = [(row["group_id"], row["index"]) for row in run.rollouts]
+    assert len(keys) == len(set(keys)) == 40 * 2 * 2
+    for group in run.trainer.consumed:
+        for one in group.rollouts:
+            assert one.token_ids_T.tolist() == [token(group.group_id, one.index, n) for n in range(8)]
 
 
 def test_one_that_needs_longer_than_a_step_still_catches_up(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 SFT = """
 output = "{folder}/base"
@@ -55,6 +57,19 @@ kind = "inline"
 [screen]
 kind = "lines"
 """
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run of the task."""
+
+    toml: Path
+    folder: Path
+    out: str
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
 
 
 def write_task(folder: Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +11,10 @@ import pytest
 
 from llamarl.cli.main import COMMANDS
 from llamarl.config import load_config
-from tests.end_to_end.learning import write_task
+from tests.end_to_end.learning import Trained
 from tests.end_to_end.tiny import llamarl, llamarl_here, rows
 
 GROUP, PROMPTS, STEPS = 8, 16, 60
-
-
-@dataclass(frozen=True)
-class Trained:
-    toml: Path
-    folder: Path
-    out: str
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        return json.loads((self.folder / "summary.json").read_text())
-
-
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """The base model is made on first use, then trained."""
-    folder = tmp_path_factory.mktemp("additions")
-    toml = write_task(folder)
-    done = llamarl("train", toml)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert f"base model: {folder / 'base'}" in done.stdout
-    return Trained(toml, folder / "runs" / "additions", done.stdout)
 
 
 def test_it_learns(trained: Trained) -> None:

@@ -26,8 +26,14 @@ class Model:
     token were sampled at once.
     """
 
-    def __init__(self, P: int, S: int, W: int, num_steps: int, first_step: int = 0) -> None:
-        self.buffer = RolloutBuffer(P, S, W, first_group_id=first_step * P)
+    def __init__(
+        self, P: int, S: int, W: int, num_steps: int, first_step: int = 0, max_dropped: int = 0, flat: float = 0.0
+    ) -> None:
+        self.buffer = RolloutBuffer(P, S, W, first_step * P, max_dropped)
+        self.flat = flat
+        """Share of groups whose rewards are all equal."""
+        self.dropped: list[int] = []
+        self.dropped_since_step = 0
         self.left_to_admit = num_steps * P
         self.last_step = first_step + num_steps
         self.trained = self.adopted = first_step
@@ -62,8 +68,16 @@ class Model:
 
     def finish(self, group_id: int) -> None:
         del self.generating[group_id]
-        self.buffer.put(group(group_id))
+        ready, dropped = self.buffer.put(group(group_id), is_flat=self.is_flat(group_id))
+        assert all(self.is_flat(dropped_id) for dropped_id in dropped)
+        assert self.is_flat(group_id) or group_id in [one.group_id for one in ready]
+        self.dropped += dropped
+        self.dropped_since_step += len(dropped)
+        self.left_to_admit += len(dropped)
         self.starved = False
+
+    def is_flat(self, group_id: int) -> bool:
+        return random.Random(group_id).random() < self.flat
 
     def train(self) -> bool:
         taken = self.buffer.take()
@@ -76,11 +90,29 @@ class Model:
         self.consumed += ids
         self.staleness += [self.trained - self.born[group_id] for group_id in ids]
         self.trained += 1
+        self.dropped_since_step = 0
         return True
 
     def adopt(self) -> None:
         self.adopted += 1
         self.buffer.release(self.buffer.prompts_per_step)
+
+
+def in_order(P: int, num_steps: int, first_step: int, max_dropped: int, flat: float) -> tuple[list[int], list[int]]:
+    """What a loop consumes and drops that generates one group after the other."""
+    is_flat, next_id = Model(P, 0, 1, num_steps, flat=flat).is_flat, first_step * P
+    consumed, dropped = list[int](), list[int]()
+    for _ in range(num_steps):
+        of_step, tried_in_vain = list[int](), 0
+        while len(of_step) < P:
+            if is_flat(next_id) and tried_in_vain < max_dropped:
+                dropped.append(next_id)
+                tried_in_vain += 1
+            else:
+                of_step.append(next_id)
+            next_id += 1
+        consumed += of_step
+    return consumed, dropped
 
 
 SIZES = st.integers(1, 5).flatmap(
@@ -91,11 +123,19 @@ SIZES = st.integers(1, 5).flatmap(
 
 
 @settings(max_examples=300, deadline=None)
-@given(sizes=SIZES, seed=st.integers(0, 2**32), first_step=st.integers(0, 3))
-def test_any_finish_order(sizes: tuple[int, int, int, int], seed: int, first_step: int) -> None:
-    """Bounded staleness, no deadlock, and every group exactly once."""
+@given(
+    sizes=SIZES,
+    seed=st.integers(0, 2**32),
+    first_step=st.integers(0, 3),
+    max_dropped=st.sampled_from([0, 1, 3, 20]),
+    flat=st.sampled_from([0.0, 0.3, 0.8, 1.0]),
+)
+def test_any_finish_order(
+    sizes: tuple[int, int, int, int], seed: int, first_step: int, max_dropped: int, flat: float
+) -> None:
+    """Bounded staleness, no deadlock, every step full, and every group exactly once consumed or dropped."""
     P, S, W, num_steps = sizes
-    model, rng = Model(P, S, W, num_steps, first_step), random.Random(seed)
+    model, rng = Model(P, S, W, num_steps, first_step, max_dropped, flat), random.Random(seed)
     # How eager each party is differs between runs: slow generators, slow trainer, slow weight sync.
     eagerness = {name: rng.choice([0.05, 0.5, 1.0, 20.0]) for name in ("admit", "finish", "train", "adopt")}
     while not model.done:
@@ -111,8 +151,15 @@ def test_any_finish_order(sizes: tuple[int, int, int, int], seed: int, first_ste
             case "adopt":
                 model.adopt()
         assert 0 <= model.buffer.num_active <= model.buffer.capacity
+        assert model.buffer.num_unconsumed == len(model.buffer.unconsumed) >= model.buffer.num_ready
+        assert model.dropped_since_step <= max_dropped
     assert max(model.staleness) <= model.buffer.staleness_limit == (S + -(-(W - 1) // P) if S else 0)
-    assert sorted(model.consumed) == list(range(first_step * P, (first_step + num_steps) * P))
+    seen = first_step * P + num_steps * P + len(model.dropped)
+    assert sorted(model.consumed + model.dropped) == list(range(first_step * P, seen))
+    assert len(model.consumed) == num_steps * P
+    if S == 0:
+        # The same groups, whatever order they came in: a synchronous run repeats itself.
+        assert (model.consumed, sorted(model.dropped)) == in_order(P, num_steps, first_step, max_dropped, flat)
     if W == 1:
         assert model.consumed == sorted(model.consumed), "a window of 1 is first in, first out"
 
@@ -222,6 +269,43 @@ class TestMisuse:
         buffer.take()
         with pytest.raises(AssertionError, match="released more"):
             buffer.release(2)
+
+
+class TestReplacement:
+    def finished(self, buffer: RolloutBuffer, group_id: int) -> tuple[list[int], list[int]]:
+        ready, dropped = buffer.put(group(group_id), is_flat=True)
+        return [one.group_id for one in ready], dropped
+
+    def test_a_flat_group_waits_only_where_older_ones_decide(self) -> None:
+        buffer = RolloutBuffer(4, max_staleness=0, window=1, max_dropped=2)
+        buffer.admit(4)
+        assert self.finished(buffer, 1) == ([], [1]), "at most one older group is dropped before it"
+        assert self.finished(buffer, 3) == ([], []), "0 and 2 may be the second one"
+        assert (buffer.num_ready, buffer.num_free) == (0, 1)
+        assert list(buffer.admit(1)) == [4]
+        assert self.finished(buffer, 4) == ([4], []), "whatever 0 and 2 are, 1 and another one come before"
+        ready, dropped = buffer.put(group(0))
+        assert ([one.group_id for one in ready], dropped) == ([0], [])
+        assert self.finished(buffer, 2) == ([3], [2]), "now it is known that 2 is the second one"
+        assert list(buffer.admit(1)) == [5]
+        assert self.finished(buffer, 5) == ([5], []), "the attempts are over"
+        assert [one.group_id for one in buffer.take() or []] == [0, 3, 4, 5]
+
+    def test_attempts_count_from_step_to_step(self) -> None:
+        buffer = RolloutBuffer(1, max_staleness=1, window=1, max_dropped=1)
+        buffer.admit(2)
+        assert self.finished(buffer, 0) == ([], [0])
+        assert self.finished(buffer, 1) == ([1], [])
+        assert buffer.take() is not None
+        buffer.admit(1)
+        assert self.finished(buffer, 2) == ([], [2])
+
+    def test_a_flat_group_cannot_be_put_twice(self) -> None:
+        buffer = RolloutBuffer(2, max_staleness=0, window=1, max_dropped=1)
+        buffer.admit(2)
+        self.finished(buffer, 1)
+        with pytest.raises(AssertionError, match="put twice"):
+            self.finished(buffer, 1)
 
 
 def test_a_resumed_run_goes_on_counting() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.algorithms.kl import KlPenalty
-from llamarl.rollouts.packing import Microbatch, group_rewards, pack, to_sample_group, valid_rollouts, with_advantage
+from llamarl.rollouts.packing import Microbatch, pack, to_sample_group, valid_rollouts, with_advantage
 from llamarl.types import FinishReason, Outcome, SampleGroup, TrainBatch, TrainSample
 
 LAYOUTS = st.lists(
@@ -148,23 +146,6 @@ def test_single_token_responses_have_no_inputs() -> None:
 def test_nothing_to_learn_from() -> None:
     assert pack([], 10) == []
     assert pack(sample_groups([(3, []), (2, [])]), 10) == []
-
-
-class TestGroupRewards:
-    def test_the_reward_is_on_the_last_token(self, make_group) -> None:
-        group = make_group(responses=[(4, 5, 6), (), (7,)])
-        rewards = group_rewards(group)
-        values = [result.value for result in group.results]
-        assert [one.tolist() for one in rewards.token_rewards] == [[0, 0, values[0]], [], [values[2]]]
-        assert rewards.rewards_G.tolist() == [values[0], 0, values[2]]
-        np.testing.assert_array_equal(rewards.valid_G, [True, False, True])
-
-    def test_leaving_the_reference_costs_where_it_happens(self, make_group) -> None:
-        (rollout,) = (group := make_group(responses=[(4, 5, 6)])).rollouts
-        said = rollout.behavior_logprobs_T - np.array([0.5, 0.0, -1.0], np.float32)
-        group = replace(group, rollouts=(replace(rollout, reference_logprobs_T=said),))
-        (rewards_T,) = group_rewards(group, KlPenalty(coefficient=0.1, estimator="k1")).token_rewards
-        np.testing.assert_allclose(rewards_T, [-0.05, 0, group.results[0].value + 0.1], atol=1e-7)
 
 
 class TestToSampleGroup:

@@ -13,7 +13,7 @@ from llamarl.config.schema import TrainerConfig
 from llamarl.models.attention import causal_attend
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.shape import ModelShape
-from llamarl.rollouts.packing import group_rewards
+from llamarl.rollouts.shaping import UNSHAPED
 from llamarl.training.critic import Critic, value_losses
 from llamarl.training.trainer import NonFiniteStep
 from llamarl.types import FinishReason, Outcome, RewardResult, RolloutGroup
@@ -23,7 +23,7 @@ from tests.training.conftest import SHAPE, MakeGroups
 def make_critic(**config) -> Critic:
     torch.manual_seed(3)
     settings = TrainerConfig(**{"learning_rate": 3e-3, "max_grad_norm": 1e9} | config)
-    return Critic(ScalarModel(ModelShape(**SHAPE)), settings, clip=0.2, advantage=Gae(), rewards=group_rewards)
+    return Critic(ScalarModel(ModelShape(**SHAPE)), settings, clip=0.2, advantage=Gae(), rewards=UNSHAPED.rewards)
 
 
 def run(critic: Critic, groups: list[RolloutGroup]) -> dict[str, float]:

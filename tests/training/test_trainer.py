@@ -14,7 +14,7 @@ from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.algorithms.losses.decoupled_ppo import DecoupledPpo
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config.schema import TrainerConfig
-from llamarl.rollouts.packing import group_rewards, pack, to_sample_group
+from llamarl.rollouts.packing import pack, to_sample_group
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
 from llamarl.training.result import StepResult
 from llamarl.training.state import StateMismatch, load_training_state, training_state
@@ -88,8 +88,8 @@ class TestAccumulation:
         """AIPO by hand on the log-probs that the trainer computes."""
         groups = make_groups()
         trainer = make_trainer(torch.float64)
-        advantages = trainer.advantage.of_batch([group_rewards(group) for group in groups])
-        samples = [to_sample_group(group, of_group) for group, of_group in zip(groups, advantages, strict=True)]
+        samples = [to_sample_group(group, trainer.step(groups).advantages[group.group_id]) for group in groups]
+        trainer = make_trainer(torch.float64)
         (batch,) = pack(samples, 1000)
         logprobs_R = trainer.logprobs(batch).detach()
         ratio_R = (logprobs_R - torch.from_numpy(batch.behavior_logprobs_R)).exp()

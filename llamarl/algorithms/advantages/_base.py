@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -20,15 +22,24 @@ class GroupRewards:
     values: tuple[np.ndarray, ...] = ()
     """Per rollout, float [T]: what a critic expects of each token and those after it, before the token is known; ()
     without a critic."""
+    baseline: float = math.nan
+    """Reward of the greedy response; NaN where there is none or it could not be judged."""
 
     @property
     def rewards_G(self) -> np.ndarray:
         """Of whole rollouts, float64 [G]."""
         return np.array([rewards_T.sum() for rewards_T in self.token_rewards], np.float64)
 
+    def spread(self, advantages_G: np.ndarray) -> list[np.ndarray]:
+        """The advantage of each rollout for all of its tokens."""
+        return [np.full(len(one), value) for one, value in zip(self.token_rewards, advantages_G, strict=True)]
+
 
 class Advantage(ABC):
     """How much better each token was than what was to be expected. Dataclass fields are options."""
+
+    NEEDS_GREEDY: ClassVar[bool] = False
+    """Whether each group needs a greedy response beside its rollouts, which nobody learns from."""
 
     @abstractmethod
     def of_batch(self, groups: Sequence[GroupRewards]) -> list[list[np.ndarray]]:
@@ -48,13 +59,7 @@ class GroupAdvantage(Advantage):
         """
 
     def of_batch(self, groups: Sequence[GroupRewards]) -> list[list[np.ndarray]]:
-        return [
-            [
-                np.full(len(rewards_T), advantage)
-                for rewards_T, advantage in zip(group.token_rewards, self(group.rewards_G, group.valid_G), strict=True)
-            ]
-            for group in groups
-        ]
+        return [group.spread(self(group.rewards_G, group.valid_G)) for group in groups]
 
 
 class ValueAdvantage(Advantage):

@@ -5,21 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses, clipped_surrogate, require_between
+from llamarl.algorithms.losses.ppo_clip import PpoClip
 
 
 @dataclass(frozen=True)
-class Grpo(Loss):
+class Grpo(PpoClip):
     """PPO's clipped surrogate, averaged over the tokens of each response first and then over responses."""
 
     MEAN_OVER: ClassVar[Literal["tokens", "sequences"]] = "sequences"
-
-    clip: float = 0.2
-    """Largest change of the ratio in either direction."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_between("clip", self.clip, 0, 1)
-
-    def token_losses(self, positions: Positions) -> TokenLosses:
-        return clipped_surrogate(positions.log_ratio_N, positions.advantages_N, self.clip, self.clip)

@@ -1,0 +1,71 @@
+"""A trainer that computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from llamarl.executors.replies import Probe, Published
+from llamarl.rollouts.pieces import joined
+from llamarl.training.result import StepResult
+from llamarl.types import RolloutGroup
+
+
+@dataclass
+class Trainer:
+    """Knows nothing but its version; `saved` is the disk, and outlives it."""
+
+    step_s: float = 0.5
+    version: int = 0
+    saved: list[tuple[int, str]] = field(default_factory=list)
+    """(trainer's version, the controller's state as JSON) of each checkpoint."""
+    published: list[tuple[int, int]] = field(default_factory=list)
+    """(name that the weights got, steps that they have had)."""
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    staging: list[int | None] = field(default_factory=list)
+    """Version in each slot; a slot is written again when nobody uses its version."""
+    consumed: list[RolloutGroup] = field(default_factory=list)
+    _groups: dict[int, RolloutGroup] = field(default_factory=dict)
+
+    async def add_groups(self, groups: list[RolloutGroup]) -> None:
+        for group in groups:
+            self._groups[group.group_id] = joined(self._groups.get(group.group_id), group)
+
+    async def step(self, group_ids: list[int]) -> StepResult:
+        clock = asyncio.get_running_loop()
+        begin_s = clock.time()
+        groups = [self._groups.pop(group_id) for group_id in group_ids]
+        self.consumed += groups
+        await asyncio.sleep(self.step_s)
+        self.spans.append((begin_s, clock.time()))
+        self.version += 1
+        return StepResult(
+            policy_version=self.version,
+            skipped=False,
+            metrics={"num_loss_tokens": 1, "importance_ratio_mean": 1, "grad_norm": 0, "learning_rate": 0},
+            advantages={group.group_id: np.zeros(len(group.rollouts)) for group in groups},
+        )
+
+    async def policy_version(self) -> int:
+        return self.version
+
+    async def set_layout(self, rank: int, specs: tuple[()]) -> None:
+        assert (rank, specs) == (0, ())
+
+    async def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
+        self.published.append((version, self.version))
+        newest = max((held for held in self.staging if held is not None), default=None)
+        free = [slot for slot, held in enumerate(self.staging) if held not in (*in_use, newest)]
+        slot = free[0] if free else len(self.staging)
+        self.staging[slot : slot + 1] = [version]
+        sequence = np.arange(5, dtype=np.int32)
+        probe = Probe(sequences=[sequence], logprobs=[np.full(4, version, np.float32)])
+        return Published(version=version, address=slot, num_bytes=1000, probe=probe)
+
+    async def save(self, state: dict[str, Any]) -> str:
+        self.saved.append((self.version, json.dumps(state)))
+        return "somewhere"

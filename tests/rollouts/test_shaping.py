@@ -1,0 +1,87 @@
+"""What training makes of the rewards, and what it leaves out; the groups themselves keep what the reward said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llamarl.algorithms.kl import KlPenalty
+from llamarl.config.schema import ShapingConfig
+from llamarl.rollouts.packing import is_flat, to_sample_group, valid_rollouts
+from llamarl.rollouts.shaping import UNSHAPED, Shaping
+from llamarl.types import FinishReason, Outcome, RewardResult, RolloutGroup
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+RESPONSES = [(4, 5), (6,) * 8, (7,) * 10]
+
+
+def shaping(**settings: object) -> Shaping:
+    return Shaping(ShapingConfig(**settings), 10)
+
+
+@pytest.fixture
+def group(make_group) -> RolloutGroup:
+    """Rewards 0, 1, 2 for responses of 2, 8 and 10 of 10 tokens."""
+    return make_group(responses=RESPONSES, finish=[STOP, STOP, LENGTH])
+
+
+def test_without_shaping_the_last_token_has_the_reward(group: RolloutGroup) -> None:
+    earned = UNSHAPED.rewards(group)
+    assert [one.tolist() for one in earned.token_rewards] == [[0.0] * 2, [0.0] * 7 + [1.0], [0.0] * 9 + [2.0]]
+    assert earned.valid_G.tolist() == [True] * 3 and np.isnan(earned.baseline)
+    assert UNSHAPED.metrics([group]) == {}
+
+
+def test_penalties_are_taken_off_and_shown(group: RolloutGroup) -> None:
+    """Length: 0.1 * 2/10, ...; overlong: the last 4 of 10 tokens, so half of 0.5 at 8 and all of it at 10."""
+    costly = shaping(length_penalty=0.1, overlong_penalty=0.5, overlong_share=0.4)
+    np.testing.assert_allclose(costly.rewards(group).rewards_G, [-0.02, 1 - 0.08 - 0.25, 2 - 0.1 - 0.5], rtol=1e-12)
+    metrics = costly.metrics([group, group])
+    assert metrics == pytest.approx({"length_penalty_mean": 0.2 / 3, "overlong_penalty_mean": 0.25})
+    assert [result.value for result in group.results] == [0.0, 1.0, 2.0]
+
+
+def test_truncated_responses_are_left_out_and_counted(group: RolloutGroup) -> None:
+    masked = shaping(mask_truncated=True)
+    earned = masked.rewards(group)
+    assert earned.valid_G.tolist() == [True, True, False]
+    samples = to_sample_group(group, np.ones(3), earned.valid_G).samples
+    assert [len(sample.response_token_ids_T) for sample in samples] == [2, 8]
+    assert masked.metrics([group]) == {"masked_truncated_share": pytest.approx(1 / 3)}
+    assert valid_rollouts(group).all()
+
+
+def test_a_greedy_response_is_a_baseline_where_it_was_judged(group: RolloutGroup) -> None:
+    right = replace(group, baseline=RewardResult(outcome=Outcome.SCORE, value=0.75))
+    unknown = replace(group, baseline=RewardResult(outcome=Outcome.INVALID, value=0.0))
+    assert UNSHAPED.rewards(right).baseline == 0.75 and np.isnan(UNSHAPED.rewards(unknown).baseline)
+    assert UNSHAPED.metrics([right, unknown]) == {"greedy_reward_mean": 0.75}
+
+
+def test_flat_groups(make_group) -> None:
+    """All that was judged was judged equal. Where nothing was judged, the share of invalid rewards has its say."""
+    score, invalid = Outcome.SCORE, Outcome.INVALID
+    assert not is_flat(make_group(outcomes=[score, score]))
+    assert is_flat(make_group(outcomes=[score, invalid]))
+    assert not is_flat(make_group(outcomes=[invalid, invalid]))
+    assert not is_flat(make_group(responses=[(4, 5)], outcomes=[score]))
+    cut = make_group(finish=[STOP, LENGTH])
+    assert is_flat(cut, mask_truncated=True) and not is_flat(cut)
+
+
+def test_advantages_of_single_tokens_reach_the_samples(make_group) -> None:
+    samples = to_sample_group(make_group(), [np.array([0.5, -1.0]), np.array([2.0])]).samples
+    assert [sample.advantages_T.tolist() for sample in samples] == [[0.5, -1.0], [2.0]]
+
+
+def test_leaving_the_reference_costs_where_it_happens(make_group) -> None:
+    """A critic's values come along, for advantages that need them."""
+    (rollout,) = (group := make_group(responses=[(4, 5, 6)])).rollouts
+    said = rollout.behavior_logprobs_T - np.array([0.5, 0.0, -1.0], np.float32)
+    values = np.array([0.1, 0.2, 0.3], np.float32)
+    group = replace(group, rollouts=(replace(rollout, reference_logprobs_T=said, values_T=values),))
+    earned = Shaping(ShapingConfig(), 10, KlPenalty(coefficient=0.1, estimator="k1")).rewards(group)
+    np.testing.assert_allclose(earned.token_rewards[0], [-0.05, 0, group.results[0].value + 0.1], atol=1e-7)
+    assert np.array_equal(earned.values[0], values)
