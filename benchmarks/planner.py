@@ -15,14 +15,13 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from llamarl.planner.constants import Constants
-from llamarl.planner.paper import (
+from _paper import (
     MAX_STALENESS,
     PAPER_ROWS,
     PAPER_WORKLOAD,
@@ -33,7 +32,9 @@ from llamarl.planner.paper import (
     peer_errors,
     predict,
 )
-from llamarl.planner.plots import speedup_plot
+
+from llamarl.planner.constants import Constants
+from llamarl.planner.plots import new_figure
 from llamarl.planner.request import ASYNCHRONOUS, BASELINE
 from llamarl.planner.solver import synchronous_plan
 
@@ -56,6 +57,27 @@ A first choice of constants, train_efficiency with decode_overhead_s, met the 8B
 though not their values, has seen the other rows.
 peer_error is for NeMo RL, whose workload is published, with default constants.
 """
+
+
+def _speedup_plot(path: Path, series: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """Speed-up over synchronous against model size.
+
+    Args:
+        series: name -> points (parameters in billions, speed-up).
+    """
+    figure, axes = new_figure()
+    for name, points in series.items():
+        axes.plot([size for size, _ in points], [gain for _, gain in points], marker="o", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="parameters, billions", ylabel="synchronous / asynchronous step time")
+    sizes = sorted({size for points in series.values() for size, _ in points})
+    axes.set_xticks(sizes, [f"{size:.0f}" for size in sizes], minor=False)
+    axes.set_xticks([], minor=True)
+    ticks = (1, 2, 3, 5, 10)
+    axes.set_yticks(ticks, [f"{tick}x" for tick in ticks])
+    axes.set_yticks([], minor=True)
+    axes.legend()
+    axes.set_title("Speed-up of asynchronous training")
+    figure.savefig(path)
 
 
 def main() -> None:
@@ -94,7 +116,7 @@ def main() -> None:
     print(path.read_text(encoding="utf-8"))
     if options.plots:
         options.plots.mkdir(parents=True, exist_ok=True)
-        speedup_plot(options.plots / "speedup.png", _series(rows))
+        _speedup_plot(options.plots / "speedup.png", _series(rows))
 
 
 def _own_machine() -> dict[str, Any] | None:

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _predict import predict_step
 from _record import write_result
 
 from llamarl.config import RunConfig, load_config
 from llamarl.planner.constants import load_profile
 from llamarl.planner.hardware import Pool, find_gpu
 from llamarl.planner.lengths import Lengths
-from llamarl.planner.predict import predict_step
 from llamarl.planner.request import Request
 from llamarl.planner.shapes import find_model
 from llamarl.simulator.costs import SimulatorCosts

@@ -1,4 +1,5 @@
-"""The native engine on one GPU: decode steps per second against the time that reading weights and cache takes.
+"""The native engine on one GPU, with CUDA graphs and without: decode steps per second against the time that reading
+weights and cache takes.
 
 In this process, without peers. Models have random weights, made on the GPU tensor by tensor.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -77,20 +79,21 @@ def on_gpu(models: list[str] | None, quick: bool) -> dict[str, Any]:
             weight_bytes = sum(spec.num_bytes for spec in model.specs() if "embed_tokens" not in spec.name)
             if model.shape.tie_embeddings:
                 weight_bytes += 2 * model.shape.vocab_size * model.shape.hidden_size
-            for batch in BATCHES[:1] if quick else BATCHES:
-                rows.append({"model": name, "dtype": dtype, **_decode(model, batch, weight_bytes, bandwidth)})
+            for batch, graphs in product(BATCHES[:1] if quick else BATCHES, (False, True)):
+                found = _decode(model, batch, weight_bytes, bandwidth, graphs)
+                rows.append({"model": name, "dtype": dtype, "cuda_graphs": graphs, **found})
                 print(rows[-1], flush=True)
             del model
             torch.cuda.empty_cache()
     return {"device": torch.cuda.get_device_name(), "bytes_per_s": bandwidth, "rows": rows}
 
 
-def _decode(model: GeneratorModel, batch: int, weight_bytes: int, bandwidth: float) -> dict[str, Any]:
+def _decode(model: GeneratorModel, batch: int, weight_bytes: int, bandwidth: float, graphs: bool) -> dict[str, Any]:
     """Two runs that differ by half of the new tokens: their difference is decoding alone."""
-    engine = Engine(model, max_running=batch, prefill_tokens=8192, kv_bytes=None)
+    engine = Engine(model, max_running=batch, prefill_tokens=8192, kv_bytes=None, graphs=graphs)
     prompts = torch.randint(1, model.shape.vocab_size, (batch, PROMPT_TOKENS)).tolist()
     half = NEW_TOKENS // 2
-    _seconds(engine, prompts, 4)
+    _seconds(engine, prompts, NEW_TOKENS)  # captures what it can
     step_s = [(_seconds(engine, prompts, NEW_TOKENS) - _seconds(engine, prompts, half)) / half for _ in range(REPEATS)]
     shape, median_s = model.shape, statistics.median(step_s)
     seen = PROMPT_TOKENS + (NEW_TOKENS + half) / 2

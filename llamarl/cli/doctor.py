@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import os
 import platform
 import shutil
 from collections.abc import Sequence
 
+from llamarl.cli.options import command_parser
+
 PACKAGES = ("torch", "torchmonarch", "numpy", "pydantic", "tokenizers", "safetensors", "math-verify")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code is 1 when something that a run needs is missing."""
-    parser = argparse.ArgumentParser(prog="llamarl doctor", description="Check that this machine can run llamarl.")
+    parser = command_parser("doctor", "Check that this machine can run llamarl.")
     parser.parse_args(arguments)
     print(f"python {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
     missing = False

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE
-from llamarl.cli.options import checked
+from llamarl.cli.options import checked, command_parser, write_output
 from llamarl.config import ConfigError, Ref, RunConfig, load_config
 from llamarl.config.schema import (
     ClusterConfig,
@@ -28,11 +28,10 @@ if TYPE_CHECKING:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="llamarl eval",
-        description="Score a checkpoint on held-out problems: pass@1, pass@k, mean length.",
-        epilog="With --config, data, reward, template and limits come from that run's TOML; options here win.",
-        allow_abbrev=False,
+    parser = command_parser(
+        "eval",
+        "Score a checkpoint on held-out problems: pass@1, pass@k, mean length.",
+        "With --config, data, reward, template and limits come from that run's TOML; options here win.",
     )
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder")
     parser.add_argument("data", metavar="DATA.jsonl", nargs="?", help="problems; default: data.eval of --config")
@@ -95,10 +94,7 @@ def _write_responses(path: Path, result: EvalResult) -> None:
         for group in result.groups
         for response, judged in zip(group.responses, group.results, strict=True)
     )
-    try:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another --output") from None
+    write_output(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _reward(options: argparse.Namespace, run: RunConfig | None) -> RewardConfig:

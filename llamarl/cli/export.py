@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from llamarl.cli.options import command_parser
 from llamarl.config import ConfigError, load_config
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="llamarl export",
-        description="Write a run's newest valid checkpoint as a Hugging Face folder.",
-        allow_abbrev=False,
-    )
+    parser = command_parser("export", "Write a run's newest valid checkpoint as a Hugging Face folder.")
     parser.add_argument("run", metavar="RUN", help="run folder, for example runs/demo")
     parser.add_argument("folder", metavar="FOLDER", nargs="?", help="where to write (RUN/export)")
     parser.add_argument("--step", type=int, help="checkpoint of this step (the newest)")

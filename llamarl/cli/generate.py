@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import checked
-from llamarl.config import ConfigError
+from llamarl.cli.options import checked, command_parser
+from llamarl.config import ConfigError, read_rows, read_text
 from llamarl.config.schema import EvalConfig, GeneratorConfig, RolloutConfig
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 
@@ -32,11 +32,10 @@ if TYPE_CHECKING:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="llamarl generate",
-        description="Answer the prompts of a file: one JSON line per response, in the order in which they finish.",
-        epilog="FILE is JSON Lines when its name ends in .jsonl, else text with a prompt in each line.",
-        allow_abbrev=False,
+    parser = command_parser(
+        "generate",
+        "Answer the prompts of a file: one JSON line per response, in the order in which they finish.",
+        "FILE is JSON Lines when its name ends in .jsonl, else text with a prompt in each line.",
     )
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder")
     parser.add_argument("--prompts", metavar="FILE", required=True, help="what to answer")
@@ -99,27 +98,16 @@ def _sampling(options: argparse.Namespace) -> tuple[int, SamplingParams]:
 
 def read_prompts(path: Path, field: str) -> list[str]:
     """Prompts of a JSON Lines file (`field` of each line) or of a text file (each line that is not blank)."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give --prompts a file of prompts") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
-    numbered = [(number, line.removesuffix("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
+    fix = "give --prompts a file of prompts"
+    if path.suffix == ".jsonl":
+        return [_prompt(row, place, field) for place, row in read_rows(path, fix)]
+    prompts = [line.removesuffix("\r") for line in read_text(path, fix).split("\n") if line.strip()]
+    if not prompts:
         raise ConfigError(f"{path} is empty; it needs a prompt in each line")
-    if path.suffix != ".jsonl":
-        return [line for _, line in numbered]
-    return [_prompt(line, f"{path}:{number}", field) for number, line in numbered]
+    return prompts
 
 
-def _prompt(line: str, place: str, field: str) -> str:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: malformed JSON ({error.msg}, column {error.colno}); one object per line") from None
-    if not isinstance(row, dict):
-        raise ConfigError(f"{place}: holds a JSON {type(row).__name__}; each line needs an object with `{field}`")
+def _prompt(row: dict[str, Any], place: str, field: str) -> str:
     if field not in row:
         raise ConfigError(f"{place}: there is no `{field}`; name the prompt's --field, one of {', '.join(row)}")
     if not isinstance(row[field], str):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from llamarl.cli.options import command_parser, write_output
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.schema import RolloutConfig
 from llamarl.planner.constants import load_profile
@@ -28,12 +29,8 @@ MEAN_SHARE = 0.3
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="llamarl plan",
-        description="Find the best layout, split and staleness for a model on a cluster, before renting it.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "plan", "Find the best layout, split and staleness for a model on a cluster, before renting it.", EXAMPLE
     )
     add = parser.add_argument
     add("--config", metavar="RUN.toml", help="take model, lengths and batch from a run file; options here win")
@@ -75,7 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.output:
         model_path = options.model or (base.model.path if base else "")
         text = run_toml(plan, model_path=model_path, data_path=options.data, base=base)
-        _write(Path(options.output), text)
+        write_output(Path(options.output), text)
+        print(f"wrote {options.output}")
     if options.plot:
         for path in plot_request(Path(options.plot), request, max(1, plan.staleness)):
             print(f"wrote {path}")
@@ -126,13 +124,3 @@ def _lengths(options: argparse.Namespace, limit: int) -> Lengths:
 
 def _first(option: int | None, otherwise: int) -> int:
     return otherwise if option is None else option
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}; give --output a path in an existing folder"
-        ) from None
-    print(f"wrote {path}")

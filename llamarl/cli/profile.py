@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llamarl.cli.options import command_parser, write_output
 from llamarl.config import ConfigError
-from llamarl.observability.files import write_atomically
 from llamarl.planner.profile import make_profile
 from llamarl.planner.recorded import read_run
 
@@ -21,12 +20,8 @@ EPILOG = """The profile holds for the model, the threads and the machine of the 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="llamarl profile",
-        description="Turn a short real run into measured constants for `plan` and `simulate`.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "profile", "Turn a short real run into measured constants for `plan` and `simulate`.", EPILOG
     )
     parser.add_argument("run", metavar="RUN", help="folder of a finished run")
     parser.add_argument("--output", metavar="FILE", help="where to write the profile (RUN/profile.json)")
@@ -41,12 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     run = read_run(options.run)
     profile = make_profile(run, cores=cores, gpu=options.gpu)
     path = Path(options.output or run.path / "profile.json")
-    try:
-        write_atomically(path, json.dumps(profile) + "\n")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}; give --output a path in an existing folder"
-        ) from None
+    write_output(path, json.dumps(profile) + "\n")
     print(_render(profile["costs"]) + f"\nwrote {path}")
     return 0
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from llamarl.cli.options import command_parser
 from llamarl.config import load_sft_config
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="llamarl sft",
-        description="Make a small base model, tokenizer included, by a supervised warm start.",
-        epilog="Every setting of the file can be overridden: --output runs/base/mine --steps 500 --shape.num_layers 4.",
-        allow_abbrev=False,
+    parser = command_parser(
+        "sft",
+        "Make a small base model, tokenizer included, by a supervised warm start.",
+        "Every setting of the file can be overridden: --output runs/base/mine --steps 500 --shape.num_layers 4.",
     )
     parser.add_argument("config", metavar="SFT.toml")
     options, overrides = parser.parse_known_args(arguments)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llamarl.cli.main import FAILURE
+from llamarl.cli.options import command_parser
 from llamarl.config import ConfigError, RunConfig, load_config
 
 if TYPE_CHECKING:
@@ -22,13 +23,7 @@ Exit codes: 0 all steps done, 1 the simulated run failed, 2 a setting cannot wor
 def _parser() -> argparse.ArgumentParser:
     from llamarl.simulator.faults import HELP
 
-    parser = argparse.ArgumentParser(
-        prog="llamarl simulate",
-        description="Simulate a run on a cluster of any size.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("simulate", "Simulate a run on a cluster of any size.", EPILOG)
     add = parser.add_argument
     add("config", metavar="RUN.toml")
     add("--gpus", type=int, metavar="N", help="GPUs of the cluster (twice those of the run's generators)")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
+from llamarl.cli.options import command_parser
 from llamarl.config import dump_toml, load_config
 from llamarl.observability.spans import now_s
 
@@ -19,13 +19,7 @@ Exit codes: 0 all steps done, 1 the run failed, 2 a setting cannot work, 130 end
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     started_s = now_s()
-    parser = argparse.ArgumentParser(
-        prog="llamarl train",
-        description="Asynchronous reinforcement learning from a TOML file.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("train", "Asynchronous reinforcement learning from a TOML file.", EPILOG)
     parser.add_argument("config", metavar="RUN.toml")
     parser.add_argument("--resume", action="store_true", help="go on from the run's newest valid checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing run folder")

@@ -1,9 +1,23 @@
 """Run configuration: TOML plus dotted overrides, validated before any process starts. Imports no torch."""
 
-from llamarl.config.errors import ConfigError
-from llamarl.config.load import dump_toml, load_config, load_sft_config
-from llamarl.config.ref import Ref, build
+from llamarl.config.errors import ConfigError, did_you_mean
+from llamarl.config.load import dump_toml, load_config, load_sft_config, read_json, read_rows, read_text
+from llamarl.config.ref import Ref, build, make_record
 from llamarl.config.schema import RunConfig
 from llamarl.config.sft import SftConfig
 
-__all__ = ["ConfigError", "Ref", "RunConfig", "SftConfig", "build", "dump_toml", "load_config", "load_sft_config"]
+__all__ = [
+    "ConfigError",
+    "Ref",
+    "RunConfig",
+    "SftConfig",
+    "build",
+    "did_you_mean",
+    "dump_toml",
+    "load_config",
+    "load_sft_config",
+    "make_record",
+    "read_json",
+    "read_rows",
+    "read_text",
+]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date, time
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from llamarl.config.errors import ConfigError
+from llamarl.config.errors import ConfigError, did_you_mean
 from llamarl.config.ref import Ref, find
 from llamarl.config.schema import RunConfig, Section
 from llamarl.config.sft import SftConfig
@@ -45,12 +45,9 @@ def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfi
 
 
 def _load(path: str | Path, overrides: Sequence[str], schema: type[S]) -> S:
-    path = Path(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        data = tomllib.loads(read_text(path, "give the path of a TOML file"))
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for key, value in _pairs(overrides):
         _set(data, key, value)
@@ -58,6 +55,54 @@ def _load(path: str | Path, overrides: Sequence[str], schema: type[S]) -> S:
         return schema.model_validate(data)
     except ValidationError as error:
         raise ConfigError(_explain(error, schema)) from None
+
+
+def read_text(path: str | Path, fix: str) -> str:
+    """A file of text. Raises ConfigError, which ends with the `fix`."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; {fix}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
+
+
+def read_json(path: str | Path, fix: str) -> dict[str, Any]:
+    """The JSON object in a file. Raises ConfigError, which ends with the `fix`."""
+    try:
+        data = json.loads(read_text(path, fix))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON ({error}); {fix}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no JSON object; {fix}")
+    return data
+
+
+def read_rows(path: str | Path, fix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`file:line` and object of each line of a JSON Lines file that is not blank. Raises ConfigError."""
+    is_empty = True
+    try:
+        with Path(path).open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    is_empty = False
+                    yield f"{path}:{number}", _parse_row(line, f"{path}:{number}")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; {fix}") from None
+    if is_empty:
+        raise ConfigError(f"{path}:1: the file is empty; it needs one JSON object per line")
+
+
+def _parse_row(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place}: is not UTF-8 (byte {error.start} of the line); save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}: malformed JSON ({error.msg}, column {error.colno}); one object per line") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place}: holds a JSON {type(row).__name__}, not an object; one object per line")
+    return row
 
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, Any]]:
@@ -101,8 +146,7 @@ def _explain(error: ValidationError, schema: type[Section]) -> str:
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         known = list(_section_at(schema, first["loc"][:-1]).model_fields)
-        near = get_close_matches(str(first["loc"][-1]), known, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
+        hint = did_you_mean(str(first["loc"][-1]), known, f"known here: {', '.join(known)}")
         return f"unknown option `{where}`; {hint}"
     if first["type"] == "missing":
         return f"`{where}` is missing; set it in the file or with --{where} VALUE"

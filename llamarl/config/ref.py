@@ -9,12 +9,17 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from difflib import get_close_matches
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
-from llamarl.config.errors import ConfigError
+from llamarl.config.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 class Ref(BaseModel):
@@ -56,22 +61,33 @@ def build(ref: Ref, family: str, option: str) -> Any:
     cls = find(ref.name, family, option, "".join(part.capitalize() for part in ref.name.split("_")))
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ConfigError(f"`{option} = {ref.name!r}` must be a dataclass: its fields are its options")
-    settable = {field.name for field in dataclasses.fields(cls) if field.init}
-    unknown = sorted(set(ref.options) - settable)
-    if unknown:
-        near = get_close_matches(unknown[0], settable, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(sorted(settable)) or 'no options'}"
-        raise ConfigError(f"`{option}.{unknown[0]}` is not an option of `{ref.name}`; {hint}")
+    return make_record(cls, ref.options, option, ref.name)
+
+
+def make_record(cls: type[T], values: Mapping[str, Any], where: str, owner: str) -> T:
+    """A dataclass from values that a user wrote, checked against its annotations.
+
+    Args:
+        where: what the values are, for the error message, for example `reward`.
+        owner: who has these options: a part's name, or the file.
+
+    Raises:
+        ConfigError: a field is unknown, missing, of the wrong type or out of its range.
+    """
+    settable = sorted(field.name for field in dataclasses.fields(cls) if field.init)
+    for name in sorted(set(values) - set(settable)):
+        hint = did_you_mean(name, settable, f"it has {', '.join(settable) or 'no options'}")
+        raise ConfigError(f"`{where}.{name}` is not an option of `{owner}`; {hint}")
     try:
-        return TypeAdapter(cls).validate_python(ref.options)
+        return TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in (option, *first["loc"]))
+        place = ".".join(str(part) for part in (where, *first["loc"]))
         if first["type"] == "missing":
-            raise ConfigError(f"`{where}` is missing; `{ref.name}` needs it") from None
+            raise ConfigError(f"`{place}` is missing; `{owner}` needs it") from None
         if first["type"] == "value_error":  # raised by the part itself
-            raise ConfigError(f"`{where} = {ref.name!r}`: {first['ctx']['error']}") from None
-        raise ConfigError(f"`{where} = {first['input']!r}`: {first['msg']}") from None
+            raise ConfigError(f"`{place} = {owner!r}`: {first['ctx']['error']}") from None
+        raise ConfigError(f"`{place} = {first['input']!r}` of `{owner}`: {first['msg']}") from None
 
 
 def find(name: str, family: str, option: str, attribute: str) -> Any:
@@ -89,7 +105,5 @@ def find(name: str, family: str, option: str, attribute: str) -> Any:
             raise ConfigError(f"`{option} = {name!r}` cannot be imported: {error}") from error
     known = members(family)
     if name not in known:
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known)}"
-        raise ConfigError(f"`{option} = {name!r}` is unknown; {hint}")
+        raise ConfigError(f"`{option} = {name!r}` is unknown; {did_you_mean(name, known)}")
     return getattr(importlib.import_module(f"{family}.{name}"), attribute)

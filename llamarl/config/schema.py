@@ -72,7 +72,18 @@ class RolloutConfig(Section):
     """Drop tokens below this share of the most likely one; 0 is off."""
 
 
+class VllmConfig(Section):
+    python: str = ""
+    """Interpreter of an environment with vLLM 0.32, numpy and xxhash; `make vllm` builds one for CPUs."""
+    arguments: list[str] = []
+    """More arguments for `vllm serve`, for example `["--gpu-memory-utilization", "0.4"]`."""
+
+
 class GeneratorConfig(Section):
+    backend: Literal["native", "vllm"] = "native"
+    """What generates: this package's engine, or one vLLM server per replica, which cannot repeat its rollouts."""
+    vllm: VllmConfig = VllmConfig()
+    """How vLLM is run, with `backend = "vllm"`."""
     replicas: int = Field(default=1, ge=1)
     """Independent generators, each with its own process and weights."""
     max_running: int = Field(default=128, ge=1)
@@ -92,6 +103,8 @@ class GeneratorConfig(Section):
     """Memory for keys and values per process; none: what `max_running` full contexts take, within what is free."""
     device: str = "cpu"
     """`cpu` or `cuda`."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """Decode steps are captured on GPUs, unless `tensor_parallel` cuts the model; they then start without the host."""
 
 
 class WeightSyncConfig(Section):
@@ -113,6 +126,24 @@ class WeightSyncConfig(Section):
     max_mismatch: float = Field(default=0.5, gt=0)
     """Mean absolute difference of these log-probabilities, in nats, from which the run stops: the weights are wrong.
     Rounding gives 0.001 (bfloat16) to 0.1 (8 bits)."""
+
+
+class ParallelismConfig(Section):
+    """Processes of the trainer, each with its own device: the product of the four. All layouts compute the same."""
+
+    fsdp: int = Field(default=1, ge=1)
+    """Shares of each batch; weights, gradients and optimizer state are cut as many times (FSDP2)."""
+    tp: int = Field(default=1, ge=1)
+    """Parts of every matrix (tensor and sequence parallel); for the fast links inside of a host."""
+    pp: int = Field(default=1, ge=1)
+    """Stages of consecutive layers; needs several microbatches per step to keep all of them busy."""
+    cp: int = Field(default=1, ge=1)
+    """Parts of every sequence, for contexts whose activations do not fit; cuts weights as fsdp does."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes."""
+        return self.fsdp * self.tp * self.pp * self.cp
 
 
 class TrainerConfig(Section):
@@ -145,6 +176,7 @@ class TrainerConfig(Section):
     """`cpu` or `cuda`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A non-finite loss or gradient ends the run, or skips that step and counts it."""
+    parallelism: ParallelismConfig = ParallelismConfig()
 
 
 class ReferenceConfig(Section):
@@ -355,6 +387,11 @@ class RunConfig(Section):
         if generator.dtype == "fp8" and generator.device == "cpu":
             raise ValueError("generator.dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'int8'")
         if self.cluster.kind == "inline":
+            if (num_ranks := self.trainer.parallelism.num_ranks) > 1:
+                raise ValueError(
+                    f"trainer.parallelism asks for {num_ranks} processes, and cluster.kind = 'inline' has only one; "
+                    "use cluster.kind = 'monarch'"
+                )
             if generator.tensor_parallel > 1:
                 raise ValueError(
                     f"generator.tensor_parallel = {generator.tensor_parallel} needs a process for each rank; "
@@ -365,4 +402,31 @@ class RunConfig(Section):
                     f"weight_sync.transport = {transport!r} goes from process to process, and cluster.kind = 'inline' "
                     "has only one; use 'auto'"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _backend(self) -> RunConfig:
+        generator, chosen = self.generator, "generator.backend = 'vllm'"
+        if generator.backend == "native":
+            if generator.vllm != VllmConfig():
+                raise ValueError(f"generator.vllm is set and not used; set {chosen}, or leave it out")
+            return self
+        if not generator.vllm.python:
+            raise ValueError(f"{chosen} needs generator.vllm.python, the interpreter of an environment that has vLLM")
+        if generator.dtype in ("int8", "fp8"):
+            raise ValueError(
+                f"generator.dtype = {generator.dtype!r} is not sent to vLLM; with {chosen} use 'bfloat16' or 'float32'"
+            )
+        if generator.tensor_parallel > 1:
+            raise ValueError(
+                f"generator.tensor_parallel = {generator.tensor_parallel} cuts the native engine; with {chosen} use "
+                f"generator.vllm.arguments = ['--tensor-parallel-size', '{generator.tensor_parallel}']"
+            )
+        if generator.cuda_graphs == "off":
+            raise ValueError(
+                f"generator.cuda_graphs = 'off' is the native engine's; with {chosen} use "
+                "generator.vllm.arguments = ['--enforce-eager']"
+            )
+        if self.cluster.kind == "inline":
+            raise ValueError(f"{chosen} runs processes of its own; use cluster.kind = 'monarch' instead of 'inline'")
         return self

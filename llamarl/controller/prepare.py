@@ -8,10 +8,12 @@ from typing import Literal
 
 from llamarl.algorithms.advantages._base import GroupAdvantage
 from llamarl.config import ConfigError, RunConfig, build
+from llamarl.config.schema import ParallelismConfig
 from llamarl.controller.controller import Problems
 from llamarl.controller.specs import models_in_use
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+from llamarl.generation.vllm_server import check_python
 from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.rewards._build import build_reward
@@ -29,7 +31,7 @@ class Prepared:
 
 
 def check_parts(config: RunConfig) -> None:
-    """Builds what the config names by `Ref`, so that a mistake shows early. Raises ConfigError."""
+    """Builds what the config names by `Ref`, and looks for vLLM, so that a mistake shows early. Raises ConfigError."""
     build(config.trainer.loss, "llamarl.algorithms.losses", "trainer.loss")
     advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
     if config.rollout.group_size == 1 and isinstance(advantage, GroupAdvantage):
@@ -38,6 +40,8 @@ def check_parts(config: RunConfig) -> None:
             "rollouts of a group, so nothing is learnt from one; use a group_size of 2 or more"
         )
     build_reward(config.reward).close()
+    if config.generator.backend == "vllm":
+        check_python(config.generator.vllm.python)
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -50,6 +54,7 @@ def prepare(config: RunConfig) -> Prepared:
     check_vocabulary(tokenizer, shape.vocab_size)
     check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
     check_models(config, shape)
+    check_parallelism(shape, config.trainer.parallelism, config.model.path)
     warnings = _thread_warnings(config)
 
     def load(which: Literal["train", "eval"]) -> tuple[Prompt, ...]:
@@ -99,6 +104,27 @@ def check_models(config: RunConfig, shape: ModelShape) -> None:
             )
 
 
+def check_parallelism(shape: ModelShape, parallelism: ParallelismConfig, path: str) -> None:
+    """Raises ConfigError when the trainer cannot be cut so."""
+    sizes = {
+        "attention heads": shape.num_heads,
+        "key/value heads": shape.num_kv_heads,
+        "feed-forward columns": shape.intermediate_size,
+        "tokens in the vocabulary": shape.vocab_size,
+    }
+    if uneven := [f"{size} {what}" for what, size in sizes.items() if size % parallelism.tp]:
+        possible = [ranks for ranks in range(1, shape.num_kv_heads + 1) if not any(n % ranks for n in sizes.values())]
+        raise ConfigError(
+            f"trainer.parallelism.tp = {parallelism.tp} cannot share the {uneven[0]} of {path} evenly; "
+            f"use one of {', '.join(map(str, possible))}"
+        )
+    if parallelism.pp > shape.num_layers:
+        raise ConfigError(
+            f"trainer.parallelism.pp = {parallelism.pp} is more than the {shape.num_layers} layers of {path}; "
+            f"use at most {shape.num_layers}"
+        )
+
+
 def _thread_warnings(config: RunConfig) -> list[str]:
     """Executors that work at the same time and want more threads than there are cores.
 
@@ -107,7 +133,7 @@ def _thread_warnings(config: RunConfig) -> list[str]:
     trainer, generator = config.trainer, config.generator
     processes = generator.replicas * generator.tensor_parallel
     of_generators = processes * generator.threads if generator.device == "cpu" else 0
-    of_trainer = trainer.threads if trainer.device == "cpu" else 0
+    of_trainer = trainer.parallelism.num_ranks * trainer.threads if trainer.device == "cpu" else 0
     of_models = sum(settings.threads for settings in models_in_use(config).values() if settings.device == "cpu")
     together = max if config.cluster.placement == "colocated" else sum
     wanted, cores = together((of_generators + of_models, of_trainer)), os.cpu_count() or 1

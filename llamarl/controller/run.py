@@ -17,7 +17,7 @@ from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.prepare import Prepared
 from llamarl.controller.run_folder import RunFolder
 from llamarl.controller.spawn import spawn_all
-from llamarl.controller.specs import GeneratorSpecs, executor_spec, generator_specs, model_specs
+from llamarl.controller.specs import GeneratorSpecs, executor_spec, generator_specs, model_specs, vllm_settings
 from llamarl.controller.supervision import Interrupted, Supervisor, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.accounting import verdict, write_trace
@@ -108,7 +108,8 @@ class _Run:
 
     async def _with_executors(self, screen: Screen, telemetry: Telemetry) -> None:
         config = self._config
-        with generator_specs(config.model.path, config.generator, delta=config.weight_sync.delta) as specs:
+        vllm = vllm_settings(config, self._folder.logs)
+        with generator_specs(config.model.path, config.generator, delta=config.weight_sync.delta, vllm=vllm) as specs:
             await self._with_specs(specs, screen, telemetry)
 
     async def _with_specs(self, generator: GeneratorSpecs, screen: Screen, telemetry: Telemetry) -> None:
@@ -143,7 +144,8 @@ class _Run:
     async def _spawn(self, cluster: Cluster, generator: GeneratorSpecs) -> Executors:
         config, timeout_s = self._config, self._config.cluster.start_timeout_s
         specs = [
-            executor_spec("trainer", "trainer:TrainerExecutor", config.trainer.threads, config=config,
+            executor_spec("trainer", "trainer:TrainerExecutor", config.trainer.threads,
+                          config.trainer.parallelism.num_ranks, config=config, meeting=generator.meeting("trainer"),
                           checkpoint_folder=str(self._folder.checkpoints), resume=self._resume),
             executor_spec("reward", "reward:RewardExecutor", 1, model_path=config.model.path, config=config.reward),
         ]  # fmt: skip

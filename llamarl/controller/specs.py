@@ -6,13 +6,19 @@ import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.cluster.api import ExecutorSpec
-from llamarl.config import RunConfig, build
-from llamarl.config.schema import CriticConfig, GeneratorConfig, ReferenceConfig, RewardModelConfig
+from llamarl.config import build
+from llamarl.config.schema import CriticConfig, GeneratorConfig, ReferenceConfig, RewardModelConfig, RunConfig
+from llamarl.generation.vllm_server import VllmSettings
+
+VLLM_START_SHARE = 0.8
+"""Of the longest wait for an executor; the rest is for its process, and to hear why vLLM did not start."""
 
 
 def executor_spec(name: str, target: str, threads: int, num_ranks: int = 1, **options: Any) -> ExecutorSpec:
@@ -51,22 +57,57 @@ def model_specs(config: RunConfig, checkpoints: Path) -> list[ExecutorSpec]:
 class GeneratorSpecs:
     """Generators of one run: numbered, and each with a place of its own where its ranks meet."""
 
-    def __init__(self, model_path: str, config: GeneratorConfig, delta: bool, folder: Path) -> None:
+    def __init__(
+        self, model_path: str, config: GeneratorConfig, delta: bool, vllm: VllmSettings | None, folder: Path
+    ) -> None:
         self._model_path = model_path
         self._config = config
         self._delta = delta
+        self._vllm = vllm
         self._folder = folder
 
     def __call__(self, number: int) -> ExecutorSpec:
+        name, vllm = f"generator-{number}", self._vllm
+        if vllm is not None:
+            log_path = Path(vllm.log_path or "").with_name(f"{name}.vllm.log")
+            vllm = replace(vllm, seed=crc32(f"{vllm.seed}/{number}".encode()), log_path=str(log_path))
         return executor_spec(
-            f"generator-{number}", "generator:GeneratorExecutor", self._config.threads, self._config.tensor_parallel,
-            model_path=self._model_path, config=self._config, delta=self._delta,
-            meeting=str(self._folder / f"generator-{number}-{secrets.token_hex(4)}"),
+            name, "generator:GeneratorExecutor", self._config.threads, self._config.tensor_parallel,
+            model_path=self._model_path, config=self._config, delta=self._delta, vllm=vllm,
+            meeting=self.meeting(name),
         )  # fmt: skip
+
+    def meeting(self, name: str) -> str:
+        """A file that does not exist yet, where ranks of an executor can meet."""
+        return str(self._folder / f"{name}-{secrets.token_hex(4)}")
 
 
 @contextmanager
-def generator_specs(model_path: str, config: GeneratorConfig, *, delta: bool = False) -> Iterator[GeneratorSpecs]:
+def generator_specs(
+    model_path: str, config: GeneratorConfig, *, delta: bool = False, vllm: VllmSettings | None = None
+) -> Iterator[GeneratorSpecs]:
     """Their meeting places lie in a folder that only this user may enter, as long as the context lasts."""
     with tempfile.TemporaryDirectory(prefix="llamarl-") as folder:
-        yield GeneratorSpecs(model_path, config, delta, Path(folder))
+        yield GeneratorSpecs(model_path, config, delta, vllm, Path(folder))
+
+
+def vllm_settings(config: RunConfig, logs: Path) -> VllmSettings | None:
+    """How a run's generators run vLLM, if they do; each gets a seed and a log of its own."""
+    generator = config.generator
+    if generator.backend != "vllm":
+        return None
+    assert generator.dtype in ("float32", "bfloat16"), "refused with the settings"
+    return VllmSettings(
+        python=generator.vllm.python,
+        dtype=generator.dtype,
+        device=generator.device,
+        max_running=generator.max_running,
+        prefill_tokens=generator.prefill_tokens,
+        kv_bytes=generator.kv_cache_bytes,
+        threads=generator.threads,
+        kv_on_update=generator.kv_on_update,
+        seed=config.seed,
+        start_timeout_s=VLLM_START_SHARE * config.cluster.start_timeout_s,
+        log_path=str(logs / "vllm.log"),
+        arguments=tuple(generator.vllm.arguments),
+    )

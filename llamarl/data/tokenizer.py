@@ -21,11 +21,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from llamarl.config.errors import ConfigError
+from llamarl.config import ConfigError, read_json, read_text
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FIX = "give a complete Hugging Face folder"
 
 
 class Tokenizer:
@@ -38,10 +39,10 @@ class Tokenizer:
             ConfigError: a file is missing or damaged, or no end-of-text token is named.
         """
         self.folder = Path(folder)
-        if "model" not in _read_json(self.folder / TOKENIZER_FILE):
+        if "model" not in read_json(self.folder / TOKENIZER_FILE, _FIX):
             raise ConfigError(f"{self.folder / TOKENIZER_FILE} holds no tokenizer `model`; save the tokenizer anew")
         self._tokenizer = tokenizers.Tokenizer.from_file(str(self.folder / TOKENIZER_FILE))
-        self._config = _read_json(self.folder / CONFIG_FILE)
+        self._config = read_json(self.folder / CONFIG_FILE, _FIX)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
 
@@ -72,7 +73,7 @@ class Tokenizer:
         """
         ids: set[int] = set()
         if (self.folder / "generation_config.json").exists():
-            named = _read_json(self.folder / "generation_config.json").get("eos_token_id")
+            named = read_json(self.folder / "generation_config.json", _FIX).get("eos_token_id")
             ids.update([named] if isinstance(named, int) else named or [])
         if eos := self._special_tokens.get("eos_token"):
             own = self._tokenizer.token_to_id(eos)
@@ -116,7 +117,7 @@ class Tokenizer:
     @cached_property
     def _chat_template(self) -> Template:
         file = self.folder / "chat_template.jinja"
-        template = _read_text(file) if file.exists() else self._config.get("chat_template")
+        template = read_text(file, _FIX) if file.exists() else self._config.get("chat_template")
         if isinstance(template, list):
             template = next((item["template"] for item in template if item["name"] == "default"), None)
         if not template:
@@ -203,19 +204,3 @@ def _chat_environment() -> ImmutableSandboxedEnvironment:
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give a complete Hugging Face folder") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8: {error}") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None

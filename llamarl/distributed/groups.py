@@ -73,7 +73,7 @@ class RankGroup:
         store.set_timeout(timedelta(seconds=start_timeout_s))
         try:
             self._connect(store, host, deadline_s)
-            self._collectives = _collectives(store, rank, size, device, host, timeout_s)
+            self._collectives = process_group(store, rank, size, device, host, timeout_s)
             self.all_reduce(torch.zeros(1, device=device), "meet").item()
         except (RuntimeError, *BROKEN) as error:
             self.close()
@@ -174,8 +174,8 @@ class RankGroup:
             link.send("all have come")
 
 
-def _collectives(store: dist.Store, rank: int, size: int, device: torch.device, host: str, timeout_s: float) -> Any:
-    """gloo that listens at `host`, or NCCL."""
+def process_group(store: dist.Store, rank: int, size: int, device: torch.device, host: str, timeout_s: float) -> Any:
+    """gloo that listens at `host`, or NCCL on GPUs, beside all other groups. Raises RuntimeError."""
     if device.type != "cpu":
         options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)

@@ -45,7 +45,7 @@ class Move:
     dtype: str
     """What travels. The sender casts or quantizes; rows of 8-bit values travel with a float32 scale each."""
     sender: int
-    """Rank of the source; of a relay, of the destination."""
+    """Rank of the source."""
     receiver: int
     """Rank of the destination."""
 
@@ -91,7 +91,8 @@ class ReshardPlan:
     source: ShardLayout
     destination: ShardLayout
     is_relayed: bool
-    """Ranks that need the same part receive one copy together, a stripe each, and pass the stripes on among them."""
+    """Ranks that need the same part receive one copy together, a stripe each, and pass the stripes on among them. For
+    estimates: no transport relays yet."""
     groups: tuple[Alike, ...]
     audiences: tuple[tuple[int, ...], ...]
     """Sets of ranks that need the same."""
@@ -107,30 +108,6 @@ class ReshardPlan:
             for group in self.groups
         ]
         return list(self._moves(rows, rank))
-
-    def relays(self, rank: int) -> list[Move]:
-        """What a destination rank passes on to others or is passed by them: one after the other, without deadlock."""
-        found = list[Move]()
-        for group in self.groups if self.is_relayed else ():
-            assert group.owners_M is not None
-            rows = self._needed(group, rank).tolist()
-            passes = [self._passes(int(group.audiences_M[row]), int(group.owners_M[row])) for row in rows]
-            boxes = [group.box(row) for row in rows]
-            for name in group.names:
-                for box, pairs in zip(boxes, passes, strict=True):
-                    found += [Move(name, box, group.dtype, *pair) for pair in pairs if rank in pair]
-        return found
-
-    def wire_dtype(self, name: str) -> str:
-        """What travels of a parameter. Other than what generators serve: the receiver quantizes."""
-        return next(group.dtype for group in self.groups if name in group.names)
-
-    def members(self, audience: int) -> list[list[int]]:
-        """The ranks of an audience, by host."""
-        hosts = defaultdict[int, list[int]](list)
-        for rank in self.audiences[audience]:
-            hosts[int(self.destination.hosts_R[rank])].append(rank)
-        return list(hosts.values())
 
     def staging_bytes(self) -> tuple[int, int]:
         """Most bytes beside its own shards that a source and a destination rank need.
@@ -166,16 +143,6 @@ class ReshardPlan:
             for name in group.names:
                 for box, sender, takers in made:
                     yield from (Move(name, box, group.dtype, sender, taker) for taker in takers)
-
-    def _passes(self, audience: int, owner: int) -> list[tuple[int, int]]:
-        """Sender and receiver of each relay of a piece: once to every other host, and there to the rest of the host."""
-        hosts = self.members(audience)
-        position = next(ranks.index(owner) for ranks in hosts if owner in ranks)
-        heads = [owner if owner in ranks else ranks[position % len(ranks)] for ranks in hosts]
-        across = [(owner, head) for head in heads if head != owner]
-        return across + [
-            (head, rank) for head, ranks in zip(heads, hosts, strict=True) for rank in ranks if rank != head
-        ]
 
 
 def plan_reshard(source: ShardLayout, destination: ShardLayout, *, is_relayed: bool = False) -> ReshardPlan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from llamarl.config import ConfigError
@@ -20,4 +22,6 @@ def set_up_device(name: str, threads: int, option: str) -> torch.device:
         raise ConfigError(f"`{option} = {name!r}` is no device; use `cpu` or `cuda`")
     if not torch.cuda.is_available():
         raise ConfigError(f"`{option} = {name!r}`, but torch sees no GPU; use `cpu` or install a CUDA build of torch")
+    if name == "cuda" and "LOCAL_RANK" in os.environ:  # one of several ranks
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return torch.device(name)

@@ -176,7 +176,7 @@ def _least_s(plan: ReshardPlan, links: Links) -> float:
 
 
 def fastest(source: ShardLayout, destination: ShardLayout, links: Links) -> tuple[ReshardPlan, Transfer, str]:
-    """The plan to use, direct or relayed, its estimate, and why.
+    """The faster plan, direct or relayed, its estimate, and why. A relayed one is an estimate: no transport relays yet.
 
     Direct copies put R / T of the weights through each of T trainers' adapters for R replicas, and all of a part into
     every device that needs it. With relays a trainer sends each part once and it enters each host once: a scatter and
@@ -190,5 +190,6 @@ def fastest(source: ShardLayout, destination: ShardLayout, links: Links) -> tupl
     other = plan_reshard(source, destination, is_relayed=True)
     relayed = estimate(other, links)
     if relayed.seconds * (1 + RELAY_GAIN) < direct.seconds:
-        return other, relayed, f"relayed: direct takes {direct.seconds:.3g} s, as {direct.busiest} decides"
+        cause = f"direct takes {direct.seconds:.3g} s, as {direct.busiest} decides"
+        return other, relayed, f"relayed: {cause} (an estimate; no transport relays yet)"
     return plan, direct, f"direct: relayed takes {relayed.seconds:.3g} s, as {relayed.busiest} decides"

@@ -1,19 +1,25 @@
-"""`Adopter`: fetches published weights beside the decoding, and puts them to use between two engine steps."""
+"""`Adopter` fetches published weights beside the decoding; `Adoptions` puts them to use between two engine steps."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from typing import Any
 
 import xxhash
 from torch import Tensor
 
 from llamarl.executors.replies import Adoption
-from llamarl.generation.model import GeneratorModel
+from llamarl.generation.backend import GenerationBackend
+from llamarl.generation.tensor_parallel import TensorParallelEngine
 from llamarl.weight_sync.base import FingerprintMismatch, Subscriber, Superseded, TransferFailed
-from llamarl.weight_sync.layout import Address
+from llamarl.weight_sync.layout import Address, TensorSpec
 from llamarl.weight_sync.select import DELTA, open_subscriber, sample
+
+WAIT_S = 0.01
+"""An idle engine looks this often whether weights have arrived."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,17 +27,36 @@ class _Fetched:
     """What came of a fetch on this rank."""
 
     adoption: Adoption
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     """Empty unless the outcome is `adopted`."""
 
 
 class Adopter:
     """One rank's weights. At most one version is being fetched."""
 
-    def __init__(self, model: GeneratorModel, rank: int, *, delta: bool) -> None:
-        self._model = model
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        use: Callable[[Mapping[str, Tensor]], None],
+        rank: int = 0,
+        *,
+        hold: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda tensors: tensors,
+        delta: bool = False,
+        subscribe: Callable[..., Subscriber] = open_subscriber,
+    ) -> None:
+        """
+        Args:
+            specs: what this rank wants to receive.
+            use: points the model to what `hold` gave.
+            hold: brings fetched tensors to the model's device, in the background.
+            delta: weights may come as changes to the version in use.
+            subscribe: opens the end that fetches, as `open_subscriber` does.
+        """
+        self.specs = tuple(specs)
+        self._use, self._hold = use, hold
         self._rank = rank
         self._delta = delta
+        self._subscribe = subscribe
         self._subscriber: Subscriber | None = None
         self._publisher = ""
         self._sampler: tuple[str, Subscriber] | None = None
@@ -44,7 +69,7 @@ class Adopter:
         """Fetches a version of a sample of the weights, by a transport that is being tried, and drops it."""
         if self._sampler is None or self._sampler[0] != address.publisher:
             self._end_sampling()
-            self._sampler = address.publisher, open_subscriber(address, sample(self._model.specs()), self._rank)
+            self._sampler = address.publisher, self._subscribe(address, sample(self.specs), self._rank)
         self._sampler[1].fetch(version, address)
 
     def begin(self, version: int, address: Address) -> None:
@@ -68,7 +93,7 @@ class Adopter:
         """The model computes with the fetched version from now on."""
         assert self._fetched is not None, "nothing has been fetched"
         assert self._fetched.adoption.version == version, "another version has been fetched"
-        self._model.use(self._fetched.tensors)
+        self._use(self._fetched.tensors)
         self._fetched = None
 
     def close(self) -> None:
@@ -85,10 +110,10 @@ class Adopter:
 
     def _run(self, version: int, address: Address) -> _Fetched:
         start_s = time.monotonic()
-        tensors = dict[str, Tensor]()
+        tensors: Mapping[str, Tensor] = {}
         try:
             subscriber = self._reader(address)
-            tensors = subscriber.fetch(version, address)
+            tensors = self._hold(subscriber.fetch(version, address))
             adoption = Adoption(
                 version=version, fingerprint=subscriber.fingerprint, num_bytes=subscriber.received.num_bytes
             )
@@ -105,10 +130,51 @@ class Adopter:
         if self._subscriber is None or self._publisher != address.publisher:
             if self._subscriber is not None:
                 self._subscriber.close()
-            options = {"delta": True} if self._delta and address.transport in DELTA else {}
-            self._subscriber = open_subscriber(address, self._model.specs(), self._rank, **options)
+            options: dict[str, Any] = {"delta": True} if self._delta and address.transport in DELTA else {}
+            self._subscriber = self._subscribe(address, self.specs, self._rank, **options)
             self._publisher = address.publisher
         return self._subscriber
+
+
+class Adoptions:
+    """Rank 0's: what becomes of the version that was asked for."""
+
+    def __init__(self, adopter: Adopter, engine: GenerationBackend) -> None:
+        self._adopter, self._engine = adopter, engine
+        self._asked: tuple[int, Future[Adoption]] | None = None
+
+    def begin(self, version: int, address: Address) -> Future[Adoption]:
+        """Answers when the version serves, or why it does not."""
+        self._adopter.begin(version, address)
+        self._asked = version, (reply := Future[Adoption]())
+        self.go_on()
+        return reply
+
+    def go_on(self) -> None:
+        """Swaps the weights once all ranks have fetched theirs. An idle engine waits: asleep, nobody would wake it."""
+        while self._asked is not None:
+            version, reply = self._asked
+            wait_s = 0.0 if self._engine.has_work else WAIT_S
+            found = self._adopter.poll(wait_s)
+            everywhere = [found] if found else None
+            if isinstance(self._engine, TensorParallelEngine):
+                if found:
+                    self._engine.report(version, found)
+                everywhere = self._engine.reports(version, wait_s)
+            if everywhere is not None:
+                self._asked = None
+                self._answer(reply, together(everywhere))
+            elif self._engine.has_work:
+                return
+
+    def _answer(self, reply: Future[Adoption], adoption: Adoption) -> None:
+        if adoption.outcome == "adopted":
+            start_s = time.monotonic()
+            self._adopter.use(adoption.version)
+            self._engine.set_version(adoption.version)
+            adoption = replace(adoption, stall_s=time.monotonic() - start_s)
+        if reply.set_running_or_notify_cancel():
+            reply.set_result(adoption)
 
 
 def together(adoptions: list[Adoption]) -> Adoption:

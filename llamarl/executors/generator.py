@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -14,22 +13,16 @@ import numpy as np
 from llamarl.cluster.api import chunks
 from llamarl.cluster.executor import Executor
 from llamarl.config.schema import GeneratorConfig
-from llamarl.data.tokenizer import Tokenizer
-from llamarl.distributed.groups import RankGroup, own_rank
-from llamarl.distributed.runtime import set_up_device
-from llamarl.executors.adoption import Adopter, together
+from llamarl.executors.adoption import Adoptions
+from llamarl.executors.backends import open_native, open_vllm
 from llamarl.executors.replies import Adoption, Collected, DecodingWork
-from llamarl.generation.engine import Engine, kv_budget
-from llamarl.generation.model import load_generator_model
-from llamarl.generation.tensor_parallel import Follower, ModelRanks, TensorParallelEngine
+from llamarl.generation.vllm_server import VllmSettings
 from llamarl.rollouts.segments import cut_out, padded
 from llamarl.types import GenerationRequest, Rollout
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 REPLY_INTERVAL_S = 0.02
 """Finished rollouts are handed over at most this often: one message carries many."""
-WAIT_S = 0.01
-"""An idle engine looks this often whether weights have arrived."""
 
 
 class GeneratorExecutor(Executor):
@@ -40,40 +33,35 @@ class GeneratorExecutor(Executor):
 
     SPANS: ClassVar[dict[str, str]] = {"work": "generate", "adopt": "weight_sync", "score": "weight_sync"}
 
-    def __init__(self, model_path: str, config: GeneratorConfig, meeting: str = "", delta: bool = False) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        config: GeneratorConfig,
+        meeting: str = "",
+        delta: bool = False,
+        vllm: VllmSettings | None = None,
+    ) -> None:
         """
         Args:
             meeting: a path that does not exist yet, where several ranks meet.
             delta: weights may come as changes to the version in use.
+            vllm: how vLLM is run in place of the native engine.
         """
-        device = set_up_device(config.device, config.threads, "generator.device")
-        rank, size = own_rank() if config.tensor_parallel > 1 else (0, 1)
-        self._group = RankGroup(meeting, rank=rank, size=size, device=device) if size > 1 else None
-        ranks = ModelRanks(self._group) if self._group else None
-        self._model = load_generator_model(model_path, config.dtype, device, ranks)
-        kv_bytes = config.kv_cache_bytes
-        if self._group and kv_bytes is None:  # all ranks have as many blocks
-            kv_bytes = min(self._group.exchange(kv_budget(self._model, config.max_running) // size))
-        engine = Engine(
-            self._model, max_running=config.max_running, prefill_tokens=config.prefill_tokens,
-            kv_bytes=kv_bytes, kv_on_update=config.kv_on_update, decode=Tokenizer(model_path).decode,
-        )  # fmt: skip
-        sys.stdout.write(f"{engine.describe()}\n")  # into the executor's log
-        self._adopter = Adopter(self._model, rank, delta=delta)
-        self._follower = Follower(engine, self._group, self._adopter.use) if self._group and rank else None
-        self._engine = TensorParallelEngine(engine, self._group) if self._group and not rank else engine
-        self._adoption: tuple[int, Future[Adoption]] | None = None
+        opened = open_vllm(model_path, vllm, delta) if vllm else open_native(model_path, config, meeting, delta)
+        self._engine, self._adopter, self._follower = opened.engine, opened.adopter, opened.follower
+        self._close, self._work_clock = opened.close, opened.clock
+        sys.stdout.write(f"{opened.description}\n")  # into the executor's log
+        self._adoptions = Adoptions(self._adopter, self._engine)
         self._finished = list[Rollout]()
         self._resumed_at = dict[tuple[int, int], int]()
         """Tokens that resumed rollouts came with, by group and index."""
         self._reply: Future[Collected] | None = None
         self._replied_s = 0.0
         self._work = DecodingWork()
-        self._work_clock = time.thread_time if device.type == "cpu" else time.monotonic
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         """What this rank wants to receive."""
-        return self._model.specs()
+        return self._adopter.specs
 
     def try_sample(self, version: int, address: Address) -> None:
         """Fetches a sample of published weights. Raises what `fetch` does."""
@@ -107,12 +95,10 @@ class GeneratorExecutor(Executor):
         They are fetched and checked in the background while decoding goes on, and then take the place of those in use,
         so no step ever sees a mixture; tokens sampled before keep their version.
         """
-        self._adopter.begin(version, address)
         if self._follower is not None:
+            self._adopter.begin(version, address)
             return None
-        self._adoption = version, (reply := Future[Adoption]())
-        self._adopt_when_ready()
-        return reply
+        return self._adoptions.begin(version, address)
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Log-probabilities of given tokens by the weights that serve."""
@@ -124,9 +110,13 @@ class GeneratorExecutor(Executor):
                 self._follower.report(found.version, found)
             self._follower.follow()
             return not self._follower.stopped
-        self._adopt_when_ready()
+        self._adoptions.go_on()
         if not self._engine.has_work:
             return False
+        if self._work_clock is None:  # forwards are not ours to count
+            self._take(self._engine.step())
+            self._hand_over()
+            return True
         before, start_s = self._engine.stats(), self._work_clock()
         self._take(self._engine.step())
         self._hand_over()
@@ -138,35 +128,8 @@ class GeneratorExecutor(Executor):
 
     def close(self) -> None:
         self._adopter.close()
-        if isinstance(self._engine, TensorParallelEngine):
-            self._engine.close()
-        elif self._follower is not None:
-            self._follower.close()
-
-    def _adopt_when_ready(self) -> None:
-        """Swaps the weights once all ranks have fetched theirs. An idle engine waits: asleep, nobody would wake it."""
-        while self._adoption is not None:
-            version, reply = self._adoption
-            found = self._adopter.poll(0.0 if self._engine.has_work else WAIT_S)
-            everywhere = [found] if found else None
-            if isinstance(self._engine, TensorParallelEngine):
-                if found:
-                    self._engine.report(version, found)
-                everywhere = self._engine.reports(version)
-            if everywhere is not None:
-                self._adoption = None
-                self._answer(reply, together(everywhere))
-            elif self._engine.has_work:
-                return
-
-    def _answer(self, reply: Future[Adoption], adoption: Adoption) -> None:
-        if adoption.outcome == "adopted":
-            start_s = time.monotonic()
-            self._adopter.use(adoption.version)
-            self._engine.set_version(adoption.version)
-            adoption = replace(adoption, stall_s=time.monotonic() - start_s)
-        if reply.set_running_or_notify_cancel():
-            reply.set_result(adoption)
+        if self._close is not None:
+            self._close()
 
     def _take(self, rollouts: Iterable[Rollout]) -> None:
         """What the engine gives back; of resumed rollouts only the new tokens travel."""

@@ -92,8 +92,6 @@ class Published:
     """Optimizer steps of the weights."""
     address: Any
     """Where it is; the transport's own."""
-    num_bytes: int = 0
-    """Staged by all trainer ranks, for one replica."""
     probe: Probe | None = None
     """By the same weights; None where this version is not to be probed."""
 

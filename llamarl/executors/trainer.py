@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,16 +15,17 @@ from llamarl.algorithms.kl import penalty
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.cluster.executor import Executor
 from llamarl.config import RunConfig, build
+from llamarl.distributed.mesh import ALONE, join_mesh
 from llamarl.distributed.runtime import set_up_device
 from llamarl.executors.replies import Probe, Published
-from llamarl.generation.score import score
 from llamarl.models.hf import load_model
 from llamarl.rollouts.pieces import joined
 from llamarl.rollouts.probe import probe_sequences
 from llamarl.rollouts.shaping import shaping
+from llamarl.training.preflight import check_layout
 from llamarl.training.result import StepResult
 from llamarl.training.state import load_training_state, training_state
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import NonFiniteStep, Trainer
 from llamarl.types import RolloutGroup
 from llamarl.weight_sync.base import Publisher, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
@@ -31,24 +33,39 @@ from llamarl.weight_sync.select import open_publisher, sample
 
 
 class TrainerExecutor(Executor):
-    """Groups arrive as they are scored, so a step only needs their names."""
+    """Groups arrive as they are scored, so a step only needs their names.
+
+    All ranks get all calls and all groups, and each computes its share; rank 0 answers.
+    """
 
     SPANS: ClassVar[dict[str, str]] = {"step": "train", "publish": "weight_sync", "save": "checkpoint"}
 
-    def __init__(self, config: RunConfig, checkpoint_folder: str, resume: bool) -> None:
+    def __init__(self, config: RunConfig, checkpoint_folder: str, resume: bool, meeting: str = "") -> None:
+        """
+        Args:
+            meeting: a path that does not exist yet, where several ranks meet.
+        """
         settings = config.trainer
         device = set_up_device(settings.device, settings.threads, "trainer.device")
+        sizes, is_alone = settings.parallelism.model_dump(), settings.parallelism.num_ranks == 1
+        start_timeout_s = config.cluster.start_timeout_s
+        self._mesh = ALONE if is_alone else join_mesh(sizes, meeting, device, start_timeout_s=start_timeout_s)
         torch.manual_seed(config.seed)
+        model = load_model(config.model.path, torch.float32, device if is_alone else "cpu")
+        if not is_alone:
+            sys.stdout.write(f"{check_layout(model.shape, self._mesh, device)}\n")  # into the executor's log
         self._trainer = Trainer(
-            load_model(config.model.path, torch.float32, device),
+            model,
             settings,
             loss=build(settings.loss, "llamarl.algorithms.losses", "trainer.loss"),
             advantage=build(settings.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
             temperature=config.rollout.temperature,
             shaping=shaping(config),
             kl_in_loss=penalty(config.reference, "loss"),
+            mesh=self._mesh,
+            device=device,
         )
-        self._weights = dict(self._trainer.model.named_parameters())
+        self._weights = self._trainer.sharding.weights
         self._groups = dict[int, RolloutGroup]()
         self._background_s = 0.0
         """Processor seconds outside this thread by the last step: messages."""
@@ -57,7 +74,6 @@ class TrainerExecutor(Executor):
         self._publisher: Publisher | None = None
         self._sampled: tuple[str, Publisher] | None = None
         """The transport that is being tried."""
-        self._published_bytes = 0
         self._delta = config.weight_sync.delta
         self._power_of_two = config.weight_sync.power_of_two_scales
         self._weights_folder = Path(checkpoint_folder).parent / "weights"
@@ -91,7 +107,8 @@ class TrainerExecutor(Executor):
         start_s = clock()
         groups = [self._groups.pop(group_id) for group_id in group_ids]
         self._probed = probe_sequences(groups)
-        result = self._trainer.step(groups)
+        with self._mesh.together(NonFiniteStep):
+            result = self._trainer.step(groups)
         result.metrics["train_s"] = clock() - start_s
         background_s = time.process_time() - time.thread_time()
         result.metrics["trainer_background_s"] = background_s - self._background_s
@@ -121,33 +138,34 @@ class TrainerExecutor(Executor):
     def _open(self, transport: str, layouts: Sequence[tuple[TensorSpec, ...]]) -> Publisher:
         names = {spec.name for specs in layouts for spec in specs}
         held = [
-            TensorSpec.whole(name, weight.shape, "float32")
-            for name, weight in self._weights.items()
-            if name in names or layouts is self._layouts
+            spec for name, spec in self._trainer.sharding.specs.items() if name in names or layouts is self._layouts
         ]
-        (plan,) = plan_writers([lay_out(specs) for specs in layouts], [held])
-        self._published_bytes = plan.num_bytes
+        plans = plan_writers([lay_out(specs) for specs in layouts], self._mesh.exchange(held))
         options: dict[str, Any] = {"folder": self._weights_folder} if transport == "file" else {}
         if self._delta and transport != "shared_memory":
             options |= {"delta": True, "power_of_two": self._power_of_two}
-        return open_publisher(transport, plan, lambda value: [value], **options)
+        return open_publisher(transport, plans[self._mesh.world.rank], self._mesh.exchange, **options)
 
     def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
         """Makes the current weights available as `version`, in the generators' types; versions `in_use` stay."""
         assert self._publisher is not None, "`choose` comes first"
-        address = self._publisher.publish(version, self._weights, in_use)
         probe = None
-        if self._probed and self._probe_every_steps and version % self._probe_every_steps == 0:
-            probe = Probe(sequences=self._probed, logprobs=score(self._trainer.model, self._probed))
-        return Published(version=version, address=address, num_bytes=self._published_bytes, probe=probe)
+        with self._mesh.together():
+            address = self._publisher.publish(version, self._weights, in_use)
+            if self._probed and self._probe_every_steps and version % self._probe_every_steps == 0:
+                probe = Probe(sequences=self._probed, logprobs=self._trainer.score(self._probed))
+        return Published(version=version, address=address, probe=probe)
 
     def close(self) -> None:
         for publisher in (self._publisher, self._sampled[1] if self._sampled else None):
             if publisher is not None:
                 publisher.close()
+        self._mesh.close()
 
     def save(self, controller_state: dict[str, Any]) -> str:
         """Writes a checkpoint and returns its folder. Raises OSError when the disk is full."""
         tensors, state = training_state(self._trainer)
+        if self._mesh.world.rank:
+            return ""
         state["controller"] = controller_state
         return str(self._store.save(self._trainer.policy_version, tensors, state))

@@ -26,7 +26,9 @@ from torch import Tensor
 
 from llamarl.generation.attention import backend_name, plan_attention
 from llamarl.generation.backend import EngineModel, EngineStats
+from llamarl.generation.graphs import DecodeGraphs
 from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
+from llamarl.generation.model import GeneratorModel
 from llamarl.generation.requests import accept, failed, response_limit
 from llamarl.generation.rows import Rows
 from llamarl.generation.sampler import Sampler
@@ -52,6 +54,7 @@ class Engine:
         version: int = 0,
         kv_on_update: Literal["keep", "recompute"] = "keep",
         decode: Callable[[Ordered[int]], str] | None = None,
+        graphs: bool | None = None,
     ) -> None:
         """
         Args:
@@ -63,6 +66,7 @@ class Engine:
             kv_on_update: what becomes of keys and values when the weights change. "keep" costs nothing; "recompute"
                 prefills every token again, and then rollouts go on as if the new weights had seen all of it.
             decode: tokens to text; only stop strings need it.
+            graphs: decode by CUDA graphs. None: on GPUs, unless ranks share the model.
         """
         shape, dtype, device = model.shape, model.kv_dtype, model.device
         self.model = model
@@ -70,13 +74,20 @@ class Engine:
         self._context = shape.max_position_embeddings
         block_bytes = KVCache.block_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
         num_blocks = (kv_budget(model, max_running) if kv_bytes is None else kv_bytes) // block_bytes
+        is_whole = isinstance(model, GeneratorModel) and model.is_whole
+        graphs = is_whole and device.type == "cuda" if graphs is None else graphs
         self._cache = KVCache(
-            num_layers=shape.num_layers, num_blocks=num_blocks, num_kv_heads=shape.num_kv_heads,
+            num_layers=shape.num_layers, num_blocks=num_blocks + graphs, num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim, dtype=dtype, device=device,
         )  # fmt: skip
         self._scheduler = Scheduler(num_blocks, BLOCK_SIZE, max_running, prefill_tokens)
         self._rows = Rows(max_running, BLOCK_SIZE)
         self._sampler = Sampler(device)
+        self._graphs: DecodeGraphs | None = None
+        if graphs:
+            assert isinstance(model, GeneratorModel), "graphs run a model made for generation"
+            assert model.is_whole, "collectives are no part of a graph"
+            self._graphs = DecodeGraphs(model, self._cache, num_blocks)
         self._refused: list[Rollout] = []
         self._recompute = kv_on_update == "recompute"
         # Kept between groups: they remember which tokens can end a string.
@@ -88,7 +99,8 @@ class Engine:
     def describe(self) -> str:
         """What computes what, for the log: C++ kernels, or torch and why."""
         weights = getattr(self.model, "multiplies_by", "torch")
-        return f"weights by {weights}, attention by {backend_name(self._cache)}"
+        graphs = ", decode steps by CUDA graphs" if self._graphs else ""
+        return f"weights by {weights}, attention by {backend_name(self._cache)}{graphs}"
 
     @property
     def has_work(self) -> bool:
@@ -138,10 +150,13 @@ class Engine:
             self._filled_slot_steps += count
         if not count and not plan.chunks:
             return finished
-        hidden_N_D = self._forward(plan.chunks)
         self._steps += 1
+        if self._graphs and not plan.chunks and (drawn := self._graphs(self._rows)) is not None:
+            return finished + self._append(*drawn)
+        hidden_N_D = self._forward(plan.chunks)
         if count:
-            finished += self._sample(hidden_N_D[:count])
+            logits_B_V = self.model.logits(hidden_N_D[:count])
+            finished += self._append(*self._sampler(logits_B_V, self._rows.sampling, self._rows.length_R[:count]))
         self._recomputed_tokens += plan.recomputed_tokens
         self._recompute_s += (time.perf_counter() - start_s) * plan.recomputed_tokens / len(hidden_N_D)
         return finished
@@ -218,11 +233,9 @@ class Engine:
         attend = plan_attention(self._cache, self.model.shape.num_heads, rows, chunks, *places)
         return self.model(self._tensor(np.concatenate(token_ids)), self._tensor(np.concatenate(positions)), attend)
 
-    def _sample(self, hidden_B_D: Tensor) -> list[Rollout]:
+    def _append(self, tokens_B: np.ndarray, logprobs_B: np.ndarray) -> list[Rollout]:
         """Every running rollout gets a token; returns those that leave."""
         rows, count = self._rows, len(self._rows)
-        positions_B = rows.length_R[:count]
-        tokens_B, logprobs_B = self._sampler(self.model.logits(hidden_B_D), rows.sampling, positions_B)
         self._decode_tokens += count
         failed_B = ~np.isfinite(logprobs_B)
         done_B_2 = rows.append(tokens_B, logprobs_B, self.version)
@@ -250,11 +263,14 @@ class Engine:
         return torch.from_numpy(array.astype(np.int64)).to(self.model.device, non_blocking=True)
 
 
-def kv_budget(model: EngineModel, max_running: int) -> int:
-    """Bytes that keys and values take when nobody says how many; tensor-parallel ranks agree on the least of theirs."""
+def kv_budget(model: EngineModel, max_running: int, num_ranks: int = 1) -> int:
+    """Bytes that keys and values of this rank take when nobody says how many.
+
+    Tensor-parallel ranks agree on the least of theirs; on a CPU they share the memory that bounds it.
+    """
     shape, device = model.shape, model.device
     block_bytes = KVCache.block_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, model.kv_dtype)
     full = max_running * -(-shape.max_position_embeddings // BLOCK_SIZE) * block_bytes
     if device.type == "cuda":
         return min(full, torch.cuda.mem_get_info(device)[0] // 2)
-    return min(full, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+    return min(full, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // num_ranks)

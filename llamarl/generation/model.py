@@ -114,6 +114,15 @@ class GeneratorModel:
         self._gate_up_sizes = [boxes[_name(0, "mlp.gate_proj.weight")].shape[0]] * 2
         self._first_id = boxes[EMBEDDING].starts[0]
         self._rope = Rope(shape)
+        self._used: Mapping[str, Tensor] = {}
+        self._spare: Mapping[str, Tensor] | None = None
+        self.weights_at = 0
+        """Another number when the weights in use lie elsewhere."""
+
+    @property
+    def is_whole(self) -> bool:
+        """No other rank holds a part of it."""
+        return self._parallel is None
 
     @property
     def multiplies_by(self) -> str:
@@ -133,8 +142,7 @@ class GeneratorModel:
         """
         if isinstance(weights, Transformer):
             weights = dict(weights.named_parameters())
-        layout = lay_out(self._specs)
-        tensors = views(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device))
+        tensors = self._buffer()
         with torch.no_grad():
             for spec in self._specs:
                 if spec.part == "scales":
@@ -147,6 +155,27 @@ class GeneratorModel:
                     tensors[spec.key].copy_(part)
         self.use(tensors)
 
+    def hold(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What `use` takes: the same tensors where they are on this model's device, else copies, which stay until the
+        next call but one. While the model computes, another thread may call this."""
+        if self._are_here(tensors):
+            return tensors
+        self._spare = self._spare or self._buffer()
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        with torch.cuda.stream(stream):  # beside the decoding
+            for key, tensor in tensors.items():
+                self._spare[key].copy_(tensor)
+        if stream is not None:
+            stream.synchronize()
+        return self._spare
+
+    def _are_here(self, tensors: Mapping[str, Tensor]) -> bool:
+        return all(tensor.device.type == self.device.type for tensor in tensors.values())
+
+    def _buffer(self) -> dict[str, Tensor]:
+        layout = lay_out(self._specs)
+        return views(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device))
+
     def use(self, tensors: Mapping[str, Tensor]) -> None:
         """Compute with these tensors (by `TensorSpec.key`) from now on; they must stay as they are. Nothing is copied.
 
@@ -155,6 +184,9 @@ class GeneratorModel:
         """
         for key, shape in self._shapes.items():
             assert tensors[key].shape == shape, f"{key} is not {shape}"
+        if tensors is self._spare:
+            self._spare = self._used
+        self._used, self.weights_at = tensors, hash(tuple(tensors[key].data_ptr() for key in self._shapes))
         self._layers = [self._layer(tensors, index) for index in range(self.shape.num_layers)]
         self._embedding_V_D = tensors[EMBEDDING]
         self._norm_D = tensors["model.norm.weight"]

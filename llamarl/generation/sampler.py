@@ -81,16 +81,15 @@ class Sampler:
         """
         count = len(positions_B)
         params_B_4, noise_B = rows.params_R_4[:count], uniforms(rows.keys_R[:count], positions_B)
-        temperature_B, top_p_B, top_k_B, min_p_B = params_B_4.T
-        truncated_B = (temperature_B != 0) & ((top_p_B < 1) | (top_k_B > 0) | (min_p_B > 0))
+        truncated_B = truncated(params_B_4)
         logits_B_V = logits_B_V.float()
-        if truncated_B.all() or (drawn := draw(logits_B_V, temperature_B, noise_B)) is None:
+        if truncated_B.all() or (drawn := draw(logits_B_V, params_B_4[:, 0], noise_B)) is None:
             return self._draw(logits_B_V, params_B_4, noise_B, truncated_B)
         if truncated_B.any():
             rows_U = np.flatnonzero(truncated_B)
             logits_U_V = logits_B_V.index_select(0, self._tensor(rows_U))
-            truncated = self._draw(logits_U_V, params_B_4[rows_U], noise_B[rows_U], truncated_B[rows_U])
-            drawn[0][rows_U], drawn[1][rows_U] = truncated
+            drawn_U = self._draw(logits_U_V, params_B_4[rows_U], noise_B[rows_U], truncated_B[rows_U])
+            drawn[0][rows_U], drawn[1][rows_U] = drawn_U
         return drawn
 
     def _draw(
@@ -107,23 +106,40 @@ class Sampler:
             rows_U = self._tensor(np.flatnonzero(truncated_B))
             params = (self._tensor(values_B[truncated_B]) for values_B in truncation)
             probs_B_V.index_copy_(0, rows_U, truncate(probs_B_V.index_select(0, rows_U), *params))
-        cumulative_B_V = probs_B_V.cumsum(dim=-1)
-        total_B_1 = cumulative_B_V[:, -1:]
-        # Noise is at most 1 - 2^-24, so the product lies at least half a unit in the last place below the total and is
-        # never rounded up to it: the search ends at a token with some probability.
-        noise_B_1 = self._tensor(noise_B)[:, None]
-        tokens_B_1 = torch.searchsorted(cumulative_B_V, noise_B_1 * total_B_1, right=True)
-        tokens_B_1.clamp_(max=probs_B_V.shape[-1] - 1)  # rows that are not finite
-        if greedy_B.any():
-            best_B_1 = logits_B_V.argmax(dim=-1, keepdim=True)
-            tokens_B_1 = torch.where(self._tensor(greedy_B)[:, None], best_B_1, tokens_B_1)
-        logprobs_B_1 = (probs_B_V.gather(1, tokens_B_1) / total_B_1).log_()
-        # One copy to the host for both.
-        packed_B_2 = torch.cat((tokens_B_1.int(), logprobs_B_1.view(torch.int32)), dim=1).cpu().numpy()
-        return packed_B_2[:, 0].astype(np.int64), np.ascontiguousarray(packed_B_2[:, 1]).view(np.float32)
+        greedy = self._tensor(greedy_B) if greedy_B.any() else None
+        return unpacked(invert(logits_B_V, probs_B_V, self._tensor(noise_B), greedy))
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+
+def truncated(params_B_4: np.ndarray) -> np.ndarray:
+    """Which rows sample from fewer than all tokens, bool [B]."""
+    temperature_B, top_p_B, top_k_B, min_p_B = params_B_4.T
+    return (temperature_B != 0) & ((top_p_B < 1) | (top_k_B > 0) | (min_p_B > 0))
+
+
+def invert(logits_B_V: Tensor, probs_B_V: Tensor, noise_B: Tensor, greedy_B: Tensor | None) -> Tensor:
+    """Tokens and the bits of their log-probabilities, int32 [B, 2]: one copy to the host takes both.
+
+    `greedy_B` says which rows take the most likely token; None: none does.
+    """
+    cumulative_B_V = probs_B_V.cumsum(dim=-1)
+    total_B_1 = cumulative_B_V[:, -1:]
+    # Noise is at most 1 - 2^-24, so the product lies at least half a unit in the last place below the total and is
+    # never rounded up to it: the search ends at a token with some probability.
+    tokens_B_1 = torch.searchsorted(cumulative_B_V, noise_B[:, None] * total_B_1, right=True)
+    tokens_B_1.clamp_(max=probs_B_V.shape[-1] - 1)  # rows that are not finite
+    if greedy_B is not None:
+        tokens_B_1 = torch.where(greedy_B[:, None], logits_B_V.argmax(dim=-1, keepdim=True), tokens_B_1)
+    logprobs_B_1 = (probs_B_V.gather(1, tokens_B_1) / total_B_1).log_()
+    return torch.cat((tokens_B_1.int(), logprobs_B_1.view(torch.int32)), dim=1)
+
+
+def unpacked(packed_B_2: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """What `invert` gave, on the host: int64 [B] and float32 [B]."""
+    array_B_2 = packed_B_2.cpu().numpy()
+    return array_B_2[:, 0].astype(np.int64), np.ascontiguousarray(array_B_2[:, 1]).view(np.float32)
 
 
 def truncate(probs_U_V: Tensor, top_p_U: Tensor, top_k_U: Tensor, min_p_U: Tensor) -> Tensor:

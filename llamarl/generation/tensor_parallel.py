@@ -127,11 +127,11 @@ class TensorParallelEngine:
         """This rank has fetched a version, or why not: anything small that can be pickled."""
         self._reports.setdefault(version, {})[0] = outcome
 
-    def reports(self, version: int) -> list[Any] | None:
-        """What each rank has reported of a version; None while some have not."""
+    def reports(self, version: int, wait_s: float = 0.0) -> list[Any] | None:
+        """What each rank has reported of a version; None while some have not. Waits for each at most so long."""
         with self._in_step():
             for rank in range(1, self._group.size):
-                while self._group.poll(rank):
+                while self._group.poll(rank, 0.0 if rank in self._reports.get(version, {}) else wait_s):
                     self._hear(rank)
         outcomes = self._reports.get(version, {})
         return [outcomes[rank] for rank in range(self._group.size)] if len(outcomes) == self._group.size else None

@@ -1,7 +1,7 @@
 """`VllmEngine`: the engine interface over a vLLM server, which runs in a process and an interpreter of its own.
 
     submit -> one HTTP request per rollout: token ids in, token ids, log-probs and versions out -> step
-    fetch (any thread) -> the plugin in vLLM's workers reads the published weights while vLLM decodes
+    subscribe -> fetch (any thread) -> the plugin in vLLM's workers reads published weights while vLLM decodes
     set_version -> pause and keep -> load what was fetched -> resume
 
 What differs from the native engine: noise is vLLM's own, so rollouts do not repeat (its CPU build dies of a seeded
@@ -21,9 +21,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from llamarl.generation import requests as accepting
 from llamarl.generation.backend import EngineStats
@@ -36,11 +38,10 @@ from llamarl.generation.vllm_server import (
 )
 from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
+from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, GenerationRequest, Rollout
+from llamarl.weight_sync.base import Subscriber
 from llamarl.weight_sync.layout import Address, TensorSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ROLLOUT_TIMEOUT_S = 3600.0
 """Longest wait for a rollout, from when it is sent."""
@@ -118,7 +119,7 @@ class _Job:
 
 
 class VllmEngine:
-    """A `GenerationBackend`. Not thread-safe but for `fetch`."""
+    """A `GenerationBackend`. Not thread-safe but for its subscribers."""
 
     keyed_sampling = False
 
@@ -144,7 +145,6 @@ class VllmEngine:
         self._sent: dict[Future[Any], _Job] = {}
         self._ready = list[Rollout]()
         self._num_sent = self._num_updates = 0
-        self._fetched: int | None = None
         self._saw_nan = False
         self._metrics: tuple[float, Counter[str]] = (-1.0, Counter())
         self._server.post("/update_weight_version", {"new_version": str(version)})
@@ -221,33 +221,12 @@ class VllmEngine:
         """What vLLM wants of each parameter: all of it; its workers cut it and join what they join."""
         return self._specs
 
-    def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
-        """Brings published weights into vLLM's workers, while they decode; `set_version` then takes them over.
-
-        Like a `Subscriber`, and like there it may run in another thread, one call at a time; no tensor comes here.
-
-        Raises:
-            What the transport's subscriber raised in a worker.
-            VllmFailed: there is no answer.
-        """
-        source = base64.b64encode(pickle.dumps((self._specs, address))).decode()
-        self._server.post("/init_weight_transfer_engine", {"init_info": {"version": version, "source": source}})
-        deadline_s = time.monotonic() + CONTROL_TIMEOUT_S
-        while True:
-            states = self._server.post("/collective_rpc", {"method": "fetch_state"})["results"]
-            if errors := [state["error"] for state in states if state["error"]]:
-                raise pickle.loads(base64.b64decode(errors[0]))
-            if all(state["version"] == version for state in states):
-                self._fetched = version
-                return {}
-            stuck = not any(state["fetching"] for state in states)
-            if stuck or time.monotonic() > deadline_s:
-                self._server.fail(f"did not fetch version {version}, its workers say {states}")
-            time.sleep(FETCH_POLL_S)
+    def subscribe(self, address: Address, specs: Sequence[TensorSpec], rank: int, **options: Any) -> Subscriber:
+        """As `open_subscriber`: fetches for vLLM's workers, and `set_version` then takes over what came."""
+        return VllmSubscriber(self._server, specs, rank, **options)
 
     def set_version(self, version: int) -> None:
         """Takes over the fetched weights: rollouts stand still meanwhile and then go on with them."""
-        assert self._fetched == version, f"version {version} was not fetched"
         recompute = self.kv_on_update == "recompute" or self._saw_nan
         self._server.post(f"/pause?mode=keep&clear_cache={str(recompute).lower()}")
         if self._saw_nan:
@@ -256,7 +235,7 @@ class VllmEngine:
         self._server.post("/update_weights", {"update_info": {"version": version}})
         self._server.post("/finish_weight_update", {"weight_version": str(version)})
         self._server.post("/resume")
-        self._fetched, self._saw_nan = None, False
+        self._saw_nan = False
         self._num_updates += 1
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -310,11 +289,41 @@ class VllmEngine:
         self._pool.shutdown()
 
 
+class VllmSubscriber(Subscriber):
+    """Has vLLM's workers fetch. No tensor comes here: they keep what came until `VllmEngine.set_version`."""
+
+    def __init__(self, server: VllmServer, specs: Sequence[TensorSpec], rank: int, delta: bool = False) -> None:
+        super().__init__(specs, rank, delta)
+        self._server = server
+
+    def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
+        """
+        Raises:
+            What the transport's subscriber raised in a worker.
+            VllmFailed: there is no answer.
+        """
+        options = {"delta": True} if self._delta else {}
+        source = base64.b64encode(pickle.dumps((self.layout.specs, address, options))).decode()
+        self._server.post("/init_weight_transfer_engine", {"init_info": {"version": version, "source": source}})
+        deadline_s = time.monotonic() + CONTROL_TIMEOUT_S
+        while True:
+            states = self._server.post("/collective_rpc", {"method": "fetch_state"})["results"]
+            if errors := [state["error"] for state in states if state["error"]]:
+                raise pickle.loads(base64.b64decode(errors[0]))
+            if all(state["version"] == version for state in states):
+                self.fingerprint = states[0]["fingerprint"]  # each worker fetches, and proves, the same
+                self.received = replace(self.received, num_bytes=sum(state["num_bytes"] for state in states))
+                return {}
+            stuck = not any(state["fetching"] for state in states)
+            if stuck or time.monotonic() > deadline_s:
+                self._server.fail(f"did not fetch version {version}, its workers say {states}")
+            time.sleep(FETCH_POLL_S)
+
+    def close(self) -> None:
+        """The workers close theirs when they open another."""
+
+
 def _specs(shape: ModelShape, dtype: str) -> tuple[TensorSpec, ...]:
-    import torch
-
-    from llamarl.models.transformer import Transformer
-
     with torch.device("meta"):
         parameters = Transformer(shape).named_parameters()
     return tuple(TensorSpec.whole(name, parameter.shape, dtype) for name, parameter in parameters)

@@ -80,7 +80,8 @@ class InitInfo:
 
     version: int
     source: str
-    """What is wanted and where it is: `(specs, address)`, pickled, in base64; from a socket of this user alone."""
+    """What is wanted, where it is, and the reader's options: `(specs, address, options)`, pickled, in base64; from a
+    socket of this user alone."""
 
 
 @dataclass
@@ -100,7 +101,7 @@ class Receiver:
     parallel_config: Any
 
     _subscriber: Any = None
-    _transport = ""
+    _publisher = ""
     _thread: threading.Thread | None = None
     _tensors: Mapping[str, Any] = MappingProxyType({})
     version: int | None = None
@@ -119,11 +120,13 @@ class Receiver:
     def _fetch(self, info: InitInfo) -> None:
         from llamarl.weight_sync.select import open_subscriber  # not needed by the process that keeps the server
 
-        specs, address = pickle.loads(base64.b64decode(info.source))
-        if address.transport != self._transport:
-            self._subscriber = open_subscriber(address, specs, self.parallel_config.rank)
-            self._transport = address.transport
+        specs, address, options = pickle.loads(base64.b64decode(info.source))
         try:
+            if address.publisher != self._publisher:
+                if self._subscriber is not None:
+                    self._subscriber.close()
+                self._subscriber = open_subscriber(address, specs, self.parallel_config.rank, **options)
+                self._publisher = address.publisher
             self._tensors = self._subscriber.fetch(info.version, address)
             self.version = info.version
         except (RuntimeError, OSError) as error:
@@ -132,6 +135,14 @@ class Receiver:
     @property
     def is_fetching(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    def state(self) -> dict[str, Any]:
+        """What came of the fetch."""
+        state = {"fetching": self.is_fetching, "version": self.version, "error": self.fetch_error}
+        if self.version is not None:
+            subscriber = self._subscriber
+            state |= {"fingerprint": subscriber.fingerprint, "num_bytes": subscriber.received.num_bytes}
+        return state
 
     def start_weight_update(self) -> None:
         """Prepares modules whose weights were packed when they were loaded."""
@@ -172,8 +183,7 @@ class WorkerExtension:
     model_runner: Any
 
     def fetch_state(self) -> dict[str, Any]:
-        engine = self.weight_transfer_engine
-        return {"fetching": engine.is_fetching, "version": engine.version, "error": engine.fetch_error}
+        return self.weight_transfer_engine.state()
 
     def zero_kv_cache(self) -> None:
         """Attention multiplies what it masks by 0, which leaves NaN as it is: a NaN in a free block would come back."""

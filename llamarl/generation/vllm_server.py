@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,6 +27,8 @@ CONTROL_TIMEOUT_S = 120.0
 """Longest wait for an answer that no rollout is part of."""
 LOG_LINES = 15
 TOKENIZER_FILE = "tokenizer.json"
+NEEDED = ("vllm", "numpy", "xxhash")
+"""Packages of vLLM's environment."""
 
 
 class VllmFailed(RuntimeError):
@@ -43,6 +46,8 @@ class VllmSettings:
     python: str
     """Interpreter of the environment that has vLLM."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    device: str = "cpu"
+    """`cpu`; `cuda` for all GPUs that this process sees, `cuda:1` for one of them."""
     max_running: int = 64
     """Rollouts that decode at once."""
     prefill_tokens: int = 512
@@ -71,11 +76,11 @@ class VllmServer:
             command: runs this instead of `vllm serve MODEL ...`; it gets `--uds PATH` appended.
 
         Raises:
-            ConfigError: there is no such interpreter.
+            ConfigError: there is no such interpreter or device.
             VllmFailed: it did not answer within `start_timeout_s`.
         """
-        if shutil.which(settings.python) is None:
-            raise ConfigError(f"vLLM's python = {settings.python!r} cannot be run; `make vllm` builds an environment")
+        require_python(settings.python)
+        visible = visible_devices(settings.device)
         self.name = f"vLLM server of {model_path}"
         self._scratch = Path(tempfile.mkdtemp(prefix="llamarl-vllm-"))
         self._socket = str(self._scratch / "socket")
@@ -85,7 +90,7 @@ class VllmServer:
             self._keeper = subprocess.Popen(
                 [sys.executable, "-I", vllm_plugin.__file__, str(self._scratch), *command, "--uds", self._socket],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
-                env=_environment(self._scratch, settings),
+                env=_environment(self._scratch, settings) | visible,
             )  # fmt: skip
         try:
             self._wait_until_healthy(settings.start_timeout_s)
@@ -98,7 +103,7 @@ class VllmServer:
         while True:
             self.require_alive()
             if time.monotonic() > deadline_s:
-                self.fail(f"did not answer within {timeout_s:.0f} s")
+                self.fail(f"did not answer within {timeout_s:.0f} s; raise cluster.start_timeout_s")
             try:
                 self._send("GET", "/health", None, CONTROL_TIMEOUT_S)
                 return
@@ -132,8 +137,10 @@ class VllmServer:
             what = f"no answer within {timeout_s:.0f} s" if isinstance(error, TimeoutError) else repr(error)
             self.fail(f"did not do {path}: {what}", error)
         if status != 200:
-            kind = VllmRefused if status in (400, 422) else VllmFailed
-            raise kind(f"{self.name} answered {path} with {status}: {answer[:500].decode(errors='replace')}")
+            said = f"answered {path} with {status}: {answer[:500].decode(errors='replace')}"
+            if status in (400, 422):
+                raise VllmRefused(f"{self.name} {said}")
+            self.fail(said)
         return answer
 
     def _send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
@@ -169,6 +176,46 @@ class VllmServer:
             os.killpg(self._keeper.pid, signal.SIGKILL)
             self._keeper.wait()
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def check_python(python: str) -> None:
+    """Raises ConfigError when this interpreter cannot be run, or has not what the adapter needs. Imports none of it."""
+    require_python(python)
+    code = f"import importlib.util as u; print(*[n for n in {NEEDED} if u.find_spec(n) is None])"
+    try:
+        done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"generator.vllm.python = {python!r} is no Python interpreter that works: {error}") from None
+    if missing := done.stdout.split():
+        raise ConfigError(
+            f"generator.vllm.python = {python!r} has no {' and no '.join(missing)}; name the interpreter of an "
+            "environment that has, such as `make vllm` builds"
+        )
+
+
+def require_python(python: str) -> None:
+    """Raises ConfigError when there is nothing that can be run."""
+    if shutil.which(python) is None:
+        raise ConfigError(
+            f"generator.vllm.python = {python!r} cannot be run; name the interpreter of an environment that has vLLM, "
+            "such as `make vllm` builds"
+        )
+
+
+def visible_devices(device: str) -> dict[str, str]:
+    """The environment in which a process finds `device`, and no other, to be its GPU. Raises ConfigError."""
+    if device == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    found = re.fullmatch(r"cuda(?::(\d+))?", device)
+    if found is None:
+        raise ConfigError(f"generator.device = {device!r} is no device; use 'cpu', 'cuda' or 'cuda:0'")
+    if found[1] is None:
+        return {}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else [str(number) for number in range(int(found[1]) + 1)]
+    if len(names) <= int(found[1]):
+        raise ConfigError(f"generator.device = {device!r}, but CUDA_VISIBLE_DEVICES = {seen!r} has {len(names)} GPUs")
+    return {"CUDA_VISIBLE_DEVICES": names[int(found[1])]}
 
 
 def _command(model_path: Path, settings: VllmSettings) -> list[str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from llamarl.config import ConfigError
+from llamarl.config import ConfigError, read_json
 from llamarl.models.shape import ModelShape, stop_ids
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -19,9 +18,9 @@ def load_shape(folder: str | Path) -> ModelShape:
         ConfigError: no such folder or file, or a feature that the decoder does not have.
     """
     folder = Path(folder)
-    config = read_json(folder, CONFIG)
+    config = read_model_file(folder, CONFIG)
     if (folder / GENERATION_CONFIG).is_file():
-        stops = stop_ids(read_json(folder, GENERATION_CONFIG))
+        stops = stop_ids(read_model_file(folder, GENERATION_CONFIG))
         config["eos_token_id"] = list(stops or stop_ids(config))
     try:
         return ModelShape.from_hf(config)
@@ -29,16 +28,10 @@ def load_shape(folder: str | Path) -> ModelShape:
         raise ConfigError(f"{folder}: {error}") from None
 
 
-def read_json(folder: Path, name: str) -> dict[str, Any]:
+def read_model_file(folder: Path, name: str) -> dict[str, Any]:
     """The JSON object in `folder`/`name`. Raises ConfigError when there is none."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; name a local Hugging Face model folder")
-    try:
-        content = json.loads((folder / name).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} has no {name}; name a Hugging Face model folder") from None
-    except ValueError as error:
-        raise ConfigError(f"{folder / name} is not valid JSON ({error}); copy the file again") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{folder / name} holds no JSON object; copy the file again")
-    return content
+    if not (folder / name).is_file():
+        raise ConfigError(f"{folder} has no {name}; name a Hugging Face model folder")
+    return read_json(folder / name, "copy the file again")

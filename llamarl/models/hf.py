@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llamarl.config import ConfigError
-from llamarl.models.folder import CONFIG, GENERATION_CONFIG, load_shape, read_json
+from llamarl.models.folder import CONFIG, GENERATION_CONFIG, load_shape, read_model_file
 from llamarl.models.shape import ModelShape, hf_eos
 from llamarl.models.transformer import Transformer
 
@@ -131,7 +131,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     if not (folder / WEIGHTS_INDEX).is_file():
         raise ConfigError(f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}; save the checkpoint as safetensors")
-    weight_map = read_json(folder, WEIGHTS_INDEX).get("weight_map")
+    weight_map = read_model_file(folder, WEIGHTS_INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ConfigError(f"{folder / WEIGHTS_INDEX} has no `weight_map`; copy the file again")
     names = sorted(set(weight_map.values()))

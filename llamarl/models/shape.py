@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from llamarl.config import ConfigError
+from llamarl.config.decoder import DecoderSizes, sizes_from_hf
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """Family (`model_type` of config.json) -> class in transformers."""
@@ -37,27 +38,14 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelShape:
-    """Sizes and switches of one dense decoder."""
+class ModelShape(DecoderSizes):
+    """Sizes and switches of one dense decoder. Heads divide evenly among key/value heads; `head_dim` is even."""
 
     family: str
     """`llama`, `qwen2` or `qwen3`."""
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    """Divides `num_heads`."""
-    head_dim: int
-    """Even; not always hidden_size / num_heads."""
-    intermediate_size: int
-    vocab_size: int
-    max_position_embeddings: int
-    """Longest context, in tokens."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    tie_embeddings: bool = False
-    """The output head is the embedding matrix."""
     bos_token_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response."""
@@ -104,27 +92,18 @@ class ModelShape:
         for key, value in _FIXED.items():
             if config.get(key) is not None and config[key] != value:
                 _refuse(key, config[key], f"only {value!r} is supported")
-        num_layers, num_heads = _count(config, "num_hidden_layers"), _count(config, "num_attention_heads")
-        _check_full_attention(config, num_layers)
-        hidden_size, head_dim = _count(config, "hidden_size"), config.get("head_dim")
-        if head_dim is None and family != "qwen3" and hidden_size % num_heads:
-            _refuse("hidden_size", hidden_size, f"without head_dim, num_attention_heads = {num_heads} must divide it")
+        sizes = sizes_from_hf(config)
+        _check_full_attention(config, sizes["num_layers"])
+        if config.get("head_dim") is None and family != "qwen3" and sizes["hidden_size"] % sizes["num_heads"]:
+            divides = f"without head_dim, num_attention_heads = {sizes['num_heads']} must divide it"
+            _refuse("hidden_size", sizes["hidden_size"], divides)
         theta, scaling = _rope(config)
         return cls(
             family=family,
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=_count(config, "num_key_value_heads", num_heads),
-            # Qwen3Config has a default of its own; the others divide.
-            head_dim=_count(config, "head_dim", 128 if family == "qwen3" else hidden_size // num_heads),
-            intermediate_size=_count(config, "intermediate_size"),
-            vocab_size=_count(config, "vocab_size"),
-            max_position_embeddings=_count(config, "max_position_embeddings"),
+            **sizes,
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             bos_token_id=config.get("bos_token_id"),
             stop_token_ids=stop_ids(config),
         )
@@ -197,16 +176,6 @@ def _check_full_attention(config: Mapping[str, Any], num_layers: int) -> None:
     # Absent from a config, 28 is what Qwen2Config and Qwen3Config assume.
     if windowed and not config.get("layer_types") and config.get("max_window_layers", 28) < num_layers:
         _refuse("use_sliding_window", True, "only full attention is supported; set it to false")
-
-
-def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise ConfigError(f"config.json: `{key}` is missing; it is needed to build the model")
-    if not isinstance(value, int) or value < 1:
-        _refuse(key, value, "a positive whole number is needed")
-    return value
 
 
 def _refuse(key: str, value: object, supported: str) -> NoReturn:

@@ -154,10 +154,11 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.rope = Rope(shape)
 
-    def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        x_N_D = self.embed_tokens(token_ids_N)
+    def forward(self, inputs_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        """Takes token ids, or the hidden states [N, D] of the pipeline stage before."""
+        x_N_D = inputs_N if inputs_N.is_floating_point() else self.embed_tokens(inputs_N)
         rotation = self.rope(positions_N, x_N_D.dtype)
-        for layer in self.layers:
+        for layer in self.layers.children():
             x_N_D = layer(x_N_D, rotation, attend)
         return self.norm(x_N_D)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.observability.files import write_atomically
-from llamarl.observability.spans import Span, covered_s
+from llamarl.observability.spans import Span, covered_s, merged
 
 WORK_KINDS = frozenset({"generate", "score", "train", "weight_sync", "evaluate"})
 """Span names that count as work; others (`start`) are drawn but not counted."""
@@ -75,7 +75,7 @@ def account(spans: SpansByExecutor, start_s: float, end_s: float) -> Accounts:
     for name, busy in busy_share.items():
         replicas[role_of(name)].append(busy)
     all_work = [span for work in by_role.values() for span in work]
-    overlap_s = _covered_twice_s([_merged(work, start_s, end_s) for work in by_role.values()])
+    overlap_s = _covered_twice_s([merged(work, start_s, end_s) for work in by_role.values()])
     return Accounts(
         window_s=window_s,
         busy_share=busy_share,
@@ -90,18 +90,6 @@ def account(spans: SpansByExecutor, start_s: float, end_s: float) -> Accounts:
 def role_of(executor: str) -> str:
     """`generator-1` -> `generator`."""
     return re.sub(r"[-_.]?\d+$", "", executor)
-
-
-def _merged(spans: Sequence[Span], start_s: float, end_s: float) -> list[tuple[float, float]]:
-    """Disjoint intervals within the window that the spans cover."""
-    merged: list[tuple[float, float]] = []
-    for span in sorted(spans, key=lambda span: span.start_s):
-        begin, end = max(span.start_s, start_s), min(span.end_s, end_s)
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged
 
 
 def _covered_twice_s(roles: Sequence[Sequence[tuple[float, float]]]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -129,31 +129,23 @@ def _held_out(summary: RunSummary) -> list[str]:
     known = after or before
     if known is None:
         return []
+
+    def cells(show: Callable[[EvalMetrics], str]) -> tuple[str, str]:
+        return show(before) if before else ABSENT, show(after) if after else ABSENT
+
     lines = [
         _table(f"held-out ({known.num_prompts:,})", "before", "after", "change"),
-        _table("accuracy", _accuracy(before), _accuracy(after), _change(before, after)),
+        _table("accuracy", *cells(lambda entry: percent(entry.accuracy, 1)), _change(before, after)),
+        _table("mean tokens", *cells(lambda entry: number(entry.mean_response_tokens))),
     ]
     if known.k > 1:
-        lines.append(_table(f"pass@{known.k}", _pass_at_k(before), _pass_at_k(after)))
-    lines.append(_table("mean tokens", _length(before), _length(after)))
+        lines.insert(2, _table(f"pass@{known.k}", *cells(lambda entry: percent(entry.pass_at_k, 1))))
     return lines
 
 
 def _table(label: str, before: str, after: str, change: str = "") -> str:
     cells = f"{label.ljust(LABEL_WIDTH)}{before.rjust(COLUMN_WIDTH)}{after.rjust(COLUMN_WIDTH)}"
     return (cells + "    " + change).rstrip()
-
-
-def _accuracy(entry: EvalMetrics | None) -> str:
-    return percent(entry.accuracy, 1) if entry else ABSENT
-
-
-def _pass_at_k(entry: EvalMetrics | None) -> str:
-    return percent(entry.pass_at_k, 1) if entry else ABSENT
-
-
-def _length(entry: EvalMetrics | None) -> str:
-    return number(entry.mean_response_tokens) if entry else ABSENT
 
 
 def _change(before: EvalMetrics | None, after: EvalMetrics | None) -> str:

@@ -7,7 +7,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, Self, TextIO
+from typing import Self, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -26,24 +26,24 @@ PHASE_LINE_S = 10.0
 """Least time between two lines about the same phase."""
 
 
-class Screen(Protocol):
+class Screen:
     """Shows a run. All calls return at once and may come from any thread; use it as a context manager."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *failure: object) -> None: ...
+    def __exit__(self, *failure: object) -> None:
+        return None
 
     def phase(self, text: str, done: int | None = None, total: int | None = None) -> None:
         """Work outside the loop. It ends with the next phase of another text, or with `show`."""
-        ...
 
     def show(self, view: RunView) -> None:
         """The loop's newest snapshot; replaces the last one."""
-        ...
 
     def warn(self, text: str) -> None:
         """Something that the user should know; never lost."""
-        ...
+        _print(sys.stderr, f"warning: {text}")
 
 
 def open_screen(config: ScreenConfig, info: RunInfo) -> Screen:
@@ -62,26 +62,11 @@ def open_screen(config: ScreenConfig, info: RunInfo) -> Screen:
     return LiveScreen(info)
 
 
-class NullScreen:
+class NullScreen(Screen):
     """Shows nothing; warnings still reach stderr."""
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *failure: object) -> None:
-        return None
-
-    def phase(self, text: str, done: int | None = None, total: int | None = None) -> None:
-        return None
-
-    def show(self, view: RunView) -> None:
-        return None
-
-    def warn(self, text: str) -> None:
-        _print(sys.stderr, f"warning: {text}")
-
-
-class LineScreen:
+class LineScreen(Screen):
     """One line per step, evaluation and phase: for logs."""
 
     def __init__(self, info: RunInfo, out: TextIO, err: TextIO) -> None:
@@ -93,12 +78,6 @@ class LineScreen:
         self._phase = ""
         self._phase_line = ""
         self._phase_line_s = 0.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        return None
 
     def phase(self, text: str, done: int | None = None, total: int | None = None) -> None:
         line = text if done is None or total is None else f"{text} {done:,}/{total:,}"
@@ -162,7 +141,7 @@ def eval_facts(entry: EvalMetrics) -> str:
     )
 
 
-class LiveScreen:
+class LiveScreen(Screen):
     """Draws the whole terminal. What native libraries and child processes print meanwhile goes to `output.log`."""
 
     def __init__(self, info: RunInfo) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -58,12 +59,18 @@ class SpanLog:
         return spans
 
 
+def merged(spans: Iterable[Span], start_s: float = -math.inf, end_s: float = math.inf) -> list[tuple[float, float]]:
+    """Disjoint intervals of [start_s, end_s] that the spans cover, in order."""
+    found: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda span: span.start_s):
+        begin, end = max(span.start_s, start_s), min(span.end_s, end_s)
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        elif end > begin:
+            found.append((begin, end))
+    return found
+
+
 def covered_s(spans: Iterable[Span], start_s: float, end_s: float) -> float:
     """Seconds of [start_s, end_s] that at least one span covers."""
-    covered, reached = 0.0, start_s
-    for span in sorted(spans, key=lambda span: span.start_s):
-        begin, end = max(span.start_s, reached), min(span.end_s, end_s)
-        if end > begin:
-            covered += end - begin
-            reached = end
-    return covered
+    return sum(end - begin for begin, end in merged(spans, start_s, end_s))

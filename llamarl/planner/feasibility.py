@@ -8,11 +8,11 @@ import numpy as np
 
 from llamarl.config import ConfigError
 from llamarl.planner.candidates import trainer_candidates
-from llamarl.planner.generation import Generators, generation_memory
+from llamarl.planner.generation import Generators, generation_memory, sum_parts
 from llamarl.planner.hardware import BF16, FP8, Pool
 from llamarl.planner.plan import Plan
 from llamarl.planner.request import ASYNCHRONOUS, Request
-from llamarl.planner.solver import asynchronous_plan, sum_parts, synchronous_plan
+from llamarl.planner.solver import asynchronous_plan, synchronous_plan
 from llamarl.planner.sync import priced
 from llamarl.planner.training import training_memory
 

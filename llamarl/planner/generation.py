@@ -35,15 +35,9 @@ class Generators:
 
 
 def decode_parts(
-    request: Request,
-    pool: Pool,
-    *,
-    tp: np.ndarray,
-    weight_bytes: np.ndarray,
-    active: np.ndarray,
-    context_tokens: np.ndarray | float,
+    request: Request, pool: Pool, generators: Generators, *, active: np.ndarray, context_tokens: float
 ) -> dict[str, np.ndarray]:
-    """Seconds of one decode step of one replica, by cause; arrays broadcast. Reading and multiplying overlap.
+    """Seconds of one decode step of one replica with `active` responses, by cause. Reading and multiplying overlap.
 
     weights: bytes that are read / memory bandwidth; of E experts a batch of c touches E (1 - (1 - k/E)^c). kv: keys and
     values of the active responses; a head cannot be split, so at most `num_kv_heads` ways. compute: what the matrix
@@ -51,6 +45,7 @@ def decode_parts(
     (Pope et al., arXiv 2211.05102, sections 2 and 3.)
     """
     model, constants, gpu = request.model, request.constants, pool.gpu
+    tp, weight_bytes = generators.tp_L, generators.weight_bytes_L
     bandwidth = gpu.memory_bandwidth * constants.bandwidth_efficiency
     share = model.experts_per_token / model.num_experts
     touched = model.num_experts * (1 - (1 - share) ** active) if model.num_experts > 1 else 1
@@ -72,8 +67,9 @@ def decode_parts(
     }
 
 
-def _sum(parts: dict[str, np.ndarray]) -> np.ndarray:
-    return np.sum(np.stack(np.broadcast_arrays(*parts.values())), axis=0)
+def sum_parts(parts: dict[str, np.ndarray]) -> np.ndarray:
+    """Sum over causes, [L]."""
+    return np.sum(np.broadcast_arrays(*parts.values()), axis=0)
 
 
 def steady_context_tokens(request: Request) -> float:
@@ -81,18 +77,10 @@ def steady_context_tokens(request: Request) -> float:
     return request.prompt_tokens + request.lengths.square_tokens / (2 * request.lengths.mean_tokens)
 
 
-def steady_step_s(request: Request, pool: Pool, generators: Generators) -> np.ndarray:
-    """Seconds of a decode step with every slot busy."""
-    return _sum(
-        decode_parts(
-            request,
-            pool,
-            tp=generators.tp_L,
-            weight_bytes=generators.weight_bytes_L,
-            active=generators.slots_L,
-            context_tokens=steady_context_tokens(request),
-        )
-    )
+def steady_parts(request: Request, pool: Pool, generators: Generators) -> dict[str, np.ndarray]:
+    """`decode_parts` of a step with every slot busy."""
+    context_tokens = steady_context_tokens(request)
+    return decode_parts(request, pool, generators, active=generators.slots_L, context_tokens=context_tokens)
 
 
 def drain_s(request: Request, pool: Pool, generators: Generators) -> np.ndarray:
@@ -106,15 +94,9 @@ def drain_s(request: Request, pool: Pool, generators: Generators) -> np.ndarray:
     total = np.zeros(len(generators.slots_L))
     for middle, survival, span in zip(lengths.middles_C, lengths.survival_C, span_C, strict=True):
         if span > 0:
-            parts = decode_parts(
-                request,
-                pool,
-                tp=generators.tp_L,
-                weight_bytes=generators.weight_bytes_L,
-                active=np.maximum(1.0, generators.slots_L * survival),
-                context_tokens=request.prompt_tokens + middle,
-            )
-            total += span * _sum(parts)
+            active, context_tokens = np.maximum(1.0, generators.slots_L * survival), request.prompt_tokens + middle
+            parts = decode_parts(request, pool, generators, active=active, context_tokens=context_tokens)
+            total += span * sum_parts(parts)
     return total
 
 
@@ -128,7 +110,7 @@ def generation_parts(request: Request, pool: Pool, generators: Generators, rules
     """
     constants, gpu = request.constants, pool.gpu
     slots, replicas, tp = generators.slots_L, generators.replicas_L, generators.tp_L
-    step = steady_step_s(request, pool, generators)
+    step = sum_parts(steady_parts(request, pool, generators))
     mean = request.lengths.mean_tokens
     if rules.partial_rollouts:
         decode = request.num_samples / replicas / slots * mean * step

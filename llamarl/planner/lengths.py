@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from llamarl.config import ConfigError
+from llamarl.config import ConfigError, read_rows
 
 NUM_CELLS = 128
 
@@ -81,14 +80,12 @@ class Lengths:
     @classmethod
     def from_rollouts(cls, path: str | Path) -> Lengths:
         """Lengths of the `token_ids` in a run's `rollouts.jsonl`. Raises ConfigError."""
+        fix = "give a run's rollouts.jsonl"
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-            lengths = np.array([len(json.loads(line)["token_ids"]) for line in lines if line.strip()], dtype=np.float64)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"cannot read response lengths from {path}: {error!r}; give a run's rollouts.jsonl"
-            ) from None
-        if not lengths.size or lengths.max() < 1:
+            lengths = np.array([len(row["token_ids"]) for _, row in read_rows(path, fix)], dtype=np.float64)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"cannot read response lengths from {path}: {error!r}; {fix}") from None
+        if lengths.max() < 1:
             raise ConfigError(f"{path} holds no response; give the rollouts.jsonl of a run with at least one step")
         return cls.measured(lengths)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ SHARES = 24
 """Points of a split sweep."""
 
 
-def _figure() -> tuple[Any, Any]:
+def new_figure() -> tuple[Any, Any]:
+    """A figure with one pair of axes. Raises ConfigError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -25,27 +25,6 @@ def _figure() -> tuple[Any, Any]:
     axes = figure.add_subplot()
     axes.grid(visible=True, alpha=0.3)
     return figure, axes
-
-
-def speedup_plot(path: Path, series: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Speed-up over synchronous against model size.
-
-    Args:
-        series: name -> points (parameters in billions, speed-up).
-    """
-    figure, axes = _figure()
-    for name, points in series.items():
-        axes.plot([size for size, _ in points], [gain for _, gain in points], marker="o", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="parameters, billions", ylabel="synchronous / asynchronous step time")
-    sizes = sorted({size for points in series.values() for size, _ in points})
-    axes.set_xticks(sizes, [f"{size:.0f}" for size in sizes], minor=False)
-    axes.set_xticks([], minor=True)
-    ticks = (1, 2, 3, 5, 10)
-    axes.set_yticks(ticks, [f"{tick}x" for tick in ticks])
-    axes.set_yticks([], minor=True)
-    axes.legend()
-    axes.set_title("Speed-up of asynchronous training")
-    figure.savefig(path)
 
 
 def split_sweep(request: Request, staleness: int) -> list[tuple[float, float, float, float]]:
@@ -69,7 +48,7 @@ def split_plot(path: Path, request: Request, staleness: int) -> None:
     points = split_sweep(request, staleness)
     if not points:
         raise ConfigError("no split of the GPUs fits trainer and generators; there is nothing to plot")
-    figure, axes = _figure()
+    figure, axes = new_figure()
     shares = [point[0] for point in points]
     for column, (name, style) in enumerate((("step", "k-"), ("trainer", "C0--"), ("generators", "C1--")), start=1):
         axes.plot(shares, [point[column] for point in points], style, label=name)
@@ -86,7 +65,7 @@ def staleness_plot(path: Path, request: Request) -> None:
     points = [(plan.staleness, plan.samples_per_s) for plan in plans if plan]
     if not points:
         raise ConfigError("trainer and generators do not fit on GPUs of their own; there is nothing to plot")
-    figure, axes = _figure()
+    figure, axes = new_figure()
     axes.plot([bound for bound, _ in points], [rate for _, rate in points], "o-")
     axes.set(xlabel="staleness bound S, optimizer steps", ylabel="samples per second")
     axes.set_ylim(bottom=0)

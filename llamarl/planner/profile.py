@@ -216,6 +216,11 @@ def _forward(run: RecordedRun) -> tuple[float, float, float]:
 
     Each optimizer step holds the sums of a least-squares line through all its forwards; their medians are taken.
     """
+    if run.config.generator.backend != "native":
+        raise ConfigError(
+            f"{run.path}: vLLM's forwards are not seen, so decoding cannot be calibrated; profile a run with "
+            "generator.backend = 'native'"
+        )
     c = run.counters
     spread = c["decode_steps"] * c["decode_rows_squared"] - c["decode_rows"] ** 2
     known = spread > 0

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.config import ConfigError, RunConfig, load_config, read_rows
 from llamarl.observability.spans import Span
 
 MIN_STEPS = 8
@@ -33,6 +32,7 @@ COUNTERS = (
     "controller_cpu_s",
 )
 """Names under `extra.` in metrics.jsonl."""
+_FIX = "profile a run that has ended by itself"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ def read_run(path: str | Path) -> RecordedRun:
     folder = Path(path)
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder} is no run folder (no config.toml in it); give the folder of a finished run")
-    steps = {row["step"]: row for row in _rows(folder / "metrics.jsonl") if row.get("kind") == "step"}
+    steps = {row["step"]: row for _, row in read_rows(folder / "metrics.jsonl", _FIX) if row.get("kind") == "step"}
     rows = [steps[step] for step in sorted(steps)][1:]
     if len(rows) < MIN_STEPS:
         raise ConfigError(
@@ -77,15 +77,6 @@ def read_run(path: str | Path) -> RecordedRun:
     )
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                yield json.loads(line)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; profile a run that has ended by itself") from None
-
-
 def _column(folder: Path, rows: list[dict[str, Any]], name: str) -> np.ndarray:
     if any(not isinstance(row.get(name), int | float) for row in rows):
         raise ConfigError(f"{folder / 'metrics.jsonl'} has steps without `{name}`; run it again with this version")
@@ -95,12 +86,10 @@ def _column(folder: Path, rows: list[dict[str, Any]], name: str) -> np.ndarray:
 def _groups(path: Path) -> list[list[tuple[int, float]]]:
     groups = defaultdict[int, dict[int, tuple[int, float]]](dict)
     try:
-        for row in _rows(path):
+        for _, row in read_rows(path, _FIX):
             groups[row["group_id"]][row["index"]] = (len(row["token_ids"]), float(row["reward"]))
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{path}: a line is no rollout ({error!r}); give the folder of a finished run") from None
-    if not groups:
-        raise ConfigError(f"{path} holds no rollout; give the folder of a finished run")
     return [[groups[number][index] for index in sorted(groups[number])] for number in sorted(groups)]
 
 
@@ -114,5 +103,5 @@ def _spans(path: Path) -> dict[str, list[Span]]:
                 start_s = event["ts"] * 1e-6
                 spans[names[event["pid"]]].append(Span(event["name"], start_s, start_s + event["dur"] * 1e-6))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot read {path}: {error!r}; profile a run that has ended by itself") from None
+        raise ConfigError(f"cannot read {path}: {error!r}; {_FIX}") from None
     return {name: sorted(work, key=lambda span: span.start_s) for name, work in spans.items()}

@@ -58,22 +58,19 @@ def _header(request: Request) -> str:
 
 
 def _table(*plans: Plan | None) -> list[str]:
-    rows = [
-        ("", ["synchronous", "asynchronous"]),
-        ("step time, s", [_cell(plan, lambda one: f"{one.step_s:.2f}") for plan in plans]),
-        ("samples per s", [_cell(plan, lambda one: f"{one.samples_per_s:.1f}") for plan in plans]),
-        ("GPUs in use", [_cell(plan, lambda one: f"{one.gpus}") for plan in plans]),
-        ("staleness", [_cell(plan, lambda one: f"{one.staleness}") for plan in plans]),
-        ("trainer busy", [_cell(plan, lambda one: f"{one.trainer.busy_s / one.step_s:.0%}") for plan in plans]),
-        ("generators busy", [_cell(plan, lambda one: f"{one.generator.busy_s / one.step_s:.0%}") for plan in plans]),
-        ("peak GB per GPU", [_cell(plan, lambda one: f"{one.peak_bytes / 1e9:.1f}") for plan in plans]),
-        ("$ per 1M samples", [_cell(plan, lambda one: f"{one.dollars_per_million_samples:,.0f}") for plan in plans]),
-    ]
-    return [f"{name:<18}{first:>14}{second:>14}" for name, (first, second) in rows]
-
-
-def _cell(plan: Plan | None, show: Callable[[Plan], str]) -> str:
-    return show(plan) if plan else "-"
+    rows: dict[str, Callable[[Plan], str]] = {
+        "step time, s": lambda plan: f"{plan.step_s:.2f}",
+        "samples per s": lambda plan: f"{plan.samples_per_s:.1f}",
+        "GPUs in use": lambda plan: f"{plan.gpus}",
+        "staleness": lambda plan: f"{plan.staleness}",
+        "trainer busy": lambda plan: f"{plan.trainer.busy_s / plan.step_s:.0%}",
+        "generators busy": lambda plan: f"{plan.generator.busy_s / plan.step_s:.0%}",
+        "peak GB per GPU": lambda plan: f"{plan.peak_bytes / 1e9:.1f}",
+        "$ per 1M samples": lambda plan: f"{plan.dollars_per_million_samples:,.0f}",
+    }
+    head = f"{'':<18}{'synchronous':>14}{'asynchronous':>14}"
+    cells = {name: "".join(f"{show(plan) if plan else '-':>14}" for plan in plans) for name, show in rows.items()}
+    return [head, *(f"{name:<18}{text}" for name, text in cells.items())]
 
 
 def _details(name: str, plan: Plan) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llamarl.config import ConfigError
 from llamarl.planner.constants import Constants
@@ -15,48 +15,27 @@ from llamarl.planner.shapes import Decoder
 class Rules:
     """Freedoms of a placement. All False is the synchronous baseline of the theory; all True is asynchronous."""
 
-    own_memory: bool
+    own_memory: bool = False
     """Training and generation each have the device memory to themselves."""
-    own_parallelism: bool
+    own_parallelism: bool = False
     """Each has its own layout, and trainer state is sharded over data-parallel ranks. Otherwise one tensor-parallel
     size serves both, and each such group holds the whole trainer state, as in the paper's synchronous problem."""
-    own_precision: bool
+    own_precision: bool = False
     """Generation may use 8-bit weights."""
-    overlap: bool
+    overlap: bool = False
     """Both work at the same time, on GPUs of their own; otherwise in turn, each on all of them."""
-    partial_rollouts: bool
+    partial_rollouts: bool = False
     """Generation never waits for the longest response of a step."""
-    direct_sync: bool
+    direct_sync: bool = False
     """Weights go from shard to shard; otherwise through one node."""
 
 
-BASELINE = Rules(
-    own_memory=False,
-    own_parallelism=False,
-    own_precision=False,
-    overlap=False,
-    partial_rollouts=False,
-    direct_sync=False,
-)
+BASELINE = Rules()
 """The synchronous problem of the paper (DeepSpeed-Chat-like): everything shared."""
-SYNCHRONOUS = Rules(
-    own_memory=False,
-    own_parallelism=True,
-    own_precision=True,
-    overlap=False,
-    partial_rollouts=False,
-    direct_sync=True,
-)
+SYNCHRONOUS = Rules(own_parallelism=True, own_precision=True, direct_sync=True)
 """The best synchronous colocated system: weights are resharded between the phases, KV cache and activations take
 turns in memory; only the trainer state and the generator's weights stay side by side."""
-ASYNCHRONOUS = Rules(
-    own_memory=True,
-    own_parallelism=True,
-    own_precision=True,
-    overlap=True,
-    partial_rollouts=True,
-    direct_sync=True,
-)
+ASYNCHRONOUS = replace(SYNCHRONOUS, own_memory=True, overlap=True, partial_rollouts=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +93,8 @@ class Request:
                 f"`--max-staleness {self.max_staleness}` leaves no asynchronous plan to compare with; use 1 or more "
                 "(staleness 0, the synchronous plan, is always part of the answer)"
             )
-        context, over = self.model.max_context_tokens, self.longest_tokens - self.model.max_context_tokens
+        context = self.model.max_position_embeddings
+        over = self.longest_tokens - context
         if over > 0:
             raise ConfigError(
                 f"{self.prompt_tokens} prompt and {self.lengths.limit_tokens} response tokens exceed the context of "

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from llamarl.config import ConfigError
+from llamarl.config import ConfigError, did_you_mean, read_json
+from llamarl.config.decoder import DecoderSizes, count, sizes_from_hf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decoder:
-    """A decoder-only transformer with gated feed-forward layers, dense or a mixture of experts."""
+class Decoder(DecoderSizes):
+    """What the planner knows of a model, dense or a mixture of experts."""
 
     name: str
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    """Width of one feed-forward block (of one expert in a mixture)."""
-    vocab_size: int
-    max_context_tokens: int
-    """Longest prompt plus response, in tokens."""
-    tie_embeddings: bool = False
     num_experts: int = 1
     """Feed-forward blocks per layer; 1 is dense."""
     experts_per_token: int = 1
@@ -99,84 +87,48 @@ class Decoder:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], name: str = "config.json") -> Decoder:
         """The decoder that a parsed `config.json` describes. Raises ConfigError: a key is missing."""
-
-        def count(*keys: str, default: int | None = None) -> int:
-            value = next((config[key] for key in keys if config.get(key) is not None), default)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}: `{keys[0]}` = {value!r}; a positive whole number is needed to plan")
-            return value
-
-        hidden_size, num_heads = count("hidden_size"), count("num_attention_heads")
-        num_experts = count("num_local_experts", "num_experts", "n_routed_experts", default=1)
-        is_mixture = num_experts > 1
-        width = ("moe_intermediate_size", "intermediate_size") if is_mixture else ("intermediate_size",)
+        num_experts = count(config, "num_local_experts", "num_experts", "n_routed_experts", default=1)
+        if num_experts == 1:
+            return cls(name=name, **sizes_from_hf(config))
+        width = count(config, "moe_intermediate_size", "intermediate_size")
         return cls(
             name=name,
-            hidden_size=hidden_size,
-            num_layers=count("num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=count("num_key_value_heads", default=num_heads),
-            head_dim=count("head_dim", default=hidden_size // num_heads),
-            intermediate_size=count(*width),
-            vocab_size=count("vocab_size"),
-            max_context_tokens=count("max_position_embeddings"),
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             num_experts=num_experts,
-            experts_per_token=count("num_experts_per_tok") if is_mixture else 1,
+            experts_per_token=count(config, "num_experts_per_tok"),
+            **sizes_from_hf({**config, "intermediate_size": width}),
         )
-
-
-def _llama3(name: str, hidden_size: int, num_layers: int, num_heads: int, intermediate_size: int) -> Decoder:
-    """Llama 3.1 (arXiv 2407.21783, table 3)."""
-    return Decoder(
-        name=name,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=intermediate_size,
-        vocab_size=128_256,
-        max_context_tokens=131_072,
-    )
 
 
 MODELS = {
     model.name: model
     for model in (
-        _llama3("llama3-8b", 4096, 32, 32, 14_336),
-        _llama3("llama3-70b", 8192, 80, 64, 28_672),
-        _llama3("llama3-405b", 16_384, 126, 128, 53_248),
+        # Llama 3.1 (arXiv 2407.21783, table 3)
+        Decoder(
+            name="llama3-8b", hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
+            intermediate_size=14_336, vocab_size=128_256, max_position_embeddings=131_072,
+        ),
+        Decoder(
+            name="llama3-70b", hidden_size=8192, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128,
+            intermediate_size=28_672, vocab_size=128_256, max_position_embeddings=131_072,
+        ),
+        Decoder(
+            name="llama3-405b", hidden_size=16_384, num_layers=126, num_heads=128, num_kv_heads=8, head_dim=128,
+            intermediate_size=53_248, vocab_size=128_256, max_position_embeddings=131_072,
+        ),
         # huggingface.co/mistralai/Mixtral-8x7B-v0.1, config.json
         Decoder(
-            name="mixtral-8x7b",
-            hidden_size=4096,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            intermediate_size=14_336,
-            vocab_size=32_000,
-            max_context_tokens=32_768,
-            num_experts=8,
-            experts_per_token=2,
+            name="mixtral-8x7b", hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
+            intermediate_size=14_336, vocab_size=32_000, max_position_embeddings=32_768,
+            num_experts=8, experts_per_token=2,
         ),
         # huggingface.co/Qwen/Qwen3-235B-A22B, config.json
         Decoder(
-            name="qwen3-235b-a22b",
-            hidden_size=4096,
-            num_layers=94,
-            num_heads=64,
-            num_kv_heads=4,
-            head_dim=128,
-            intermediate_size=1536,
-            vocab_size=151_936,
-            max_context_tokens=40_960,
-            num_experts=128,
-            experts_per_token=8,
+            name="qwen3-235b-a22b", hidden_size=4096, num_layers=94, num_heads=64, num_kv_heads=4, head_dim=128,
+            intermediate_size=1536, vocab_size=151_936, max_position_embeddings=40_960,
+            num_experts=128, experts_per_token=8,
         ),
     )
-}
+}  # fmt: skip
 """Built-in shapes."""
 
 
@@ -187,11 +139,9 @@ def find_model(name: str) -> Decoder:
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        near = get_close_matches(name, MODELS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(MODELS)} or a Hugging Face folder"
+        hint = did_you_mean(name, MODELS, f"give one of {', '.join(MODELS)} or a Hugging Face folder")
         raise ConfigError(f"`--model {name}` is neither a built-in shape nor a file; {hint}")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; give the config.json of a Hugging Face model") from None
-    return Decoder.from_hf(config, name)
+        return Decoder.from_hf(read_json(path, "give the config.json of a Hugging Face model"), name)
+    except ConfigError as error:
+        raise ConfigError(f"`--model {name}`: {error}") from None

@@ -9,11 +9,10 @@ import numpy as np
 from llamarl.planner.candidates import admitted, generator_candidates, trainer_candidates
 from llamarl.planner.generation import (
     Generators,
-    decode_parts,
     generation_memory,
     generation_parts,
-    steady_context_tokens,
-    steady_step_s,
+    steady_parts,
+    sum_parts,
 )
 from llamarl.planner.hardware import BF16, FP32, Pool
 from llamarl.planner.plan import GeneratorPlan, Plan, TrainerPlan
@@ -141,15 +140,10 @@ def _generators(request: Request, pool: Pool, rules: Rules, staleness: int) -> _
     return _Generators(
         candidates=candidates,
         time_s_L=sum_parts(generation_parts(request, pool, candidates, rules)),
-        latency_s_L=longest * steady_step_s(request, pool, candidates) if len(rows) else np.zeros(0),
+        latency_s_L=longest * sum_parts(steady_parts(request, pool, candidates)) if len(rows) else np.zeros(0),
         weights_L=memory["weights"][rows],
         kv_L=memory["kv"][rows],
     )
-
-
-def sum_parts(parts: dict[str, np.ndarray]) -> np.ndarray:
-    """Sum over causes, [L]."""
-    return np.sum(np.stack(list(parts.values())), axis=0)
 
 
 def _best_below(key_L: np.ndarray, time_s_L: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -262,16 +256,7 @@ def _generator_plan(
     request: Request, pool: Pool, generators: Generators, rules: Rules, staleness: int
 ) -> GeneratorPlan:
     times = _first(generation_parts(request, pool, generators, rules))
-    step = _first(
-        decode_parts(
-            request,
-            pool,
-            tp=generators.tp_L,
-            weight_bytes=generators.weight_bytes_L,
-            active=generators.slots_L,
-            context_tokens=steady_context_tokens(request),
-        )
-    )
+    step = _first(steady_parts(request, pool, generators))
     decode_s, step_s = times.pop("decode"), sum(step.values())
     resident = not rules.own_memory and not rules.own_parallelism
     memory = _first(generation_memory(request, generators, resident_weights=resident))

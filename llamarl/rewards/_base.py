@@ -20,6 +20,16 @@ class Reward(ABC):
         """Ends worker processes. May be called twice; no scoring afterwards."""
 
 
+def right(value: float) -> RewardResult:
+    """The response is right."""
+    return RewardResult(outcome=Outcome.SCORE, value=value)
+
+
+def wrong(value: float, reason: str) -> RewardResult:
+    """The response is wrong."""
+    return RewardResult(outcome=Outcome.WRONG, value=value, reason=reason)
+
+
 def invalid(reason: str) -> RewardResult:
     """The response could not be judged."""
     return RewardResult(outcome=Outcome.INVALID, value=0.0, reason=reason)

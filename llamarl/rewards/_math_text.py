@@ -98,22 +98,7 @@ def same_number(gold: Number, answer: Number) -> bool:
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _PHRASE = re.compile(r"[A-Za-z][A-Za-z0-9 '.,:-]*")
 _WORD = re.compile(r"[A-Za-z]{3,}")
-_FUNCTIONS = {
-    "sin",
-    "cos",
-    "tan",
-    "cot",
-    "sec",
-    "csc",
-    "arcsin",
-    "arccos",
-    "arctan",
-    "log",
-    "exp",
-    "sqrt",
-    "mod",
-    "det",
-}
+_FUNCTION = re.compile("(?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|exp|sqrt|mod|det", re.IGNORECASE)
 
 
 def plain_text(text: str) -> str:
@@ -124,7 +109,7 @@ def plain_text(text: str) -> str:
 
 def is_phrase(text: str) -> bool:
     """A name or words. To math-verify they are products of letters, in any order."""
-    return bool(_PHRASE.fullmatch(text)) and any(word.lower() not in _FUNCTIONS for word in _WORD.findall(text))
+    return bool(_PHRASE.fullmatch(text)) and any(not _FUNCTION.fullmatch(word) for word in _WORD.findall(text))
 
 
 _EQUALS = re.compile(r"(?<![<>!:\\=])=(?!=)")

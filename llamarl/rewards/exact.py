@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamarl.rewards._base import Reward
-from llamarl.types import Outcome, RewardItem, RewardResult
+from llamarl.rewards._base import Reward, right, wrong
+from llamarl.types import RewardItem, RewardResult
 
 
 @dataclass
@@ -22,9 +22,9 @@ class Exact(Reward):
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         return [
-            RewardResult(outcome=Outcome.SCORE, value=self.correct)
+            right(self.correct)
             if self._tidy(item.response) == self._tidy(item.answer)
-            else RewardResult(outcome=Outcome.WRONG, value=self.wrong, reason="not the answer, word for word")
+            else wrong(self.wrong, "not the answer, word for word")
             for item in items
         ]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamarl.rewards._base import Reward, invalid
+from llamarl.rewards._base import Reward, invalid, right, wrong
 from llamarl.rewards._text import after_hashes, parse_number
-from llamarl.types import Outcome, RewardItem, RewardResult
+from llamarl.types import RewardItem, RewardResult
 
 
 @dataclass
@@ -32,13 +32,10 @@ class Gsm8k(Reward):
             return invalid(f"the data's answer {item.answer[:40]!r} is not a number")
         text = after_hashes(item.response)
         if text is None:
-            return self._wrong("no #### line")
+            return wrong(self.wrong, "no #### line")
         number = parse_number(text)
         if number is None:
-            return self._wrong(f"{text[:40]!r} after #### is not a number")
+            return wrong(self.wrong, f"{text[:40]!r} after #### is not a number")
         if number != gold:
-            return self._wrong(f"{text[:40]} is not {item.answer[-40:]}")
-        return RewardResult(outcome=Outcome.SCORE, value=self.correct)
-
-    def _wrong(self, reason: str) -> RewardResult:
-        return RewardResult(outcome=Outcome.WRONG, value=self.wrong, reason=reason)
+            return wrong(self.wrong, f"{text[:40]} is not {item.answer[-40:]}")
+        return right(self.correct)

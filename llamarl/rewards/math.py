@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamarl.rewards._base import Reward, invalid
+from llamarl.rewards._base import Reward, invalid, right, wrong
 from llamarl.rewards._math_text import quick_verdict, tidy
 from llamarl.rewards._pool import Failure, FailureKind, WorkerPool
 from llamarl.rewards._text import after_hashes, last_box
-from llamarl.types import Outcome, RewardItem, RewardResult
+from llamarl.types import RewardItem, RewardResult
 
 _CACHE_SIZE = 16384
 _WARM_UP = [(r"\frac{\sqrt{2}}{2}", [r"\frac{1}{\sqrt{2}}"]), ("(1,2)", ["(1,3)"]), ("x^2+1", ["1+x^2"])]
@@ -64,7 +64,9 @@ class Math(Reward):
             keys: list[Key] = []
             jobs: dict[Key, tuple[str, ...]] = {}
             for item in items:
-                gold, answer = _gold(item.answer), _answer(item.response)
+                gold, answer = _final(item.answer), _final(item.response)
+                if gold is None:  # the data hold the bare answer
+                    gold = tidy(item.answer)
                 result, pieces = self._quick(gold, answer)
                 results.append(result)
                 keys.append((gold, answer or ""))
@@ -81,14 +83,14 @@ class Math(Reward):
         if not gold:
             return invalid("the data has no answer"), ()
         if not answer:
-            return self._wrong(r"no \boxed{} and no #### line" if answer is None else "an empty answer"), ()
+            return wrong(self.wrong, r"no \boxed{} and no #### line" if answer is None else "an empty answer"), ()
         if (gold, answer) in self._cache:
             self._cache.move_to_end((gold, answer))
             return self._cache[gold, answer], ()
         verdict = quick_verdict(gold, answer)
         if verdict.right is None:
             return None, verdict.pieces
-        return (self._right() if verdict.right else self._wrong(verdict.reason)), ()
+        return right(self.correct) if verdict.right else wrong(self.wrong, verdict.reason), ()
 
     def _grade(self, jobs: dict[Key, tuple[str, ...]]) -> dict[Key, RewardResult]:
         """Each distinct pair once."""
@@ -107,28 +109,15 @@ class Math(Reward):
         if isinstance(answer, Failure):
             return invalid(answer.reason)
         if answer == "equal":
-            return self._right()
+            return right(self.correct)
         if answer == "no gold":
             return invalid("the data's answer cannot be read by math-verify, and the response is not the same text")
-        return self._wrong(_REASONS[answer])
-
-    def _right(self) -> RewardResult:
-        return RewardResult(outcome=Outcome.SCORE, value=self.correct)
-
-    def _wrong(self, reason: str) -> RewardResult:
-        return RewardResult(outcome=Outcome.WRONG, value=self.wrong, reason=reason)
+        return wrong(self.wrong, _REASONS[answer])
 
 
-def _gold(answer: str) -> str:
-    """Data hold the bare answer, or a solution that ends with it."""
-    found = last_box(answer)
+def _final(text: str) -> str | None:
+    """What a solution ends with, tidy; None without a box and without `####`."""
+    found = last_box(text)
     if found is None:
-        found = after_hashes(answer)
-    return tidy(answer if found is None else found)
-
-
-def _answer(response: str) -> str | None:
-    found = last_box(response)
-    if found is None:
-        found = after_hashes(response)
+        found = after_hashes(text)
     return None if found is None else tidy(found)

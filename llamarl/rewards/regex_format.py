@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from llamarl.config import ConfigError
-from llamarl.rewards._base import Reward, invalid
+from llamarl.rewards._base import Reward, invalid, right, wrong
 from llamarl.rewards._pool import Failure, WorkerPool
-from llamarl.types import Outcome, RewardItem, RewardResult
+from llamarl.types import RewardItem, RewardResult
 
 
 @dataclass
@@ -52,9 +52,7 @@ class RegexFormat(Reward):
     def _result(self, found: bool | Failure) -> RewardResult:
         if isinstance(found, Failure):
             return invalid(found.reason)
-        if found:
-            return RewardResult(outcome=Outcome.SCORE, value=self.value)
-        return RewardResult(outcome=Outcome.WRONG, value=self.wrong, reason="no match of the pattern")
+        return right(self.value) if found else wrong(self.wrong, "no match of the pattern")
 
     def close(self) -> None:
         self._pool.close()

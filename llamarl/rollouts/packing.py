@@ -13,7 +13,7 @@ Shape suffixes: N packed input tokens, R response tokens (targets), G samples of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -50,6 +50,37 @@ class Microbatch:
     """float32; empty without a reference."""
     values_R: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     """float32; empty without a critic."""
+
+
+EMPTY = Microbatch(
+    token_ids_N=np.zeros(0, np.int64),
+    positions_N=np.zeros(0, np.int64),
+    prompt_lengths=(),
+    response_lengths=(),
+    predictors_R=np.zeros(0, np.int64),
+    targets_R=np.zeros(0, np.int64),
+    sequence_R=np.zeros(0, np.int64),
+    behavior_logprobs_R=np.zeros(0, np.float32),
+    policy_versions_R=np.zeros(0, np.int32),
+    advantages_R=np.zeros(0, np.float32),
+    loss_mask_R=np.zeros(0, bool),
+)
+"""Of no group at all."""
+
+
+def padded(microbatch: Microbatch, multiple: int) -> Microbatch:
+    """With as many tokens more as a multiple needs, at least one in all; they form a prompt that predicts nothing."""
+    num = len(microbatch.token_ids_N)
+    num_more = -num % multiple if num else multiple
+    if not num_more:
+        return microbatch
+    return replace(
+        microbatch,
+        token_ids_N=np.pad(microbatch.token_ids_N, (0, num_more)),
+        positions_N=np.pad(microbatch.positions_N, (0, num_more)),
+        prompt_lengths=(*microbatch.prompt_lengths, num_more),
+        response_lengths=(*microbatch.response_lengths, ()),
+    )
 
 
 def valid_rollouts(group: RolloutGroup, *, mask_truncated: bool = False) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 
 from llamarl.observability.accounting import account
 from llamarl.observability.metrics import StepMetrics
-from llamarl.observability.spans import Span
+from llamarl.observability.spans import Span, merged
 
 Spans = Mapping[str, Sequence[Span]]
 
@@ -34,7 +34,7 @@ class SharedCores:
         changes = [
             (at_s, change * threads[name])
             for name, work in spans.items()
-            for start_s, end_s in _merged(work)
+            for start_s, end_s in merged(work)  # an executor has one thread for all it does
             for at_s, change in ((start_s, 1), (end_s, -1))
         ]
         changes.sort()
@@ -82,14 +82,3 @@ class SharedCores:
             )
             begin_s = end_s
         return stretched
-
-
-def _merged(spans: Sequence[Span]) -> list[tuple[float, float]]:
-    """Disjoint intervals that the spans cover: an executor has one thread for all it does."""
-    merged = list[tuple[float, float]]()
-    for span in sorted(spans, key=lambda span: span.start_s):
-        if merged and span.start_s <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], span.end_s))
-        else:
-            merged.append((span.start_s, span.end_s))
-    return merged

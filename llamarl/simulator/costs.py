@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field, StrictBool
 
-from llamarl.config import ConfigError
-from llamarl.planner.generation import decode_parts, steady_context_tokens
+from llamarl.config import make_record, read_json
+from llamarl.planner.generation import Generators, steady_parts, sum_parts
+from llamarl.planner.hardware import Count, Positive, ZeroOrMore
 from llamarl.planner.plan import Plan
 
-Group = tuple[tuple[int, float], ...]
+WholeOrNone = Annotated[int, Field(ge=0, strict=True)]
+Group = Annotated[tuple[tuple[WholeOrNone, float], ...], Field(min_length=1)]
 """Tokens and reward of each response."""
 
 
@@ -22,70 +25,67 @@ Group = tuple[tuple[int, float], ...]
 class SimulatorCosts:
     """The defaults are a 70B model on H100s, rounded from the planner: tensor parallel 8, bfloat16."""
 
-    generator_gpus: int = 8
+    generator_gpus: Count = 8
     """GPUs of one generator replica."""
-    trainer_gpus: int = 0
+    trainer_gpus: WholeOrNone = 0
     """GPUs of the trainer when nobody says how many; 0: as many as all generators have."""
-    decode_base_s: float = 0.012
+    decode_base_s: Positive = 0.012
     """a: seconds of a decode step, whatever runs: reading the weights, launches."""
-    decode_per_rollout_s: float = 5e-5
+    decode_per_rollout_s: ZeroOrMore = 5e-5
     """b: further seconds per rollout in the step: its KV cache, its share of the products."""
-    prefill_token_s: float = 3.5e-5
+    prefill_token_s: ZeroOrMore = 3.5e-5
     """Seconds per prompt token; a prompt is prefilled once for its group."""
-    train_base_s: float = 0.2
+    train_base_s: ZeroOrMore = 0.2
     """Seconds of an optimizer step that do not depend on its tokens: optimizer, host."""
-    train_token_gpu_s: float = 1e-3
+    train_token_gpu_s: ZeroOrMore = 1e-3
     """GPU-seconds per trained token, prompts included: forward, backward, recompute, communication."""
-    publish_s: float = 0.5
+    publish_s: ZeroOrMore = 0.5
     """Seconds in which the trainer makes its weights available."""
-    adopt_s: float = 0.6
+    adopt_s: ZeroOrMore = 0.6
     """Seconds in which a generator stands still to take new weights over."""
-    save_s: float = 10.0
+    save_s: ZeroOrMore = 10.0
     """Seconds of a checkpoint in which the trainer stands still."""
-    score_s: float = 0.02
+    score_s: ZeroOrMore = 0.02
     """Mean seconds to judge one response, exponentially distributed."""
-    score_workers: int = 64
+    score_workers: Count = 64
     """Responses judged at the same time."""
-    score_timeout_s: float = 10.0
+    score_timeout_s: ZeroOrMore = 10.0
     """Seconds after which the reward gives a response up; it is then invalid."""
-    generator_start_s: float = 60.0
+    generator_start_s: ZeroOrMore = 60.0
     """Seconds until a new generator process has loaded its model."""
-    prompt_tokens: int = 512
+    prompt_tokens: Count = 512
     """Length of every prompt."""
-    response_tokens: float = 1200.0
+    response_tokens: Positive = 1200.0
     """Mean of the lognormal response length, before the cut at `rollout.max_new_tokens`."""
-    response_sigma: float = 0.7
+    response_sigma: ZeroOrMore = 0.7
     """Log-deviation of the response length; 0 makes all equal."""
-    response_lengths: tuple[int, ...] = ()
+    response_lengths: tuple[Count, ...] = ()
     """Measured lengths to draw from instead of the lognormal."""
     measured_groups: tuple[Group, ...] = ()
     """Groups of a real run in the order of their prompts, one (tokens, reward) per response; group g of the simulation
     is the g-th of them, and from the first on again. Instead of drawn lengths and rewards."""
-    skips_equal_rewards: bool = False
+    skips_equal_rewards: StrictBool = False
     """The trainer spends nothing on groups in which all rewards are equal, as their advantages are 0."""
-    call_s: float = 0.0
+    call_s: ZeroOrMore = 0.0
     """Seconds that a call and its answer are under way."""
-    cores: float = 0
+    cores: ZeroOrMore = 0
     """Cores of the one machine that all executors on `cpu` and the controller share, or a container's part of them; 0:
     everybody has his own."""
-    controller_rollout_s: float = 0.0
+    controller_rollout_s: ZeroOrMore = 0.0
     """With `cores`: processor seconds of the controller, and of messages in executors, per rollout."""
 
     @classmethod
     def from_plan(cls, plan: Plan) -> SimulatorCosts:
         """What the planner's roofline says of the plan's layouts, as lines through two points."""
         request, generator, trainer = plan.request, plan.generator, plan.trainer
-        one, full = sum(
-            decode_parts(
-                request,
-                generator.pool,
-                tp=np.array([generator.tp] * 2),
-                weight_bytes=np.array([generator.weight_bytes] * 2),
-                active=np.array([1.0, generator.slots]),
-                context_tokens=steady_context_tokens(request),
-            ).values(),
-            start=np.zeros(2),
+        two = np.ones(2, np.int64)
+        replicas = Generators(
+            tp_L=two * generator.tp,
+            replicas_L=two * generator.replicas,
+            slots_L=np.array([1, generator.slots]),
+            weight_bytes_L=two * generator.weight_bytes,
         )
+        one, full = sum_parts(steady_parts(request, generator.pool, replicas))
         slope = (full - one) / max(generator.slots - 1, 1)
         fixed_s = trainer.time_parts["optimizer"]
         publish_s = trainer.time_parts.get("publish", 0.0)
@@ -113,71 +113,14 @@ class SimulatorCosts:
         Raises:
             ConfigError: the file cannot be read, or a field is unknown or impossible.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read costs {path}: {error}; give a JSON object of numbers") from None
-        if not isinstance(data, dict):
-            raise ConfigError(f'costs {path} hold no JSON object; write {{"decode_base_s": 0.012, ...}}')
+        data = read_json(path, 'write {"decode_base_s": 0.012, ...}')
         if isinstance(data.get("costs"), dict):
             data = data["costs"]
-        known = {field.name for field in dataclasses.fields(cls)}
-        for name, value in data.items():
-            if name not in known:
-                near = get_close_matches(name, known, n=1)
-                hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(sorted(known))}"
-                raise ConfigError(f"{path}: `{name}` is not a cost; {hint}")
-            _check(path, name, value)
-        if "response_lengths" in data:
-            data["response_lengths"] = tuple(data["response_lengths"])
-        if "measured_groups" in data:
-            data["measured_groups"] = tuple(
-                tuple((tokens, float(reward)) for tokens, reward in group) for group in data["measured_groups"]
-            )
-        return cls(**data)
+        return make_record(cls, data, "costs", str(path))
 
     def save(self, path: str | Path) -> None:
         """Writes what `load` reads. Raises OSError."""
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
-
-
-def _check(path: str | Path, name: str, value: object) -> None:
-    if name == "response_lengths":
-        if not isinstance(value, list) or not all(isinstance(one, int) and one >= 1 for one in value):
-            raise ConfigError(f"{path}: `{name}` must be a list of whole numbers of at least 1")
-        return
-    if name == "measured_groups":
-        if not isinstance(value, list) or not all(_is_group(group) for group in value):
-            raise ConfigError(f"{path}: `{name}` must be a list of groups, each a list of [tokens, reward]")
-        return
-    if name == "skips_equal_rewards":
-        if not isinstance(value, bool):
-            raise ConfigError(f"{path}: `{name} = {value!r}`; give true or false")
-        return
-    whole = name in ("generator_gpus", "trainer_gpus", "score_workers", "prompt_tokens")
-    positive = (whole and name != "trainer_gpus") or name in ("decode_base_s", "response_tokens")
-    fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not fits or not 0 <= value < float("inf") or (positive and not value):
-        if whole:
-            kind = f"a whole number of at least {int(positive)}"
-        else:
-            kind = "a number above 0" if positive else "a number of at least 0"
-        raise ConfigError(f"{path}: `{name} = {value!r}`; give {kind}")
-
-
-def _is_group(group: object) -> bool:
-    return (
-        isinstance(group, list)
-        and len(group) > 0
-        and all(
-            isinstance(one, list)
-            and len(one) == 2
-            and isinstance(one[0], int)
-            and one[0] >= 0
-            and isinstance(one[1], int | float)
-            for one in group
-        )
-    )
 
 
 class ResponseLengths:

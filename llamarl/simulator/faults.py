@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 
-from llamarl.config import ConfigError
+from llamarl.config import ConfigError, did_you_mean
 
 HELP = (
     "comma-separated: slow=SHARExFACTOR, die=REPLICA@SECONDS, deaths=RATE (per hour, of all generators), "
@@ -60,9 +59,7 @@ class Faults:
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, _, value = part.partition("=")
             if name not in _FORMS:
-                near = get_close_matches(name, _FORMS, n=1)
-                hint = f"did you mean `{_EXAMPLES[near[0]]}`?" if near else f"known: {', '.join(_FORMS)}"
-                raise ConfigError(f"--faults: `{name}` is no fault; {hint}")
+                raise ConfigError(f"--faults: `{name}` is no fault; {did_you_mean(name, _FORMS)} Write {HELP}")
             found = re.fullmatch(_FORMS[name], value)
             if not found:
                 raise ConfigError(f"--faults: `{part}` cannot be read; write {_EXAMPLES[name]}")

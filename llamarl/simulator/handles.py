@@ -41,10 +41,9 @@ class SimulatedHandle(ExecutorHandle):
     SPANS: ClassVar[dict[str, str]] = {}
     """Span name of each method that is work."""
 
-    def __init__(self, name: str, watch: Stopwatch, call_s: float) -> None:
-        """`call_s`: seconds that a call and its answer are under way, in which the executor may do other work."""
+    def __init__(self, name: str, watch: Stopwatch, costs: SimulatorCosts) -> None:
         self._loop = asyncio.get_running_loop()
-        self._call_s = call_s
+        self._costs = costs
         self._watch = watch
         self.name = name
         self.pids = [0]
@@ -79,8 +78,9 @@ class SimulatedHandle(ExecutorHandle):
         return result
 
     async def _under_way(self) -> None:
-        if self._call_s:
-            await asyncio.sleep(self._call_s)
+        """While a call and its answer are under way the executor may do other work."""
+        if self._costs.call_s:
+            await asyncio.sleep(self._costs.call_s)
 
     async def _busy_until(self, start_s: float, end_s: float, method: str, timeout_s: float) -> None:
         """Waits until this call is done, no longer than `timeout_s`; the executor goes on in either case."""
@@ -159,8 +159,7 @@ class SimulatedGenerator(SimulatedHandle):
         max_running: int,
         slowness: float,
     ) -> None:
-        super().__init__(name, watch, costs.call_s)
-        self._costs = costs
+        super().__init__(name, watch, costs)
         self._lengths = lengths
         self._slowness = slowness
         self._queue = DecodeQueue(
@@ -316,8 +315,7 @@ class SimulatedTrainer(SimulatedHandle):
     SPANS: ClassVar[dict[str, str]] = {"step": "train", "publish": "weight_sync", "save": "checkpoint"}
 
     def __init__(self, name: str, watch: Stopwatch, costs: SimulatorCosts, num_gpus: int) -> None:
-        super().__init__(name, watch, costs.call_s)
-        self._costs = costs
+        super().__init__(name, watch, costs)
         self._token_s = costs.train_token_gpu_s / num_gpus
         self._groups = dict[int, tuple[int, int, int]]()
         """Rollouts, response tokens and computed tokens of each group that was sent ahead."""

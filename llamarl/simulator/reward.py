@@ -27,8 +27,7 @@ class SimulatedReward(SimulatedHandle):
         timeout_share: float,
         lengths: ResponseLengths,
     ) -> None:
-        super().__init__(name, watch, costs.call_s)
-        self._costs = costs
+        super().__init__(name, watch, costs)
         self._lengths = lengths
         self._seed = seed
         self._timeout_share = timeout_share

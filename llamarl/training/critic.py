@@ -15,12 +15,15 @@ from torch import Tensor
 
 from llamarl.algorithms.advantages._base import GroupRewards, ValueAdvantage
 from llamarl.config.schema import TrainerConfig
+from llamarl.distributed.mesh import ALONE
 from llamarl.models.scalar import ScalarModel
 from llamarl.rollouts.packing import Microbatch, pack, to_sample_group
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
+from llamarl.training.parallel import Sharding, held_tensors
 from llamarl.training.responses import hidden_of, per_response
 from llamarl.training.trainer import NonFiniteStep
 from llamarl.types import Prompt, Rollout, RolloutGroup, TrainBatch
+from llamarl.weight_sync.layout import TensorSpec
 
 
 def value_losses(values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, clip: float) -> Tensor:
@@ -50,7 +53,11 @@ class Critic:
         """
         self.model = model
         self.config = config
-        self.optimizer = build_optimizer(model, config)
+        self.mesh = ALONE
+        weights: dict[str, Tensor] = dict(model.named_parameters())
+        specs = {name: TensorSpec.whole(name, tuple(weight.shape), "float32") for name, weight in weights.items()}
+        self.sharding = Sharding(weights, specs, self.mesh, is_tied=False)
+        self.optimizer = build_optimizer(weights.values(), config)
         self.policy_version = 0
         """Completed steps."""
         self._clip = clip
@@ -92,7 +99,7 @@ class Critic:
                 loss += float(mean.detach()) / self.config.passes
                 seconds += clock() - start_s
                 yield
-            grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
+            grad_norm = self.sharding.clip_gradients(self.config.max_grad_norm)
             finite = finite and math.isfinite(grad_norm) and math.isfinite(loss)
             if finite:
                 self.optimizer.step()
@@ -110,6 +117,10 @@ class Critic:
             "critic_skipped": float(not finite),
             "critic_s": seconds,
         }
+
+    def shards(self) -> dict[str, tuple[TensorSpec, Tensor]]:
+        """See `Trainer.shards`."""
+        return held_tensors(self.sharding, self.optimizer)
 
     def _loss(self, microbatch: Microbatch) -> Tensor:
         """Sum over the tokens."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from llamarl.config.schema import TrainerConfig
 
 
-def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+def build_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.optim.AdamW:
     """Fused AdamW (arXiv 1711.05101). Norms and biases are not decayed: pulling them to 0 removes what they scale."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    given = list(weights)
+    matrices = [weight for weight in given if weight.ndim >= 2]
+    vectors = [weight for weight in given if weight.ndim < 2]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

@@ -1,29 +1,37 @@
-"""`Trainer`: one optimizer step on one batch of scored groups.
+"""`Trainer`: one optimizer step on one batch of scored groups, together with the other ranks of a mesh.
 
-Shape suffixes: N packed input tokens, R response tokens (targets), G rollouts of a group, D model dim.
+Shape suffixes: R response tokens (targets), G rollouts of a group.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from llamarl.algorithms.advantages._base import Advantage
 from llamarl.algorithms.kl import KlPenalty
 from llamarl.algorithms.losses._base import Loss, LossInputs
 from llamarl.config.schema import TrainerConfig
+from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.models.transformer import Transformer
-from llamarl.rollouts.packing import Microbatch, pack, to_sample_group, with_advantage
+from llamarl.rollouts.packing import EMPTY, Microbatch, pack, to_sample_group, with_advantage
 from llamarl.rollouts.shaping import UNSHAPED, Shaping
-from llamarl.training.attention import shared_prefix_attend
-from llamarl.training.logprobs import target_logprobs
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
+from llamarl.training.parallel import held_tensors, parallelize
+from llamarl.training.pipeline import Pipeline
+from llamarl.training.policy import Policy, shares
 from llamarl.training.result import StepResult
-from llamarl.types import RolloutGroup, TrainBatch
+from llamarl.types import RolloutGroup, SampleGroup, TrainBatch
+from llamarl.weight_sync.layout import TensorSpec
+
+Logged = tuple[dict[str, float], dict[str, float]]
+"""Sums and maxima, by name."""
 
 
 class NonFiniteStep(RuntimeError):
@@ -31,7 +39,10 @@ class NonFiniteStep(RuntimeError):
 
 
 class Trainer:
-    """A model in training: float32 master weights, compute in `config.dtype`."""
+    """A model in training: float32 master weights, compute in `config.dtype`.
+
+    All ranks of `mesh` make the same calls with the same groups; each computes its share.
+    """
 
     def __init__(
         self,
@@ -40,9 +51,18 @@ class Trainer:
         loss: Loss,
         advantage: Advantage,
         temperature: float,
+        mesh: RankMesh = ALONE,
+        device: torch.device | None = None,
         shaping: Shaping = UNSHAPED,
         kl_in_loss: KlPenalty | None = None,
     ) -> None:
+        """
+        Args:
+            model: the whole of it; what other ranks compute with is dropped.
+            device: to compute on; none: where the model is.
+            shaping: what the tokens of a group have earned.
+            kl_in_loss: price of leaving the reference, beside the loss.
+        """
         self.model = model
         self.config = config
         self.loss = loss
@@ -50,11 +70,13 @@ class Trainer:
         self.temperature = temperature
         self.shaping = shaping
         self.kl_in_loss = kl_in_loss
-        self.optimizer = build_optimizer(model, config)
+        self.mesh = mesh
+        self.device, dtype = device or model.device, model.kv_dtype
+        self.policy = Policy(model, mesh)
+        self.sharding = parallelize(self.policy, model, mesh, self.device)
+        self.pipeline = Pipeline(mesh.pp, dtype, self.device)
+        self.optimizer = build_optimizer(self.sharding.weights.values(), config)
         self.policy_version = 0
-        self.device = next(model.parameters()).device
-        for weight in model.parameters():
-            weight.grad = torch.zeros_like(weight)
 
     def step(self, groups: Sequence[RolloutGroup]) -> StepResult:
         """Learns from `groups` and completes one policy version.
@@ -72,14 +94,17 @@ class Trainer:
         # Samples without gradient still count in the denominator: leaving them out changes nothing but the time.
         needs_all = self.loss.LEARNS_WITHOUT_ADVANTAGE or self.kl_in_loss is not None
         computed = batch.groups if needs_all else with_advantage(batch.groups)
-        sums, maxima = dict[str, float](), dict[str, float]()
-        microbatches = pack(computed, self.config.microbatch_tokens)
-        proximal, finite, grad_norm, passes = list[Tensor](), True, 0.0, 0
-        while finite and passes < self.config.passes:
-            finite, grad_norm = self._update(microbatches, denominator, proximal, sums, maxima)
-            passes += 1
-        loss = sums.pop("loss", 0.0) / denominator / passes
-        num_computed = passes * TrainBatch(groups=tuple(computed)).num_loss_tokens
+        logged, proximal, finite, grad_norm = list[Logged](), dict[int, Tensor](), True, 0.0
+        while finite and len(logged) < self.config.passes:
+            logged.append(self.accumulate(computed, denominator, proximal))
+            grad_norm = self.sharding.clip_gradients(self.config.max_grad_norm)
+            finite = math.isfinite(grad_norm) and math.isfinite(logged[-1][0].get("loss", 0.0))
+            if finite:
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=False)  # a step without any gradient still moves by its momentum
+        sums, maxima = _merged(logged)
+        loss, num_inputs = sums.pop("loss", 0.0) / denominator / len(logged), sums.pop("num_input_tokens")
+        num_computed = len(logged) * TrainBatch(groups=tuple(computed)).num_loss_tokens
         metrics = {name: value / num_computed for name, value in sums.items()} | maxima | self.shaping.metrics(groups)
         metrics |= {
             "loss": loss,
@@ -88,7 +113,7 @@ class Trainer:
             "learning_rate": rate,
             "num_loss_tokens": float(batch.num_loss_tokens),
             "num_computed_tokens": float(num_computed),
-            "num_input_tokens": float(passes * sum(len(microbatch.token_ids_N) for microbatch in microbatches)),
+            "num_input_tokens": num_inputs,
         }
         if not finite and self.config.on_nonfinite == "stop":
             names = ", ".join(str(group.group_id) for group in groups)
@@ -100,32 +125,6 @@ class Trainer:
         return StepResult(
             policy_version=self.policy_version, skipped=not finite, metrics=metrics, advantages=advantages
         )
-
-    def _update(
-        self,
-        microbatches: Sequence[Microbatch],
-        denominator: int,
-        proximal: list[Tensor],
-        sums: dict[str, float],
-        maxima: dict[str, float],
-    ) -> tuple[bool, float]:
-        """One pass over the batch and one update. Whether all was finite, else there is no update; the gradient norm.
-
-        The first pass fills `proximal`, the log-probabilities before any update, which later ones are relative to.
-        """
-        known = list(proximal)
-        for index, microbatch in enumerate(microbatches):
-            logprobs_R = self.logprobs(microbatch)
-            if not known:
-                proximal.append(logprobs_R.detach())
-            at_first_R = known[index] if known else None
-            self._accumulate(microbatch, logprobs_R, at_first_R, denominator, sums, maxima)
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
-        finite = math.isfinite(grad_norm) and math.isfinite(sums.get("loss", 0.0))
-        if finite:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)  # a step without any gradient still moves by its momentum
-        return finite, grad_norm
 
     def _batch(self, groups: Sequence[RolloutGroup]) -> tuple[TrainBatch, dict[int, np.ndarray]]:
         """What is learnt from, and the advantage of each rollout."""
@@ -141,16 +140,50 @@ class Trainer:
         }
         return TrainBatch(groups=tuple(samples)), means
 
-    def _accumulate(
+    def accumulate(
+        self, groups: Sequence[SampleGroup], denominator: int, proximal: dict[int, Tensor] | None = None
+    ) -> Logged:
+        """Gradient of (sum of losses) / (global count of tokens or sequences); sums and maxima over all ranks.
+
+        The first pass over a batch fills `proximal`, the log-probabilities by microbatch, which later ones stay near.
+
+        Data-parallel ranks compute their own groups, and as many microbatches as whoever has the most: the others'
+        last ones are empty, as they all take part in each collective.
+        """
+        mesh = self.mesh
+        own = pack(shares(groups, mesh.fsdp.size)[mesh.fsdp.rank], self.config.microbatch_tokens)
+        num_inputs = float(sum(len(microbatch.token_ids_N) for microbatch in own))
+        own += [EMPTY] * (max(mesh.exchange(len(own))) - len(own))
+        sums, maxima = {"num_input_tokens": num_inputs}, dict[str, float]()
+        at_first = {} if proximal is None else proximal
+
+        def forward(index: int, hidden_M_D: Tensor | None) -> Tensor:
+            output = self._forward(own[index], hidden_M_D)
+            if not mesh.pp.is_last:
+                return output
+            loss = self._loss(own[index], output, at_first.get(index), sums, maxima)
+            at_first.setdefault(index, output.detach())
+            return loss / denominator
+
+        self.pipeline.train([self.policy.hidden_shape(microbatch) for microbatch in own], forward)
+        self.sharding.finish_gradients()
+        return self._together(sums, maxima)
+
+    def _forward(self, microbatch: Microbatch, hidden_M_D: Tensor | None) -> Tensor:
+        inputs = self.policy.place(microbatch, self.device)
+        return self.policy(inputs, hidden_M_D, self.temperature, self.config.dtype == "bfloat16")
+
+    def _loss(
         self,
         microbatch: Microbatch,
         logprobs_R: Tensor,
         proximal_R: Tensor | None,
-        denominator: int,
         sums: dict[str, float],
         maxima: dict[str, float],
-    ) -> None:
-        """Adds one microbatch's share of the gradient of (sum of losses) / (global count of tokens or sequences)."""
+    ) -> Tensor:
+        """Sum over one microbatch; adds to what is logged."""
+        if not len(microbatch.targets_R):
+            return logprobs_R.sum()
         reference_R = microbatch.reference_logprobs_R
         output = self.loss(
             LossInputs(
@@ -165,20 +198,59 @@ class Trainer:
                 kl=self.kl_in_loss,
             )
         )
-        (output.loss / denominator).backward()
         for name, value in {"loss": output.loss, **output.sums}.items():
             sums[name] = sums.get(name, 0.0) + float(value.detach())
         for name, value in output.maxima.items():
             maxima[name] = max(maxima.get(name, -math.inf), float(value))
+        return output.loss
+
+    def _together(self, sums: dict[str, float], maxima: dict[str, float]) -> Logged:
+        """Of all data-parallel ranks; the first of each one's tensor and context ranks speaks, on the last stage."""
+        speaks = self.mesh.pp.is_last and self.mesh.tp.rank == self.mesh.cp.rank == 0
+        return _merged(self.mesh.exchange((sums, maxima) if speaks else ({}, {})))
 
     def logprobs(self, microbatch: Microbatch) -> Tensor:
-        """Log-probabilities of the response tokens at the sampling temperature, float32 [R]."""
-        attend = shared_prefix_attend(microbatch.prompt_lengths, microbatch.response_lengths, self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
-            hidden_N_D = self.model(self._tensor(microbatch.token_ids_N), self._tensor(microbatch.positions_N), attend)
-        hidden_R_D = hidden_N_D.index_select(0, self._tensor(microbatch.predictors_R))
-        head_V_D = self.model.head_weight_V_D.to(hidden_R_D.dtype)
-        return target_logprobs(hidden_R_D, head_V_D, self._tensor(microbatch.targets_R), self.temperature)
+        """Log-probabilities of the response tokens at the sampling temperature, float32 [R]; with one stage."""
+        return self._forward(microbatch, None)
+
+    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Log-probabilities of all tokens but the first at temperature 1, float32 [T - 1] each; on every rank."""
+        lengths = [len(token_ids_T) - 1 for token_ids_T in sequences]
+        starts = np.cumsum([0, *lengths])[:-1]
+        microbatch = replace(
+            EMPTY,
+            token_ids_N=np.concatenate([token_ids_T[:-1] for token_ids_T in sequences]).astype(np.int64),
+            positions_N=np.concatenate([np.arange(length) for length in lengths]),
+            prompt_lengths=tuple(lengths),
+            response_lengths=((),) * len(lengths),
+            predictors_R=np.arange(sum(lengths)),
+            targets_R=np.concatenate([token_ids_T[1:] for token_ids_T in sequences]).astype(np.int64),
+        )
+        inputs = self.policy.place(microbatch, self.device)
+        result = self.pipeline.infer(
+            self.policy.hidden_shape(microbatch), lambda _, hidden_M_D: self.policy(inputs, hidden_M_D, 1.0, False)
+        )
+        if isinstance(self.policy, FSDPModule):
+            self.policy.reshard()  # else the next forward would use the gathered weights of before the next step
+        logprobs_R = self.mesh.exchange(result.cpu().numpy() if self.mesh.pp.is_last else None)[-1]
+        return np.split(logprobs_R, starts[1:])
+
+    def shards(self) -> dict[str, tuple[TensorSpec, Tensor]]:
+        """What this rank holds of weights, `NAME`, and of the moments of AdamW, `NAME:MOMENT`, once there are some.
+
+        Tensors are those in use. Several ranks may hold the same part.
+        """
+        return held_tensors(self.sharding, self.optimizer)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def _merged(logged: Iterable[Logged]) -> Logged:
+    all_sums, all_maxima = dict[str, float](), dict[str, float]()
+    for sums, maxima in logged:
+        for name, value in sums.items():
+            all_sums[name] = all_sums.get(name, 0.0) + value
+        for name, value in maxima.items():
+            all_maxima[name] = max(all_maxima.get(name, -math.inf), value)
+    return all_sums, all_maxima

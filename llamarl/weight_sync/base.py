@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 
 from llamarl.distributed.box import Box
-from llamarl.distributed.layout import DTYPE_BYTES, LayoutError, assemble_layout
+from llamarl.distributed.layout import LayoutError, assemble_layout
 from llamarl.distributed.reshard import ReshardPlan, plan_reshard
 from llamarl.kernels.copy import MODULUS, copy_part, fingerprint
 from llamarl.models.quantize import QUANTIZED_DTYPES, NonFiniteWeights, quantize_rows
@@ -78,14 +78,45 @@ class WriterPlan:
     parts: tuple[tuple[Part, ...], ...]
     """For each layout."""
 
-    @property
-    def num_bytes(self) -> int:
-        """What this rank writes of each version: all that it stages beside its own shards, times the slots in use."""
-        return sum(
-            math.prod(shape_of(spec := layout.specs[part.tensor], part.box)) * DTYPE_BYTES[spec.dtype]
-            for layout, parts in zip(self.layouts, self.parts, strict=True)
-            for part in parts
-        )
+    def write(
+        self,
+        layout: int,
+        version: int,
+        weights: Mapping[str, Tensor],
+        targets: Iterable[tuple[Part, Tensor]],
+        proof: np.ndarray,
+        power_of_two: bool = False,
+    ) -> None:
+        """Copies parts of one layout to their targets, cast or quantized; with `power_of_two`, such are the scales.
+
+        Adds to `proof` [2, tensors], which begins with zeros, the fingerprint and then the number of bytes of each
+        part: where the numbers of all writers add up to a tensor, it is all there.
+
+        Raises:
+            NonFiniteWeights: names the parameter and the version.
+        """
+        specs = self.layouts[layout].specs
+        found = {(specs[part.tensor].key, part.box): (part, target) for part, target in targets}
+        for (_, box), (part, target) in found.items():
+            spec = specs[part.tensor]
+            if spec.part == "scales":  # written with its values
+                continue
+            weight, held = weights[spec.name], self.held[spec.name]
+            assert weight.shape == held.shape, f"{spec.name}: {tuple(weight.shape)} is not the planned {held.shape}"
+            source = weight.detach()[box.within(held)]
+            if spec.dtype not in QUANTIZED_DTYPES:
+                share = copy_part(target, source, spec.shape, spec.starts_of(box))
+                _add(proof, part, target, share)
+                continue
+            halves = (part, target), found[f"{spec.name}.scale", box]
+            try:
+                quantize_rows(source, spec.dtype, power_of_two, out=(target, halves[1][1]))
+            except NonFiniteWeights as error:
+                row, name = box.starts[0] + error.row, f"{spec.name} (version {version})"
+                raise NonFiniteWeights(row, error.dtype, name) from None
+            for half, written in halves:  # whole rows
+                first = spec.starts_of(box)[0] * math.prod(written.shape[1:])
+                _add(proof, half, written, fingerprint(written, first))
 
 
 class Publisher(ABC):
@@ -243,67 +274,15 @@ class SlotTable:
         return sum(version is not None for version in self._versions)
 
 
-def write_parts(
-    plan: WriterPlan,
-    layout: int,
-    version: int,
-    weights: Mapping[str, Tensor],
-    targets: Iterable[tuple[Part, Tensor]],
-    proof: np.ndarray,
-    power_of_two: bool = False,
-) -> None:
-    """Copies parts of one layout to their targets, cast or quantized; with `power_of_two`, such are the scales.
-
-    Adds to `proof` [2, tensors], which begins with zeros, the fingerprint and then the number of bytes of each part:
-    where the numbers of all writers add up to a tensor, it is all there.
-
-    Raises:
-        NonFiniteWeights: names the parameter and the version.
-    """
-    specs = plan.layouts[layout].specs
-    found = {(specs[part.tensor].key, part.box): (part, target) for part, target in targets}
-    for (_, box), (part, target) in found.items():
-        spec = specs[part.tensor]
-        if spec.part == "scales":  # written with its values
-            continue
-        weight, held = weights[spec.name], plan.held[spec.name]
-        assert weight.shape == held.shape, f"{spec.name}: {tuple(weight.shape)} is not the planned {held.shape}"
-        source = weight.detach()[box.within(held)]
-        if spec.dtype not in QUANTIZED_DTYPES:
-            share = copy_part(target, source, spec.shape, starts_of(spec, box))
-            _add(proof, part, target, share)
-            continue
-        halves = (part, target), found[f"{spec.name}.scale", box]
-        try:
-            quantize_rows(source, spec.dtype, power_of_two, out=(target, halves[1][1]))
-        except NonFiniteWeights as error:
-            row, name = box.starts[0] + error.row, f"{spec.name} (version {version})"
-            raise NonFiniteWeights(row, error.dtype, name) from None
-        for half, written in halves:  # whole rows
-            first = starts_of(spec, box)[0] * math.prod(written.shape[1:])
-            _add(proof, half, written, fingerprint(written, first))
-
-
 def _add(proof: np.ndarray, part: Part, target: Tensor, share: int) -> None:
     proof[0, part.tensor] = (int(proof[0, part.tensor]) + share) % MODULUS
     proof[1, part.tensor] += target.numel() * target.element_size()
 
 
-def starts_of(spec: TensorSpec, box: Box) -> tuple[int, ...]:
-    """Where a box of the parameter begins in the generator rank's tensor; scales have only rows."""
-    starts = tuple(a - b for a, b in zip(box.starts, spec.box.starts, strict=True))
-    return starts[: len(spec.shape)]
-
-
-def shape_of(spec: TensorSpec, box: Box) -> tuple[int, ...]:
-    """Of what a box of the parameter becomes in the generator rank's tensor."""
-    return box.shape[: len(spec.shape)]
-
-
-def part_of(spec: TensorSpec, tensor: Tensor, box: Box) -> Tensor:
-    """The view of a generator rank's tensor that a box of the parameter fills."""
-    starts, shape = starts_of(spec, box), shape_of(spec, box)
-    return tensor[tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))]
+def part_of(layout: Layout, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
+    """The view of a generator rank's tensors that a part fills."""
+    spec = layout.specs[part.tensor]
+    return tensors[spec.key][spec.index_of(part.box)]
 
 
 def views(layout: Layout, flat: Tensor) -> dict[str, Tensor]:

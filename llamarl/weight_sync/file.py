@@ -35,9 +35,7 @@ from llamarl.weight_sync.base import (
     TransferFailed,
     WriterPlan,
     part_of,
-    shape_of,
     views,
-    write_parts,
 )
 from llamarl.weight_sync.delta import DENSE, from_message, to_message
 from llamarl.weight_sync.layout import Address, TensorSpec
@@ -85,7 +83,7 @@ class FilePublisher(Publisher):
         parts = {_name(layout.specs[part.tensor], part): part for part in plan.parts[number]}
         tensors = {name: _empty(layout.specs[part.tensor], part) for name, part in parts.items()}
         targets = zip(parts.values(), tensors.values(), strict=True)
-        write_parts(plan, number, version, weights, targets, proof, self._power_of_two)
+        plan.write(number, version, weights, targets, proof, self._power_of_two)
         metadata = {
             "publisher": self._address.publisher,
             "proof": json.dumps(proof.tolist()),
@@ -123,7 +121,7 @@ def _changes(base: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _empty(spec: TensorSpec, part: Part) -> Tensor:
-    return torch.empty(shape_of(spec, part.box), dtype=getattr(torch, spec.dtype))
+    return torch.empty(spec.shape_of(part.box), dtype=getattr(torch, spec.dtype))
 
 
 def _name(spec: TensorSpec, part: Part) -> str:
@@ -179,13 +177,13 @@ class FileSubscriber(Subscriber):
             if metadata["publisher"] != publisher:
                 raise TransferFailed(f"{path} was written by another publisher than the one asked for")
             for name, (index, starts, stops) in json.loads(metadata["parts"]).items():
-                spec, box = self.layout.specs[index], Box(tuple(starts), tuple(stops))
-                target = part_of(spec, tensors[spec.key], box)
+                part = Part(tensor=index, box=Box(tuple(starts), tuple(stops)))
+                target = part_of(self.layout, tensors, part)
                 if name in changes:
                     number, message = changes[name]
                     counts += message.nbytes, number
                     with suppress(ValueError):  # what does not fit is left out; the fingerprint tells
-                        target.copy_(from_message(part_of(spec, self._base.tensors[spec.key], box), number, message))
+                        target.copy_(from_message(part_of(self.layout, self._base.tensors, part), number, message))
                 else:
                     counts += target.nbytes, target.numel()
                     target.copy_(file.get_tensor(name))

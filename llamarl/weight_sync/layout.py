@@ -47,7 +47,24 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return self.bytes_of(self.box)
+
+    def shape_of(self, box: Box) -> tuple[int, ...]:
+        """Of what a box of the parameter becomes in this tensor."""
+        return box.shape[: len(self.shape)]
+
+    def bytes_of(self, box: Box) -> int:
+        """What a box of the parameter takes in this tensor."""
+        return math.prod(self.shape_of(box)) * DTYPE_BYTES[self.dtype]
+
+    def starts_of(self, box: Box) -> tuple[int, ...]:
+        """Where a box of the parameter begins in this tensor; scales have only rows."""
+        starts = tuple(a - b for a, b in zip(box.starts, self.box.starts, strict=True))
+        return starts[: len(self.shape)]
+
+    def index_of(self, box: Box) -> tuple[slice, ...]:
+        """What a box of the parameter fills in this tensor."""
+        return box.within(self.box)[: len(self.shape)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

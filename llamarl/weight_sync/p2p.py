@@ -46,9 +46,7 @@ from llamarl.weight_sync.base import (
     TransferFailed,
     WriterPlan,
     part_of,
-    shape_of,
     views,
-    write_parts,
 )
 from llamarl.weight_sync.delta import DENSE, from_message
 from llamarl.weight_sync.layout import Address, TensorSpec
@@ -120,7 +118,7 @@ class P2pPublisher(Publisher):
             slot.proofs[index][:] = 0
             places = (place for bucket in self._buckets[index] for place in bucket.parts)
             targets = ((part, packed(layout, slot.flats[index], part, start)) for part, start in places)
-            write_parts(plan, index, version, weights, targets, slot.proofs[index], self._power_of_two)
+            plan.write(index, version, weights, targets, slot.proofs[index], self._power_of_two)
         slot.version = version
         self._slots[number] = slot
         self._table.settle(number, version)
@@ -346,18 +344,16 @@ class P2pSubscriber(Subscriber):
         return num_bytes, num_changed
 
     def _change(self, part: Part, number: int, message: Tensor, request: _Request) -> None:
-        spec = self.layout.specs[part.tensor]
-        base = part_of(spec, request.base.tensors[spec.key], part.box)
+        base = part_of(self.layout, request.base.tensors, part)
         with suppress(ValueError):  # what does not fit is left out; the fingerprint tells, and it is sent again
-            part_of(spec, request.tensors[spec.key], part.box).copy_(from_message(base, number, message))
+            part_of(self.layout, request.tensors, part).copy_(from_message(base, number, message))
 
     def _num_elements(self, part: Part) -> int:
-        return math.prod(shape_of(self.layout.specs[part.tensor], part.box))
+        return math.prod(self.layout.specs[part.tensor].shape_of(part.box))
 
     def _put(self, bucket: Bucket, scratch: Tensor, tensors: Mapping[str, Tensor]) -> None:
         for part, start in bucket.parts:
-            spec = self.layout.specs[part.tensor]
-            part_of(spec, tensors[spec.key], part.box).copy_(packed(self.layout, scratch, part, start - bucket.start))
+            part_of(self.layout, tensors, part).copy_(packed(self.layout, scratch, part, start - bucket.start))
 
     def close(self) -> None:
         for writer in self._writers.values():

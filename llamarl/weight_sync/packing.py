@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llamarl.distributed.box import Box
 from llamarl.distributed.layout import DTYPE_BYTES
-from llamarl.weight_sync.base import Part, shape_of
+from llamarl.weight_sync.base import Part
 from llamarl.weight_sync.delta import message_bytes, to_message
 from llamarl.weight_sync.layout import ALIGNMENT_BYTES, Layout, TensorSpec
 
@@ -35,8 +35,7 @@ def pack(layout: Layout, parts: Sequence[Part]) -> tuple[Bucket, ...]:
     for part in parts:
         spec = layout.specs[part.tensor]
         for box in _rows(spec, part.box):
-            shape = shape_of(spec, box)
-            num_bytes = math.prod(shape) * DTYPE_BYTES[spec.dtype]
+            num_bytes = spec.bytes_of(box)
             if pieces and end + num_bytes - pieces[0][1] > BUCKET_BYTES:
                 buckets.append(Bucket(start=pieces[0][1], num_bytes=end - pieces[0][1], parts=tuple(pieces)))
                 pieces = []
@@ -61,9 +60,8 @@ def _rows(spec: TensorSpec, box: Box) -> list[Box]:
 def packed(layout: Layout, flat: Tensor, part: Part, start: int) -> Tensor:
     """One part in a packed buffer that begins at byte 0."""
     spec = layout.specs[part.tensor]
-    shape = shape_of(spec, part.box)
-    num_bytes = math.prod(shape) * DTYPE_BYTES[spec.dtype]
-    return flat[start : start + num_bytes].view(getattr(torch, spec.dtype)).view(shape)
+    end = start + spec.bytes_of(part.box)
+    return flat[start:end].view(getattr(torch, spec.dtype)).view(spec.shape_of(part.box))
 
 
 def changes(layout: Layout, flat: Tensor, base: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
@@ -81,7 +79,7 @@ def changes_bytes(layout: Layout, bucket: Bucket, numbers: Sequence[int]) -> lis
     sizes = list[int]()
     for (part, _), number in zip(bucket.parts, numbers, strict=True):
         spec = layout.specs[part.tensor]
-        sizes.append(message_bytes(number, math.prod(shape_of(spec, part.box)), DTYPE_BYTES[spec.dtype]))
+        sizes.append(message_bytes(number, math.prod(spec.shape_of(part.box)), DTYPE_BYTES[spec.dtype]))
     return sizes
 
 

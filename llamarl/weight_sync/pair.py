@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llamarl.distributed.groups import process_group
+
 MAX_MESSAGE_BYTES = 1 << 20
 
 
@@ -23,16 +25,7 @@ def form_group(connection: Connection, rank: int, host: str, device: torch.devic
 
     Both ends call this. Raises RuntimeError.
     """
-    store, timeout = _PairStore(connection, timeout_s), timedelta(seconds=timeout_s)
-    if device.type != "cpu":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, 2, options)
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [gloo.create_device(hostname=host)]
-    return gloo(store, rank, 2, options)
+    return process_group(_PairStore(connection, timeout_s), rank, 2, device, host, timeout_s)
 
 
 class _PairStore(dist.Store):

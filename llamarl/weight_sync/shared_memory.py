@@ -37,7 +37,6 @@ from llamarl.weight_sync.base import (
     WriterPlan,
     part_of,
     views,
-    write_parts,
 )
 from llamarl.weight_sync.layout import Address, Layout, TensorSpec
 
@@ -122,11 +121,8 @@ class SharedMemoryPublisher(Publisher):
             segment.proofs[slot, plan.rank] = 0
             segment.versions[slot, plan.rank] = writing(version)
         for number, (segment, layout) in enumerate(zip(self._segments, plan.layouts, strict=True)):
-            specs, tensors = layout.specs, segment.tensors[slot]
-            targets = (
-                (part, part_of(spec := specs[part.tensor], tensors[spec.key], part.box)) for part in plan.parts[number]
-            )
-            write_parts(plan, number, version, weights, targets, segment.proofs[slot, plan.rank])
+            targets = ((part, part_of(layout, segment.tensors[slot], part)) for part in plan.parts[number])
+            plan.write(number, version, weights, targets, segment.proofs[slot, plan.rank])
         for segment in self._segments:  # last, so that generator ranks with different layouts find all or nothing
             segment.versions[slot, plan.rank] = version
         self._slots.settle(slot, version)

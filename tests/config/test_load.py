@@ -10,6 +10,8 @@ from pydantic import ValidationError
 from llamarl.config import ConfigError, load_config, load_sft_config
 from tests.config.conftest import MINIMAL, Write
 
+VLLM = ("--generator.backend=vllm", "--generator.vllm.python=python3")
+
 
 def _message(path: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as error:
@@ -66,7 +68,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert "cannot read" in _message(tmp_path / "none.toml")
     assert "cannot read" in _message(tmp_path)
     (tmp_path / "latin.toml").write_bytes(b"name = '\xe9'")
-    assert "is not valid TOML" in _message(tmp_path / "latin.toml")
+    assert "is not UTF-8" in _message(tmp_path / "latin.toml")
 
 
 @pytest.mark.parametrize(
@@ -98,6 +100,24 @@ def test_unreadable_files(tmp_path: Path) -> None:
             ["--weight_sync.transport=p2p", "--cluster.kind=inline"],
             "weight_sync.transport = 'p2p' goes from process to process, and cluster.kind = 'inline' has only one",
         ),
+        (["--generator.vllm.python=python3"], "generator.vllm is set and not used; set generator.backend = 'vllm'"),
+        (["--generator.backend=vllm"], "generator.backend = 'vllm' needs generator.vllm.python, the interpreter of"),
+        (
+            [*VLLM, "--generator.dtype=int8"],
+            "generator.dtype = 'int8' is not sent to vLLM; with generator.backend = 'vllm' use 'bfloat16' or 'float32'",
+        ),
+        (
+            [*VLLM, "--generator.tensor_parallel=2"],
+            "with generator.backend = 'vllm' use generator.vllm.arguments = ['--tensor-parallel-size', '2']",
+        ),
+        (
+            [*VLLM, "--generator.cuda_graphs=off"],
+            "with generator.backend = 'vllm' use generator.vllm.arguments = ['--enforce-eager']",
+        ),
+        (
+            [*VLLM, "--cluster.kind=inline"],
+            "generator.backend = 'vllm' runs processes of its own; use cluster.kind = 'monarch' instead of 'inline'",
+        ),
     ],
 )
 def test_impossible_combination_is_explained(minimal: Path, overrides: list[str], message: str) -> None:
@@ -116,6 +136,7 @@ def test_impossible_combination_is_explained(minimal: Path, overrides: list[str]
         ["--generator.dtype=fp8", "--generator.device=cuda"],
         ["--generator.dtype=int8", "--generator.tensor_parallel=2", "--weight_sync.transport=p2p"],
         ["--weight_sync.transport=file", "--cluster.kind=inline"],
+        [*VLLM, "--generator.dtype=bfloat16", "--generator.kv_on_update=recompute", "--rollout.segment_tokens=9"],
     ],
 )
 def test_neighbors_of_impossible_combinations_load(minimal: Path, overrides: list[str]) -> None:

@@ -135,7 +135,7 @@ def test_vocabulary_must_fit_the_model(base_tokenizer: Tokenizer) -> None:
     ("content", "says"),
     [
         (None, "cannot read .*tokenizer.json"),
-        ("{", "is not JSON"),
+        ("{", "is not valid JSON"),
         ("{}", "holds no tokenizer"),
         (b"\xff", "not UTF-8"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import fields, replace
 
 import numpy as np
@@ -26,6 +26,34 @@ from llamarl.distributed.layout import (
 from llamarl.distributed.reshard import Move, ReshardPlan, plan_reshard
 from llamarl.distributed.transfer import Links, Traffic, delta_share, estimate, fastest, traffic
 from llamarl.planner.shapes import MODELS
+
+
+def relays(plan: ReshardPlan, rank: int) -> list[Move]:
+    """What a destination rank would pass on to others or be passed by them: one after the other, without deadlock.
+
+    No transport relays yet; this is the scheme that `transfer` counts. The sender is a rank of the destination.
+    """
+    found = list[Move]()
+    for group in plan.groups if plan.is_relayed else ():
+        rows = [row for row, audience in enumerate(group.audiences_M) if rank in plan.audiences[audience]]
+        passes = [_passes(plan, int(group.audiences_M[row]), int(group.owners_M[row])) for row in rows]
+        boxes = [group.box(row) for row in rows]
+        for name in group.names:
+            for box, pairs in zip(boxes, passes, strict=True):
+                found += [Move(name, box, group.dtype, *pair) for pair in pairs if rank in pair]
+    return found
+
+
+def _passes(plan: ReshardPlan, audience: int, owner: int) -> list[tuple[int, int]]:
+    """Sender and receiver of each relay of a piece: once to every other host, and there to the rest of the host."""
+    by_host = defaultdict[int, list[int]](list)
+    for rank in plan.audiences[audience]:
+        by_host[int(plan.destination.hosts_R[rank])].append(rank)
+    hosts = list(by_host.values())
+    position = next(ranks.index(owner) for ranks in hosts if owner in ranks)
+    heads = [owner if owner in ranks else ranks[position % len(ranks)] for ranks in hosts]
+    across = [(owner, head) for head in heads if head != owner]
+    return across + [(head, rank) for head, ranks in zip(heads, hosts, strict=True) for rank in ranks if rank != head]
 
 
 def execute(plan: ReshardPlan) -> tuple[list[Move], list[Move]]:
@@ -57,7 +85,7 @@ def execute(plan: ReshardPlan) -> tuple[list[Move], list[Move]]:
         box = held[move.sender][move.name]
         assert move.box.intersection(box) == move.box, "a rank sends what it does not hold"
         write(move, whole[move.name][box.within(Box.whole(whole[move.name].shape))][move.box.within(box)])
-    passed, queues = [], [deque(plan.relays(rank)) for rank in range(len(wanted))]
+    passed, queues = [], [deque(relays(plan, rank)) for rank in range(len(wanted))]
     while any(queues):
         heads = {queue[0] for queue in queues if queue}
         ready = {move for move in heads if all(queues[rank][0] == move for rank in (move.sender, move.receiver))}
@@ -74,11 +102,11 @@ def execute(plan: ReshardPlan) -> tuple[list[Move], list[Move]]:
     return done, passed
 
 
-def counted(plan: ReshardPlan, moves: list[Move], relays: list[Move]) -> Traffic:
+def counted(plan: ReshardPlan, moves: list[Move], passed: list[Move]) -> Traffic:
     """Bytes by device, one move after the other."""
     found = traffic(plan)
     found = Traffic(**{field.name: np.zeros_like(getattr(found, field.name)) for field in fields(Traffic)})
-    for move, sender in [(move, plan.source) for move in moves] + [(move, plan.destination) for move in relays]:
+    for move, sender in [(move, plan.source) for move in moves] + [(move, plan.destination) for move in passed]:
         ours = sender.devices_R[move.sender]
         theirs = plan.destination.devices_R[move.receiver]
         if ours == theirs:
@@ -241,7 +269,7 @@ def test_the_nearest_and_then_the_least_loaded_of_those_that_hold_the_same_sends
 def test_quantized_bytes_travel_where_a_row_comes_from_one_sender(trainer_tp, generator_tp, o_proj) -> None:
     source = trainer_layout(SHAPES, fsdp=2, tp=trainer_tp, dtype="float32")
     plan = plan_reshard(source, generator_layout(SHAPES, tp=generator_tp, num_kv_heads=4, dtype="int8"))
-    dtypes = [plan.wire_dtype(name) for name in SHAPES]
+    dtypes = [next(group.dtype for group in plan.groups if name in group.names) for name in SHAPES]
     assert dtypes == ["bfloat16", "int8", o_proj]
     staged, quantized = plan.staging_bytes()
     assert quantized == (0 if o_proj == "int8" else 8 * 16 // generator_tp * 4), "one parameter in full precision"

@@ -6,6 +6,7 @@ tokens unless two candidates are within rounding of each other (here: never), an
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -15,9 +16,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from llamarl.generation.engine import kv_budget
 from llamarl.generation.stop import StopStrings
 from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
+from tests.generation.conftest import CONTEXT
 from tests.generation.native import GREEDY, SAMPLED, assert_same, drain, make_engine, run
 from tests.generation.references import assert_greedy, by_key, full_logits, gathered, response_logits, run_segments
 
@@ -183,6 +186,16 @@ def test_bfloat16_and_default_memory(make_model: Models, make_requests: Requests
         logits = response_logits(model, requests[key[0] - 10].prompt_token_ids_T, rollout).float()
         expected = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(rollout.token_ids_T).long()[:, None])[:, 0]
         assert np.abs(rollout.behavior_logprobs_T - expected.numpy()).mean() < 0.1
+
+
+def test_ranks_share_the_memory_that_bounds_them_and_nothing_else(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = kv_budget(model, 4)
+    assert full == 4 * CONTEXT * 2 * 2 * 2 * 8 * 4  # tokens, layers, keys and values, heads, head size, bytes
+    assert kv_budget(model, 4, num_ranks=8) == full
+    monkeypatch.setattr(os, "sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else full // 4096)
+    assert [kv_budget(model, 4, num_ranks) for num_ranks in (1, 2)] == [full // 4, full // 8]
 
 
 def test_an_engine_without_memory_says_so(model: Transformer, make_requests: Requests) -> None:

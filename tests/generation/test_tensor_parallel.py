@@ -180,7 +180,9 @@ def test_all_ranks_report_a_version(workers: Workers, tmp_path: Path) -> None:
         while (reports := backend.reports(7)) is None:
             assert time.monotonic() < deadline_s
         assert reports == [f"part {rank}" for rank in range(4)]
-        assert backend.reports(8) is None
+        start_s, busy_s = time.monotonic(), time.thread_time()
+        assert backend.reports(8, wait_s=0.1) is None
+        assert time.monotonic() - start_s > 0.2 and time.thread_time() - busy_s < 0.1, "it sleeps"
         backend.close()
         assert all(worker.result().startswith("stopped after") for worker in others)
 

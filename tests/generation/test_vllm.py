@@ -21,7 +21,7 @@ import pytest
 
 from llamarl.config import ConfigError
 from llamarl.generation.vllm import VllmEngine
-from llamarl.generation.vllm_server import VllmFailed, VllmServer, VllmSettings
+from llamarl.generation.vllm_server import VllmFailed, VllmServer, VllmSettings, visible_devices
 from llamarl.models.hf import save_model
 from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, GenerationRequest, SamplingParams
@@ -125,9 +125,10 @@ def test_versions_segments_and_scores(folder: Path) -> None:
         assert (first.finish_reason, first.num_tokens) == (FinishReason.PARKED, 4)
         engine.submit([request(partials=(first,), sampling={"max_new_tokens": 200})])
         assert not engine.step()
+        subscriber = engine.subscribe(ADDRESS, engine.specs(), 0)
         with pytest.raises(RuntimeError, match="superseded"):
-            engine.fetch(66, ADDRESS)
-        assert engine.fetch(7, ADDRESS) == {}
+            subscriber.fetch(66, ADDRESS)
+        assert subscriber.fetch(7, ADDRESS) == {}
         engine.set_version(7)
         whole = conformance.by_key(conformance.drain(engine))[1, 0]
         assert whole.token_ids_T.tolist() == continuation((1, 2), 200)
@@ -162,6 +163,18 @@ def test_a_server_that_dies_is_named_and_its_log_shown(folder: Path) -> None:
         VllmServer(folder, settings(start_timeout_s=1), [sys.executable, "-c", "import time; time.sleep(60)"])
     with pytest.raises(ConfigError, match="make vllm"):
         VllmServer(folder, VllmSettings(python="/no/such/python"))
+
+
+def test_a_server_sees_its_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_devices("cpu") == {"CUDA_VISIBLE_DEVICES": ""}
+    assert (visible_devices("cuda"), visible_devices("cuda:2")) == ({}, {"CUDA_VISIBLE_DEVICES": "2"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-a")
+    assert visible_devices("cuda:1") == {"CUDA_VISIBLE_DEVICES": "GPU-a"}
+    with pytest.raises(ConfigError, match=r"generator.device = 'cuda:2', but CUDA_VISIBLE_DEVICES = '5,GPU-a' has 2"):
+        visible_devices("cuda:2")
+    with pytest.raises(ConfigError, match=r"generator.device = 'gpu' is no device; use 'cpu', 'cuda' or 'cuda:0'"):
+        visible_devices("gpu")
 
 
 def test_rollouts_do_not_hang_when_the_server_is_killed(folder: Path) -> None:
@@ -206,7 +219,9 @@ class VllmServed:
 
     def update(self, model: Transformer, version: int) -> None:
         address = self.publisher.publish(version, dict(model.named_parameters()), in_use=())
-        self.backend.fetch(version, address)
+        subscriber = self.backend.subscribe(address, self.backend.specs(), 0)
+        subscriber.fetch(version, address)
+        assert len(subscriber.fingerprint) == 16 and subscriber.received.num_bytes > 0
         self.backend.set_version(version)
 
 

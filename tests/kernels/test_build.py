@@ -1,8 +1,14 @@
 """Kernels compile once, and a machine without a compiler is told so."""
 
+import os
+
 import pytest
 
 from llamarl.kernels import build
+
+needs_compiling = pytest.mark.skipif(
+    os.environ.get(build.DISABLE_VARIABLE) == "1", reason=f"{build.DISABLE_VARIABLE}=1: nothing is compiled"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +24,7 @@ def write_source(monkeypatch, folder, text):
     monkeypatch.setattr(build, "__file__", str(folder / "build.py"))
 
 
+@needs_compiling
 def test_a_kernel_is_compiled_once(monkeypatch, tmp_path):
     write_source(monkeypatch, tmp_path, 'extern "C" int twice(int x) { return 2 * x; }')
     library = build.load("twice").library
@@ -30,6 +37,7 @@ def test_a_kernel_is_compiled_once(monkeypatch, tmp_path):
     assert list(build.cache_folder().glob("*.so")) == compiled
 
 
+@needs_compiling
 def test_a_changed_source_is_compiled_anew(monkeypatch, tmp_path):
     write_source(monkeypatch, tmp_path, 'extern "C" int twice(int x) { return 2 * x; }')
     assert build.load("twice").library.twice(1) == 2
@@ -39,6 +47,7 @@ def test_a_changed_source_is_compiled_anew(monkeypatch, tmp_path):
     assert len(list(build.cache_folder().glob("*.so"))) == 2
 
 
+@needs_compiling
 def test_a_broken_source_gives_the_compilers_words(monkeypatch, tmp_path):
     write_source(monkeypatch, tmp_path, "this is no C++")
     kernel = build.load("twice")
@@ -47,6 +56,7 @@ def test_a_broken_source_gives_the_compilers_words(monkeypatch, tmp_path):
     assert "error" in kernel.reason or "this" in kernel.reason
 
 
+@needs_compiling
 def test_without_a_compiler_there_is_a_reason(monkeypatch, tmp_path):
     write_source(monkeypatch, tmp_path, 'extern "C" int twice(int x) { return 2 * x; }')
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -22,7 +22,7 @@ SMALL = Decoder(
     head_dim=128,
     intermediate_size=6144,
     vocab_size=64_000,
-    max_context_tokens=8192,
+    max_position_embeddings=8192,
 )
 
 

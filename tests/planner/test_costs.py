@@ -47,12 +47,7 @@ def _generators(tp: int, replicas: int, slots: int, weight_bytes: int = 2) -> Ge
 def _decode(tp: int, active: float, context: float = 1000.0, model: str = "llama3-8b") -> dict[str, float]:
     request = make_request(model, 8, constants=PERFECT)
     parts = decode_parts(
-        request,
-        request.pools[0],
-        tp=np.array([tp]),
-        weight_bytes=np.array([2]),
-        active=np.array([active]),
-        context_tokens=context,
+        request, request.pools[0], _generators(tp, 1, 1), active=np.array([active]), context_tokens=context
     )
     return {name: float(np.atleast_1d(value)[0]) for name, value in parts.items()}
 
@@ -147,15 +142,15 @@ def test_a_profile_overrides_constants_and_device(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('{"constants": {"decode_overhead": 1}}', "did you mean `decode_overhead_s`"),
-        ('{"constants": {"decode_overhead_s": "1"}}', "give a number"),
-        ('{"constants": {"decode_overhead_s": NaN}}', "outside 0 to"),
-        ('{"constants": {"train_efficiency": 0}}', "outside 1e-12"),
-        ('{"constants": {"reserved_share": 1}}', "outside 0 to 0.999999"),
-        ('{"gpu": {"node_gpus": 8.5}}', "whole number"),
-        ('{"gpu": {"name": 3}}', "`name` is not known"),
+        ('{"constants": {"decode_overhead_s": "1"}}', r"`constants.decode_overhead_s = '1'` of .*valid number"),
+        ('{"constants": {"decode_overhead_s": NaN}}', "finite number"),
+        ('{"constants": {"train_efficiency": 0}}', "greater than 0"),
+        ('{"constants": {"reserved_share": 1}}', "less than 1"),
+        ('{"gpu": {"node_gpus": 8.5}}', "valid integer"),
+        ('{"gpu": {"name": 3}}', "`gpu.name = 3` of .*valid string"),
         ('{"gpus": {}}', "did you mean `gpu`"),
         ("[]", "no JSON object"),
-        ("{", "cannot read profile"),
+        ("{", "not valid JSON"),
     ],
 )
 def test_a_wrong_profile_is_explained(tmp_path: Path, text: str, message: str) -> None:

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from llamarl.planner.constants import Constants
-from llamarl.planner.paper import (
+from benchmarks._paper import (
     PAPER_CONSTANTS,
     PAPER_ROWS,
     SWITCHES,
@@ -17,6 +16,7 @@ from llamarl.planner.paper import (
     peer_errors,
     predict,
 )
+from llamarl.planner.constants import Constants
 from llamarl.planner.request import ASYNCHRONOUS, BASELINE
 
 

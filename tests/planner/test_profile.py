@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks._predict import Prediction, predict_step
 from llamarl.cli.profile import main
 from llamarl.config import ConfigError, RunConfig
 from llamarl.observability.spans import Span
 from llamarl.planner.constants import load_profile
 from llamarl.planner.hardware import Pool, find_gpu
 from llamarl.planner.lengths import Lengths
-from llamarl.planner.predict import Prediction, predict_step
 from llamarl.planner.profile import make_profile, measure, robust_line, run_request
 from llamarl.planner.recorded import read_run
 from llamarl.simulator.cores import SharedCores
@@ -171,7 +171,7 @@ def _break(run: Path, file: str, text: str | None) -> None:
         ("metrics.jsonl", '{"kind": "step", "step": 1}\n', "1 steps, too few to measure; a profile needs 9"),
         ("metrics.jsonl", "".join(f'{{"kind": "step", "step": {n}}}\n' for n in range(12)), "run it again"),
         ("rollouts.jsonl", None, "cannot read .*rollouts.jsonl"),
-        ("rollouts.jsonl", "", "holds no rollout"),
+        ("rollouts.jsonl", "", "rollouts.jsonl:1: the file is empty"),
         ("rollouts.jsonl", '{"group_id": 0}\n', "is no rollout"),
         ("trace.json", None, "cannot read .*trace.json"),
         ("trace.json", '{"traceEvents": []}', "has no `trainer`"),
@@ -182,6 +182,13 @@ def test_bad_run_folders(tmp_path: Path, file: str, text: str | None, message: s
     _break(run, file, text)
     with pytest.raises(ConfigError, match=message):
         main([str(run)])
+
+
+def test_a_run_whose_forwards_were_not_seen(run_folder: Path) -> None:
+    run = read_run(run_folder)
+    generator = run.config.generator.model_copy(update={"backend": "vllm"})
+    with pytest.raises(ConfigError, match=r"profile a run with generator.backend = 'native'"):
+        measure(replace(run, config=run.config.model_copy(update={"generator": generator})))
 
 
 def test_bad_options(run_folder: Path, tmp_path: Path) -> None:

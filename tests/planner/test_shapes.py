@@ -57,5 +57,5 @@ def test_a_missing_key_is_named(key: str) -> None:
 
 
 def test_an_unknown_name_is_explained() -> None:
-    with pytest.raises(ConfigError, match="did you mean llama3-70b"):
+    with pytest.raises(ConfigError, match="did you mean `llama3-70b`"):
         find_model("llama-70b")

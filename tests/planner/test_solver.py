@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from llamarl.planner.candidates import generator_candidates, trainer_candidates
 from llamarl.planner.feasibility import plans
-from llamarl.planner.generation import generation_memory, generation_parts, steady_step_s
+from llamarl.planner.generation import generation_memory, generation_parts, steady_parts, sum_parts
 from llamarl.planner.hardware import BF16, FP32, GPUS, Pool
 from llamarl.planner.plan import Plan
 from llamarl.planner.report import choose, render, verdict
 from llamarl.planner.request import ASYNCHRONOUS, BASELINE, SYNCHRONOUS, Request, Rules
-from llamarl.planner.solver import asynchronous_plan, solve, sum_parts, synchronous_plan
+from llamarl.planner.solver import asynchronous_plan, solve, synchronous_plan
 from llamarl.planner.training import training_memory, training_parts
 from tests.planner.conftest import SMALL, make_request
 
@@ -38,7 +38,7 @@ def _exhaustive(request: Request, rules: Rules, staleness: int) -> float:
     resident = not rules.own_memory and not rules.own_parallelism
     generate_s = sum_parts(generation_parts(request, pool, candidates, rules))
     generate = generation_memory(request, candidates, resident_weights=resident)
-    latency_s = request.lengths.longest_tokens(request.num_samples) * steady_step_s(request, pool, candidates)
+    latency_s = request.lengths.longest_tokens(request.num_samples) * sum_parts(steady_parts(request, pool, candidates))
     least = np.inf
     for i, j in product(range(len(train_s)), range(len(generate_s))):
         state, weights, kv = train["state"][i], generate["weights"][j], generate["kv"][j]

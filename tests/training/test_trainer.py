@@ -219,7 +219,7 @@ class TestOptimizer:
 
     def test_only_matrices_decay(self, make_model) -> None:
         model = make_model(family="qwen2")
-        optimizer = build_optimizer(model, TrainerConfig(learning_rate=0.1, weight_decay=0.5))
+        optimizer = build_optimizer(model.parameters(), TrainerConfig(learning_rate=0.1, weight_decay=0.5))
         before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
         for weight in model.parameters():
             weight.grad = torch.zeros_like(weight)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from llamarl.config.errors import ConfigError
+from llamarl.config import ConfigError, read_rows
 from llamarl.data.sources._base import ProblemRow
 
 
@@ -39,7 +37,8 @@ class Jsonl:
         rows: list[ProblemRow] = []
         first_places: dict[str, str] = {}
         for file in (self.path,) if isinstance(self.path, str) else self.path:
-            for row, place in _read(Path(file)):
+            for place, fields in read_rows(file, "give the path of a JSON Lines file"):
+                row = _row(fields, f"{Path(file).stem}-{place.rpartition(':')[2]}", place)
                 if row.problem_id in first_places:
                     raise ConfigError(
                         f"{place}: id {row.problem_id!r} is already that of {first_places[row.problem_id]}; "
@@ -50,32 +49,6 @@ class Jsonl:
                 if len(rows) == self.limit:
                     return rows
         return rows
-
-
-def _read(path: Path) -> Iterator[tuple[ProblemRow, str]]:
-    """Rows with the place (`file:line`) of each."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a JSON Lines file") from None
-    if not any(line.strip() for line in lines):
-        raise ConfigError(f"{path}:1: the file is empty; it needs one JSON object per line")
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            place = f"{path}:{number}"
-            yield _row(_parse(line, place), f"{path.stem}-{number}", place), place
-
-
-def _parse(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{place}: not UTF-8 (byte {error.start} of the line); save the file as UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: malformed JSON ({error.msg}, column {error.colno}); one object per line") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{place}: holds a JSON {type(value).__name__}, not an object with `question` and `answer`")
-    return value
 
 
 def _row(fields: dict[str, Any], default_id: str, place: str) -> ProblemRow:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamarl.planner.generation import Generators, generation_parts, steady_step_s
+from llamarl.planner.generation import Generators, generation_parts, steady_parts, sum_parts
 from llamarl.planner.hardware import BF16, Pool
 from llamarl.planner.request import ASYNCHRONOUS, SYNCHRONOUS, Request
-from llamarl.planner.solver import sum_parts
 from llamarl.planner.training import TrainerLayouts, training_parts
 
 
@@ -59,7 +58,7 @@ def predict_step(
     train_s = float(sum_parts(training_parts(request, pool, trainer))[0])
     if not staleness:
         return Prediction(step_s=float(generate_s[0]) + train_s, train_s=train_s, generate_s=float(generate_s[0]))
-    longest_s = request.lengths.longest_tokens(request.num_samples) * steady_step_s(request, pool, generators)
+    longest_s = request.lengths.longest_tokens(request.num_samples) * sum_parts(steady_parts(request, pool, generators))
     step_s = np.maximum(np.maximum(generate_s, train_s), (longest_s + train_s) / (staleness + 1))
     best = len(step_s) - 1 - int(step_s[::-1].argmin())
     return Prediction(step_s=float(step_s[best]), train_s=train_s, generate_s=float(generate_s[best]))

@@ -1,0 +1,56 @@
+"""The sizes of a decoder: what a model that is computed and one that is only planned have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llamarl.config.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderSizes:
+    """Of a decoder-only transformer with gated feed-forward layers."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Not always hidden_size / num_heads."""
+    intermediate_size: int
+    """Width of one feed-forward block (of one expert in a mixture)."""
+    vocab_size: int
+    max_position_embeddings: int
+    """Longest context, prompt and response together, in tokens."""
+    tie_embeddings: bool = False
+    """The output head is the embedding matrix."""
+
+
+def sizes_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `DecoderSizes` that a parsed Hugging Face `config.json` describes. Raises ConfigError."""
+    hidden_size, num_heads = count(config, "hidden_size"), count(config, "num_attention_heads")
+    # Qwen3Config has a default of its own; the others divide.
+    head_dim = 128 if config.get("model_type") == "qwen3" else hidden_size // num_heads
+    return {
+        "hidden_size": hidden_size,
+        "num_layers": count(config, "num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": count(config, "num_key_value_heads", default=num_heads),
+        "head_dim": count(config, "head_dim", default=head_dim),
+        "intermediate_size": count(config, "intermediate_size"),
+        "vocab_size": count(config, "vocab_size"),
+        "max_position_embeddings": count(config, "max_position_embeddings"),
+        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+    }
+
+
+def count(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    """The first of some keys that is there, a positive whole number. Raises ConfigError."""
+    value = next((config[key] for key in keys if config.get(key) is not None), default)
+    if value is None:
+        raise ConfigError(f"config.json: `{keys[0]}` is missing; the model's size follows from it")
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"config.json: `{keys[0]}` = {value!r}; a positive whole number is needed")
+    return value

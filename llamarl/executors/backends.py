@@ -1,0 +1,86 @@
+"""The engines that a generator can have: the native one, on one rank or several, and vLLM's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from llamarl.config import ConfigError
+from llamarl.config.schema import GeneratorConfig
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.distributed.groups import RankGroup, own_rank
+from llamarl.distributed.runtime import set_up_device
+from llamarl.executors.adoption import Adopter
+from llamarl.generation.backend import GenerationBackend
+from llamarl.generation.engine import Engine, kv_budget
+from llamarl.generation.model import load_generator_model
+from llamarl.generation.tensor_parallel import Follower, ModelRanks, TensorParallelEngine
+from llamarl.generation.vllm_server import VllmFailed, VllmSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """One rank's engine and what belongs to it."""
+
+    engine: GenerationBackend
+    adopter: Adopter
+    description: str
+    """What computes what, for the log."""
+    follower: Follower | None = None
+    """On ranks other than 0."""
+    clock: Callable[[], float] | None = None
+    """Seconds that a forward took; None where forwards are not seen."""
+    close: Callable[[], None] | None = None
+    """Ends what outlives the last reference."""
+
+
+def open_native(model_path: str, config: GeneratorConfig, meeting: str, delta: bool) -> Opened:
+    """
+    Raises:
+        ConfigError: no such device or model, or this machine cannot serve it in this way.
+        RanksLost: not all ranks came to the meeting.
+    """
+    device = set_up_device(config.device, config.threads, "generator.device")
+    rank, size = own_rank() if config.tensor_parallel > 1 else (0, 1)
+    group = RankGroup(meeting, rank=rank, size=size, device=device) if size > 1 else None
+    model = load_generator_model(model_path, config.dtype, device, ModelRanks(group) if group else None)
+    kv_bytes = config.kv_cache_bytes
+    if group and kv_bytes is None:  # all ranks have as many blocks
+        kv_bytes = min(group.exchange(kv_budget(model, config.max_running, size)))
+    native = Engine(
+        model, max_running=config.max_running, prefill_tokens=config.prefill_tokens, kv_bytes=kv_bytes,
+        kv_on_update=config.kv_on_update, decode=Tokenizer(model_path).decode,
+        graphs=False if config.cuda_graphs == "off" else None,
+    )  # fmt: skip
+    adopter = Adopter(model.specs(), model.use, rank, delta=delta, hold=model.hold)
+    opened = Opened(
+        engine=native, adopter=adopter, description=native.describe(),
+        clock=time.thread_time if device.type == "cpu" else time.monotonic,
+    )  # fmt: skip
+    if group is None:
+        return opened
+    if rank:
+        follower = Follower(native, group, adopter.use)
+        return replace(opened, follower=follower, close=follower.close)
+    leader = TensorParallelEngine(native, group)
+    return replace(opened, engine=leader, close=leader.close)
+
+
+def open_vllm(model_path: str, settings: VllmSettings, delta: bool) -> Opened:
+    """
+    Raises:
+        ConfigError: vLLM does not start, or does not serve this model.
+    """
+    from llamarl.generation.vllm import VllmEngine
+
+    try:
+        engine = VllmEngine(model_path, settings)
+    except VllmFailed as error:
+        raise ConfigError(f"generator.backend = 'vllm': {error}") from None
+    return Opened(
+        engine=engine,
+        adopter=Adopter(engine.specs(), lambda tensors: None, delta=delta, subscribe=engine.subscribe),
+        description=f"all by vLLM, which {settings.python} runs",
+        close=engine.close,
+    )

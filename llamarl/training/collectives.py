@@ -1,0 +1,60 @@
+"""Collectives that gradients pass through. With one rank on the axis they give back what they get.
+
+The gradient of gathering is the sum of what all ranks want of one's rows, and the other way around.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llamarl.distributed.mesh import Axis
+
+
+def gather_rows(x: Tensor, axis: Axis) -> Tensor:
+    """The rows of all ranks in rank order; the gradient is each rank's share of the sum over what all ranks give."""
+    return _Gather.apply(x, axis) if axis.size > 1 else x
+
+
+def scatter_rows(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's share of the rows of the sum over all ranks."""
+    return _Scatter.apply(x, axis) if axis.size > 1 else x
+
+
+def summed(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over all ranks, for what each rank then computes alike: the gradient stays as it is."""
+    return _Sum.apply(x, axis) if axis.size > 1 else x
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
+        return ctx.axis.scatter(grads[0]), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.scatter(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
+        return ctx.axis.gather(grads[0]), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return axis.sum(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
+        return grads[0], None

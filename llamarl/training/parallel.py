@@ -1,0 +1,196 @@
+"""A module over the ranks of a mesh: its pipeline stage, its tensor-parallel part, and FSDP2 over what is left.
+
+Tensor parallelism (Megatron-LM, arXiv 1909.08053) always comes with sequence parallelism (arXiv 2205.05198): outside of
+attention and feed-forward each rank has its own rows, which costs no more communication and cuts activations and norms.
+What is cut is decided in `distributed/tensor_parallel.py`, for generators too. A weight that is not cut sees a part of
+the rows, or of the heads, on each rank, so its gradient is the sum over them: once per step, for all such weights.
+
+FSDP2 then cuts the rows of what a rank has, over the fsdp and the cp axis together, and sums gradients; the loss has
+been divided by the global count before.
+
+Shape suffixes: N packed tokens of this context rank, M = N / tp rows of this rank, D model dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from llamarl.distributed.box import Box
+from llamarl.distributed.layout import stage_layers
+from llamarl.distributed.mesh import Axis, RankMesh
+from llamarl.distributed.tensor_parallel import sharded_dim, tensor_parallel_box
+from llamarl.models.transformer import Decoder, Transformer
+from llamarl.training.collectives import gather_rows, scatter_rows
+from llamarl.weight_sync.layout import TensorSpec
+
+BLOCKS = ("self_attn", "mlp")
+"""Of each layer: they take the rows of all tensor-parallel ranks, and what these put out is added up."""
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Sharding:
+    """This rank's parts of a module's weights and of their gradients, as plain tensors that share their memory."""
+
+    def __init__(self, weights: dict[str, Tensor], specs: dict[str, TensorSpec], mesh: RankMesh, is_tied: bool) -> None:
+        self.weights = weights
+        """By name; with one rank the parameters themselves."""
+        self.specs = specs
+        """Which part of the whole weight each is."""
+        self._mesh = mesh
+        self._is_tied = is_tied
+
+    def finish_gradients(self) -> None:
+        """After the last backward of a step: adds what lies on other ranks beside FSDP's own sum."""
+        mesh = self._mesh
+        if mesh.tp.size > 1:
+            grads = [self._grad(name) for name in self.weights if sharded_dim(name) is None]
+            flat = mesh.tp.sum(torch.cat([grad.flatten() for grad in grads]))
+            for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(total.view_as(grad))
+        if self._is_tied and mesh.pp.size > 1 and EMBEDDING in self.weights:
+            # The first stage embeds with it, the last has it as its head.
+            other, grad = mesh.pp.size - 1 - mesh.pp.rank, self._grad(EMBEDDING)
+            theirs = torch.empty_like(grad)
+            mesh.pp.swap({other: grad.contiguous()}, {other: theirs})
+            grad.add_(theirs)
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Scales all gradients so that their norm, over all ranks, is at most `max_norm`; returns what it was."""
+        mesh = self._mesh
+        norm = get_total_norm([self._grad(name) for name in self.weights if self._counts(name)])
+        if mesh.world.size > 1:
+            norm = mesh.world.sum(norm.square()).sqrt()
+        clip_grads_with_norm_(list(self.weights.values()), max_norm, norm)
+        return float(norm)
+
+    def _counts(self, name: str) -> bool:
+        """This rank, of those that have the same part, has it in the norm."""
+        mesh = self._mesh
+        is_second_copy = self._is_tied and name == EMBEDDING and mesh.pp.rank > 0
+        return not is_second_copy and (mesh.tp.rank == 0 or sharded_dim(name) is not None)
+
+    def _grad(self, name: str) -> Tensor:
+        grad = self.weights[name].grad
+        assert grad is not None
+        return grad
+
+
+def parallelize(module: nn.Module, transformer: Transformer, mesh: RankMesh, device: torch.device) -> Sharding:
+    """Leaves of `module` what this rank computes with. Its own forward must contain all use of its weights.
+
+    Args:
+        module: holds `transformer`, under this name. It takes hidden states of this rank's own rows from it, and what
+            it computes with weights of its own, it computes on these rows.
+    """
+    is_tied, kv_heads = transformer.lm_head is None, transformer.shape.num_kv_heads
+    _keep_stage(transformer, mesh.pp)
+    shapes = {_short(name): tuple(weight.shape) for name, weight in module.named_parameters()}
+    boxes = {
+        name: tensor_parallel_box(name, shape, mesh.tp.size, mesh.tp.rank, kv_heads) for name, shape in shapes.items()
+    }
+    if mesh.tp.size > 1:
+        _cut(module, boxes)
+        _join_blocks(transformer.model, boxes[EMBEDDING].starts[0] if EMBEDDING in boxes else 0, mesh.tp)
+    if mesh.shards is not None:
+        _shard(module, transformer, mesh)
+        size, place = mesh.shards.size(), mesh.shards.get_local_rank()
+        boxes = {name: _chunk(box, size, place) for name, box in boxes.items()}
+    else:
+        module.to(device)
+    specs = {
+        name: TensorSpec(name=name, global_shape=shapes[name], box=box, dtype="float32") for name, box in boxes.items()
+    }
+    return Sharding(_own_weights(module), specs, mesh, is_tied)
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("transformer.")
+
+
+def _keep_stage(transformer: Transformer, pp: Axis) -> None:
+    """Consecutive layers; the embedding on the first stage, norm and head on the last, a tied embedding on both."""
+    if pp.size == 1:
+        return
+    decoder, layers = transformer.model, list(transformer.model.layers)
+    own = stage_layers(len(layers), pp.size)[pp.rank]
+    decoder.layers = nn.ModuleDict({str(index): layers[index] for index in own})  # pyrefly: ignore[bad-assignment]
+    if pp.rank and not (pp.is_last and transformer.lm_head is None):
+        del decoder.embed_tokens
+    if not pp.is_last:
+        decoder.norm = nn.Identity()  # pyrefly: ignore[bad-assignment]
+        transformer.lm_head = None
+
+
+def _cut(module: nn.Module, boxes: dict[str, Box]) -> None:
+    for name, weight in list(module.named_parameters()):
+        owner, _, kind = name.rpartition(".")
+        part = weight.detach()[boxes[_short(name)].within(Box.whole(weight.shape))].clone()
+        module.get_submodule(owner).register_parameter(kind, nn.Parameter(part))
+
+
+def _join_blocks(decoder: Decoder, first_token: int, tp: Axis) -> None:
+    for layer in decoder.layers.children():
+        for name in BLOCKS:
+            block = layer.get_submodule(name)
+            block.register_forward_pre_hook(lambda _, args: (gather_rows(args[0], tp), *args[1:]))
+            block.register_forward_hook(lambda _module, _args, output: scatter_rows(output, tp))
+
+    def embed(input: Tensor) -> Tensor:  # noqa: A002 - so is it named in nn.Embedding
+        """Each rank looks up the tokens that it has."""
+        weight_V_D, local_N = decoder.embed_tokens.weight, input - first_token
+        own_N = (local_N >= 0) & (local_N < len(weight_V_D))
+        x_N_D = F.embedding(local_N.where(own_N, 0), weight_V_D).where(own_N[:, None], 0)
+        return scatter_rows(x_N_D, tp)
+
+    if hasattr(decoder, "embed_tokens"):
+        decoder.embed_tokens.forward = embed
+
+
+def _shard(module: nn.Module, transformer: Transformer, mesh: RankMesh) -> None:
+    for layer in transformer.model.layers.children():
+        fully_shard(layer, mesh=mesh.shards)
+    fully_shard(module, mesh=mesh.shards)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            # Sums, not means. Without the second line gloo refuses and NCCL may give zeros (pytorch issue 190745).
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+
+def _chunk(box: Box, size: int, place: int) -> Box:
+    """What `torch.chunk` gives rank `place` of the rows."""
+    rows = box.shape[0]
+    step = -(-rows // size)
+    return box.cut(0, min(place * step, rows), min((place + 1) * step, rows))
+
+
+def _own_weights(module: nn.Module) -> dict[str, Tensor]:
+    """With a gradient of zeros each, into which backward adds."""
+    weights = dict[str, Tensor]()
+    for name, weight in module.named_parameters():
+        weight.grad = torch.zeros_like(weight)
+        own: Tensor = weight
+        if isinstance(weight, DTensor) and isinstance(weight.grad, DTensor):
+            own = weight.detach().to_local()
+            own.grad = weight.grad.to_local()
+        weights[_short(name)] = own
+    return weights
+
+
+def held_tensors(sharding: Sharding, optimizer: torch.optim.Optimizer) -> dict[str, tuple[TensorSpec, Tensor]]:
+    """See `Trainer.shards`."""
+    found = dict[str, tuple[TensorSpec, Tensor]]()
+    for name, weight in sharding.weights.items():
+        spec = sharding.specs[name]
+        found[name] = spec, weight.detach()
+        for key, value in optimizer.state.get(weight, {}).items():
+            kind = TensorSpec.whole(f"{name}:{key}", (), "float32") if value.ndim == 0 else spec
+            found[f"{name}:{key}"] = replace(kind, name=f"{name}:{key}"), value
+    return found

@@ -1,0 +1,98 @@
+"""`Policy`: a transformer with the log-probabilities of given tokens inside, for any layout.
+
+Shape suffixes: N packed tokens of this context rank, M rows of this rank, R targets, O those of them that are predicted
+by this context rank's tokens, D model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from llamarl.distributed.mesh import RankMesh
+from llamarl.models.transformer import Attend, Transformer
+from llamarl.rollouts.packing import Microbatch, SampleGroup, padded
+from llamarl.training.attention import own_index, shared_prefix_attend
+from llamarl.training.collectives import gather_rows, summed
+from llamarl.training.logprobs import target_logprobs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """One microbatch, as a rank computes it."""
+
+    token_ids_N: Tensor
+    positions_N: Tensor
+    attend: Attend
+    predictors_O: Tensor
+    """Index in N."""
+    targets_O: Tensor
+    index_O: Tensor
+    """Index in R."""
+    num_targets: int
+
+
+class Policy(nn.Module):
+    """What FSDP2 wraps: all use of the weights is in its forward."""
+
+    def __init__(self, transformer: Transformer, mesh: RankMesh) -> None:
+        super().__init__()
+        self.transformer = transformer
+        self.mesh = mesh
+        self.hidden_size = transformer.shape.hidden_size
+        self.multiple = mesh.tp.size * (2 * mesh.cp.size if mesh.cp.size > 1 else 1)
+        """Of tokens, which the ranks can share evenly."""
+
+    def hidden_shape(self, microbatch: Microbatch) -> tuple[int, int]:
+        """Of the hidden states between pipeline stages, [M, D]."""
+        num_tokens = len(padded(microbatch, self.multiple).token_ids_N)
+        return num_tokens // (self.mesh.cp.size * self.mesh.tp.size), self.hidden_size
+
+    def place(self, microbatch: Microbatch, device: torch.device) -> Inputs:
+        """This rank's part of a microbatch."""
+        cp, whole = self.mesh.cp, padded(microbatch, self.multiple)
+        rows_N = own_index(num_tokens := len(whole.token_ids_N), cp)
+        place_of = torch.full((num_tokens,), -1).index_copy(0, rows_N, torch.arange(len(rows_N)))
+        predictors_R = place_of[torch.from_numpy(whole.predictors_R)]
+        index_O = (predictors_R >= 0).nonzero().squeeze(1)
+        return Inputs(
+            token_ids_N=torch.from_numpy(whole.token_ids_N)[rows_N].to(device),
+            positions_N=torch.from_numpy(whole.positions_N)[rows_N].to(device),
+            attend=shared_prefix_attend(whole.prompt_lengths, whole.response_lengths, device, cp),
+            predictors_O=predictors_R[index_O].to(device),
+            targets_O=torch.from_numpy(whole.targets_R)[index_O].to(device),
+            index_O=index_O.to(device),
+            num_targets=len(whole.targets_R),
+        )
+
+    def forward(self, inputs: Inputs, hidden_M_D: Tensor | None, temperature: float, bfloat16: bool) -> Tensor:
+        """Log-probs [R] of all targets, the same on all tensor and context ranks; before the last stage, [M, D]."""
+        given = inputs.token_ids_N if hidden_M_D is None else hidden_M_D
+        with torch.autocast(given.device.type, torch.bfloat16, enabled=bfloat16):
+            output_M_D: Tensor = self.transformer(given, inputs.positions_N, inputs.attend)
+        if not self.mesh.pp.is_last:
+            return output_M_D
+        hidden_O_D = gather_rows(output_M_D, self.mesh.tp).index_select(0, inputs.predictors_O)
+        head_V_D = self.transformer.head_weight_V_D.to(hidden_O_D.dtype)
+        logprobs_O = target_logprobs(hidden_O_D, head_V_D, inputs.targets_O, temperature, self.mesh.tp)
+        if self.mesh.cp.size == 1:
+            return logprobs_O
+        logprobs_R = logprobs_O.new_zeros(inputs.num_targets).index_copy(0, inputs.index_O, logprobs_O)
+        return summed(logprobs_R, self.mesh.cp)
+
+
+def shares(groups: Sequence[SampleGroup], num: int) -> list[list[SampleGroup]]:
+    """`groups` dealt to `num` ranks with about as many tokens each, the largest first to whoever has the fewest."""
+    tokens = [
+        len(group.prompt_token_ids_T) + sum(len(sample.response_token_ids_T) for sample in group.samples)
+        for group in groups
+    ]
+    loads, found = [0] * num, [list[int]() for _ in range(num)]
+    for index in sorted(range(len(groups)), key=lambda index: -tokens[index]):
+        rank = loads.index(min(loads))
+        loads[rank] += tokens[index]
+        found[rank].append(index)
+    return [[groups[index] for index in sorted(indexes)] for indexes in found]

@@ -1,0 +1,90 @@
+"""Before a run: a tiny model in the chosen layout must have the gradients that it has in one process.
+
+A wrong layout seldom fails. It trains on, with an exact loss and wrong gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from llamarl.algorithms.advantages.group_mean import GroupMean
+from llamarl.algorithms.losses.aipo import Aipo
+from llamarl.config import ConfigError
+from llamarl.config.schema import TrainerConfig
+from llamarl.distributed.box import Box
+from llamarl.distributed.mesh import RankMesh
+from llamarl.models.hf import new_model
+from llamarl.models.shape import ModelShape
+from llamarl.training.trainer import Trainer
+from llamarl.types import SampleGroup, TrainSample
+
+TOLERANCE = 1e-3
+"""Float32 gives 1e-6, a wrong layout 0.5."""
+SEED = 17
+
+
+def check_layout(shape: ModelShape, mesh: RankMesh, device: torch.device) -> str:
+    """A sentence about how far gradients are from those of one process; all ranks call it together.
+
+    Args:
+        shape: of the model to train; the tiny one is of its family.
+
+    Raises:
+        ConfigError: the gradient of some weight is another one.
+    """
+    start_s, tp = time.monotonic(), mesh.tp.size
+    tiny = replace(
+        shape, hidden_size=16, num_layers=max(2, mesh.pp.size), num_heads=2 * tp, num_kv_heads=tp, head_dim=8,
+        intermediate_size=8 * tp, vocab_size=16 * tp, max_position_embeddings=64, rope_scaling=None,
+    )  # fmt: skip
+    model, config = new_model(tiny, SEED, 0.2).to(device), TrainerConfig(microbatch_tokens=24)
+    trainers = [
+        Trainer(copy.deepcopy(model), config, Aipo(), GroupMean(), 1.0),
+        Trainer(model, config, Aipo(), GroupMean(), 1.0, mesh, device),
+    ]
+    groups = _groups(mesh.fsdp.size + 1, tiny.vocab_size)
+    losses = [trainer.accumulate(groups, 1)[0]["loss"] for trainer in trainers]
+    worst, where = abs(losses[1] - losses[0]) / abs(losses[0]), "the loss"
+    expected, found = (trainer.sharding.weights for trainer in trainers)
+    for name, spec in trainers[1].sharding.specs.items():
+        whole, part = expected[name].grad, found[name].grad
+        assert whole is not None, name
+        assert part is not None, name
+        apart = (part - whole[spec.box.within(Box.whole(spec.global_shape))]).norm() / whole.norm()
+        if not float(apart) <= worst:
+            worst, where = float(apart), name
+    worst, where = max(mesh.exchange((worst, where)), key=lambda one: (one[0] != one[0], one[0]))
+    layout = ", ".join(f"{axis} {getattr(mesh, axis).size}" for axis in ("fsdp", "tp", "pp", "cp"))
+    if not worst <= TOLERANCE:
+        raise ConfigError(
+            f"trainer.parallelism ({layout}) does not compute here what one process computes: {where} differs by "
+            f"{worst:.1%}; use another layout, or another version of torch than {torch.__version__}"
+        )
+    return f"preflight of {layout}: {where} is {worst:.1g} from one process, {time.monotonic() - start_s:.1f} s"
+
+
+def _groups(num: int, vocab_size: int) -> list[SampleGroup]:
+    """Ragged, with tokens all over the vocabulary."""
+    rng = np.random.default_rng(SEED)
+
+    def sample(length: int) -> TrainSample:
+        return TrainSample(
+            response_token_ids_T=rng.integers(0, vocab_size, length).astype(np.int32),
+            behavior_logprobs_T=(-rng.random(length)).astype(np.float32),
+            policy_versions_T=np.zeros(length, np.int32),
+            advantages_T=np.full(length, rng.normal(), np.float32),
+            loss_mask_T=np.ones(length, bool),
+        )
+
+    return [
+        SampleGroup(
+            prompt_token_ids_T=rng.integers(0, vocab_size, 3 + index % 4).astype(np.int32),
+            samples=tuple(sample(length) for length in (1, 5, 9 + index % 3)),
+        )
+        for index in range(num)
+    ]

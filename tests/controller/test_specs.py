@@ -1,0 +1,31 @@
+"""What generators are started with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llamarl.config import RunConfig
+from llamarl.controller.specs import generator_specs, vllm_settings
+
+MINIMAL = {"model": {"path": "m"}, "data": {"train": "running_total"}, "cluster": {"start_timeout_s": 50.0}}
+
+
+def test_each_replica_has_its_own_vllm_seed_and_log(tmp_path: Path) -> None:
+    generator = {"backend": "vllm", "vllm": {"python": "p", "arguments": ["--x"]}, "device": "cuda:1", "threads": 3}
+    seeds = set[int]()
+    for seed in (0, 1):
+        config = RunConfig.model_validate(MINIMAL | {"generator": generator, "seed": seed})
+        with generator_specs("m", config.generator, vllm=vllm_settings(config, tmp_path)) as specs:
+            settings = [specs(number).options["vllm"] for number in range(3)]
+        seeds |= {one.seed for one in settings}
+        assert [one.log_path for one in settings] == [f"{tmp_path}/generator-{i}.vllm.log" for i in range(3)]
+        for one in settings:
+            assert (one.python, one.arguments, one.device, one.threads) == ("p", ("--x",), "cuda:1", 3)
+            assert one.start_timeout_s == 40.0, "before the cluster gives up, so that the reason is heard"
+    assert len(seeds) == 6 and all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_a_native_generator_has_no_vllm(tmp_path: Path) -> None:
+    config = RunConfig.model_validate(MINIMAL)
+    with generator_specs("m", config.generator, vllm=vllm_settings(config, tmp_path)) as specs:
+        assert specs(0).options["vllm"] is None

@@ -1,0 +1,93 @@
+"""A run whose trainer is several processes, from its first step to a resume in another layout, is that of one process.
+
+Not covered: several machines, GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from llamarl.checkpoint.store import CheckpointStore
+from tests.end_to_end.tiny import Command, descendants, gone, llamarl, llamarl_here, rows
+
+SYNCHRONOUS = (
+    "--rollout.max_staleness", 0, "--rollout.window", 1, "--trainer.learning_rate", 1e-3,
+    "--reward.parts", "[{name = 'tests.executors.rewards:EvenLength'}]",
+)  # fmt: skip
+
+
+def test_a_run_changes_its_layout(tmp_path: Path, toml: Path) -> None:
+    """FSDP, and after three steps tensor parallel: same rollouts, losses and gradients; all weights arrive."""
+    first = ("--steps", 3, "--trainer.parallelism.fsdp", 2)
+    then = ("--steps", 6, "--resume", "--trainer.parallelism.tp", 2)
+    for layout in (first, then):
+        done = llamarl("train", toml, "--output", tmp_path / "many", *SYNCHRONOUS, *layout, timeout_s=240)
+        assert done.returncode == 0, done.stderr
+    done = llamarl_here(
+        "train", toml, "--output", tmp_path / "one", *SYNCHRONOUS, "--steps", 6, "--cluster.kind", "inline"
+    )
+    assert done.returncode == 0, done.stderr
+    many, one = ([row for row in rows(tmp_path / name / "tiny/metrics.jsonl") if row["kind"] == "step"]
+                 for name in ("many", "one"))  # fmt: skip
+    assert [row["step"] for row in many] == [row["step"] for row in one] == [1, 2, 3, 4, 5, 6]
+    assert max(row["grad_norm"] for row in one) > 0.01, "nothing was learnt, so nothing was compared"
+    for row, expected in zip(many, one, strict=True):
+        for name in ("loss", "grad_norm", "reward_mean", "num_loss_tokens", "importance_ratio_mean"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+        assert row["extra.mismatch_max"] < 1e-4
+        assert row["extra.sync_bytes"] == expected["extra.sync_bytes"]
+    texts = [[row["token_ids"] for row in rows(tmp_path / name / "tiny/rollouts.jsonl")] for name in ("many", "one")]
+    assert texts[0] == texts[1]
+    preflights = [path.read_text() for path in sorted((tmp_path / "many/tiny/logs").glob("trainer.*.log"))]
+    assert len(preflights) == 2
+    assert all("preflight of fsdp 1, tp 2, pp 1, cp 1: " in text for text in preflights)
+
+
+def test_a_killed_rank_ends_the_run(tmp_path: Path, toml: Path) -> None:
+    """At once, with its name, and nobody is left; the last checkpoint is there to go on from."""
+    command = Command.start(
+        tmp_path, "train", toml, "--output", tmp_path, *SYNCHRONOUS, "--steps", 100_000, "--checkpoint.every_steps", 2,
+        "--trainer.parallelism.fsdp", 2,
+    )  # fmt: skip
+    checkpoints = tmp_path / "tiny/checkpoints"
+    command.until(lambda: any(checkpoints.glob("step-*")), timeout_s=240)
+    pids = descendants(command.process.pid)
+    os.kill(command.children()["trainer.1"], signal.SIGKILL)
+    start_s = time.monotonic()
+    code, said = command.wait(timeout_s=60)
+    assert code == 1
+    assert "trainer (rank 1)" in said
+    assert time.monotonic() - start_s < 20
+    assert gone(pids) == []
+    assert CheckpointStore(checkpoints, keep=2).load_newest()[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        ({"tp": 4}, "trainer.parallelism.tp = 4 cannot share the 2 key/value heads of {model} evenly; use one of 1, 2"),
+        ({"pp": 3}, "trainer.parallelism.pp = 3 is more than the 2 layers of {model}; use at most 2"),
+    ],
+)
+def test_an_impossible_layout_is_refused_before_the_start(
+    tmp_path: Path, toml: Path, model: Path, layout: dict[str, int], sentence: str
+) -> None:
+    options = [text for axis, size in layout.items() for text in (f"--trainer.parallelism.{axis}", size)]
+    done = llamarl_here("train", toml, "--output", tmp_path, *options)
+    assert done.returncode == 2
+    assert sentence.format(model=model) in done.stderr
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_one_process_cannot_be_several_ranks(tmp_path: Path, toml: Path) -> None:
+    done = llamarl_here(
+        "train", toml, "--output", tmp_path, "--cluster.kind", "inline", "--trainer.parallelism.fsdp", 2
+    )
+    assert done.returncode == 2
+    assert "trainer.parallelism asks for 2 processes" in done.stderr
+    assert "use cluster.kind = 'monarch'" in done.stderr

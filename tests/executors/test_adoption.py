@@ -1,0 +1,58 @@
+"""Rank 0 and the weights of its generator. What a fetch does, tests/weight_sync shows; adoption itself, test_parity."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from llamarl.executors.adoption import WAIT_S, Adopter, Adoptions
+from llamarl.executors.replies import Adoption
+from llamarl.generation.tensor_parallel import TensorParallelEngine
+from llamarl.weight_sync.layout import Address
+
+ADDRESS = Address(transport="file", publisher="", num_writers=1, places={})
+ADOPTED = Adoption(version=3, fingerprint="1f", num_bytes=5)
+
+
+class Fetched:
+    """Rank 0 has its part at once."""
+
+    def __init__(self) -> None:
+        self.found: list[Adoption | None] = [ADOPTED]
+        self.used = list[int]()
+
+    def begin(self, version: int, address: Address) -> None:
+        """Done already."""
+
+    def poll(self, wait_s: float) -> Adoption | None:
+        return self.found.pop() if self.found else None
+
+    def use(self, version: int) -> None:
+        self.used.append(version)
+
+
+class Ranks(TensorParallelEngine):
+    """An idle engine whose other rank needs three looks."""
+
+    has_work = False
+
+    def __init__(self) -> None:
+        self.waits_s = list[float]()
+        self.version = -1
+
+    def report(self, version: int, outcome: Adoption) -> None:
+        assert (version, outcome) == (3, ADOPTED)
+
+    def reports(self, version: int, wait_s: float = 0.0) -> list[Adoption] | None:
+        self.waits_s.append(wait_s)
+        return [ADOPTED, ADOPTED] if len(self.waits_s) == 3 else None
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+
+
+def test_an_idle_rank_0_waits_for_the_others_and_does_not_spin() -> None:
+    fetched, engine = Fetched(), Ranks()
+    reply = Adoptions(cast(Adopter, fetched), engine).begin(3, ADDRESS)
+    adoption = reply.result(timeout=0)
+    assert engine.waits_s == [WAIT_S] * 3
+    assert (adoption.outcome, adoption.num_bytes, fetched.used, engine.version) == ("adopted", 10, [3], 3)

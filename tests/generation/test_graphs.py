@@ -1,0 +1,194 @@
+"""Steps in fixed buffers are those of the engine without them, token for token.
+
+No graph is captured here: instead of a replay the captured function runs again, on the same buffers and by the weights
+of the capture. Not covered: what a GPU adds, that each operation can be captured and that it is fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.generation.engine import Engine
+from llamarl.generation.model import GeneratorModel
+from llamarl.kernels import attention, build, linear, ops
+from llamarl.models.transformer import Transformer
+from llamarl.types import GenerationRequest, Rollout
+from tests.generation import conformance
+from tests.generation.conftest import VOCAB
+from tests.generation.native import GREEDY, SAMPLED, assert_same, drain, make_engine, run, serve
+from tests.generation.references import by_key
+
+SAMPLINGS = (
+    GREEDY,
+    SAMPLED,
+    replace(SAMPLED, temperature=1.3, max_new_tokens=40, stop_token_ids=(3, 7)),
+    replace(SAMPLED, top_p=0.8, top_k=9),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_kernels() -> Iterator[None]:
+    """As on a GPU, where torch computes everything."""
+    cached = (build.load, attention.kernel, linear.kernels, ops.kernels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(build.DISABLE_VARIABLE, "1")
+        for function in cached:
+            function.cache_clear()
+        yield
+    for function in cached:
+        function.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def models(make_model: Callable[..., Transformer]) -> list[Transformer]:
+    return [make_model(seed) for seed in range(3)]
+
+
+def engines(model: Transformer, **options: object) -> tuple[Engine, Engine]:
+    """Without and with graphs, each over its own copy of the weights."""
+    made = []
+    for graphs in (False, True):
+        served = GeneratorModel(model.shape, "float32", "cpu")
+        served.load(model)
+        made.append(make_engine(served, graphs=graphs, **options))
+    return made[0], made[1]
+
+
+def shapes(engine: Engine) -> set[tuple[int, int]]:
+    assert engine._graphs is not None
+    return {shape for replays in engine._graphs._replays.values() for shape in replays}
+
+
+def traffic(engine: Engine, models: list[Transformer], seed: int) -> list[Rollout]:
+    """Requests, aborts and new weights at random steps; everything that came out."""
+    random, rollouts = np.random.default_rng(seed), list[Rollout]()
+    for step in range(70):
+        if random.random() < 0.12:
+            engine.submit(
+                [
+                    GenerationRequest(
+                        group_id=step,
+                        prompt_token_ids_T=random.integers(0, VOCAB, random.integers(1, 40)).astype(np.int32),
+                        group_size=int(random.integers(1, 5)),
+                        sampling=SAMPLINGS[random.integers(len(SAMPLINGS))],
+                        segment_tokens=int(random.choice([0, 11])),
+                    )
+                ]
+            )
+        if random.random() < 0.04:
+            rollouts += engine.abort([int(random.integers(step + 1))])
+        if random.random() < 0.06:
+            assert isinstance(engine.model, GeneratorModel)
+            engine.model.load(models[random.integers(len(models))])
+            engine.set_version(step)
+        rollouts += engine.step()
+    return rollouts + drain(engine)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), kv_on_update=st.sampled_from(["keep", "recompute"]), blocks=st.sampled_from([16, 400])
+)
+def test_random_traffic(models: list[Transformer], seed: int, kv_on_update: str, blocks: int) -> None:
+    eager, graphed = engines(models[0], kv_on_update=kv_on_update, blocks=blocks)
+    expected, found = (by_key(traffic(engine, models, seed)) for engine in (eager, graphed))
+    assert_same(found, expected)
+    for key, rollout in expected.items():
+        assert found[key].policy_versions_T.tolist() == rollout.policy_versions_T.tolist()
+    assert eager.stats() == replace(graphed.stats(), recompute_s=eager.stats().recompute_s)
+
+
+def test_few_shapes_serve_all_steps(models: list[Transformer]) -> None:
+    eager, graphed = engines(models[0])
+    requests = [
+        GenerationRequest(
+            group_id=i, prompt_token_ids_T=np.arange(1, 2 + i, dtype=np.int32), group_size=4, sampling=SAMPLED
+        )
+        for i in range(5)
+    ]
+    assert_same(run(graphed, requests), run(eager, requests))
+    assert {16} < {size for size, _ in shapes(graphed)} <= {1, 2, 4, 8, 16}
+    assert {width for _, width in shapes(graphed)} <= {1, 2, 4}
+    truncated = [replace(request, sampling=SAMPLINGS[3]) for request in requests]
+    before = shapes(graphed)
+    assert_same(run(graphed, truncated), run(eager, truncated))
+    assert shapes(graphed) == before, "without graphs"
+    assert graphed._graphs is not None
+    graphed._graphs._max_bytes = 4 * graphed._graphs._block_bytes
+    graphed._graphs._replays.clear()
+    assert_same(run(graphed, requests), run(eager, requests))
+    assert {size * width for size, width in shapes(graphed)} <= {1, 2, 4}, "more would cost more than it saves"
+
+
+def adopt(engine: Engine, version: int, weights: dict[str, torch.Tensor]) -> None:
+    model = engine.model
+    assert isinstance(model, GeneratorModel)
+    model.use(model.hold(weights))
+    engine.set_version(version)
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["by address", "mutant"])
+def test_no_graph_computes_with_weights_of_before(
+    models: list[Transformer], stale: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are copied to and fro between two buffers, as on a GPU; the mutant replays whatever graph there is."""
+    eager, graphed = engines(models[0])
+    for engine in (eager, graphed):
+        monkeypatch.setattr(engine.model, "_are_here", lambda tensors: False)
+    if stale:
+        monkeypatch.setattr(GeneratorModel, "weights_at", property(lambda _: 0, lambda *_: None), raising=False)
+    request = GenerationRequest(
+        group_id=1, prompt_token_ids_T=np.array([5, 6], np.int32), group_size=3,
+        sampling=replace(GREEDY, max_new_tokens=60),
+    )  # fmt: skip
+    out = list[list[Rollout]]()
+    for engine in (eager, graphed):
+        engine.submit([request])
+        rollouts = list[Rollout]()
+        for version in range(1, 7):
+            for _ in range(8):
+                rollouts.extend(engine.step())
+            adopt(engine, version, {name: p.detach() for name, p in models[version % 3].named_parameters()})
+        out.append(rollouts + drain(engine))
+    same = all(
+        found.token_ids_T.tolist() == expected.token_ids_T.tolist() for found, expected in zip(*out, strict=True)
+    )
+    assert same is not stale
+    assert graphed._graphs is not None and len(graphed._graphs._replays) == (1 if stale else 2)
+
+
+def test_held_weights_stay_until_the_next_but_one(models: list[Transformer], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GeneratorModel(models[0].shape, "float32", "cpu")
+    model.load(models[0])
+    weights = [{name: p.detach() for name, p in one.named_parameters()} for one in models]
+    assert model.hold(weights[1]) is weights[1], "they are here"
+    monkeypatch.setattr(model, "_are_here", lambda tensors: False)
+    token, position = torch.tensor([4]), torch.tensor([0])
+
+    def logits() -> torch.Tensor:
+        return model.logits(model(token, position, lambda layer, q, k, v: q))
+
+    places = set[int]()
+    for number in (1, 2, 0, 1):
+        before = logits()
+        held = model.hold(weights[2 - number])  # is dropped
+        held = model.hold(weights[number])
+        assert torch.equal(logits(), before), "weights in use were overwritten"
+        model.use(held)
+        places.add(model.weights_at)
+        whole = GeneratorModel(models[0].shape, "float32", "cpu")
+        whole.load(models[number])
+        assert torch.equal(logits(), whole.logits(whole(token, position, lambda layer, q, k, v: q)))
+    assert len(places) == 2
+
+
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
+def test_conformance(check: conformance.Check) -> None:
+    check(serve("keep", graphs=True))

@@ -1,0 +1,201 @@
+"""One rank of a trainer in some layout, and the same computed by one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llamarl.algorithms.advantages.group_mean import GroupMean
+from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses
+from llamarl.algorithms.losses.aipo import Aipo
+from llamarl.config import ConfigError
+from llamarl.config.schema import TrainerConfig
+from llamarl.distributed.box import Box
+from llamarl.distributed.groups import CPU, RanksLost
+from llamarl.distributed.mesh import ALONE, AXES, RankMesh, join_mesh
+from llamarl.distributed.tensor_parallel import sharded_dim
+from llamarl.models.hf import new_model
+from llamarl.models.shape import ModelShape
+from llamarl.training import parallel
+from llamarl.training.preflight import check_layout
+from llamarl.training.state import load_training_state, training_state
+from llamarl.training.trainer import NonFiniteStep, Trainer
+from llamarl.types import RolloutGroup
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 24,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "vocab_size": 42,
+    "max_position_embeddings": 128,
+}
+LLAMA = SHAPE | {"family": "llama", "tie_embeddings": False, "dtype": torch.float32}
+QWEN3 = SHAPE | {"family": "qwen3", "tie_embeddings": True, "dtype": torch.float32}
+QWEN2 = SHAPE | {"family": "qwen2", "tie_embeddings": True, "dtype": torch.float64}
+SEQUENCES = [np.arange(length, dtype=np.int32) + length for length in (9, 1, 4, 2)]
+
+
+@dataclass
+class Found:
+    """What a rank, or all of them, or one process computed."""
+
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    gradients: dict[str, Any] = field(default_factory=dict)
+    """Of the first step; (whole shape, box, part) by name."""
+    weights: dict[str, Any] = field(default_factory=dict)
+    scores: list[list[np.ndarray]] = field(default_factory=list)
+    """Before, and after each step."""
+    error: str = ""
+    state: Any = None
+    """What a checkpoint holds."""
+
+
+def train(
+    mesh: RankMesh,
+    shape: Mapping[str, Any],
+    batches: Sequence[list[RolloutGroup]],
+    loss: Loss | None = None,
+    config: dict[str, Any] | None = None,
+    state: Any = None,
+) -> Found:
+    """
+    Args:
+        state: to begin with, or `state` to return that of the end.
+    """
+    settings = TrainerConfig(**{"learning_rate": 1e-3, "max_grad_norm": 0.05, "microbatch_tokens": 30} | (config or {}))
+    sizes = dict(shape)
+    dtype = sizes.pop("dtype")
+    model = new_model(ModelShape(**sizes), seed=5, std=0.15).to(dtype)
+    trainer = Trainer(model, settings, loss or Aipo(), GroupMean(), 0.7, mesh)
+    if isinstance(state, tuple):
+        load_training_state(trainer, *state)
+    found, seen = Found(scores=[trainer.score(SEQUENCES)]), dict[str, Tensor]()
+
+    def keep(*_: object) -> None:
+        for name, weight in trainer.sharding.weights.items():
+            assert weight.grad is not None
+            seen.setdefault(name, weight.grad.clone())
+
+    trainer.optimizer.register_step_pre_hook(keep)
+    for batch in batches:
+        try:
+            result = trainer.step(batch)
+        except NonFiniteStep as error:
+            found.error = str(error)
+            break
+        found.metrics.append(result.metrics)
+        found.skipped.append(result.skipped)
+        found.scores.append(trainer.score(SEQUENCES))
+    for name, spec in trainer.sharding.specs.items():
+        part = trainer.sharding.weights[name].detach()
+        assert part.shape == spec.shape, f"{name}: {tuple(part.shape)} is not {spec}"
+        found.weights[name] = spec.global_shape, spec.box, part.clone()
+        if seen:
+            found.gradients[name] = spec.global_shape, spec.box, seen[name]
+    if state is not None:
+        found.state = training_state(trainer)
+    return found
+
+
+def rank(meeting: Path, number: int, sizes: Mapping[str, int], *arguments: Any) -> Found:
+    """`train` in a process of its own."""
+    mesh = joined(meeting, number, sizes)
+    try:
+        return train(mesh, *arguments)
+    finally:
+        mesh.close()
+
+
+def preflight(meeting: Path, number: int, sizes: Mapping[str, int], shape: Mapping[str, Any], broken: str) -> str:
+    """What the preflight says, or is refused with, when part of the layout is broken."""
+    mesh = joined(meeting, number, sizes)
+    names = {"block": "BLOCKS", "norm": "sharded_dim", "tied": "EMBEDDING"}
+    others = {
+        "block": ("self_attn",),
+        "norm": lambda name: 0 if name.endswith(("q_norm.weight", "k_norm.weight")) else sharded_dim(name),
+        "tied": "no such weight",
+    }
+    kept = {name: getattr(parallel, name) for name in names.values()}
+    if broken:
+        setattr(parallel, names[broken], others[broken])
+    try:
+        return check_layout(ModelShape(**{key: value for key, value in shape.items() if key != "dtype"}), mesh, CPU)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        for name, value in kept.items():
+            setattr(parallel, name, value)
+        mesh.close()
+
+
+@dataclass(frozen=True)
+class Fragile(Aipo):
+    """Fails where the first group is."""
+
+    def token_losses(self, positions: Positions) -> TokenLosses:
+        if positions.num_sequences == 3:
+            raise ZeroDivisionError("no luck")
+        return super().token_losses(positions)
+
+
+def failing(meeting: Path, number: int, sizes: Mapping[str, int], groups: list[RolloutGroup]) -> str:
+    """How a step ends whose loss raises on one rank."""
+    mesh = joined(meeting, number, sizes, timeout_s=6.0)
+    try:
+        with mesh.together():
+            train(mesh, LLAMA, [groups], Fragile(), {})
+    except (RanksLost, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        mesh.close()
+    raise AssertionError("nothing has failed")
+
+
+def joined(meeting: Path, number: int, sizes: Mapping[str, int], timeout_s: float = 30.0) -> RankMesh:
+    whole = dict.fromkeys(AXES, 1) | dict(sizes)
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(np.prod(list(whole.values())))}
+    return join_mesh(whole, str(meeting), CPU, start_timeout_s=60.0, timeout_s=timeout_s)
+
+
+def alone(*arguments: Any) -> Found:
+    """The same by one process."""
+    return train(ALONE, *arguments)
+
+
+def assembled(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Whole tensors of all ranks' parts; every element is held by somebody, and all who hold it agree on its bits."""
+    whole, known = dict[str, Tensor](), dict[str, Tensor]()
+    for parts in ranks:
+        for name, (shape, box, part) in parts.items():
+            values = whole.setdefault(name, torch.zeros(shape, dtype=part.dtype))
+            there = known.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+            where = box.within(Box.whole(shape))
+            torch.testing.assert_close(values[where][there[where]], part[there[where]], rtol=0, atol=0, msg=name)
+            values[where], there[where] = part, True
+    for name, there in known.items():
+        assert there.all(), f"nobody holds all of {name}"
+    return whole
+
+
+def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Norm of the difference of each tensor over that of the tensor, at worst."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).norm() / other[name].norm().clamp(min=1e-12)) for name in one)
+
+
+def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """The same of all tensors together: AdamW makes rounding errors of tiny gradients as large as other steps."""
+    norms = [torch.stack([(one[n] - other[n]).norm(), other[n].norm()]) for n in one]
+    apart, size = torch.stack(norms).norm(dim=0).tolist()
+    return apart / size

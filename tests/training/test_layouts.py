@@ -1,0 +1,175 @@
+"""Any layout of a trainer computes what one process computes: losses, log-probs, gradients, weights.
+
+Not covered: GPUs and NCCL, several hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llamarl.algorithms.losses.gspo import Gspo
+from tests.distributed.ranks import Workers, results
+from tests.training.layouts import (
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    Found,
+    alone,
+    assembled,
+    difference,
+    distance,
+    failing,
+    preflight,
+    rank,
+)
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    workers = Workers()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory):
+    def run(sizes: dict[str, int], *arguments: Any, function: Callable[..., Any] = rank) -> list[Any]:
+        folder = tmp_path_factory.mktemp("meeting")
+        folder.chmod(0o700)
+        with workers.take(int(np.prod(list(sizes.values())))) as ranks:
+            for number, worker in enumerate(ranks):
+                worker.start(function, folder / "meeting", number, sizes, *arguments)
+            found = results(ranks)
+        for one in found:
+            if isinstance(one, Exception):
+                raise one
+        return found
+
+    return run
+
+
+def assert_same(found: list[Found], expected: Found, tolerance: float) -> None:
+    for one in found:
+        assert one.skipped == expected.skipped
+        for step, wanted in zip(one.metrics, expected.metrics, strict=True):
+            for name, value in wanted.items():
+                if name != "num_input_tokens":  # packing differs with the shares
+                    assert step[name] == pytest.approx(value, rel=2 * tolerance, abs=tolerance / 100), name
+        for before, after in zip(one.scores, expected.scores, strict=True):
+            np.testing.assert_allclose(np.concatenate(before), np.concatenate(after), rtol=10 * tolerance)
+    gradients, weights = (
+        [
+            {name: part for name, (_, _, part) in getattr(expected, kind).items()},
+            assembled([getattr(o, kind) for o in found]),
+        ]
+        for kind in ("gradients", "weights")
+    )
+    assert difference(*gradients) < tolerance
+    assert distance(*weights) < tolerance
+
+
+LAYOUTS = [
+    {"fsdp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"fsdp": 2, "tp": 2}, {"pp": 2, "fsdp": 2}, {"fsdp": 2, "cp": 2},
+    {"pp": 2, "tp": 2}, {"cp": 2, "tp": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [LLAMA, QWEN3, QWEN2], ids=lambda shape: shape["family"])
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda sizes: "x".join(f"{axis}{size}" for axis, size in sizes.items()))
+def test_layout_computes_what_one_process_computes(run, make_groups, sizes: dict, shape: dict) -> None:
+    """Groups are ragged, and so are the ranks' microbatches, of which some have none left.
+
+    Qwen 3 ties its embeddings and norms its heads: both train wrongly, with an exact loss, in a careless layout.
+    """
+    batches = [make_groups(), make_groups(seed=1)]
+    tolerance = TOLERANCE if shape["dtype"] == torch.float32 else 1e-11
+    assert_same(run(sizes, shape, batches), alone(shape, batches), tolerance)
+
+
+def test_more_ranks_than_groups_rows_or_layers_to_share_evenly(run, make_groups) -> None:
+    """One group for three ranks, then none to learn from, then two; of 4 rows the last rank has none.
+
+    In the second step weights move by their momentum alone, and nobody may score with gathered ones of before.
+    """
+    shape = QWEN3 | {"head_dim": 4}
+    equal = make_groups(((2, 2),), reward=lambda _: 0.5)
+    batches = [make_groups(((5, 1, 9),)), equal, make_groups(((4, 2), (1, 1)), seed=1)]
+    expected = alone(shape, batches)
+    for sizes in ({"fsdp": 3}, {"pp": 3}):
+        assert_same(run(sizes, shape, batches), expected, TOLERANCE)
+
+
+def test_bfloat16_is_as_far_from_float32_as_in_one_process(run, make_groups) -> None:
+    """Sums over ranks are taken in bfloat16 where one process has none, so bits differ."""
+    batches, half = [make_groups()], {"dtype": "bfloat16"}
+    exact, rounded = alone(LLAMA, batches), alone(LLAMA, batches, None, half)
+    apart = abs(rounded.metrics[0]["loss"] - exact.metrics[0]["loss"])
+    assert apart > 0
+    for one in run({"fsdp": 2, "tp": 2}, LLAMA, batches, None, half):
+        assert one.metrics[0]["loss"] == pytest.approx(exact.metrics[0]["loss"], abs=3 * apart)
+        assert one.metrics[0]["grad_norm"] == pytest.approx(exact.metrics[0]["grad_norm"], rel=0.03)
+
+
+def test_a_loss_over_whole_sequences_in_cut_ones(run, make_groups) -> None:
+    """GSPO's ratio is one of the sequence, and its mean one over sequences."""
+    batches = [make_groups()]
+    assert_same(run({"cp": 2}, LLAMA, batches, Gspo()), alone(LLAMA, batches, Gspo()), TOLERANCE)
+
+
+@pytest.mark.parametrize("policy", ["skip", "stop"])
+def test_what_is_not_finite_on_one_rank_is_so_on_all(run, make_groups, policy: str) -> None:
+    """One group, which only one rank computes, is poisoned in the second step: nobody takes that step."""
+    batches = [make_groups(), make_groups(seed=1), make_groups(seed=2)]
+    batches[1][-1].rollouts[1].behavior_logprobs_T[0] = np.nan
+    config = {"on_nonfinite": policy, "microbatch_tokens": 12}
+    found = run({"fsdp": 2}, LLAMA, batches, None, config)
+    if policy == "stop":
+        assert all("step 1: loss nan" in one.error and "groups 0, 1, 2" in one.error for one in found)
+    else:
+        assert [one.skipped for one in found] == [[False, True, False]] * 2
+    # What is left is a run that never had that step.
+    kept = batches[:1] if policy == "stop" else [batches[0], batches[2]]
+    never = run({"fsdp": 2}, LLAMA, kept, None, config)
+    for one, other in zip(found, never, strict=True):
+        for name, (_, _, part) in one.weights.items():
+            assert torch.equal(part, other.weights[name][2]), name
+
+
+def test_state_moves_between_layouts_bit_for_bit(run, tmp_path, make_groups) -> None:
+    """Saved by four ranks, loaded by one and by two others: weights and both moments are the same bits."""
+    saved = run({"fsdp": 2, "tp": 2}, QWEN3, [make_groups()], None, None, "state")[0].state
+    for sizes in ({"fsdp": 1}, {"pp": 2}):
+        again = run(sizes, QWEN3, [], None, None, saved)[0].state
+        for file, tensors in saved[0].items():
+            assert tensors.keys() == again[0][file].keys()
+            assert len(tensors) > 20
+            for name, tensor in tensors.items():
+                assert torch.equal(tensor, again[0][file][name]), name
+        assert again[1] == saved[1] == {"policy_version": 1}
+
+
+@pytest.mark.parametrize("how", ["block", "norm", "tied", ""])
+def test_preflight_refuses_a_broken_plan(run, how: str) -> None:
+    """Feed-forward left out of the plan; gradients of the heads' norms, or of tied embeddings, not added up."""
+    sizes = {"pp": 2} if how == "tied" else {"tp": 2}
+    said = run(sizes, QWEN3, how, function=preflight)
+    if how:
+        assert all(one.startswith("trainer.parallelism (fsdp 1, tp ") and "use another layout" in one for one in said)
+        assert len(set(said)) == 1, "all ranks say the same"
+    else:
+        assert all(one.startswith("preflight of fsdp 1, tp 2, pp 1, cp 1: ") for one in said)
+
+
+def test_what_fails_on_one_rank_ends_all_with_the_cause(run, make_groups) -> None:
+    """The other rank waits for it in a collective, no longer than for the mesh's time-out."""
+    cause, consequence = sorted(run({"fsdp": 2}, make_groups(((5, 1, 9), (3, 3))), function=failing), key=len)
+    assert cause == "ZeroDivisionError: no luck"
+    assert consequence.startswith("RanksLost: rank ")
+    assert consequence.endswith(" failed: ZeroDivisionError: no luck")
