@@ -1,92 +1,198 @@
-"""`CheckpointStore`: atomic, verified, the newest valid one wins.
+"""`CheckpointStore`: the checkpoints of a run, written by all ranks of its trainer; the newest valid one wins.
 
-A checkpoint is a folder `step-00000100` with tensor files and `manifest.json`, which names every file with its size
-and xxh3-128 digest, carries the run's state (data position, groups in flight) and begins with a digest of itself. It is
-written under a temporary name, synced to disk and renamed; a crash at any point leaves the previous ones untouched.
+A checkpoint is a folder `step-00000100`: a safetensors file of each rank, and `manifest.json`, which names every file
+with its size and xxh3-128 digest, says which part of which tensor it holds, carries the run's state (random numbers,
+data position, groups in flight) and begins with a digest of itself.
+
+`save` copies tensors, and a thread writes the copies under a temporary name and syncs them to disk. `commit`, once all
+ranks have, adds the manifest, without which nothing counts, and renames the folder: a crash at any point leaves the
+previous ones untouched. All ranks must see the same folder.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-MANIFEST = "manifest.json"
+from llamarl.checkpoint.checkpoint import MANIFEST, Checkpoint, CheckpointError, load_checkpoint, writers
+from llamarl.checkpoint.files import DTYPES, sync, write_safetensors
+from llamarl.distributed.box import Box
+from llamarl.weight_sync.base import Exchange
+from llamarl.weight_sync.layout import TensorSpec
 
-
-class CheckpointError(RuntimeError):
-    """A checkpoint is damaged; the message names the file and what is wrong with it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpoint:
-    """One verified checkpoint."""
-
-    folder: Path
-    step: int
-    state: dict[str, Any]
-    """JSON state of trainer and controller."""
-    tensors: dict[str, dict[str, Tensor]]
-    """By file stem: `model`, `optimizer`."""
+T = TypeVar("T")
 
 
 class CheckpointStore:
-    """Checkpoints of one run."""
+    """One rank's end; all ranks make the same calls in the same order."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(
+        self, folder: Path, keep: int, rank: int = 0, num_ranks: int = 1, exchange: Exchange = lambda value: [value]
+    ) -> None:
         self._folder = folder
         self._keep = keep
+        self._rank = rank
+        self._names = [f"shard-{one:05d}-of-{num_ranks:05d}.safetensors" for one in range(num_ranks)]
+        self._exchange = exchange
+        self._parent: dict[str, Any] | None = None
+        self._step = -1
+        """Of the save under way."""
+        self._state: Any = None
+        """Of the save under way."""
+        self._planned = list[str]()
+        """What each rank held, as a digest, when the plan was made."""
+        self._tensors = dict[str, tuple[tuple[int, ...], str, list[Any]]]()
+        """Shape, type and pieces of each, for the manifest."""
+        self._own = set[tuple[str, Box]]()
+        """What this rank writes."""
+        self._copies = dict[str, Tensor]()
+        """Kept for the next save: touching new memory takes several times as long as copying."""
+        self._written: Future[dict[str, Any] | OSError] = Future()
 
-    def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
-        """Writes checkpoint `step`, and then removes all but `keep` of those up to it.
+    def save(
+        self, step: int, shards: Mapping[str, tuple[TensorSpec, Tensor]], state: Mapping[str, Any]
+    ) -> Future[dict[str, Any] | OSError]:
+        """Copies what this rank has to write; then the tensors may change. `commit` comes when the answer is there.
+
+        Args:
+            shards: by name, the part of each tensor that this rank holds; others may hold the same.
+            state: JSON; rank 0's counts.
+
+        Returns:
+            When this rank's file is on the disk, its size and digest, or why it is not.
+
+        Raises:
+            LayoutError: the ranks' parts do not make whole tensors.
+        """
+        if self._step >= 0:
+            wait([self._written])  # nobody has committed it
+        if self._rank == 0:
+            for leftover in self._folder.glob(".writing-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        self._step = step
+        self._plan([replace(spec, dtype=DTYPES[tensor.dtype]) for spec, tensor in shards.values()])
+        self._state = json.loads(json.dumps(state))  # what it names may change, too
+        own = [name for name, (spec, _) in shards.items() if (name, spec.box) in self._own]
+        for name in own:
+            _, tensor = shards[name]
+            if name not in self._copies:
+                self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._copies[name].copy_(tensor)
+        path = self._temporary / self._names[self._rank]
+        self._written = _aside(lambda: _write(path, {name: self._copies[name] for name in own}))
+        return self._written
+
+    def _plan(self, held: list[TensorSpec]) -> None:
+        """Who writes what, anew when some rank holds something else than at the last save."""
+        digests = self._exchange(xxhash.xxh3_128_hexdigest(repr(held).encode()))
+        if digests == self._planned:
+            return
+        ranks = self._exchange(held)
+        tensors = {spec.name: (spec.global_shape, spec.dtype, list[Any]()) for specs in ranks for spec in specs}
+        plan = writers(ranks)
+        for (name, box), writer in plan.items():
+            tensors[name][2].append((writer, box.starts, box.stops))
+        self._own = {part for part, writer in plan.items() if writer == self._rank}
+        self._planned, self._tensors = digests, tensors
+
+    def commit(self) -> Future[str] | None:
+        """Makes the checkpoint that was saved last one that counts, and removes all but `keep` of those up to it.
 
         Later ones stay: a run is only at an earlier step again when they were damaged, and they must not push it out.
 
+        Returns:
+            Its folder, when that is on the disk; None but on rank 0.
+
         Raises:
-            OSError: the disk is full or not writable; nothing of the new checkpoint stays.
+            OSError: a rank could not write, also by way of the future; nothing of the new checkpoint stays.
         """
-        self._put_back()
-        for leftover in (*self._folder.glob(".writing-*"), *self._folder.glob(".replaced-*")):
-            shutil.rmtree(leftover)
+        files = self._exchange(self._written.result())
+        failed = next((file for file in files if isinstance(file, OSError)), None)
+        if failed is not None:
+            if self._rank == 0:
+                shutil.rmtree(self._temporary, ignore_errors=True)
+            raise failed
+        if self._rank:
+            return None
+        manifest = {
+            "step": self._step,
+            "parent": self._parent,
+            "state": self._state,
+            "files": dict(zip(self._names, files, strict=True)),
+            "tensors": self._tensors,
+        }
+        return _aside(lambda: self._publish(manifest))
+
+    @property
+    def _temporary(self) -> Path:
+        return self._folder / f".writing-{self._step:08d}"
+
+    def _publish(self, manifest: dict[str, Any]) -> str:
+        step, temporary = self._step, self._temporary
         final, replaced = self._folder / f"step-{step:08d}", self._folder / f".replaced-{step:08d}"
-        temporary = self._folder / f".writing-{step:08d}"
-        temporary.mkdir(parents=True)
         try:
-            _write(temporary, step, tensors, state)
+            self._put_back()
+            for leftover in self._folder.glob(".replaced-*"):
+                shutil.rmtree(leftover)
+            text = json.dumps(manifest)
+            digest = xxhash.xxh3_128_hexdigest(text.encode())
+            (temporary / MANIFEST).write_text(f'{{"xxh3_128": "{digest}", {text[1:]}', encoding="utf-8")
+            for path in (temporary / MANIFEST, temporary):
+                sync(path)
             if final.exists():  # a resumed or interrupted run may reach a step again
                 final.rename(replaced)
             temporary.rename(final)
-            _sync(self._folder)
+            sync(self._folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+        self._parent = {"step": step, "xxh3_128": digest}
         shutil.rmtree(replaced, ignore_errors=True)
         for old in [saved for saved in self.steps() if saved <= step][: -self._keep]:
             shutil.rmtree(self._folder / f"step-{old:08d}", ignore_errors=True)
-        return final
+        return str(final)
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, ascending; not yet verified."""
         return sorted(int(path.name.removeprefix("step-")) for path in self._folder.glob("step-" + "[0-9]" * 8))
 
     def load_newest(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest valid checkpoint, and a sentence about each newer one that is damaged."""
-        self._put_back()
+        """The newest valid checkpoint, and a sentence about each newer one that is damaged.
+
+        Each rank verifies some of the files.
+        """
+        if self._rank == 0:
+            self._put_back()
         damaged = list[str]()
-        for step in reversed(self.steps()):
+        for step in reversed(self._exchange(self.steps())[0]):
             try:
-                return load_checkpoint(self._folder / f"step-{step:08d}"), damaged
+                return self.load(step), damaged
             except CheckpointError as error:
                 damaged.append(str(error))
         return None, damaged
+
+    def load(self, step: int) -> Checkpoint:
+        """The checkpoint of this step. Raises CheckpointError, on all ranks, when one of them finds it damaged."""
+        checkpoint, fault = None, ""
+        try:
+            checkpoint = load_checkpoint(self._folder / f"step-{step:08d}")
+            checkpoint.check_files(list(checkpoint.files)[self._rank :: len(self._names)])
+        except CheckpointError as error:
+            fault = str(error)
+        if faults := list(filter(None, self._exchange(fault))):
+            raise CheckpointError(faults[0])
+        assert checkpoint is not None
+        self._parent = {"step": step, "xxh3_128": checkpoint.digest}
+        return checkpoint
 
     def _put_back(self) -> None:
         """Brings back a checkpoint that was moved aside by a save that did not live to put the new one in its place."""
@@ -96,53 +202,27 @@ class CheckpointStore:
                 replaced.rename(final)
 
 
-def load_checkpoint(folder: Path) -> Checkpoint:
-    """Reads and verifies one checkpoint. Raises CheckpointError."""
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | OSError:
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if manifest.pop("xxh3_128") != _digest(manifest):
-            raise CheckpointError(f"{folder / MANIFEST} differs from its own digest (changed)")
-        for name, expected in manifest["files"].items():
-            if _describe(folder / name) != expected:
-                raise CheckpointError(f"{folder / name} differs from its manifest (truncated or changed)")
-        tensors = {Path(name).stem: load_file(folder / name) for name in manifest["files"]}
-        return Checkpoint(folder=folder, step=manifest["step"], state=manifest["state"], tensors=tensors)
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return write_safetensors(path, tensors)
+    except OSError as error:
+        return error
 
 
-def _write(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-    """Tensor files and manifest, synced to disk."""
-    for stem, named in tensors.items():
-        path = folder / f"{stem}.safetensors"
+def _aside(work: Callable[[], T]) -> Future[T]:
+    """Does it in a thread that no exit waits for."""
+    future = Future[T]()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
         try:
-            save_file({name: tensor.contiguous() for name, tensor in named.items()}, path)
-        except SafetensorError as error:  # also how it reports a full disk
-            raise OSError(f"{path} cannot be written: {error}") from error
-    files = {path.name: _describe(path) for path in sorted(folder.iterdir())}
-    manifest = {"step": step, "state": dict(state), "files": files}
-    text = json.dumps({"xxh3_128": _digest(manifest), **manifest}, indent=1)
-    (folder / MANIFEST).write_text(text, encoding="utf-8")
-    for path in (*folder.iterdir(), folder):
-        _sync(path)
+            future.set_result(work())
+        except OSError as error:
+            future.set_exception(error)
+        except BaseException as error:
+            future.set_exception(error)
+            raise
 
-
-def _digest(manifest: Mapping[str, Any]) -> str:
-    """Of the manifest without its own digest. JSON keeps order and every digit, so what was read has the same."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(manifest).encode())
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future

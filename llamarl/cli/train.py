@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     config = load_config(options.config, overrides)
 
     from llamarl.cluster.api import ExecutorError
-    from llamarl.controller.controller import TooManyInvalid
+    from llamarl.controller.controller import NotSaved, TooManyInvalid
     from llamarl.controller.prepare import check_parts, prepare
     from llamarl.controller.run import run
     from llamarl.controller.run_folder import check_run_folder, prepare_run_folder
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     except Interrupted as error:
         print(f"llamarl train: {error}; go on with --resume. Files: {folder.path}", file=sys.stderr)
         return INTERRUPTED
-    except (ExecutorError, Stalled, TooManyInvalid, WeightsWrong) as error:
+    except (ExecutorError, NotSaved, Stalled, TooManyInvalid, WeightsWrong) as error:
         print(f"llamarl train: {type(error).__name__}: {error}", file=sys.stderr)
         print(f"Files: {folder.path}; output of each executor: {folder.logs}", file=sys.stderr)
         return FAILURE

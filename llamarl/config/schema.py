@@ -155,6 +155,12 @@ class TrainerConfig(Section):
     """Peak step size of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Optimizer step, counted from the first of the run, at which it has fallen to its floor, where it stays."""
+    decay_floor: float = Field(default=0.0, ge=0, le=1)
+    """Share of `learning_rate` that is left at the end of the decay."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled decay, on matrices only."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -167,7 +173,13 @@ class TrainerConfig(Section):
     """Updates on each batch, all before the next version is published. From the second on `decoupled_ppo`, and losses
     with `truncate`, stay near the policy before the first."""
     microbatch_tokens: int = Field(default=8192, ge=1)
-    """Tokens of one forward and backward; bounds memory, does not change the gradient."""
+    """Tokens of one forward and backward; bounds memory, does not change the gradient. A sequence must fit."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer and compute the rest again in backward: a third more arithmetic for a small
+    part of the memory. Gradients stay the same bits."""
+    compile: bool = False
+    """Fuse what lies between the matrix products with `torch.compile`: worth its minutes of start-up on GPUs and for
+    large models. Results change by rounding."""
     threads: int = Field(default=1, ge=1)
     """CPU threads."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -176,6 +188,11 @@ class TrainerConfig(Section):
     """`cpu` or `cuda`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A non-finite loss or gradient ends the run, or skips that step and counts it."""
+    max_skipped_steps: int = Field(default=3, ge=1)
+    """With `on_nonfinite = "skip"`: so many skipped steps in a row end the run all the same."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Of one device of the trainer, from its data sheet, for the share of it that is used (`mfu`); none: what a large
+    matrix product reaches there."""
     parallelism: ParallelismConfig = ParallelismConfig()
 
 
@@ -353,6 +370,21 @@ class RunConfig(Section):
             )
         if reference.dtype == "fp8" and reference.device == "cpu":
             raise ValueError("reference.dtype = 'fp8' needs a GPU; with reference.device = 'cpu' use 'int8'")
+        return self
+
+    @model_validator(mode="after")
+    def _rates(self) -> RunConfig:
+        trainer = self.trainer
+        if trainer.decay == "constant" and (trainer.decay_steps or trainer.decay_floor):
+            raise ValueError(
+                f"trainer.decay_steps = {trainer.decay_steps} and trainer.decay_floor = {trainer.decay_floor:g} do "
+                "nothing with trainer.decay = 'constant'; leave them out, or use 'linear' or 'cosine'"
+            )
+        if trainer.decay != "constant" and trainer.decay_steps <= trainer.warmup_steps:
+            raise ValueError(
+                f"trainer.decay = {trainer.decay!r} with trainer.decay_steps = {trainer.decay_steps} ends before it "
+                f"begins, after trainer.warmup_steps = {trainer.warmup_steps}; set decay_steps, as to `steps`"
+            )
         return self
 
     @model_validator(mode="after")

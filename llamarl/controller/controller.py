@@ -39,6 +39,10 @@ from llamarl.rollouts.pieces import pieces
 from llamarl.types import Outcome, Prompt, Rollout, RolloutGroup
 
 
+class NotSaved(RuntimeError):
+    """The disk refuses a checkpoint; the last good one stands."""
+
+
 class TooManyInvalid(RuntimeError):
     """Most rewards of a step could not be computed: the grader is broken, not the policy."""
 
@@ -124,6 +128,8 @@ class Controller:
         self._call_critic = partial(critic.call, timeout_s=timeout_s) if critic else None
         version = state["step"] if state else 0
         self._steps = Steps(version, self._call_trainer, self._call_critic, supervisor, telemetry)
+        self._saving: asyncio.Task[None] | None = None
+        """A periodic checkpoint, beside the next steps; the trainer copies its weights before it begins with them."""
         self._sync = WeightSync(
             config.weight_sync, self.generators, self._call_trainer, supervisor, telemetry, self._steps.has_weights,
             is_inline=config.cluster.kind == "inline",
@@ -195,7 +201,9 @@ class Controller:
             if saves or evaluates:
                 await self._report()  # a step that is saved is on record, and one that is evaluated has been adopted
             if saves:
-                await self._save_and_go_on()
+                await self._saved()
+                saving = self._save_and_go_on(self.version, self._copies())
+                self._saving = self._supervisor.start(saving, f"checkpoint of step {self.version}")
             if evaluates:
                 evaluations.append(self._supervisor.start(self.evaluate(), f"evaluation at step {self.version}"))
         await self._report()
@@ -289,24 +297,50 @@ class Controller:
         self._telemetry.evaluated(result)
         return result
 
-    async def save(self) -> str:
+    async def save(self) -> None:
         """Saves trainer and data position together: after a resume nothing is trained twice or skipped.
 
-        Rollouts in flight, partial ones included, start again from their prompts. The critic comes first: where there
-        is a trainer's checkpoint, there is the critic's of the same step.
-        """
-        if self._call_critic:
-            await self._call_critic("save", self.version)
-        return await self._call_trainer("save", {"step": self.version} | self._admission.state())
+        Rollouts in flight, partial ones included, start again from their prompts.
 
-    async def _save_and_go_on(self) -> None:
+        Raises:
+            NotSaved: the disk refuses.
+        """
+        await self._saved()
+        await self._save(self.version, self._copies())
+
+    def _copies(self) -> Sequence[asyncio.Future[Any]]:
+        """Trainer and critic copy their weights before whatever they are asked for next, and write beside that."""
+        calls = [self._call_trainer("save", self._state())]
+        if self._call_critic:
+            calls.append(self._call_critic("save", self.version))
+        return [asyncio.ensure_future(call) for call in calls]
+
+    def _state(self) -> dict[str, Any]:
+        return {"step": self.version} | self._admission.state()
+
+    async def _save(self, step: int, copies: Sequence[asyncio.Future[Any]]) -> None:
+        """The critic comes first: where there is a trainer's checkpoint, there is the critic's of the same step."""
+        try:
+            await asyncio.gather(*copies)
+            if self._call_critic:
+                await self._call_critic("commit")
+            await self._call_trainer("commit")
+        except RemoteError as error:
+            if isinstance(error.__cause__, OSError):
+                raise NotSaved(f"no checkpoint at step {step}: {error.__cause__}; make room on the disk") from None
+            raise
+
+    async def _save_and_go_on(self, step: int, copies: Sequence[asyncio.Future[Any]]) -> None:
         """A periodic checkpoint that the disk refuses costs a warning, not the run; the last good one stands."""
         try:
-            await self.save()
-        except RemoteError as error:
-            if not isinstance(error.__cause__, OSError):
-                raise
-            self._telemetry.warn(f"no checkpoint at step {self.version}: {error.__cause__}; the run goes on")
+            await self._save(step, copies)
+        except NotSaved as error:
+            self._telemetry.warn(f"{error}, the run goes on")
+
+    async def _saved(self) -> None:
+        """Waits for the checkpoint that is being written; its error is the supervisor's."""
+        if self._saving is not None:
+            await asyncio.wait({self._saving})
 
     def _is_due(self, every_steps: int) -> bool:
         return every_steps > 0 and self.version % every_steps == 0 and self.version < self._config.steps

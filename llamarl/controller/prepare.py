@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,7 @@ from llamarl.generation.vllm_server import check_python
 from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.rewards._build import build_reward
+from llamarl.training.cost import activation_bytes
 from llamarl.types import Prompt
 
 
@@ -56,6 +58,11 @@ def prepare(config: RunConfig) -> Prepared:
     check_models(config, shape)
     check_parallelism(shape, config.trainer.parallelism, config.model.path)
     warnings = _thread_warnings(config)
+    compiler = os.environ.get("CXX", "g++")
+    if config.trainer.compile and config.trainer.device == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"trainer.compile = true needs a C++ compiler, and there is no {compiler} on PATH; leave it out"
+        )
 
     def load(which: Literal["train", "eval"]) -> tuple[Prompt, ...]:
         loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings, which)
@@ -69,7 +76,21 @@ def prepare(config: RunConfig) -> Prepared:
     problems = Problems(
         train=load("train"), eval=load("eval") if config.data.eval else (), stop_token_ids=tokenizer.eos_token_ids
     )
+    check_microbatch(config, shape, max(len(prompt.token_ids_T) for prompt in problems.train))
     return Prepared(shape=shape, problems=problems, warnings=tuple(warnings))
+
+
+def check_microbatch(config: RunConfig, shape: ModelShape, longest_prompt: int) -> None:
+    """Raises ConfigError when the longest sequence that can come does not fit into a microbatch."""
+    trainer, longest = config.trainer, longest_prompt + config.rollout.max_new_tokens
+    longest = min(longest, shape.max_position_embeddings)
+    if longest > trainer.microbatch_tokens:
+        gib = activation_bytes(shape, trainer, longest, 2 * longest) / 2**30
+        raise ConfigError(
+            f"trainer.microbatch_tokens = {trainer.microbatch_tokens} is less than the {longest} tokens that prompt "
+            f"and response (rollout.max_new_tokens = {config.rollout.max_new_tokens}) can have together; raise it to "
+            f"{longest}, which takes about {gib:.2g} GiB for activations, or lower rollout.max_new_tokens"
+        )
 
 
 def check_tensor_parallel(shape: ModelShape, num_ranks: int, path: str) -> None:

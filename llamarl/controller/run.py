@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from llamarl.cluster.api import Cluster, ExecutorError, RemoteError, open_cluster
 from llamarl.config import ConfigError, RunConfig
-from llamarl.controller.controller import Controller, Executors
+from llamarl.controller.controller import Controller, Executors, NotSaved
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.prepare import Prepared
 from llamarl.controller.run_folder import RunFolder
@@ -54,7 +54,7 @@ def run(
     Raises:
         ConfigError: a device or a part cannot work.
         Interrupted: the user ended it; the last checkpoint is intact.
-        ExecutorError, Stalled, TooManyInvalid, WeightsWrong: it failed.
+        ExecutorError, NotSaved, Stalled, TooManyInvalid, WeightsWrong: it failed.
     """
     with rare_garbage_collections():
         return asyncio.run(_Run(config, prepared, folder, resume, command_started_s).run())
@@ -194,7 +194,7 @@ class _Run:
         try:
             async with asyncio.timeout(WIND_DOWN_S):
                 await controller.wind_down()
-        except (TimeoutError, ExecutorError) as error:
+        except (TimeoutError, ExecutorError, NotSaved) as error:
             screen.warn(f"no checkpoint at the end, the last periodic one stands: {error!r}")
 
     def _summary(self, telemetry: Telemetry, staleness_limit: int) -> RunSummary:

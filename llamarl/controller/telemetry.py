@@ -226,7 +226,7 @@ class Telemetry:
         self.num_invalid += sum(r.outcome is Outcome.INVALID for group in groups for r in group.results)
         self.staleness_max = max(self.staleness_max, metrics.staleness_max)
         if result.skipped:
-            self.warn(f"step {metrics.step} was skipped: its gradient was not finite (trainer.on_nonfinite = 'skip')")
+            self.warn(f"step {metrics.step} was skipped (trainer.on_nonfinite = 'skip'): {result.cause}")
         self._log.log(metrics)
         self._recorder.record(metrics.step, groups, result.advantages)
         self._show(

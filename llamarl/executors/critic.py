@@ -6,12 +6,13 @@ from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from llamarl.checkpoint.store import CheckpointError, CheckpointStore, load_checkpoint
+from llamarl.checkpoint.checkpoint import CheckpointError
+from llamarl.checkpoint.store import CheckpointStore
 from llamarl.cluster.executor import Executor
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.distributed.runtime import set_up_device
@@ -31,7 +32,7 @@ class CriticExecutor(Executor):
     Without staleness a step is finished first, so that nothing depends on time.
     """
 
-    SPANS: ClassVar[dict[str, str]] = {"score": "score", "work": "train", "save": "checkpoint"}
+    SPANS: ClassVar[dict[str, str]] = {"score": "score", "work": "train", "save": "checkpoint", "commit": "checkpoint"}
 
     def __init__(self, config: RunConfig, folder: str) -> None:
         """
@@ -55,7 +56,6 @@ class CriticExecutor(Executor):
         self._learning = deque[Learning]()
         # It saves before the trainer does, so its newest checkpoint may have no counterpart yet.
         self._store = CheckpointStore(Path(folder), config.checkpoint.keep + 1)
-        self._folder = Path(folder)
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[np.ndarray]]:
         """The value before each response token, float32 [T] per rollout of each group."""
@@ -92,20 +92,23 @@ class CriticExecutor(Executor):
         while self.work():
             pass
 
-    def save(self, step: int) -> str:
-        """Finishes its step and writes a checkpoint; its folder. Raises OSError when the disk is full."""
+    def save(self, step: int) -> Future[dict[str, Any] | OSError]:
+        """Finishes its step, copies what a checkpoint needs and writes it; after the answer comes `commit`."""
         self._finish()
         assert self._critic.policy_version == step, "critic and trainer take the same steps"
-        tensors, state = training_state(self._critic)
-        return str(self._store.save(step, tensors, state))
+        return self._store.save(step, self._critic.shards(), training_state(self._critic))
+
+    def commit(self) -> Future[str] | None:
+        """Makes what was saved last the newest checkpoint; its folder. Raises OSError when the disk is full."""
+        return self._store.commit()
 
     def resume(self, step: int) -> None:
         """Goes on from the checkpoint that belongs to the trainer's of this step. Raises ConfigError."""
         try:
-            checkpoint = load_checkpoint(self._folder / f"step-{step:08d}")
+            checkpoint = self._store.load(step)
         except CheckpointError as error:
             raise ConfigError(
                 f"--resume: the trainer goes on from step {step}, but the critic cannot: {error}; delete the trainer's "
                 "checkpoint of that step to go on from an older one, or use --overwrite"
             ) from None
-        load_training_state(self._critic, checkpoint.tensors, checkpoint.state)
+        load_training_state(self._critic, checkpoint.shapes, checkpoint.read, checkpoint.state)

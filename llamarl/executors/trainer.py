@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,10 +23,12 @@ from llamarl.models.hf import load_model
 from llamarl.rollouts.pieces import joined
 from llamarl.rollouts.probe import probe_sequences
 from llamarl.rollouts.shaping import shaping
+from llamarl.training.health import NonFiniteStep
+from llamarl.training.meter import check_memory, device_seconds, peak_flops, peak_memory_bytes, rates
 from llamarl.training.preflight import check_layout
 from llamarl.training.result import StepResult
 from llamarl.training.state import load_training_state, training_state
-from llamarl.training.trainer import NonFiniteStep, Trainer
+from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
 from llamarl.weight_sync.base import Publisher, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
@@ -38,7 +41,12 @@ class TrainerExecutor(Executor):
     All ranks get all calls and all groups, and each computes its share; rank 0 answers.
     """
 
-    SPANS: ClassVar[dict[str, str]] = {"step": "train", "publish": "weight_sync", "save": "checkpoint"}
+    SPANS: ClassVar[dict[str, str]] = {
+        "step": "train",
+        "publish": "weight_sync",
+        "save": "checkpoint",
+        "commit": "checkpoint",
+    }
 
     def __init__(self, config: RunConfig, checkpoint_folder: str, resume: bool, meeting: str = "") -> None:
         """
@@ -65,6 +73,8 @@ class TrainerExecutor(Executor):
             mesh=self._mesh,
             device=device,
         )
+        check_memory(self._trainer, model.shape, config)
+        self._peak_flops = peak_flops(settings, device)
         self._weights = self._trainer.sharding.weights
         self._groups = dict[int, RolloutGroup]()
         self._background_s = 0.0
@@ -80,7 +90,9 @@ class TrainerExecutor(Executor):
         self._probe_every_steps = config.weight_sync.probe_every_steps
         self._probed = list[np.ndarray]()
         """Sequences of the last step."""
-        self._store = CheckpointStore(Path(checkpoint_folder), config.checkpoint.keep)
+        world, folder = self._mesh.world, Path(checkpoint_folder)
+        keep = config.checkpoint.keep
+        self._store = CheckpointStore(folder, keep, world.rank, world.size, self._mesh.exchange)
         self._resumed: dict[str, Any] | None = None
         self._damaged = list[str]()
         if resume:
@@ -89,7 +101,7 @@ class TrainerExecutor(Executor):
     def _resume(self) -> None:
         checkpoint, self._damaged = self._store.load_newest()
         if checkpoint is not None:
-            load_training_state(self._trainer, checkpoint.tensors, checkpoint.state)
+            load_training_state(self._trainer, checkpoint.shapes, checkpoint.read, checkpoint.state)
             self._resumed = checkpoint.state
 
     def resumed(self) -> tuple[dict[str, Any] | None, list[str]]:
@@ -103,13 +115,15 @@ class TrainerExecutor(Executor):
 
     def step(self, group_ids: Sequence[int]) -> StepResult:
         """One optimizer step on these groups. Raises NonFiniteStep."""
-        clock = time.thread_time if self._trainer.device.type == "cpu" else time.monotonic
-        start_s = clock()
+        device = self._trainer.device
+        start_s = device_seconds(device)
         groups = [self._groups.pop(group_id) for group_id in group_ids]
         self._probed = probe_sequences(groups)
         with self._mesh.together(NonFiniteStep):
             result = self._trainer.step(groups)
-        result.metrics["train_s"] = clock() - start_s
+            result.metrics["peak_memory_bytes"] = max(self._mesh.exchange(peak_memory_bytes(device)))
+        result.metrics["train_s"] = train_s = device_seconds(device) - start_s
+        result.metrics.update(rates(result.metrics, train_s, self._peak_flops * self._mesh.world.size))
         background_s = time.process_time() - time.thread_time()
         result.metrics["trainer_background_s"] = background_s - self._background_s
         self._background_s = background_s
@@ -162,10 +176,11 @@ class TrainerExecutor(Executor):
                 publisher.close()
         self._mesh.close()
 
-    def save(self, controller_state: dict[str, Any]) -> str:
-        """Writes a checkpoint and returns its folder. Raises OSError when the disk is full."""
-        tensors, state = training_state(self._trainer)
-        if self._mesh.world.rank:
-            return ""
-        state["controller"] = controller_state
-        return str(self._store.save(self._trainer.policy_version, tensors, state))
+    def save(self, controller_state: dict[str, Any]) -> Future[dict[str, Any] | OSError]:
+        """Copies what a checkpoint needs and writes it beside the next steps; after the answer comes `commit`."""
+        state = training_state(self._trainer) | {"controller": controller_state}
+        return self._store.save(self._trainer.policy_version, self._trainer.shards(), state)
+
+    def commit(self) -> Future[str] | None:
+        """Makes what was saved last the newest checkpoint; its folder. Raises OSError when the disk is full."""
+        return self._store.commit()

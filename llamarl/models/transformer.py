@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from llamarl.models.shape import ModelShape
 
@@ -103,11 +105,15 @@ class Attention(nn.Module):
         """Flat queries, keys and values; a generator may replace this by one matmul with the joined weights."""
         return self.q_proj(x_N_D), self.k_proj(x_N_D), self.v_proj(x_N_D)
 
-    def forward(self, x_N_D: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def heads(self, x_N_D: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values: q_N_H_K, k_N_J_K, v_N_J_K."""
         q, k, v = (flat.unflatten(-1, (-1, self.head_dim)) for flat in self.project(x_N_D))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out_N_H_K = attend(self.index, rotate(q, rotation), rotate(k, rotation), v)
+        return rotate(q, rotation), rotate(k, rotation), v
+
+    def forward(self, x_N_D: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        out_N_H_K = attend(self.index, *self.heads(x_N_D, rotation))
         return self.o_proj(out_N_H_K.flatten(-2))
 
 
@@ -138,8 +144,16 @@ class Layer(nn.Module):
         self.self_attn = Attention(shape, index)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
+        self.recompute = False
+        """Keep only the input for backward (arXiv 1604.06174); inside of what FSDP2 gathers weights for."""
 
     def forward(self, x_N_D: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
+            return checkpoint(self._compute, x_N_D, rotation, attend, **options)
+        return self._compute(x_N_D, rotation, attend)
+
+    def _compute(self, x_N_D: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         x_N_D = x_N_D + self.self_attn(self.input_layernorm(x_N_D), rotation, attend)
         return x_N_D + self.mlp(self.post_attention_layernorm(x_N_D))
 

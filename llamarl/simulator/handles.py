@@ -334,7 +334,9 @@ class SimulatedTrainer(SimulatedHandle):
             case "publish":
                 return self._costs.publish_s, Published(version=args[0], address=None)
             case "save":
-                return self._costs.save_s, ""
+                return self._costs.save_s, None
+            case "commit":
+                return 0.0, ""
         raise AssertionError(f"{self.name} has no method {method}")
 
     def _step(self, group_ids: Sequence[int]) -> tuple[float, StepResult]:

@@ -18,10 +18,11 @@ from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import ALONE
 from llamarl.models.scalar import ScalarModel
 from llamarl.rollouts.packing import Microbatch, pack, to_sample_group
+from llamarl.training.compute import set_compute
+from llamarl.training.health import NonFiniteStep
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
 from llamarl.training.parallel import Sharding, held_tensors
 from llamarl.training.responses import hidden_of, per_response
-from llamarl.training.trainer import NonFiniteStep
 from llamarl.types import Prompt, Rollout, RolloutGroup, TrainBatch
 from llamarl.weight_sync.layout import TensorSpec
 
@@ -53,6 +54,7 @@ class Critic:
         """
         self.model = model
         self.config = config
+        set_compute(model, config)
         self.mesh = ALONE
         weights: dict[str, Tensor] = dict(model.named_parameters())
         specs = {name: TensorSpec.whole(name, tuple(weight.shape), "float32") for name, weight in weights.items()}

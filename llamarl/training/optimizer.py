@@ -1,7 +1,8 @@
-"""AdamW with decay on matrices only, and a linear warm-up."""
+"""AdamW with decay on matrices only, and the learning rate: linear warm-up, then constant or falling."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,4 +27,10 @@ def build_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.o
 
 def learning_rate_at(step: int, config: TrainerConfig) -> float:
     """Rate of the optimizer step with this number, counted from 0."""
-    return config.learning_rate * min(1.0, (step + 1) / (config.warmup_steps + 1))
+    peak = config.learning_rate * min(1.0, (step + 1) / (config.warmup_steps + 1))
+    if config.decay == "constant":
+        return peak
+    done = min(1.0, max(0, step - config.warmup_steps) / (config.decay_steps - config.warmup_steps))
+    # Cosine: SGDR without restarts (arXiv 1608.03983, equation 5).
+    left = 1 - done if config.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return peak * (config.decay_floor + (1 - config.decay_floor) * left)

@@ -18,6 +18,8 @@ class StepResult:
     """Completed optimizer steps, this one included."""
     skipped: bool
     """The gradient was not finite and `trainer.on_nonfinite` is `skip`: the weights did not change."""
+    cause: str = ""
+    """Of a skipped step: which rollouts, and what of them is not finite."""
     metrics: dict[str, float]
     advantages: dict[int, np.ndarray]
     """By group id, float64 [G], the mean over a rollout's tokens; 0 for rollouts that were masked out."""

@@ -1,10 +1,12 @@
-"""Trainer state to and from a checkpoint: weights, optimizer moments, completed steps."""
+"""Trainer state to and from a checkpoint: weights, optimizer moments, random numbers, completed steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,39 +19,42 @@ class StateMismatch(ValueError):
     """The saved state belongs to another model."""
 
 
-def training_state(trainer: Trainer | Critic) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Whole tensors by file, and JSON state; several ranks call it together, and each gets all."""
-    own = trainer.shards()
-    if trainer.mesh.world.size > 1:
-        own = {name: (spec, part.cpu()) for name, (spec, part) in own.items()}
-    files: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
-    for shards in trainer.mesh.exchange(own):
-        for name, (spec, part) in shards.items():
-            whole, file = Box.whole(spec.global_shape), files["optimizer" if ":" in name else "model"]
-            if spec.box == whole:
-                file[name] = part
-            else:
-                file.setdefault(name, part.new_empty(spec.global_shape))[spec.box.within(whole)] = part
-    return files, {"policy_version": trainer.policy_version}
+def training_state(trainer: Trainer | Critic) -> dict[str, Any]:
+    """JSON, beside `Trainer.shards`. Ranks are seeded alike, so one's random numbers stand for all."""
+    numbers = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+    return {"policy_version": trainer.policy_version, "rng": numbers}
 
 
 def load_training_state(
-    trainer: Trainer | Critic, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+    trainer: Trainer | Critic,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str, Box], Tensor],
+    state: Mapping[str, Any],
 ) -> None:
-    """Puts what `training_state` gave, in any layout, into `trainer`, bit for bit. Raises StateMismatch."""
-    weights, specs, saved = trainer.sharding.weights, trainer.sharding.specs, tensors["model"]
-    names = set[str]().union(*trainer.mesh.exchange(set(specs)))
-    if saved.keys() != names or any(tuple(saved[name].shape) != spec.global_shape for name, spec in specs.items()):
+    """Puts what ranks in whatever layout gave as shards and state into `trainer`, bit for bit; all ranks call it.
+
+    Args:
+        shapes: of whole tensors, by name.
+        read: gives a part of one.
+
+    Raises:
+        StateMismatch: before anything has changed.
+    """
+    weights, specs = trainer.sharding.weights, trainer.sharding.specs
+    wanted = dict[str, tuple[int, ...]]()
+    for held in trainer.mesh.exchange({name: spec.global_shape for name, spec in specs.items()}):
+        wanted |= held
+    if wanted != {name: shape for name, shape in shapes.items() if ":" not in name}:
         raise StateMismatch("the checkpoint holds another model than model.path; use the model it was made from")
-    own = {name: spec.box.within(Box.whole(spec.global_shape)) for name, spec in specs.items()}
     with torch.no_grad():
         for name, weight in weights.items():
-            weight.copy_(saved[name][own[name]])
+            weight.copy_(read(name, specs[name].box))
     trainer.optimizer.state.clear()
-    for key, value in tensors["optimizer"].items():
-        name, _, moment = key.rpartition(":")
-        if name in weights:
-            part = value[own[name]] if value.ndim else value
-            # A copy, as a loaded tensor is a window into its file. Fused AdamW keeps its step count on the device, too.
-            trainer.optimizer.state[weights[name]][moment] = part.to(weights[name].device, copy=True)
+    for key, shape in shapes.items():
+        name, is_moment, moment = key.partition(":")
+        if is_moment and name in weights:
+            # Fused AdamW keeps its step count on the device, too.
+            value = read(key, specs[name].box if shape else Box.whole(()))
+            trainer.optimizer.state[weights[name]][moment] = value.to(weights[name].device)
+    torch.set_rng_state(torch.from_numpy(np.frombuffer(base64.b64decode(state["rng"]), np.uint8).copy()))
     trainer.policy_version = state["policy_version"]

@@ -22,6 +22,9 @@ from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.models.transformer import Transformer
 from llamarl.rollouts.packing import EMPTY, Microbatch, pack, to_sample_group, with_advantage
 from llamarl.rollouts.shaping import UNSHAPED, Shaping
+from llamarl.training.compute import set_compute
+from llamarl.training.cost import step_cost
+from llamarl.training.health import Health, age_sums, split_by_age
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
 from llamarl.training.parallel import held_tensors, parallelize
 from llamarl.training.pipeline import Pipeline
@@ -32,10 +35,6 @@ from llamarl.weight_sync.layout import TensorSpec
 
 Logged = tuple[dict[str, float], dict[str, float]]
 """Sums and maxima, by name."""
-
-
-class NonFiniteStep(RuntimeError):
-    """Loss or gradient is not finite; the update was not made."""
 
 
 class Trainer:
@@ -72,11 +71,13 @@ class Trainer:
         self.kl_in_loss = kl_in_loss
         self.mesh = mesh
         self.device, dtype = device or model.device, model.kv_dtype
+        set_compute(model, config)
         self.policy = Policy(model, mesh)
         self.sharding = parallelize(self.policy, model, mesh, self.device)
         self.pipeline = Pipeline(mesh.pp, dtype, self.device)
         self.optimizer = build_optimizer(self.sharding.weights.values(), config)
         self.policy_version = 0
+        self.health = Health(config, mesh)
 
     def step(self, groups: Sequence[RolloutGroup]) -> StepResult:
         """Learns from `groups` and completes one policy version.
@@ -94,17 +95,11 @@ class Trainer:
         # Samples without gradient still count in the denominator: leaving them out changes nothing but the time.
         needs_all = self.loss.LEARNS_WITHOUT_ADVANTAGE or self.kl_in_loss is not None
         computed = batch.groups if needs_all else with_advantage(batch.groups)
-        logged, proximal, finite, grad_norm = list[Logged](), dict[int, Tensor](), True, 0.0
-        while finite and len(logged) < self.config.passes:
-            logged.append(self.accumulate(computed, denominator, proximal))
-            grad_norm = self.sharding.clip_gradients(self.config.max_grad_norm)
-            finite = math.isfinite(grad_norm) and math.isfinite(logged[-1][0].get("loss", 0.0))
-            if finite:
-                self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=False)  # a step without any gradient still moves by its momentum
+        logged, grad_norm, finite = self._updates(computed, denominator)
         sums, maxima = _merged(logged)
         loss, num_inputs = sums.pop("loss", 0.0) / denominator / len(logged), sums.pop("num_input_tokens")
         num_computed = len(logged) * TrainBatch(groups=tuple(computed)).num_loss_tokens
+        ages, cost = split_by_age(sums), step_cost(self.model.shape, computed)
         metrics = {name: value / num_computed for name, value in sums.items()} | maxima | self.shaping.metrics(groups)
         metrics |= {
             "loss": loss,
@@ -114,16 +109,22 @@ class Trainer:
             "num_loss_tokens": float(batch.num_loss_tokens),
             "num_computed_tokens": float(num_computed),
             "num_input_tokens": num_inputs,
+            "num_flops": cost.flops * len(logged),
+            "padding_share": cost.padding_share,
+            **ages,
         }
-        if not finite and self.config.on_nonfinite == "stop":
-            names = ", ".join(str(group.group_id) for group in groups)
-            raise NonFiniteStep(
-                f"step {self.policy_version}: loss {loss}, gradient norm {grad_norm}, groups {names};"
-                " lower trainer.learning_rate, or set trainer.on_nonfinite = 'skip'"
-            )
+
+        def alone(some: Sequence[SampleGroup]) -> tuple[dict[str, float], float]:
+            sums, _ = self.accumulate(some, denominator)
+            norm = self.sharding.clip_gradients(self.config.max_grad_norm)
+            self.optimizer.zero_grad(set_to_none=False)
+            return sums, norm
+
+        said = f"step {self.policy_version}: loss {loss}, gradient norm {grad_norm}"
+        cause = self.health.ended(said, finite, groups, computed, alone)
         self.policy_version += 1
         return StepResult(
-            policy_version=self.policy_version, skipped=not finite, metrics=metrics, advantages=advantages
+            policy_version=self.policy_version, skipped=not finite, cause=cause, metrics=metrics, advantages=advantages
         )
 
     def _batch(self, groups: Sequence[RolloutGroup]) -> tuple[TrainBatch, dict[int, np.ndarray]]:
@@ -140,22 +141,39 @@ class Trainer:
         }
         return TrainBatch(groups=tuple(samples)), means
 
+    def _updates(self, groups: Sequence[SampleGroup], denominator: int) -> tuple[list[Logged], float, bool]:
+        """`trainer.passes` updates; what each logs, the last gradient norm, and whether all was finite.
+
+        The first pass finds the log-probabilities that later ones stay near. One that is not finite is the last, and
+        makes no update.
+        """
+        logged, proximal, grad_norm, finite = list[Logged](), dict[int, Tensor](), 0.0, True
+        self.health.begin()
+        while finite and len(logged) < self.config.passes:
+            logged.append(self.accumulate(groups, denominator, proximal))
+            grad_norm = self.sharding.clip_gradients(self.config.max_grad_norm)
+            finite = math.isfinite(grad_norm) and math.isfinite(logged[-1][0].get("loss", 0.0))
+            if finite:
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=False)  # a step without any gradient still moves by its momentum
+        return logged, grad_norm, finite
+
     def accumulate(
         self, groups: Sequence[SampleGroup], denominator: int, proximal: dict[int, Tensor] | None = None
     ) -> Logged:
         """Gradient of (sum of losses) / (global count of tokens or sequences); sums and maxima over all ranks.
 
-        The first pass over a batch fills `proximal`, the log-probabilities by microbatch, which later ones stay near.
-
         Data-parallel ranks compute their own groups, and as many microbatches as whoever has the most: the others'
         last ones are empty, as they all take part in each collective.
+
+        Args:
+            proximal: log-probabilities by microbatch at the first pass, which fills it.
         """
-        mesh = self.mesh
+        mesh, at_first = self.mesh, {} if proximal is None else proximal
         own = pack(shares(groups, mesh.fsdp.size)[mesh.fsdp.rank], self.config.microbatch_tokens)
         num_inputs = float(sum(len(microbatch.token_ids_N) for microbatch in own))
         own += [EMPTY] * (max(mesh.exchange(len(own))) - len(own))
         sums, maxima = {"num_input_tokens": num_inputs}, dict[str, float]()
-        at_first = {} if proximal is None else proximal
 
         def forward(index: int, hidden_M_D: Tensor | None) -> Tensor:
             output = self._forward(own[index], hidden_M_D)
@@ -163,6 +181,7 @@ class Trainer:
                 return output
             loss = self._loss(own[index], output, at_first.get(index), sums, maxima)
             at_first.setdefault(index, output.detach())
+            self.health.computed(index, len(own), sums)
             return loss / denominator
 
         self.pipeline.train([self.policy.hidden_shape(microbatch) for microbatch in own], forward)
@@ -185,20 +204,21 @@ class Trainer:
         if not len(microbatch.targets_R):
             return logprobs_R.sum()
         reference_R = microbatch.reference_logprobs_R
-        output = self.loss(
-            LossInputs(
-                logprobs_N=logprobs_R,
-                behavior_logprobs_N=self._tensor(microbatch.behavior_logprobs_R),
-                advantages_N=self._tensor(microbatch.advantages_R),
-                loss_mask_N=self._tensor(microbatch.loss_mask_R),
-                sequence_N=self._tensor(microbatch.sequence_R),
-                num_sequences=sum(map(len, microbatch.response_lengths)),
-                proximal_logprobs_N=proximal_R,
-                reference_logprobs_N=self._tensor(reference_R) if len(reference_R) else None,
-                kl=self.kl_in_loss,
-            )
+        inputs = LossInputs(
+            logprobs_N=logprobs_R,
+            behavior_logprobs_N=self._tensor(microbatch.behavior_logprobs_R),
+            advantages_N=self._tensor(microbatch.advantages_R),
+            loss_mask_N=self._tensor(microbatch.loss_mask_R),
+            sequence_N=self._tensor(microbatch.sequence_R),
+            num_sequences=sum(map(len, microbatch.response_lengths)),
+            proximal_logprobs_N=proximal_R,
+            reference_logprobs_N=self._tensor(reference_R) if len(reference_R) else None,
+            kl=self.kl_in_loss,
         )
-        for name, value in {"loss": output.loss, **output.sums}.items():
+        output = self.loss(inputs)
+        is_stale_R = self._tensor(microbatch.policy_versions_R) < self.policy_version
+        ages = age_sums(logprobs_R, inputs.behavior_logprobs_N, inputs.loss_mask_N, is_stale_R)
+        for name, value in {"loss": output.loss, **output.sums, **ages}.items():
             sums[name] = sums.get(name, 0.0) + float(value.detach())
         for name, value in output.maxima.items():
             maxima[name] = max(maxima.get(name, -math.inf), float(value))

@@ -21,7 +21,8 @@ Start = Callable[..., tuple[ForkServerProcess, Connection]]
 def start() -> Iterator[Start]:
     """start(function, *args) runs function(connection, *args) in a process that is killed at the end of the test."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "llamarl.weight_sync.shared_memory", "llamarl.checkpoint.store"])
+    # FSDP2 imports torch's compiler, which takes seconds.
+    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "llamarl.checkpoint.store"])
     started = list[ForkServerProcess]()
 
     def start_one(function: Callable[..., None], *args: Any) -> tuple[ForkServerProcess, Connection]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -35,6 +36,7 @@ def check(done: Done, *parts: str, command: str = "train") -> None:
         (["--steps", "0"], ["`steps = 0`"]),
         (["--rollout.group_size", "1"], ["rollout.group_size = 1", "group_mean", "2 or more"]),
         (["--rollout.window", "9"], ["rollout.window = 9", "4 groups", "lower the window"]),
+        (["--trainer.decay", "linear"], ["trainer.decay = 'linear'", "set decay_steps"]),
         (["--trainer.loss.name", "aipoo"], ["trainer.loss", "aipo"]),
         (["--trainer.loss", "aipo", "--trainer.loss.rhos", "2"], ["trainer.loss", "did you mean `rho`?"]),
         (["--reward.parts", "[{name = 'exakt'}]"], ["reward.parts", "exact"]),
@@ -51,6 +53,22 @@ def check(done: Done, *parts: str, command: str = "train") -> None:
 def test_settings(toml: Path, overrides: list[str], parts: list[str]) -> None:
     check(llamarl_here("train", toml, *overrides), *parts)
     assert not (toml.parent / "runs").exists()
+
+
+def test_a_microbatch_that_is_too_small_for_a_sequence(toml: Path) -> None:
+    """Refused with the size that it takes, before anything starts."""
+    done = llamarl_here("train", toml, "--trainer.microbatch_tokens", "20")
+    parts = ["trainer.microbatch_tokens = 20 is less than", "(rollout.max_new_tokens = 12)", "GiB for activations"]
+    check(done, *parts)
+    needed = re.search(r"raise it to (\d+),", done.stderr)
+    assert needed is not None
+    done = llamarl_here("train", toml, "--trainer.microbatch_tokens", needed[1], "--dry-run")
+    assert done.returncode == 0, done.stderr
+
+
+def test_compiling_without_a_compiler(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    check(llamarl_here("train", toml, "--trainer.compile", "true"), "trainer.compile = true", "no-such-compiler")
 
 
 def damaged(model: Path, folder: Path, change: Callable[[Path], object]) -> Path:

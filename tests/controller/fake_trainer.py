@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from llamarl.cluster.api import RemoteError
 from llamarl.executors.replies import Probe, Published
 from llamarl.rollouts.pieces import joined
 from llamarl.training.result import StepResult
@@ -20,6 +22,10 @@ class Trainer:
     """Knows nothing but its version; `saved` is the disk, and outlives it."""
 
     step_s: float = 0.5
+    write_s: float = 0.0
+    """From `save` to its answer."""
+    disk_size: int = 1000
+    """Checkpoints that fit on it."""
     version: int = 0
     saved: list[tuple[int, str]] = field(default_factory=list)
     """(trainer's version, the controller's state as JSON) of each checkpoint."""
@@ -66,6 +72,13 @@ class Trainer:
         probe = Probe(sequences=[sequence], logprobs=[np.full(4, version, np.float32)])
         return Published(version=version, address=slot, probe=probe)
 
-    async def save(self, state: dict[str, Any]) -> str:
-        self.saved.append((self.version, json.dumps(state)))
+    async def save(self, state: dict[str, Any]) -> asyncio.Task[None]:
+        """Answers later, beside other calls."""
+        self.written = (self.version, json.dumps(state))
+        return asyncio.create_task(asyncio.sleep(self.write_s))
+
+    async def commit(self) -> str:
+        if len(self.saved) >= self.disk_size:
+            raise RemoteError("trainer", "commit", "Traceback") from OSError(errno.ENOSPC, "No space left on device")
+        self.saved.append(self.written)
         return "somewhere"

@@ -101,6 +101,8 @@ class FakeHandle(ExecutorHandle):
                 self.doing = method
                 result = await getattr(self.role, method)(*args)
                 self.doing = "idle"
+        if isinstance(result, asyncio.Task):
+            result = await result
         await self.thawed.wait()
         return result
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.cluster.api import CallTimeout, MeshFailed, RemoteError
+from llamarl.controller.controller import NotSaved
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.data.sampler import PromptSampler
 from llamarl.simulator.clock import run_virtual
@@ -141,6 +142,28 @@ def test_after_an_interruption_no_step_is_lost(tmp_path: Path, staleness: int, w
             audit(resumed(tmp_path, staleness, window, disk, moment + 1000))
         assert not run.complaints
     assert num_in_step > 1
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    """Each holds the state of its own step, and one is committed before the next is begun."""
+    settings = config(tmp_path, steps=9, checkpoint={"every_steps": 2})
+    quick = Run(settings, tmp_path).train()
+    disk = Trainer(write_s=2.0)
+    slow = Run(settings, tmp_path, trainer=disk).train()
+    assert [version for version, _ in disk.saved] == [2, 4, 6, 8, 9]
+    assert all(json.loads(state)["step"] == version for version, state in disk.saved)
+    assert slow.wall_s - quick.wall_s < 2 * 2.0 + 1.0, "only the last one, and one before it, are waited for"
+
+
+def test_a_full_disk_costs_a_warning_and_at_the_end_the_run(tmp_path: Path) -> None:
+    disk = Trainer(write_s=0.3, disk_size=2)
+    run = Run(config(tmp_path, steps=9, checkpoint={"every_steps": 2}), tmp_path, trainer=disk)
+    with pytest.raises(NotSaved, match=r"no checkpoint at step 9: \[Errno 28\] No space left on device; make room"):
+        run.train()
+    assert [version for version, _ in disk.saved] == [2, 4]
+    cause = "[Errno 28] No space left on device; make room on the disk, the run goes on"
+    assert run.warnings == [f"no checkpoint at step {step}: {cause}" for step in (6, 8)]
+    assert not run.complaints
 
 
 def test_a_finished_run_can_be_resumed_and_extended(tmp_path: Path) -> None:

@@ -49,8 +49,10 @@ class Model:
         self.learnt.append((clock.time(), group_ids))
         return {"value_loss": float(len(self.learnt))}
 
-    async def save(self, step: int) -> str:
+    async def save(self, step: int) -> None:
         self.saved.append(step)
+
+    async def commit(self) -> str:
         return "somewhere"
 
 
@@ -95,21 +97,31 @@ def test_the_critic_is_at_most_one_step_behind(tmp_path: Path) -> None:
 
 
 def test_the_critic_is_saved_before_the_trainer(tmp_path: Path) -> None:
+    """Both copy their weights before the next step; the trainer's checkpoint counts only once the critic's does."""
     order = list[str]()
 
-    class Noted(Model):
-        async def save(self, step: int) -> str:
-            order.append(f"critic {step}")
-            return await super().save(step)
+    def noted(cls: type, name: str) -> Any:
+        class Noted(cls):
+            async def learn(self, group_ids: list[int]) -> dict[str, float]:
+                order.append(f"{name} learns")
+                return await super().learn(group_ids)
 
-    class NotedTrainer(Trainer):
-        async def save(self, state: dict[str, object]) -> str:
-            order.append(f"trainer {self.version}")
-            return await super().save(state)
+            async def save(self, state: Any) -> Any:
+                order.append(f"{name} copies")
+                return await super().save(state)
 
-    models = {"critic": Noted(values)}
-    Run(config(tmp_path, checkpoint={"every_steps": 3}), tmp_path, trainer=NotedTrainer(), models=models).train()
-    assert order == ["critic 3", "trainer 3", "critic 6", "trainer 6"]
+            async def commit(self) -> Any:
+                order.append(f"{name} commits")
+                return await super().commit()
+
+        return Noted
+
+    critic, trainer = noted(Model, "critic")(values), noted(Trainer, "trainer")()
+    changes = {"steps": 4, "checkpoint": {"every_steps": 2}}
+    Run(config(tmp_path, **changes), tmp_path, trainer=trainer, models={"critic": critic}).train()
+    assert critic.saved == [2, 4] == [version for version, _ in trainer.saved]
+    assert [one for one in order if "commits" in one] == ["critic commits", "trainer commits"] * 2
+    assert order.index("critic copies") == 2 and order[:2] == ["critic learns"] * 2
 
 
 def test_evaluations_ask_none_of_them(tmp_path: Path) -> None:

@@ -20,6 +20,18 @@ class BrokenLoss(Loss):
         raise ZeroDivisionError("the user's loss is broken")
 
 
+@dataclass(frozen=True)
+class InfiniteLoss(Loss):
+    """Has no finite value for one response in each group."""
+
+    LEARNS_WITHOUT_ADVANTAGE = True
+
+    def token_losses(self, positions: Positions) -> TokenLosses:
+        is_second_N = positions.sequence_N == 1
+        loss_N = (-positions.logprobs_N).masked_fill(is_second_N, float("inf"))
+        return TokenLosses(loss_N=loss_N, capped_N=is_second_N)
+
+
 @dataclass
 class BrokenReward(Reward):
     """Raises in the reward executor."""

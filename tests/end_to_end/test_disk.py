@@ -52,7 +52,12 @@ def test_the_disk_fills_up(disk: Path, toml: Path, tmp_path: Path) -> None:
         assert sum(f"lost at {run / name} (No space left on device)" in line for line in lines) == 1, said
     assert any(line.startswith("warning: no checkpoint at step ") for line in lines), said
     assert code == 1
-    assert any(line.startswith("llamarl train: ") and "trainer.save" in line for line in lines), said
+    *_, last, files = lines
+    assert last.startswith("llamarl train: NotSaved: no checkpoint at step 150: [Errno 28] No space left on device"), (
+        said
+    )
+    assert files.startswith("Files: "), "one sentence, not a traceback"
+    assert "Traceback" not in said
     assert "step 150/150" in command.out.read_text(), "the run did not go on"
     recorded = rows(run / "metrics.jsonl"), rows(run / "rollouts.jsonl")
     assert all(recorded)

@@ -113,8 +113,10 @@ def test_a_model_that_other_settings_made_is_not_taken(trained: Trained) -> None
 
 
 def test_monarch_and_inline_do_the_same(trained: Trained) -> None:
-    """Without staleness nothing depends on time: one key changes, and not one bit of what is generated."""
+    """Without staleness nothing depends on time: one key changes, and not one bit of what is generated, not even which
+    groups are replaced, nor the rewards of greedy responses."""
     override = ("--steps", 5, "--rollout.max_staleness", 0, "--eval.max_prompts", 20)
+    override += ("--recipe", "dapo", "--rollout.max_attempts", 2, "--trainer.advantage", "remax")
     kept = []
     for kind in ("monarch", "inline"):
         run = llamarl if kind == "monarch" else llamarl_here
@@ -124,6 +126,7 @@ def test_monarch_and_inline_do_the_same(trained: Trained) -> None:
         kept.append(rows(trained.folder.with_name(kind) / "rollouts.jsonl"))
     assert kept[0] == kept[1]
     assert len(kept[0]) == 5 * PROMPTS * GROUP
+    assert max(row["group_id"] for row in kept[0]) >= 5 * PROMPTS
     logs = trained.folder.with_name("monarch") / "logs"
     assert {path.name for path in logs.iterdir()} == {"generator-0.log", "reward.log", "trainer.log"}
 

@@ -165,6 +165,19 @@ def test_an_exception_in_an_executor(
     assert files.startswith("Files: ")
 
 
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_run_that_diverges_does_not_look_like_a_success(tmp_path: Path, toml: Path, policy: str) -> None:
+    """It ends with a name for what was not finite: at once, or after so many skipped steps."""
+    overrides = ("--trainer.loss", "tests.end_to_end.parts:InfiniteLoss", "--trainer.on_nonfinite", policy)
+    limit = ("--trainer.max_skipped_steps", 2, "--cluster.kind", "inline")
+    done = llamarl_here("train", toml, "--output", tmp_path, *overrides, *limit)
+    assert done.returncode == 1
+    said = done.stderr
+    assert "loss inf" in said and "microbatch 1 of 1" in said
+    assert ("warning: step 1 was skipped (trainer.on_nonfinite = 'skip'): " in said) == (policy == "skip")
+    assert ("2 steps in a row (trainer.max_skipped_steps)" in said) == (policy == "skip")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_end_while_executors_start(tmp_path: Path, toml: Path, number: signal.Signals) -> None:
     command = Command.start(tmp_path, "train", toml, "--output", tmp_path)

@@ -206,7 +206,8 @@ class TestCritic:
         first, second = (CriticExecutor(make_config(), str(tmp_path / "critic")) for _ in range(2))
         finished(first, group, 1)
         learn(first, group, 2)
-        first.save(2)  # finishes the second step
+        first.save(2).result()  # finishes the second step
+        assert (committed := first.commit()) is not None and committed.result().endswith("step-00000002")
         second.resume(2)
         assert np.array_equal(values_of(first, group), values_of(second, group))
         assert finished(first, group, 3) | {"critic_s": 0} == finished(second, group, 3) | {"critic_s": 0}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.config import RunConfig
+from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import GeneratorConfig
 from llamarl.controller.sync import mismatch_of
 from llamarl.executors.generator import GeneratorExecutor
@@ -18,6 +18,7 @@ from llamarl.executors.replies import Published
 from llamarl.executors.trainer import TrainerExecutor
 from llamarl.rollouts.packing import pack, to_sample_group
 from llamarl.rollouts.segments import continued, ids_only, not_begun, partials_of
+from llamarl.training import meter
 from llamarl.training.result import StepResult
 from llamarl.types import (
     FinishReason,
@@ -155,6 +156,33 @@ def test_behavior_logprobs_are_the_trainer_s_before_and_after_syncs(
     assert not any(
         len(a) == len(b) and np.allclose(a, b, atol=100 * TOLERANCE) for a in seen for b in seen if a is not b
     )
+
+
+def test_rates_of_a_step(trainer: TrainerExecutor, generator: GeneratorExecutor) -> None:
+    synced(trainer, generator, 0, in_use=())
+    metrics = stepped(trainer, generator, 0).metrics
+    assert metrics["train_tokens_per_s"] * metrics["train_s"] == pytest.approx(metrics["num_input_tokens"])
+    flops_per_s = metrics["num_flops"] / metrics["train_s"]
+    assert metrics["mfu"] == pytest.approx(flops_per_s / (metrics["peak_tflops"] * 1e12))
+    assert 0 < metrics["mfu"] < 1
+    assert 1e7 < metrics["peak_memory_bytes"] < 1e11
+    assert 0 <= metrics["padding_share"] < 1
+
+
+def test_a_microbatch_that_does_not_fit_into_memory_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(model, max_new_tokens=100)
+    monkeypatch.setattr(meter, "free_memory_bytes", lambda _: 30 << 20)
+    with pytest.raises(ConfigError, match=r"trainer.microbatch_tokens = 8192 takes about 0\.\d GiB, beside 0\.\d GiB"):
+        TrainerExecutor(config, str(tmp_path), resume=False)
+    monkeypatch.setattr(meter, "free_memory_bytes", lambda _: 8 << 30)
+    TrainerExecutor(config, str(tmp_path), resume=False)
+
+
+def test_a_given_peak_is_not_measured(model: Path, tmp_path: Path) -> None:
+    config = settings(model).model_dump() | {"trainer": {"peak_tflops": 2.5}}
+    assert TrainerExecutor(RunConfig.model_validate(config), str(tmp_path), resume=False)._peak_flops == 2.5e12
 
 
 def test_weights_without_a_sync_are_not_the_trainer_s(trainer: TrainerExecutor, generator: GeneratorExecutor) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses
 from llamarl.algorithms.losses.aipo import Aipo
+from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import ConfigError
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.box import Box
@@ -24,9 +25,10 @@ from llamarl.distributed.tensor_parallel import sharded_dim
 from llamarl.models.hf import new_model
 from llamarl.models.shape import ModelShape
 from llamarl.training import parallel
+from llamarl.training.health import NonFiniteStep
 from llamarl.training.preflight import check_layout
 from llamarl.training.state import load_training_state, training_state
-from llamarl.training.trainer import NonFiniteStep, Trainer
+from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
 
 SHAPE: dict[str, Any] = {
@@ -57,8 +59,8 @@ class Found:
     scores: list[list[np.ndarray]] = field(default_factory=list)
     """Before, and after each step."""
     error: str = ""
-    state: Any = None
-    """What a checkpoint holds."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """At the end; (whole shape, box, part) of weights and moments by name."""
 
 
 def train(
@@ -67,19 +69,19 @@ def train(
     batches: Sequence[list[RolloutGroup]],
     loss: Loss | None = None,
     config: dict[str, Any] | None = None,
-    state: Any = None,
+    checkpoints: Path | None = None,
 ) -> Found:
     """
     Args:
-        state: to begin with, or `state` to return that of the end.
+        checkpoints: to begin with the newest, and to save one after the last batch.
     """
     settings = TrainerConfig(**{"learning_rate": 1e-3, "max_grad_norm": 0.05, "microbatch_tokens": 30} | (config or {}))
     sizes = dict(shape)
     dtype = sizes.pop("dtype")
     model = new_model(ModelShape(**sizes), seed=5, std=0.15).to(dtype)
     trainer = Trainer(model, settings, loss or Aipo(), GroupMean(), 0.7, mesh)
-    if isinstance(state, tuple):
-        load_training_state(trainer, *state)
+    if checkpoints is not None:
+        load(trainer, checkpoints)
     found, seen = Found(scores=[trainer.score(SEQUENCES)]), dict[str, Tensor]()
 
     def keep(*_: object) -> None:
@@ -103,9 +105,32 @@ def train(
         found.weights[name] = spec.global_shape, spec.box, part.clone()
         if seen:
             found.gradients[name] = spec.global_shape, spec.box, seen[name]
-    if state is not None:
-        found.state = training_state(trainer)
+    if checkpoints is not None:
+        found.state = save(trainer, checkpoints) if batches else parts(trainer)
     return found
+
+
+def parts(trainer: Trainer) -> dict[str, Any]:
+    """Weights and moments: whole shape, box and part by name."""
+    return {name: (spec.global_shape, spec.box, part.clone()) for name, (spec, part) in trainer.shards().items()}
+
+
+def load(trainer: Trainer, checkpoints: Path) -> None:
+    """The newest, if there is one."""
+    world = trainer.mesh.world
+    newest, _ = CheckpointStore(checkpoints, 2, world.rank, world.size, trainer.mesh.exchange).load_newest()
+    if newest is not None:
+        load_training_state(trainer, newest.shapes, newest.read, newest.state)
+
+
+def save(trainer: Trainer, checkpoints: Path) -> dict[str, Any]:
+    """What was saved."""
+    world = trainer.mesh.world
+    store = CheckpointStore(checkpoints, 2, world.rank, world.size, trainer.mesh.exchange)
+    store.save(trainer.policy_version, trainer.shards(), training_state(trainer)).result(30)
+    if committed := store.commit():
+        committed.result(30)
+    return parts(trainer)
 
 
 def rank(meeting: Path, number: int, sizes: Mapping[str, int], *arguments: Any) -> Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,13 +13,16 @@ from torch import Tensor
 
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.algorithms.losses.decoupled_ppo import DecoupledPpo
+from llamarl.checkpoint import store as store_module
+from llamarl.checkpoint.checkpoint import Checkpoint
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config.schema import TrainerConfig
 from llamarl.rollouts.packing import pack, to_sample_group
+from llamarl.training.health import NonFiniteStep
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
 from llamarl.training.result import StepResult
 from llamarl.training.state import StateMismatch, load_training_state, training_state
-from llamarl.training.trainer import NonFiniteStep, Trainer
+from llamarl.training.trainer import Trainer
 from llamarl.types import Outcome, RolloutGroup
 
 
@@ -40,8 +44,7 @@ def step_with_gradient(trainer: Trainer, groups: Sequence[RolloutGroup]) -> tupl
 
 def snapshot(trainer: Trainer) -> dict[str, Tensor]:
     """Weights and moments, in one dictionary."""
-    tensors, _ = training_state(trainer)
-    return {f"{file}/{name}": value.clone() for file, named in tensors.items() for name, value in named.items()}
+    return {name: value.clone() for name, (_, value) in trainer.shards().items()}
 
 
 def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -131,7 +134,7 @@ class TestReport:
         before = snapshot(trainer)
         trainer.step(make_groups(outcome=Outcome.INVALID))
         after = snapshot(trainer)
-        assert not any(torch.equal(after[name], before[name]) for name in before if "model/" in name)
+        assert not any(torch.equal(after[name], before[name]) for name in before if ":" not in name)
 
     def test_uncomputed_samples_had_no_gradient(self, make_trainer, make_groups) -> None:
         """Leaving out samples whose advantage is 0 changes neither gradient nor loss."""
@@ -213,7 +216,7 @@ class TestOptimizer:
             result = trainer.step(groups)
             assert result.metrics["learning_rate"] == trainer.optimizer.param_groups[0]["lr"]
             after = snapshot(trainer)
-            moved.append(max(float((after[name] - before[name]).abs().max()) for name in before if "model/" in name))
+            moved.append(max(float((after[name] - before[name]).abs().max()) for name in before if ":" not in name))
         assert moved[0] == pytest.approx(0.5e-3, rel=0.01), "the first AdamW step has the size of the rate"
         assert moved[1] > 0.7e-3
 
@@ -242,7 +245,9 @@ class TestNonFinite:
         trainer = make_trainer(microbatch_tokens=12)
         trainer.step(make_groups())
         before = snapshot(trainer)
-        with pytest.raises(NonFiniteStep, match=r"groups 0, 1, 2") as error:
+        with pytest.raises(
+            NonFiniteStep, match=r"microbatch 4 of 5: group 2 rollout 1 \(behavior log-probs\)"
+        ) as error:
             trainer.step(poisoned(make_groups(seed=1)))
         assert "on_nonfinite" in str(error.value)
         assert_same_bits(snapshot(trainer), before)
@@ -278,6 +283,19 @@ class TestNonFinite:
             assert not make_trainer().step(groups).skipped
 
 
+def saved(store: CheckpointStore, trainer: Trainer) -> Checkpoint:
+    """What a checkpoint of it holds."""
+    store.save(trainer.policy_version, trainer.shards(), training_state(trainer)).result(30)
+    committed = store.commit()
+    assert committed is not None
+    committed.result(30)
+    return store.load(trainer.policy_version)
+
+
+def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    load_training_state(trainer, checkpoint.shapes, checkpoint.read, checkpoint.state)
+
+
 class TestResume:
     def test_equals_the_uninterrupted_run(self, make_trainer, make_groups, tmp_path: Path) -> None:
         batches = [make_groups(seed=seed) for seed in range(4)]
@@ -285,49 +303,58 @@ class TestResume:
         straight, first, resumed = (make_trainer(**settings) for _ in range(3))
         results = [straight.step(batch) for batch in batches]
 
-        store = CheckpointStore(tmp_path, keep=1)
         for batch in batches[:2]:
             first.step(batch)
-        store.save(first.policy_version, *training_state(first))
         resumed.step(batches[3])  # whatever it held before is replaced, moments included
-        checkpoint, _ = store.load_newest()
-        assert checkpoint is not None
-        load_training_state(resumed, checkpoint.tensors, checkpoint.state)
+        load(resumed, saved(CheckpointStore(tmp_path, keep=1), first))
         assert_same_bits(snapshot(resumed), snapshot(first))
         again = [resumed.step(batch) for batch in batches[2:]]
         assert_same_bits(snapshot(resumed), snapshot(straight))
         assert [result.metrics for result in again] == [result.metrics for result in results[2:]]
         assert resumed.policy_version == 4
 
-    def test_training_leaves_the_checkpoint_alone(self, make_trainer, make_groups, tmp_path: Path) -> None:
-        """Neither its files nor the tensors that were read from them."""
+    def test_training_leaves_the_checkpoint_alone(
+        self, make_trainer, make_groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A step before the file is written does not change what it will hold, nor does one after it was loaded."""
         store, trainer = CheckpointStore(tmp_path, keep=1), make_trainer()
         trainer.step(make_groups())
-        store.save(1, *training_state(trainer))
-        checkpoint, _ = store.load_newest()
-        assert checkpoint is not None
-        before = {name: value.clone() for name, value in checkpoint.tensors["optimizer"].items()}
-        load_training_state(trainer, checkpoint.tensors, checkpoint.state)
+        before, write, may_write = snapshot(trainer), store_module._write, threading.Event()
+        monkeypatch.setattr(store_module, "_write", lambda *what: may_write.wait(30) and write(*what))
+        written = store.save(1, trainer.shards(), training_state(trainer))
         trainer.step(make_groups(seed=1))
-        assert_same_bits(dict(checkpoint.tensors["optimizer"]), before)
-        reread, damaged = store.load_newest()
-        assert reread is not None
-        assert damaged == []
+        assert not written.done()
+        may_write.set()
+        written.result(30)
+        store.commit().result(30)
+        for _ in range(2):
+            load(trainer, store.load(1))
+            assert_same_bits(snapshot(trainer), before)
+            trainer.step(make_groups(seed=2))
 
-    def test_before_the_first_step_there_are_no_moments(self, make_trainer, make_groups) -> None:
+    def test_random_numbers_go_on(self, make_trainer, tmp_path: Path) -> None:
+        trainer = make_trainer()
+        torch.manual_seed(3)
+        torch.rand(5)
+        checkpoint = saved(CheckpointStore(tmp_path, keep=1), trainer)
+        expected = torch.rand(5)
+        load(trainer, checkpoint)
+        assert torch.equal(torch.rand(5), expected)
+
+    def test_before_the_first_step_there_are_no_moments(self, make_trainer, make_groups, tmp_path: Path) -> None:
         fresh, trainer = make_trainer(), make_trainer()
         trainer.step(make_groups())
-        load_training_state(trainer, *training_state(fresh))
+        load(trainer, saved(CheckpointStore(tmp_path, keep=1), fresh))
         assert_same_bits(snapshot(trainer), snapshot(fresh))
 
     @pytest.mark.parametrize(
         "shape", [{"num_layers": 3}, {"intermediate_size": 48}, {"tie_embeddings": False}], ids=str
     )
-    def test_another_models_state_is_refused(self, make_trainer, make_groups, shape: dict) -> None:
+    def test_another_models_state_is_refused(self, make_trainer, make_groups, tmp_path: Path, shape: dict) -> None:
         other, trainer = make_trainer(shape=shape), make_trainer()
         other.step(make_groups())
-        before = snapshot(trainer)
+        checkpoint, before = saved(CheckpointStore(tmp_path, keep=1), other), snapshot(trainer)
         with pytest.raises(StateMismatch, match=r"another model"):
-            load_training_state(trainer, *training_state(other))
+            load(trainer, checkpoint)
         assert_same_bits(snapshot(trainer), before)
         assert trainer.policy_version == 0

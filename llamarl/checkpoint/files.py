@@ -1,0 +1,77 @@
+"""Files of a checkpoint: safetensors that are hashed while they are written, and what it takes to trust them again."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""Names in the header of https://github.com/safetensors/safetensors, "Format"."""
+BLOCK_BYTES = 1 << 24
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Writes contiguous CPU tensors, synced to disk; returns the size and digest of what was meant to be written.
+
+    safetensors' own writer holds a second copy of everything, and its file would have to be read again for the digest.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("wb") as file:
+        for block in _blocks(tensors):
+            digest.update(block)
+            size += len(block)
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "xxh3_128": digest.hexdigest()}
+
+
+def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    header, end = dict[str, Any](), 0
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # so that all are aligned
+    for name, tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(struct.pack("<Q", len(text)) + text)
+    for _, tensor in ordered:
+        data = tensor.view(-1).view(torch.uint8).numpy().data
+        yield from (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Size and digest of a file as it is."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    """Of JSON, which keeps order and every digit: what is read again has the same."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+
+
+def sync(path: Path) -> None:
+    """Brings a file, or the entries of a folder, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,20 @@
+"""How a model computes in training: what it keeps for backward, and what is fused."""
+
+from __future__ import annotations
+
+import torch
+
+from llamarl.config.schema import TrainerConfig
+from llamarl.models.scalar import ScalarModel
+from llamarl.models.transformer import Layer, Transformer
+
+
+def set_compute(model: Transformer | ScalarModel, config: TrainerConfig) -> None:
+    """Sets a whole model, before it is cut, to the trainer's settings."""
+    for layer in model.model.layers.children():
+        assert isinstance(layer, Layer)
+        layer.recompute = config.activation_checkpointing
+        if config.compile:
+            # Between attention, whose plan differs with every microbatch, and the hooks of tensor parallelism.
+            layer.self_attn.heads = torch.compile(layer.self_attn.heads, dynamic=True)
+            layer.mlp.forward = torch.compile(layer.mlp.forward, dynamic=True)

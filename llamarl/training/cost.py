@@ -1,0 +1,62 @@
+"""What training on some tokens costs: arithmetic and memory, from the shape of the model. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llamarl.config.schema import TrainerConfig
+from llamarl.models.shape import ModelShape
+from llamarl.types import SampleGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """Of one optimizer step, whatever the layout and the microbatches: a prompt counts once per group."""
+
+    flops: float
+    """Useful ones: recomputed parts don't count."""
+    padding_share: float
+    """Of the rows in which attention computes responses, those behind the end of a response, 0 to 1."""
+
+
+def step_cost(shape: ModelShape, groups: Sequence[SampleGroup]) -> StepCost:
+    """Forward and twice as much for backward: 2 FLOPs per weight and token, and 4 per query channel and pair of tokens
+    that see each other (Kaplan et al., arXiv 2001.08361, table 1; causal pairs counted exactly)."""
+    query = shape.num_heads * shape.head_dim
+    layer = 2 * shape.hidden_size * (query + shape.num_kv_heads * shape.head_dim)
+    layer += 3 * shape.hidden_size * shape.intermediate_size
+    tokens = targets = pairs = padded = 0
+    for group in groups:
+        if not group.samples:
+            continue
+        prompt, lengths = len(group.prompt_token_ids_T), [len(sample.response_token_ids_T) for sample in group.samples]
+        inputs = [length - 1 for length in lengths]
+        tokens, targets = tokens + prompt + sum(inputs), targets + sum(lengths)
+        pairs += prompt * (prompt + 1) // 2 + sum(length * prompt + length * (length + 1) // 2 for length in inputs)
+        padded += len(inputs) * max(inputs)
+    num_responses = sum(len(group.samples) for group in groups)
+    flops = (
+        shape.num_layers * (2 * layer * tokens + 4 * query * pairs) + 2 * shape.hidden_size * shape.vocab_size * targets
+    )
+    return StepCost(flops=3.0 * flops, padding_share=1 - (targets - num_responses) / padded if padded else 0.0)
+
+
+def activation_bytes(shape: ModelShape, config: TrainerConfig, num_tokens: int, num_keys: int) -> float:
+    """What one microbatch keeps from forward to backward in one process, within a quarter; all ranks share it.
+
+    Args:
+        num_tokens: of the microbatch.
+        num_keys: keys that attention copies for its calls: each prompt once, and per response the prompt and as many
+            as the longest response of the group has.
+    """
+    query, scalar_bytes = shape.num_heads * shape.head_dim, 2 if config.dtype == "bfloat16" else 4
+    # Two norms with input, normed and scaled; gate, its activation, up and their product; queries and outputs, both
+    # also in attention's own order; keys and values. Norms of heads keep two more of each query and key.
+    layer = (6 * shape.hidden_size + 4 * shape.intermediate_size + 4 * query) * num_tokens + 2 * query * num_keys
+    if shape.qk_norm:
+        layer += 2 * (query + shape.num_kv_heads * shape.head_dim) * num_tokens
+    kept = shape.num_layers * layer
+    if config.activation_checkpointing:
+        kept = shape.num_layers * shape.hidden_size * num_tokens + layer
+    return scalar_bytes * (kept + 4 * shape.hidden_size * num_tokens)

@@ -1,0 +1,93 @@
+"""How fast this machine is and how much memory it has: what rates and limits are relative to."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from llamarl.config import ConfigError, RunConfig
+from llamarl.config.schema import TrainerConfig
+from llamarl.models.shape import ModelShape
+from llamarl.training.cost import activation_bytes
+from llamarl.training.logprobs import CHUNK_LOGITS
+from llamarl.training.trainer import Trainer
+
+REPEATS = 5
+
+
+def device_seconds(device: torch.device) -> float:
+    """A clock of work: processor time of this thread on CPUs, which others may use too, else wall time."""
+    return time.thread_time() if device.type == "cpu" else time.monotonic()
+
+
+def peak_flops(config: TrainerConfig, device: torch.device) -> float:
+    """FLOPs per second of a device: the given one, or that of the fastest of a few large square matrix products."""
+    if config.peak_tflops is not None:
+        return config.peak_tflops * 1e12
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    size = 8192 if device.type == "cuda" else 512
+    matrix, best_s = torch.ones(size, size, device=device, dtype=dtype), float("inf")
+    for _ in range(REPEATS):
+        start_s = device_seconds(device)
+        product = matrix @ matrix
+        product[0, 0].item()  # waits for the device
+        best_s = min(best_s, device_seconds(device) - start_s)
+    return 2.0 * size**3 / best_s
+
+
+def rates(metrics: Mapping[str, float], train_s: float, peak: float) -> dict[str, float]:
+    """Of a step that took so long, where all devices together reach `peak` FLOPs per second at best."""
+    return {
+        "train_tokens_per_s": metrics["num_input_tokens"] / train_s,
+        "mfu": metrics["num_flops"] / train_s / peak,
+        "peak_tflops": peak / 1e12,
+    }
+
+
+def peak_memory_bytes(device: torch.device) -> float:
+    """Most memory that tensors on the device, or this process on a CPU, have held since the start."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+def free_memory_bytes(device: torch.device) -> float:
+    """What this process could still take."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+
+
+def check_memory(trainer: Trainer, shape: ModelShape, config: RunConfig) -> None:
+    """Before the first step: whether the largest microbatch fits, with all responses of a group at their longest.
+
+    Raises:
+        ConfigError: by estimate it does not; says how much it takes, and there is.
+    """
+    settings, parallelism, rollout = config.trainer, config.trainer.parallelism, config.rollout
+    prompt, responses = config.data.max_prompt_tokens, rollout.group_size * rollout.max_new_tokens
+    num_tokens = min(settings.microbatch_tokens, rollout.prompts_per_step * (prompt + responses))
+    keys_per_token = (prompt + rollout.group_size * (prompt + rollout.max_new_tokens)) / (prompt + responses)
+    # A pipeline's first stage holds its part of the layers for as many microbatches as there are stages.
+    num_sharing = parallelism.tp * parallelism.cp
+    activations, thrifty = (
+        activation_bytes(shape, recomputing, num_tokens, int(num_tokens * keys_per_token)) / num_sharing
+        for recomputing in (settings, settings.model_copy(update={"activation_checkpointing": True}))
+    )
+    moments = 8.0 * sum(weight.numel() for weight in trainer.sharding.weights.values())
+    logits = 3 * 4.0 * CHUNK_LOGITS + 4.0 * shape.vocab_size * shape.hidden_size / parallelism.tp
+    free, gib = free_memory_bytes(trainer.device), 2.0**30
+    if trainer.device.type == "cpu":
+        free /= parallelism.num_ranks  # they share the machine's
+    if activations + moments + logits > free:
+        raise ConfigError(
+            f"trainer.microbatch_tokens = {settings.microbatch_tokens} takes about {activations / gib:.1f} GiB, beside "
+            f"{(moments + logits) / gib:.1f} GiB for optimizer and logits, and {free / gib:.1f} GiB are free on "
+            f"{trainer.device}; lower it, set trainer.activation_checkpointing = true ({thrifty / gib:.1f} GiB), or "
+            "share the model by trainer.parallelism"
+        )

@@ -1,0 +1,71 @@
+"""Ranks of a model that FSDP2 has cut, which save a checkpoint together."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from checkpoint_processes import DEADLINE_S, Shards
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from llamarl.checkpoint.store import CheckpointStore
+from llamarl.distributed.groups import RankGroup
+from llamarl.distributed.layout import Shard as Cut
+from llamarl.distributed.layout import make_box, mesh_boxes
+from llamarl.weight_sync.layout import TensorSpec
+
+
+def train_and_save(connection: Connection, folder: Path, meeting: Path, rank: int, size: int) -> None:
+    """FSDP2 with AdamW; sends all of it, gathered by FSDP itself. The optimizer goes on while files are written."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(f"{meeting}.torch", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=DEADLINE_S))
+    group = RankGroup(meeting, rank=rank, size=size, timeout_s=DEADLINE_S)
+    try:
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 7, bias=False))
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        step(model, optimizer, rank)
+        shards, whole = sharded(model, optimizer, size, rank)
+        store = CheckpointStore(folder, 2, rank, size, group.exchange)
+        written = store.save(1, shards, {})
+        step(model, optimizer, rank + 1)
+        written.result(DEADLINE_S)
+        if committed := store.commit():
+            committed.result(DEADLINE_S)
+        later = sharded(model, optimizer, size, rank)[1]
+        assert not torch.equal(later["0.weight"], whole["0.weight"])
+        connection.send({name: tensor.numpy() for name, tensor in whole.items()})
+    finally:
+        group.close()
+        dist.destroy_process_group()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+    optimizer.step()
+
+
+def sharded(model: nn.Module, optimizer: Any, size: int, rank: int) -> tuple[Shards, dict[str, Tensor]]:
+    """What this rank holds, and what all hold together."""
+    shards, whole = Shards(), dict[str, Tensor]()
+    for name, weight in model.named_parameters():
+        for key, value in {"": weight, **optimizer.state[weight]}.items():
+            full_name = f"{name}:{key}" if key else name
+            local, full = (value.to_local(), value.full_tensor()) if isinstance(value, DTensor) else (value, value)
+            boxes = mesh_boxes(value.shape, (size,), (Cut(0) if value.ndim else None,))
+            box = make_box(boxes.starts_R_N[rank].tolist(), boxes.stops_R_N[rank].tolist(), value.shape)
+            assert box.shape == tuple(local.shape)
+            spec = TensorSpec(name=full_name, global_shape=tuple(value.shape), box=box, dtype="float32")
+            shards[full_name], whole[full_name] = (spec, local.detach()), full.detach().clone()
+    return shards, whole

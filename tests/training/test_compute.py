@@ -1,0 +1,195 @@
+"""Settings that trade arithmetic, memory and precision: what they leave alone, and what they save."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from llamarl.config import RunConfig
+from llamarl.config.schema import TrainerConfig
+from llamarl.models.shape import ModelShape
+from llamarl.rollouts.packing import pack, to_sample_group
+from llamarl.training.cost import activation_bytes, step_cost
+from llamarl.training.optimizer import learning_rate_at
+from llamarl.training.trainer import Trainer
+from llamarl.types import RolloutGroup
+from tests.training.conftest import SHAPE
+
+
+def stepped(trainer: Trainer, groups: list[RolloutGroup]) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics, and the gradient that the optimizer saw."""
+    seen = dict[str, Tensor]()
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: seen.update((name, weight.grad.clone()) for name, weight in trainer.model.named_parameters())
+    )
+    return trainer.step(groups).metrics, seen
+
+
+def computing_in(trainer: Trainer, dtype: str) -> Trainer:
+    trainer.config = trainer.config.model_copy(update={"dtype": dtype})
+    return trainer
+
+
+def kept_bytes(trainer: Trainer, groups: list[RolloutGroup]) -> int:
+    """Of different memory between forward and backward of all groups in one microbatch, weights left out."""
+    (batch,) = pack([to_sample_group(group, trainer._advantages(group)) for group in groups], 1 << 30)
+    kept = dict[int, int]()
+    weights = {weight.untyped_storage().data_ptr() for weight in trainer.model.parameters()}
+
+    def pack_hook(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in weights and not isinstance(x, nn.Parameter):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda x: x):
+        logprobs_R = trainer.logprobs(batch)
+    assert logprobs_R.requires_grad
+    return sum(kept.values())
+
+
+class TestActivationCheckpointing:
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_the_step_is_the_same_bits(self, make_trainer, make_groups, dtype: str) -> None:
+        results = [
+            stepped(computing_in(make_trainer(activation_checkpointing=on, microbatch_tokens=30), dtype), make_groups())
+            for on in (False, True)
+        ]
+        assert results[0][0] == results[1][0]
+        assert all(torch.equal(grad, results[1][1][name]) for name, grad in results[0][1].items())
+
+    def test_it_keeps_little(self, make_trainer, make_groups) -> None:
+        groups = make_groups(((30, 30),) * 4)
+        plain, thrifty = (
+            kept_bytes(make_trainer(activation_checkpointing=on, shape={"num_layers": 6}), groups)
+            for on in (False, True)
+        )
+        assert thrifty < 0.15 * plain
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("shape", [{}, {"family": "llama", "intermediate_size": 200}], ids=["qwen3", "wide llama"])
+def test_estimate_of_activations(make_trainer, make_groups, shape: dict, recompute: bool) -> None:
+    """Within a quarter of what autograd holds, and under it by no more than a tenth."""
+    shape = {"hidden_size": 64, "num_layers": 4, "head_dim": 16} | shape
+    groups = make_groups(((20, 40, 30), (25, 40, 40)))
+    trainer = make_trainer(shape=shape)
+    model_shape = ModelShape(**SHAPE | shape)
+    num_tokens = sum(len(g.prompt.token_ids_T) + sum(r.num_tokens - 1 for r in g.rollouts) for g in groups)
+    num_keys = sum(len(g.prompt.token_ids_T) + 3 * (len(g.prompt.token_ids_T) + 39) for g in groups)
+    if recompute:
+        # Of the layers only the inputs are kept, and one of them is computed again at a time.
+        whole = activation_bytes(model_shape, TrainerConfig(), num_tokens, num_keys)
+        estimate = activation_bytes(model_shape, TrainerConfig(activation_checkpointing=True), num_tokens, num_keys)
+        one_layer = (kept_bytes(trainer, groups) - 4 * 4 * 64 * num_tokens) / 4
+        found = kept_bytes(make_trainer(shape=shape, activation_checkpointing=True), groups) + one_layer
+        assert estimate < whole / 2
+    else:
+        estimate = activation_bytes(model_shape, TrainerConfig(), num_tokens, num_keys)
+        found = kept_bytes(trainer, groups)
+    assert 0.9 < estimate / found < 1.25
+
+
+@pytest.mark.timeout(300)
+def test_compiled_is_equal(make_trainer, make_groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To rounding, with ragged microbatches and all layers through one graph; and it is compiled indeed."""
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # starts no processes
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    (metrics, gradient), (compiled_metrics, compiled) = (
+        stepped(make_trainer(compile=on, microbatch_tokens=30, shape={"family": "llama"}), make_groups())
+        for on in (False, True)
+    )
+    for name, grad in gradient.items():
+        assert (compiled[name] - grad).norm() <= 1e-5 * grad.norm(), name
+    assert compiled_metrics == pytest.approx(metrics, rel=1e-4)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 2, "queries and keys; feed-forward"
+    assert not counters["graph_break"]
+
+
+def test_flops(make_trainer, make_groups) -> None:
+    """Matrix products as torch counts them; attention by counting pairs; three times the forward."""
+    groups = make_groups()
+    trainer = make_trainer(shape={"tie_embeddings": False})
+    samples = [to_sample_group(group, trainer._advantages(group)) for group in groups]
+    (batch,) = pack(samples, 1000)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        trainer.logprobs(batch)
+    products = next(flops for op, flops in counter.get_flop_counts()["Global"].items() if str(op) == "aten.mm")
+    shape = ModelShape(**SHAPE)
+    pairs = 0
+    for prompt, lengths in zip(batch.prompt_lengths, batch.response_lengths, strict=True):
+        pairs += sum(range(1, prompt + 1)) + sum(prompt + t for length in lengths for t in range(1, length + 1))
+    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
+    assert step_cost(shape, samples).flops == 3 * (products + attention)
+
+
+def test_padding_share(make_groups) -> None:
+    """Inputs of responses: one less than tokens. (4, 0, 8) of 3 x 8 and (2, 2) of 2 x 2."""
+    groups = [to_sample_group(group, np.ones(3)[: len(group.rollouts)]) for group in make_groups(((5, 1, 9), (3, 3)))]
+    assert step_cost(ModelShape(**SHAPE), groups).padding_share == pytest.approx(12 / 28)
+    assert step_cost(ModelShape(**SHAPE), []).padding_share == 0
+
+
+class TestBfloat16:
+    def test_masters_and_moments_are_float32(self, make_trainer, make_groups) -> None:
+        trainer = computing_in(make_trainer(), "bfloat16")
+        trainer.step(make_groups())
+        assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
+        assert {value.dtype for state in trainer.optimizer.state.values() for value in state.values()} == {
+            torch.float32
+        }
+
+    def test_steps_far_below_its_resolution_add_up(self, make_trainer, make_groups) -> None:
+        """A norm's weights are 1, where bfloat16 is 2^-8 coarse."""
+        trainer = computing_in(make_trainer(learning_rate=1e-6), "bfloat16")
+        weight = trainer.model.model.norm.weight
+        before = weight.detach().clone()
+        for _ in range(20):
+            trainer.step(make_groups())
+        moved = (weight - before).abs()
+        assert 1e-5 < moved.median() < 3e-5
+        assert torch.equal(weight.bfloat16(), before.bfloat16())
+
+    def test_gradients_are_near(self, make_trainer, make_groups) -> None:
+        types = ("float32", "bfloat16")
+        exact, rounded = (stepped(computing_in(make_trainer(), dtype), make_groups())[1] for dtype in types)
+        for name, grad in exact.items():
+            assert 0 < (rounded[name] - grad).norm() < 0.1 * grad.norm(), name
+
+
+class TestDecay:
+    def rates(self, **config) -> list[float]:
+        return [learning_rate_at(step, TrainerConfig(learning_rate=2.0, **config)) for step in range(8)]
+
+    def test_linear(self) -> None:
+        assert self.rates(decay="linear", decay_steps=4) == pytest.approx([2, 1.5, 1, 0.5, 0, 0, 0, 0])
+        warm = self.rates(decay="linear", decay_steps=5, warmup_steps=1, decay_floor=0.2)
+        assert warm == pytest.approx([1, 2, 1.6, 1.2, 0.8, 0.4, 0.4, 0.4])
+
+    def test_cosine(self) -> None:
+        half = 2**-0.5
+        expected = [2, 1 + half, 1, 1 - half, 0, 0, 0, 0]
+        assert self.rates(decay="cosine", decay_steps=4) == pytest.approx(expected, abs=1e-15)
+
+    @pytest.mark.parametrize("decay", ["linear", "cosine"])
+    def test_it_never_rises_after_the_warm_up_and_ends_at_the_floor(self, decay: str) -> None:
+        rates = self.rates(decay=decay, decay_steps=7, warmup_steps=2, decay_floor=0.1)
+        assert rates[:3] == sorted(rates[:3])
+        assert rates[2:] == sorted(rates[2:], reverse=True)
+        assert rates[7] == pytest.approx(0.2)
+
+    @pytest.mark.parametrize(
+        ("trainer", "said"),
+        [
+            ({"decay_steps": 5}, "trainer.decay_steps = 5 and trainer.decay_floor = 0 do nothing"),
+            ({"decay": "linear"}, "trainer.decay = 'linear' with trainer.decay_steps = 0 ends before it begins"),
+            ({"decay": "cosine", "decay_steps": 3, "warmup_steps": 3}, "ends before it begins, after trainer.warmup_"),
+        ],
+    )
+    def test_what_makes_no_sense_is_refused(self, trainer: dict, said: str) -> None:
+        with pytest.raises(ValueError, match=said):
+            RunConfig.model_validate({"model": {"path": "x"}, "data": {"train": {"name": "x"}}, "trainer": trainer})
