@@ -15,6 +15,13 @@ from typing import Any
 
 import numpy as np
 
+_NOTHING = np.empty(0, np.float32)
+"""Shared, so that a message carries it once."""
+
+
+def _nothing() -> np.ndarray:
+    return _NOTHING
+
 
 class FinishReason(StrEnum):
     """Why a rollout has no more tokens."""
@@ -114,6 +121,11 @@ class Rollout:
     finish_reason: FinishReason
     error: str = ""
     """Set when `finish_reason` is FAILED."""
+    reference_logprobs_T: np.ndarray = field(default_factory=_nothing)
+    """Natural-log probability of each token under the frozen reference, float32 [T]; empty without one."""
+    values_T: np.ndarray = field(default_factory=_nothing)
+    """What the critic expected of each token and those after it, before it was known, float32 [T]; empty without
+    one."""
 
     @property
     def num_tokens(self) -> int:
@@ -190,6 +202,10 @@ class TrainSample:
     """float32 [T]; 0 where nothing is to be learnt."""
     loss_mask_T: np.ndarray
     """bool [T]; False for tokens of invalid or failed rollouts."""
+    reference_logprobs_T: np.ndarray = field(default_factory=_nothing)
+    """float32 [T]; empty without a reference."""
+    values_T: np.ndarray = field(default_factory=_nothing)
+    """float32 [T]; empty without a critic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from llamarl.config.ref import Ref
+from llamarl.config.roles import CriticConfig, ReferenceConfig, RewardModelConfig
 from llamarl.config.trainer import Section, TrainerConfig
 
 MAX_SEGMENT_TOKENS = 60_000
@@ -126,6 +127,8 @@ class RewardConfig(Section):
     """Files in `rewards`; with several, the reward is their weighted sum and the first alone decides what is right."""
     weights: list[float] = Field(default_factory=list)
     """One weight per part; empty means 1 for each."""
+    model: RewardModelConfig | None = None
+    """A model that scores responses, in an executor of its own; what is right stays with the first part."""
     max_invalid_share: float = Field(default=0.5, gt=0, le=1)
     """A step with a larger share of invalid rewards stops the run: the grader is broken, not the policy."""
 
@@ -204,6 +207,8 @@ class RunConfig(Section):
     generator: GeneratorConfig = GeneratorConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     trainer: TrainerConfig = TrainerConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    critic: CriticConfig = CriticConfig()
     reward: RewardConfig = Field(default_factory=RewardConfig)
     shaping: ShapingConfig = ShapingConfig()
     eval: EvalConfig = EvalConfig()
@@ -235,6 +240,14 @@ class RunConfig(Section):
                 f"reward.weights has {len(self.reward.weights)} numbers for {len(self.reward.parts)} parts; "
                 "give one each"
             )
+        reference = self.reference
+        if reference.kl_coefficient and reference.kl_in == "loss" and reference.kl_estimator == "k1":
+            raise ValueError(
+                "reference.kl_estimator = 'k1' in the loss has no gradient on average; use 'k2' or 'k3', "
+                "or reference.kl_in = 'reward'"
+            )
+        if reference.dtype == "fp8" and reference.device == "cpu":
+            raise ValueError("reference.dtype = 'fp8' needs a GPU; with reference.device = 'cpu' use 'int8'")
         return self
 
     @model_validator(mode="after")

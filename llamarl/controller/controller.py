@@ -3,8 +3,9 @@
 ::
 
     prompts -> [admission: at most (S+1)*P groups active] -> generators -> reward -> ready window -> trainer
-                   ^                                           ^    |                                   |
-                   |                                           +----+ parked rollouts go on             |
+                   ^                                           ^    |    (reward model,         |       |
+                   |                                           +----+  reference, critic <------+)      |
+                   |                                     parked rollouts go on   learns the same steps  |
                    +----- slots freed when generators adopt ----------------- weight sync <-- publish --+
 
 Every loop's docstring says what it consumes, waits for, produces, and what unblocks it. With S = 0 all slots are taken
@@ -15,8 +16,8 @@ mode is this same code.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -53,11 +54,18 @@ class Executors:
     generators: Sequence[ExecutorHandle]
     reward: ExecutorHandle
     trainer: ExecutorHandle
+    models: Mapping[str, ExecutorHandle] = field(default_factory=dict)
+    """`reward-model`, `reference` and `critic`, those that the config asks for."""
     spawn_generator: SpawnGenerator | None = None
     """Replaces a dead generator; needed for `cluster.on_generator_failure = "respawn"`."""
 
     def __iter__(self) -> Iterator[ExecutorHandle]:
-        return iter((*self.generators, self.reward, self.trainer))
+        return iter((*self.generators, *self.irreplaceable))
+
+    @property
+    def irreplaceable(self) -> Sequence[ExecutorHandle]:
+        """Those whose death ends the run."""
+        return (self.reward, *self.models.values(), self.trainer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,15 +113,21 @@ class Controller:
             progress=self._watch.progress,
         )
         advantage: Advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
+        model = config.reward.model
         self._pipeline = Pipeline(
             self.generators,
             collected,
             executors.reward,
             self._watch,
             timeout_s,
+            models=executors.models,
+            model_weight=model.weight if model else 0.0,
             needs_greedy=advantage.NEEDS_GREEDY,
         )
-        self._steps = Steps(state["step"] if state else 0, self._call_trainer, supervisor, telemetry)
+        critic = executors.models.get("critic")
+        self._call_critic = partial(critic.call, timeout_s=timeout_s) if critic else None
+        version = state["step"] if state else 0
+        self._steps = Steps(version, self._call_trainer, self._call_critic, supervisor, telemetry)
         self._saving: asyncio.Task[None] | None = None
         """A periodic checkpoint, beside the next steps; the trainer copies its weights before it begins with them."""
         self._sync = WeightSync(
@@ -188,7 +202,7 @@ class Controller:
                 await self._report()  # a step that is saved is on record, and one that is evaluated has been adopted
             if saves:
                 await self._saved()
-                saving = self._save_and_go_on(self._state())
+                saving = self._save_and_go_on(self.version, self._copies())
                 self._saving = self._supervisor.start(saving, f"checkpoint of step {self.version}")
             if evaluates:
                 evaluations.append(self._supervisor.start(self.evaluate(), f"evaluation at step {self.version}"))
@@ -214,7 +228,8 @@ class Controller:
                 await self._pipeline.submit(requests)
 
     async def _deliver(self, groups: Sequence[RolloutGroup]) -> None:
-        """Scored groups go to the trainer ahead of the step, which then only needs their names, and into the window.
+        """Scored groups go to trainer and critic ahead of the step, which then only needs their names, and into the
+        window.
 
         Nobody waits for the trainer to take them, as it may be busy with a step; calls reach it in order.
         """
@@ -222,6 +237,8 @@ class Controller:
             ready, num_dropped = self._admission.put(groups)
             for part in chunks(piece for group in ready for piece in pieces(group)):
                 self._supervisor.start(self._call_trainer("add_groups", part), "add groups")
+                if self._call_critic:
+                    self._supervisor.start(self._call_critic("add_groups", part), "add groups to the critic")
             self._changed.notify_all()
         self._telemetry.groups_ready(self._buffer.num_ready, num_dropped)
 
@@ -289,27 +306,34 @@ class Controller:
             NotSaved: the disk refuses.
         """
         await self._saved()
-        await self._save(self._state())
+        await self._save(self.version, self._copies())
+
+    def _copies(self) -> Sequence[asyncio.Future[Any]]:
+        """Trainer and critic copy their weights before whatever they are asked for next, and write beside that."""
+        calls = [self._call_trainer("save", self._state())]
+        if self._call_critic:
+            calls.append(self._call_critic("save", self.version))
+        return [asyncio.ensure_future(call) for call in calls]
 
     def _state(self) -> dict[str, Any]:
         return {"step": self.version} | self._admission.state()
 
-    async def _save(self, state: dict[str, Any]) -> None:
-        """The trainer copies its weights before whatever it is asked for next, and writes beside that."""
+    async def _save(self, step: int, copies: Sequence[asyncio.Future[Any]]) -> None:
+        """The critic comes first: where there is a trainer's checkpoint, there is the critic's of the same step."""
         try:
-            await self._call_trainer("save", state)
+            await asyncio.gather(*copies)
+            if self._call_critic:
+                await self._call_critic("commit")
             await self._call_trainer("commit")
         except RemoteError as error:
             if isinstance(error.__cause__, OSError):
-                raise NotSaved(
-                    f"no checkpoint at step {state['step']}: {error.__cause__}; make room on the disk"
-                ) from None
+                raise NotSaved(f"no checkpoint at step {step}: {error.__cause__}; make room on the disk") from None
             raise
 
-    async def _save_and_go_on(self, state: dict[str, Any]) -> None:
+    async def _save_and_go_on(self, step: int, copies: Sequence[asyncio.Future[Any]]) -> None:
         """A periodic checkpoint that the disk refuses costs a warning, not the run; the last good one stands."""
         try:
-            await self._save(state)
+            await self._save(step, copies)
         except NotSaved as error:
             self._telemetry.warn(f"{error}, the run goes on")
 

@@ -11,6 +11,7 @@ from llamarl.algorithms.advantages._base import GroupAdvantage
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.controller import Problems
+from llamarl.controller.specs import models_in_use
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.generation.vllm_server import check_python
@@ -54,6 +55,7 @@ def prepare(config: RunConfig) -> Prepared:
     shape, tokenizer = load_shape(config.model.path), Tokenizer(config.model.path)
     check_vocabulary(tokenizer, shape.vocab_size)
     check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
+    check_models(config, shape)
     check_parallelism(shape, config.trainer.parallelism, config.model.path)
     warnings = _thread_warnings(config)
     compiler = os.environ.get("CXX", "g++")
@@ -112,6 +114,17 @@ def check_tensor_parallel(shape: ModelShape, num_ranks: int, path: str) -> None:
         )
 
 
+def check_models(config: RunConfig, shape: ModelShape) -> None:
+    """Raises ConfigError when reference or critic have other tokens than the policy, or a model has no folder."""
+    for name, settings in models_in_use(config).items():
+        other = load_shape(settings.path) if settings.path else shape
+        if name != "reward-model" and other.vocab_size != shape.vocab_size:
+            raise ConfigError(
+                f"{name}.path = {settings.path!r} has {other.vocab_size} tokens and model.path {shape.vocab_size}; "
+                "name a model with the policy's tokenizer"
+            )
+
+
 def check_parallelism(shape: ModelShape, parallelism: ParallelismConfig, path: str) -> None:
     """Raises ConfigError when the trainer cannot be cut so."""
     sizes = {
@@ -142,8 +155,9 @@ def _thread_warnings(config: RunConfig) -> list[str]:
     processes = generator.replicas * generator.tensor_parallel
     of_generators = processes * generator.threads if generator.device == "cpu" else 0
     of_trainer = trainer.parallelism.num_ranks * trainer.threads if trainer.device == "cpu" else 0
+    of_models = sum(settings.threads for settings in models_in_use(config).values() if settings.device == "cpu")
     together = max if config.cluster.placement == "colocated" else sum
-    wanted, cores = together((of_generators, of_trainer)), os.cpu_count() or 1
+    wanted, cores = together((of_generators + of_models, of_trainer)), os.cpu_count() or 1
     if wanted <= cores:
         return []
     fix = "lower trainer.threads, generator.threads or generator.replicas"

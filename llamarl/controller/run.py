@@ -10,14 +10,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llamarl.cluster.api import Cluster, ExecutorError, open_cluster
+from llamarl.cluster.api import Cluster, ExecutorError, RemoteError, open_cluster
 from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.controller import Controller, Executors, NotSaved
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.prepare import Prepared
 from llamarl.controller.run_folder import RunFolder
 from llamarl.controller.spawn import spawn_all
-from llamarl.controller.specs import GeneratorSpecs, executor_spec, generator_specs, vllm_settings
+from llamarl.controller.specs import GeneratorSpecs, executor_spec, generator_specs, model_specs, vllm_settings
 from llamarl.controller.supervision import Interrupted, Supervisor, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.accounting import verdict, write_trace
@@ -119,7 +119,7 @@ class _Run:
             with _interruptible(supervisor):
                 screen.phase("starting executors")
                 executors = await supervisor.run(self._spawn(cluster, generator))
-                for handle in (executors.trainer, executors.reward):  # generators have a policy of their own
+                for handle in executors.irreplaceable:  # generators have a policy of their own
                     supervisor.watch(handle)
                 state = await supervisor.run(self._resumed(executors, screen))
                 controller = Controller(self._config, self._problems, executors, supervisor, telemetry, state)
@@ -148,13 +148,15 @@ class _Run:
                           config.trainer.parallelism.num_ranks, config=config, meeting=generator.meeting("trainer"),
                           checkpoint_folder=str(self._folder.checkpoints), resume=self._resume),
             executor_spec("reward", "reward:RewardExecutor", 1, model_path=config.model.path, config=config.reward),
-            *map(generator, range(config.generator.replicas)),
         ]  # fmt: skip
-        trainer, reward, *generators = await spawn_all(cluster, specs, timeout_s)
+        specs += (models := model_specs(config, self._folder.checkpoints))
+        specs += map(generator, range(config.generator.replicas))
+        trainer, reward, *others = await spawn_all(cluster, specs, timeout_s)
         return Executors(
             trainer=trainer,
             reward=reward,
-            generators=generators,
+            models={handle.name: handle for handle in others[: len(models)]},
+            generators=others[len(models) :],
             spawn_generator=lambda number: cluster.spawn(generator(number), timeout_s),
         )
 
@@ -166,6 +168,11 @@ class _Run:
             screen.warn(sentence)
         if self._resume and state is None:
             screen.warn("--resume: no checkpoint was saved yet; the run starts from the beginning")
+        if state and (critic := executors.models.get("critic")):
+            try:
+                await critic.call("resume", state["controller"]["step"], timeout_s=self._config.cluster.call_timeout_s)
+            except RemoteError as error:
+                raise (error.__cause__ if isinstance(error.__cause__, ConfigError) else error) from None
         return state["controller"] if state else None
 
     async def _train(self, controller: Controller, telemetry: Telemetry) -> None:

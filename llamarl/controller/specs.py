@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.cluster.api import ExecutorSpec
-from llamarl.config.schema import GeneratorConfig, RunConfig
+from llamarl.config import build
+from llamarl.config.schema import CriticConfig, GeneratorConfig, ReferenceConfig, RewardModelConfig, RunConfig
 from llamarl.generation.vllm_server import VllmSettings
 
 VLLM_START_SHARE = 0.8
@@ -23,6 +25,33 @@ def executor_spec(name: str, target: str, threads: int, num_ranks: int = 1, **op
     """`target` is `module:Class` below `llamarl.executors`; `threads` are those of one rank."""
     env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     return ExecutorSpec(name=name, target=f"llamarl.executors.{target}", options=options, num_ranks=num_ranks, env=env)
+
+
+def models_in_use(config: RunConfig) -> dict[str, ReferenceConfig | CriticConfig | RewardModelConfig]:
+    """Settings of the models beside policy and rule-based reward that the config asks for. Raises ConfigError."""
+    found = dict[str, ReferenceConfig | CriticConfig | RewardModelConfig]()
+    if config.reward.model:
+        found["reward-model"] = config.reward.model
+    if config.reference.kl_coefficient:
+        found["reference"] = config.reference
+    advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
+    if isinstance(advantage, ValueAdvantage):
+        found["critic"] = config.critic
+    return found
+
+
+def model_specs(config: RunConfig, checkpoints: Path) -> list[ExecutorSpec]:
+    """One executor for each of `models_in_use`."""
+    targets = {
+        "reward-model": "reward_model:RewardModelExecutor",
+        "reference": "reference:ReferenceExecutor",
+        "critic": "critic:CriticExecutor",
+    }
+    options: dict[str, dict[str, Any]] = {"critic": {"folder": str(checkpoints / "critic")}}
+    return [
+        executor_spec(name, targets[name], settings.threads, config=config, **options.get(name, {}))
+        for name, settings in models_in_use(config).items()
+    ]
 
 
 class GeneratorSpecs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llamarl.controller.supervision import Supervisor
@@ -21,6 +21,8 @@ class _Completed:
 
     groups: list[RolloutGroup]
     result: StepResult
+    critic: asyncio.Future[dict[str, float]] | None
+    """What the critic logs of the same step, once it has learnt."""
     sync: asyncio.Task[SyncReport] | None
     """None when the run was interrupted before."""
     mark: StepMark
@@ -29,13 +31,23 @@ class _Completed:
 class Steps:
     """At most one step is under way and one unreported: `begin`, `report`, `end`, `begin`, ..."""
 
-    def __init__(self, version: int, call_trainer: CallTrainer, supervisor: Supervisor, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        version: int,
+        call_trainer: CallTrainer,
+        call_critic: CallTrainer | None,
+        supervisor: Supervisor,
+        telemetry: Telemetry,
+    ) -> None:
         self.version = version
         """Completed optimizer steps."""
         self._call_trainer = call_trainer
+        self._call_critic = call_critic
         self._supervisor = supervisor
         self._telemetry = telemetry
         self._under_way: tuple[list[RolloutGroup], asyncio.Future[StepResult]] | None = None
+        self._learning: asyncio.Future[dict[str, float]] | None = None
+        """The critic's share of the step under way."""
         self._unreported: _Completed | None = None
 
     @property
@@ -54,6 +66,10 @@ class Steps:
         step = self._supervisor.start(self._call_trainer("step", ids), f"step {self.version + 1}")
         step.add_done_callback(_retrieve)
         self._under_way = groups, step
+        if self._call_critic:
+            learning = self._call_critic("learn", ids)
+            self._learning = self._supervisor.start(learning, f"the critic's step {self.version + 1}")
+            self._learning.add_done_callback(_retrieve)
 
     async def end(self, sync: Callable[[int, int], Coroutine[Any, Any, SyncReport]] | None) -> None:
         """Waits for the step under way; then `sync`, if given, starts with the new version and the groups behind it."""
@@ -66,18 +82,21 @@ class Steps:
         mark, task = self._telemetry.mark(), None
         if sync is not None:
             task = self._supervisor.start(sync(self.version, len(groups)), f"sync version {self.version}")
-        self._unreported = _Completed(groups=groups, result=result, sync=task, mark=mark)
+        self._unreported = _Completed(groups=groups, result=result, critic=self._learning, sync=task, mark=mark)
 
     async def report(self, ready_groups: Callable[[], int]) -> None:
-        """Records the last completed step, once its weights have been released."""
+        """Records the last completed step, once its weights have been released and the critic has learnt from it: the
+        critic may be one step behind the trainer, no more."""
         if self._unreported is not None:
             done = self._unreported
             sync = await done.sync if done.sync and not done.sync.cancelled() else SyncReport()
+            learnt = await asyncio.shield(done.critic) if done.critic else {}
             self._unreported = None
-            self._telemetry.step(done.groups, done.result, done.mark, sync, ready_groups())
+            result = replace(done.result, metrics=done.result.metrics | learnt)
+            self._telemetry.step(done.groups, result, done.mark, sync, ready_groups())
 
 
-def _retrieve(step: asyncio.Future[StepResult]) -> None:
+def _retrieve(step: asyncio.Future[Any]) -> None:
     # When the run fails first, nobody asks for this step's error any more.
     if not step.cancelled():
         step.exception()

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from llamarl.algorithms.kl import penalty
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.cluster.executor import Executor
 from llamarl.config import RunConfig, build
@@ -21,7 +22,7 @@ from llamarl.executors.replies import Probe, Published
 from llamarl.models.hf import load_model
 from llamarl.rollouts.pieces import joined
 from llamarl.rollouts.probe import probe_sequences
-from llamarl.rollouts.shaping import Shaping
+from llamarl.rollouts.shaping import shaping
 from llamarl.training.health import NonFiniteStep
 from llamarl.training.meter import check_memory, device_seconds, peak_flops, peak_memory_bytes, rates
 from llamarl.training.preflight import check_layout
@@ -67,9 +68,10 @@ class TrainerExecutor(Executor):
             loss=build(settings.loss, "llamarl.algorithms.losses", "trainer.loss"),
             advantage=build(settings.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
             temperature=config.rollout.temperature,
+            shaping=shaping(config),
+            kl_in_loss=penalty(config.reference, "loss"),
             mesh=self._mesh,
             device=device,
-            shaping=Shaping(config.shaping, config.rollout.max_new_tokens),
         )
         check_memory(self._trainer, model.shape, config)
         self._peak_flops = peak_flops(settings, device)

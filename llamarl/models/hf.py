@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +44,41 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device | st
     with torch.device("meta"):
         model = Transformer(load_shape(folder))
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    tensors, tied_head = read_weights(folder, expected, dtype, device)
+    _check_tied_head(folder, tied_head, tensors)
+    model.load_state_dict(tensors, assign=True)
+    return model
+
+
+def read_weights(
+    folder: Path,
+    expected: Mapping[str, torch.Size],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    optional: Sequence[str] = (),
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The tensors that a model expects, and the output head of the checkpoint where the model has none of its own.
+
+    Raises:
+        ConfigError: see `load_model`; those that are `optional` may be missing.
+    """
     tensors = dict[str, Tensor]()
-    tied_head: Tensor | None = None
+    other_head: Tensor | None = None
     for path in _weight_files(folder):
         for name, tensor in _read_tensors(path):
-            if name == "lm_head.weight" and model.shape.tie_embeddings:
-                tied_head = tensor
+            if name == "lm_head.weight" and name not in expected:
+                other_head = tensor
             elif not name.endswith(".rotary_emb.inv_freq"):  # a constant that old checkpoints carry
                 _check_tensor(folder, name, tensor, expected)
                 # A copy: tensors in the mapped file are not aligned for fast matmuls, and the file may change.
                 tensors[name] = tensor.to(device, dtype, copy=True)
-    missing = [name for name in expected if name not in tensors]
+    missing = [name for name in expected if name not in tensors and name not in optional]
     if missing:
         raise ConfigError(
             f"{folder}: {len(missing)} tensors are missing, first `{missing[0]}`; "
             f"copy the whole checkpoint again, or correct {CONFIG}"
         )
-    _check_tied_head(folder, tied_head, tensors)
-    model.load_state_dict(tensors, assign=True)
-    return model
+    return tensors, other_head
 
 
 def save_model(model: Transformer, folder: str | Path, tokenizer_folder: str | Path | None) -> None:

@@ -30,25 +30,27 @@ class WeightedSum(Reward):
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         columns = [part.score(items) for part in self.parts]
-        return [self._combine(results) for results in zip(*columns, strict=True)]
-
-    def _combine(self, results: Sequence[RewardResult]) -> RewardResult:
         names = [type(part).__name__ for part in self.parts]
-        reasons = [f"{name}: {result.reason}" for name, result in zip(names, results, strict=True) if result.reason]
-        outcomes = [result.outcome for result in results]
-        if Outcome.INVALID in outcomes:
-            broken = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.INVALID]
-            return invalid("; ".join(reasons) or f"{broken[0]}: invalid")
-        value = sum(weight * result.value for weight, result in zip(self.weights, results, strict=True))
-        all_wrong = all(outcome is Outcome.WRONG for outcome in outcomes)
-        return RewardResult(
-            outcome=Outcome.WRONG if all_wrong else Outcome.SCORE,
-            value=float(value),
-            reason="; ".join(reasons),
-            first_part=results[0],
-        )
+        return [weighted_sum(names, self.weights, results) for results in zip(*columns, strict=True)]
 
     def close(self) -> None:
         with ExitStack() as stack:  # every part is closed, even when one of them raises
             for part in self.parts:
                 stack.callback(part.close)
+
+
+def weighted_sum(names: Sequence[str], weights: Sequence[float], results: Sequence[RewardResult]) -> RewardResult:
+    """What several parts said of one response, as one result; a sum that comes first counts by its own first part."""
+    reasons = [f"{name}: {result.reason}" for name, result in zip(names, results, strict=True) if result.reason]
+    outcomes = [result.outcome for result in results]
+    if Outcome.INVALID in outcomes:
+        broken = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.INVALID]
+        return invalid("; ".join(reasons) or f"{broken[0]}: invalid")
+    value = sum(weight * result.value for weight, result in zip(weights, results, strict=True))
+    all_wrong = all(outcome is Outcome.WRONG for outcome in outcomes)
+    return RewardResult(
+        outcome=Outcome.WRONG if all_wrong else Outcome.SCORE,
+        value=float(value),
+        reason="; ".join(reasons),
+        first_part=results[0].first_part or results[0],
+    )

@@ -13,7 +13,7 @@ Shape suffixes: N packed input tokens, R response tokens (targets), G samples of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -46,6 +46,10 @@ class Microbatch:
     """float32."""
     loss_mask_R: np.ndarray
     """bool."""
+    reference_logprobs_R: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    """float32; empty without a reference."""
+    values_R: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    """float32; empty without a critic."""
 
 
 EMPTY = Microbatch(
@@ -118,6 +122,8 @@ def to_sample_group(
             policy_versions_T=rollout.policy_versions_T,
             advantages_T=np.full(rollout.num_tokens, advantage, np.float32),
             loss_mask_T=np.ones(rollout.num_tokens, bool),
+            reference_logprobs_T=rollout.reference_logprobs_T,
+            values_T=rollout.values_T,
         )
         for rollout, advantage, valid in zip(group.rollouts, advantages, valid_G, strict=True)
         if valid
@@ -201,4 +207,6 @@ def _pack(groups: Sequence[SampleGroup]) -> Microbatch:
         policy_versions_R=np.concatenate([sample.policy_versions_T for sample in samples]),
         advantages_R=np.concatenate([sample.advantages_T for sample in samples]),
         loss_mask_R=np.concatenate([sample.loss_mask_T for sample in samples]),
+        reference_logprobs_R=np.concatenate([sample.reference_logprobs_T for sample in samples]),
+        values_R=np.concatenate([sample.values_T for sample in samples]),
     )

@@ -8,8 +8,8 @@ from dataclasses import replace
 from llamarl.rollouts.segments import continued, cut_out
 from llamarl.types import GenerationRequest, Rollout, RolloutGroup
 
-PIECE_TOKENS = 32_768
-"""Tokens of one piece: with 12 bytes per token and the text, about half of what a call carries."""
+PIECE_TOKENS = 24_576
+"""Tokens of one piece: with up to 20 bytes per token and the text, about half of what a call carries."""
 
 
 def slices(rollouts: Sequence[Rollout], max_tokens: int = PIECE_TOKENS) -> Iterator[slice]:
@@ -54,5 +54,5 @@ def joined(first: RolloutGroup | None, second: RolloutGroup) -> RolloutGroup:
 
 def split(request: GenerationRequest) -> list[GenerationRequest]:
     """The request itself, or several for some of its partials each; only their token ids travel."""
-    parts = slices(request.partials, 3 * PIECE_TOKENS) if request.partials else ()
+    parts = slices(request.partials, 4 * PIECE_TOKENS) if request.partials else ()
     return [replace(request, partials=request.partials[part]) for part in parts] or [request]

@@ -6,8 +6,9 @@ carries with log-probabilities and versions. Those of the earlier segments stay 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from llamarl.types import FinishReason, GenerationRequest, Rollout
 
 UNFINISHED = frozenset({FinishReason.PARKED, FinishReason.ABORTED})
 """Of rollouts that go on."""
+_PER_TOKEN = ("token_ids_T", "behavior_logprobs_T", "policy_versions_T", "reference_logprobs_T", "values_T")
 _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
@@ -39,22 +41,17 @@ def continued(partial: Rollout, rest: Rollout) -> Rollout:
     """A partial rollout and what was sampled after it, as one."""
     if not partial.num_tokens:
         return rest
-    return replace(
-        rest,
-        token_ids_T=np.concatenate([partial.token_ids_T, rest.token_ids_T]),
-        behavior_logprobs_T=np.concatenate([partial.behavior_logprobs_T, rest.behavior_logprobs_T]),
-        policy_versions_T=np.concatenate([partial.policy_versions_T, rest.policy_versions_T]),
-    )
+    return _with_arrays(rest, lambda name: np.concatenate([getattr(partial, name), getattr(rest, name)]))
 
 
 def cut_out(rollout: Rollout, start: int, stop: int | None = None) -> Rollout:
     """The tokens from `start` to `stop`."""
-    return replace(
-        rollout,
-        token_ids_T=rollout.token_ids_T[start:stop],
-        behavior_logprobs_T=rollout.behavior_logprobs_T[start:stop],
-        policy_versions_T=rollout.policy_versions_T[start:stop],
-    )
+    return _with_arrays(rollout, lambda name: getattr(rollout, name)[start:stop])
+
+
+def _with_arrays(rollout: Rollout, make: Callable[[str], np.ndarray]) -> Rollout:
+    arrays: dict[str, Any] = {name: make(name) for name in _PER_TOKEN}
+    return replace(rollout, **arrays)
 
 
 def ids_only(rollout: Rollout) -> Rollout:

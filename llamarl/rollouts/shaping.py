@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from llamarl.algorithms.advantages._base import GroupRewards
+from llamarl.algorithms.kl import KlPenalty, penalty
 from llamarl.algorithms.shaping import length_share, overlong_share
-from llamarl.config.schema import ShapingConfig
+from llamarl.config.schema import RunConfig, ShapingConfig
 from llamarl.rollouts.packing import valid_rollouts
-from llamarl.types import FinishReason, Outcome, RolloutGroup
+from llamarl.types import FinishReason, Outcome, Rollout, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +25,29 @@ class Shaping:
     config: ShapingConfig
     max_tokens: int
     """`rollout.max_new_tokens`."""
+    kl: KlPenalty | None = None
+    """What each token costs by leaving the reference."""
 
     def rewards(self, group: RolloutGroup) -> GroupRewards:
-        """The response's reward less its penalties, at the last token. The greedy response's reward is unshaped."""
+        """The response's reward less its penalties at the last token, the price of leaving the reference at each. The
+        greedy response's reward is unshaped."""
         cost_G = sum(self._penalties(group).values(), np.zeros(len(group.rollouts)))
-        token_rewards = [np.zeros(rollout.num_tokens) for rollout in group.rollouts]
+        token_rewards = [self._token_rewards(rollout) for rollout in group.rollouts]
         for rewards_T, result, cost in zip(token_rewards, group.results, cost_G, strict=True):
-            rewards_T[-1:] = result.value - cost
+            rewards_T[-1:] += result.value - cost
         baseline = group.baseline
         return GroupRewards(
             token_rewards=tuple(token_rewards),
             valid_G=valid_rollouts(group, mask_truncated=self.config.mask_truncated),
+            values=tuple(rollout.values_T for rollout in group.rollouts),
             baseline=np.nan if baseline is None or baseline.outcome is Outcome.INVALID else baseline.value,
         )
+
+    def _token_rewards(self, rollout: Rollout) -> np.ndarray:
+        """Before the response's own reward, float64 [T]."""
+        if self.kl is None:
+            return np.zeros(rollout.num_tokens)
+        return -self.kl(rollout.behavior_logprobs_T.astype(np.float64) - rollout.reference_logprobs_T)
 
     def _penalties(self, group: RolloutGroup) -> dict[str, np.ndarray]:
         """Those that are switched on, [G] each."""
@@ -67,3 +78,8 @@ class Shaping:
 
 
 UNSHAPED = Shaping(ShapingConfig(), 1)
+
+
+def shaping(config: RunConfig) -> Shaping:
+    """What trainer and critic see of rewards."""
+    return Shaping(config.shaping, config.rollout.max_new_tokens, penalty(config.reference, "reward"))

@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from llamarl.cluster.api import ExecutorError, ExecutorHandle, ExecutorSpec
-from llamarl.config import RunConfig
+from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.controller import Controller, Executors, Problems, TooManyInvalid
+from llamarl.controller.specs import models_in_use
 from llamarl.controller.supervision import Stalled, Supervisor, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.accounting import Accounts, account, role_of, verdict
@@ -38,7 +39,12 @@ def simulate(config: RunConfig, costs: SimulatorCosts, faults: Faults, layout: L
     """Runs the real controller to `config.steps`, in virtual time; step metrics go to the file `metrics`.
 
     A failure that would end a real run ends this one; `Simulation.end` says which.
+
+    Raises:
+        ConfigError: the run has executors that are not simulated.
     """
+    if models := ", ".join(models_in_use(config)):
+        raise ConfigError(f"llamarl simulate knows generators, reward and trainer, not {models}; leave them out")
     generator = config.generator.model_copy(update={"replicas": layout.replicas})
     screen = config.screen.model_copy(update={"kind": "none"})
     config = config.model_copy(update={"generator": generator, "screen": screen})

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from llamarl.config.schema import TrainerConfig
+from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Layer, Transformer
 
 
-def set_compute(model: Transformer, config: TrainerConfig) -> None:
+def set_compute(model: Transformer | ScalarModel, config: TrainerConfig) -> None:
     """Sets a whole model, before it is cut, to the trainer's settings."""
     for layer in model.model.layers.children():
         assert isinstance(layer, Layer)

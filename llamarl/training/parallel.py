@@ -13,6 +13,8 @@ Shape suffixes: N packed tokens of this context rank, M = N / tp rows of this ra
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -180,3 +182,15 @@ def _own_weights(module: nn.Module) -> dict[str, Tensor]:
             own.grad = weight.grad.to_local()
         weights[_short(name)] = own
     return weights
+
+
+def held_tensors(sharding: Sharding, optimizer: torch.optim.Optimizer) -> dict[str, tuple[TensorSpec, Tensor]]:
+    """See `Trainer.shards`."""
+    found = dict[str, tuple[TensorSpec, Tensor]]()
+    for name, weight in sharding.weights.items():
+        spec = sharding.specs[name]
+        found[name] = spec, weight.detach()
+        for key, value in optimizer.state.get(weight, {}).items():
+            kind = TensorSpec.whole(f"{name}:{key}", (), "float32") if value.ndim == 0 else spec
+            found[f"{name}:{key}"] = replace(kind, name=f"{name}:{key}"), value
+    return found

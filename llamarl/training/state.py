@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from llamarl.distributed.box import Box
+from llamarl.training.critic import Critic
 from llamarl.training.trainer import Trainer
 
 
@@ -18,14 +19,14 @@ class StateMismatch(ValueError):
     """The saved state belongs to another model."""
 
 
-def training_state(trainer: Trainer) -> dict[str, Any]:
+def training_state(trainer: Trainer | Critic) -> dict[str, Any]:
     """JSON, beside `Trainer.shards`. Ranks are seeded alike, so one's random numbers stand for all."""
     numbers = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
     return {"policy_version": trainer.policy_version, "rng": numbers}
 
 
 def load_training_state(
-    trainer: Trainer,
+    trainer: Trainer | Critic,
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str, Box], Tensor],
     state: Mapping[str, Any],

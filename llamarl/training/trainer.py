@@ -6,7 +6,7 @@ Shape suffixes: R response tokens (targets), G rollouts of a group.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from llamarl.algorithms.advantages._base import Advantage
+from llamarl.algorithms.kl import KlPenalty
 from llamarl.algorithms.losses._base import Loss, LossInputs
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import ALONE, RankMesh
@@ -25,12 +26,15 @@ from llamarl.training.compute import set_compute
 from llamarl.training.cost import step_cost
 from llamarl.training.health import Health, age_sums, split_by_age
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
-from llamarl.training.parallel import parallelize
+from llamarl.training.parallel import held_tensors, parallelize
 from llamarl.training.pipeline import Pipeline
 from llamarl.training.policy import Policy, shares
 from llamarl.training.result import StepResult
 from llamarl.types import RolloutGroup, SampleGroup, TrainBatch
 from llamarl.weight_sync.layout import TensorSpec
+
+Logged = tuple[dict[str, float], dict[str, float]]
+"""Sums and maxima, by name."""
 
 
 class Trainer:
@@ -49,11 +53,14 @@ class Trainer:
         mesh: RankMesh = ALONE,
         device: torch.device | None = None,
         shaping: Shaping = UNSHAPED,
+        kl_in_loss: KlPenalty | None = None,
     ) -> None:
         """
         Args:
             model: the whole of it; what other ranks compute with is dropped.
             device: to compute on; none: where the model is.
+            shaping: what the tokens of a group have earned.
+            kl_in_loss: price of leaving the reference, beside the loss.
         """
         self.model = model
         self.config = config
@@ -61,6 +68,7 @@ class Trainer:
         self.advantage = advantage
         self.temperature = temperature
         self.shaping = shaping
+        self.kl_in_loss = kl_in_loss
         self.mesh = mesh
         self.device, dtype = device or model.device, model.kv_dtype
         set_compute(model, config)
@@ -85,12 +93,12 @@ class Trainer:
             param_group["lr"] = rate
 
         # Samples without gradient still count in the denominator: leaving them out changes nothing but the time.
-        computed = batch.groups if self.loss.LEARNS_WITHOUT_ADVANTAGE else with_advantage(batch.groups)
-        self.health.begin()
-        sums, maxima = self.accumulate(computed, denominator)
-        grad_norm = self.sharding.clip_gradients(self.config.max_grad_norm)
-        loss, num_inputs = sums.pop("loss", 0.0) / denominator, sums.pop("num_input_tokens")
-        num_computed = TrainBatch(groups=tuple(computed)).num_loss_tokens
+        needs_all = self.loss.LEARNS_WITHOUT_ADVANTAGE or self.kl_in_loss is not None
+        computed = batch.groups if needs_all else with_advantage(batch.groups)
+        logged, grad_norm, finite = self._updates(computed, denominator)
+        sums, maxima = _merged(logged)
+        loss, num_inputs = sums.pop("loss", 0.0) / denominator / len(logged), sums.pop("num_input_tokens")
+        num_computed = len(logged) * TrainBatch(groups=tuple(computed)).num_loss_tokens
         ages, cost = split_by_age(sums), step_cost(self.model.shape, computed)
         metrics = {name: value / num_computed for name, value in sums.items()} | maxima | self.shaping.metrics(groups)
         metrics |= {
@@ -101,14 +109,10 @@ class Trainer:
             "num_loss_tokens": float(batch.num_loss_tokens),
             "num_computed_tokens": float(num_computed),
             "num_input_tokens": num_inputs,
-            "num_flops": cost.flops,
+            "num_flops": cost.flops * len(logged),
             "padding_share": cost.padding_share,
             **ages,
         }
-        finite = math.isfinite(grad_norm) and math.isfinite(loss)
-        if finite:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)  # a step without any gradient still moves by its momentum
 
         def alone(some: Sequence[SampleGroup]) -> tuple[dict[str, float], float]:
             sums, _ = self.accumulate(some, denominator)
@@ -137,13 +141,35 @@ class Trainer:
         }
         return TrainBatch(groups=tuple(samples)), means
 
-    def accumulate(self, groups: Sequence[SampleGroup], denominator: int) -> tuple[dict[str, float], dict[str, float]]:
+    def _updates(self, groups: Sequence[SampleGroup], denominator: int) -> tuple[list[Logged], float, bool]:
+        """`trainer.passes` updates; what each logs, the last gradient norm, and whether all was finite.
+
+        The first pass finds the log-probabilities that later ones stay near. One that is not finite is the last, and
+        makes no update.
+        """
+        logged, proximal, grad_norm, finite = list[Logged](), dict[int, Tensor](), 0.0, True
+        self.health.begin()
+        while finite and len(logged) < self.config.passes:
+            logged.append(self.accumulate(groups, denominator, proximal))
+            grad_norm = self.sharding.clip_gradients(self.config.max_grad_norm)
+            finite = math.isfinite(grad_norm) and math.isfinite(logged[-1][0].get("loss", 0.0))
+            if finite:
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=False)  # a step without any gradient still moves by its momentum
+        return logged, grad_norm, finite
+
+    def accumulate(
+        self, groups: Sequence[SampleGroup], denominator: int, proximal: dict[int, Tensor] | None = None
+    ) -> Logged:
         """Gradient of (sum of losses) / (global count of tokens or sequences); sums and maxima over all ranks.
 
         Data-parallel ranks compute their own groups, and as many microbatches as whoever has the most: the others'
         last ones are empty, as they all take part in each collective.
+
+        Args:
+            proximal: log-probabilities by microbatch at the first pass, which fills it.
         """
-        mesh = self.mesh
+        mesh, at_first = self.mesh, {} if proximal is None else proximal
         own = pack(shares(groups, mesh.fsdp.size)[mesh.fsdp.rank], self.config.microbatch_tokens)
         num_inputs = float(sum(len(microbatch.token_ids_N) for microbatch in own))
         own += [EMPTY] * (max(mesh.exchange(len(own))) - len(own))
@@ -153,7 +179,8 @@ class Trainer:
             output = self._forward(own[index], hidden_M_D)
             if not mesh.pp.is_last:
                 return output
-            loss = self._loss(own[index], output, sums, maxima)
+            loss = self._loss(own[index], output, at_first.get(index), sums, maxima)
+            at_first.setdefault(index, output.detach())
             self.health.computed(index, len(own), sums)
             return loss / denominator
 
@@ -166,11 +193,17 @@ class Trainer:
         return self.policy(inputs, hidden_M_D, self.temperature, self.config.dtype == "bfloat16")
 
     def _loss(
-        self, microbatch: Microbatch, logprobs_R: Tensor, sums: dict[str, float], maxima: dict[str, float]
+        self,
+        microbatch: Microbatch,
+        logprobs_R: Tensor,
+        proximal_R: Tensor | None,
+        sums: dict[str, float],
+        maxima: dict[str, float],
     ) -> Tensor:
         """Sum over one microbatch; adds to what is logged."""
         if not len(microbatch.targets_R):
             return logprobs_R.sum()
+        reference_R = microbatch.reference_logprobs_R
         inputs = LossInputs(
             logprobs_N=logprobs_R,
             behavior_logprobs_N=self._tensor(microbatch.behavior_logprobs_R),
@@ -178,6 +211,9 @@ class Trainer:
             loss_mask_N=self._tensor(microbatch.loss_mask_R),
             sequence_N=self._tensor(microbatch.sequence_R),
             num_sequences=sum(map(len, microbatch.response_lengths)),
+            proximal_logprobs_N=proximal_R,
+            reference_logprobs_N=self._tensor(reference_R) if len(reference_R) else None,
+            kl=self.kl_in_loss,
         )
         output = self.loss(inputs)
         is_stale_R = self._tensor(microbatch.policy_versions_R) < self.policy_version
@@ -188,16 +224,10 @@ class Trainer:
             maxima[name] = max(maxima.get(name, -math.inf), float(value))
         return output.loss
 
-    def _together(self, sums: dict[str, float], maxima: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    def _together(self, sums: dict[str, float], maxima: dict[str, float]) -> Logged:
         """Of all data-parallel ranks; the first of each one's tensor and context ranks speaks, on the last stage."""
         speaks = self.mesh.pp.is_last and self.mesh.tp.rank == self.mesh.cp.rank == 0
-        all_sums, all_maxima = dict[str, float](), dict[str, float]()
-        for some_sums, some_maxima in self.mesh.exchange((sums, maxima) if speaks else ({}, {})):
-            for name, value in some_sums.items():
-                all_sums[name] = all_sums.get(name, 0.0) + value
-            for name, value in some_maxima.items():
-                all_maxima[name] = max(all_maxima.get(name, -math.inf), value)
-        return all_sums, all_maxima
+        return _merged(self.mesh.exchange((sums, maxima) if speaks else ({}, {})))
 
     def logprobs(self, microbatch: Microbatch) -> Tensor:
         """Log-probabilities of the response tokens at the sampling temperature, float32 [R]; with one stage."""
@@ -230,14 +260,17 @@ class Trainer:
 
         Tensors are those in use. Several ranks may hold the same part.
         """
-        found = dict[str, tuple[TensorSpec, Tensor]]()
-        for name, weight in self.sharding.weights.items():
-            spec = self.sharding.specs[name]
-            found[name] = spec, weight.detach()
-            for key, value in self.optimizer.state.get(weight, {}).items():
-                kind = TensorSpec.whole(f"{name}:{key}", (), "float32") if value.ndim == 0 else spec
-                found[f"{name}:{key}"] = replace(kind, name=f"{name}:{key}"), value
-        return found
+        return held_tensors(self.sharding, self.optimizer)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def _merged(logged: Iterable[Logged]) -> Logged:
+    all_sums, all_maxima = dict[str, float](), dict[str, float]()
+    for sums, maxima in logged:
+        for name, value in sums.items():
+            all_sums[name] = all_sums.get(name, 0.0) + value
+        for name, value in maxima.items():
+            all_maxima[name] = max(all_maxima.get(name, -math.inf), value)
+    return all_sums, all_maxima

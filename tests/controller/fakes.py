@@ -261,11 +261,13 @@ class Run:
         trainer: Trainer | None = None,
         num_train: int = 1000,
         num_eval: int = 0,
+        models: dict[str, Any] | None = None,
     ) -> None:
         self.config = config
         self.generators = generators or [Generator()]
         self.reward = reward or Reward()
         self.trainer = trainer or Trainer()
+        self.models = models or {}
         for generator in self.generators:
             generator.source = self.trainer
         self.problems = Problems(train=prompts(num_train), eval=prompts(num_eval, "e"), stop_token_ids=(2,))
@@ -298,9 +300,9 @@ class Run:
         self.handles = {f"generator-{n}": FakeHandle(f"generator-{n}", g) for n, g in enumerate(self.generators)}
         self.handles |= {"reward": FakeHandle("reward", self.reward), "trainer": FakeHandle("trainer", self.trainer)}
         *generators, reward, trainer = self.handles.values()
+        models = {name: FakeHandle(name, role) for name, role in self.models.items()}
+        self.handles |= models
         self.supervisor = supervisor = Supervisor()
-        supervisor.watch(reward)
-        supervisor.watch(trainer)
         rollout = self.config.rollout
         limit = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
         log = MetricsLog([JsonlSink(self.metrics_file)], self._lost)
@@ -308,7 +310,9 @@ class Run:
         screen = NullScreen()
         screen.warn = self.warnings.append
         telemetry = Telemetry(self.config, screen, log, recorder, limit, clock=clock.time)
-        executors = Executors(generators=generators, reward=reward, trainer=trainer)
+        executors = Executors(generators=generators, reward=reward, trainer=trainer, models=models)
+        for handle in executors.irreplaceable:
+            supervisor.watch(handle)
         self.controller = controller = Controller(self.config, self.problems, executors, supervisor, telemetry, state)
         telemetry.attach(list(executors), controller.generators)
         if state:

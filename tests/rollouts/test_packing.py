@@ -29,6 +29,8 @@ def sample_group(prompt_tokens: int, lengths: list[int], names: list[int]) -> Sa
             policy_versions_T=ids.astype(np.int32) + 1,
             advantages_T=ids.astype(np.float32) / 2,
             loss_mask_T=ids % 3 > 0,
+            reference_logprobs_T=-ids.astype(np.float32) / 4,
+            values_T=ids.astype(np.float32) / 8,
         )
 
     prompt = np.array([names.pop() for _ in range(prompt_tokens)], np.int32)
@@ -78,6 +80,8 @@ def test_any_layout(layout: list[tuple[int, list[int]]], budget: int) -> None:
             np.testing.assert_array_equal(batch.policy_versions_R[own], sample.policy_versions_T)
             np.testing.assert_array_equal(batch.advantages_R[own], sample.advantages_T)
             np.testing.assert_array_equal(batch.loss_mask_R[own], sample.loss_mask_T)
+            np.testing.assert_array_equal(batch.reference_logprobs_R[own], sample.reference_logprobs_T)
+            np.testing.assert_array_equal(batch.values_R[own], sample.values_T)
             # The predictor of token t stands right before it in the sample's own sequence.
             np.testing.assert_array_equal(
                 batch.positions_N[predictors] + 1, np.arange(len(prompt), len(tokens)), "a predictor is misplaced"
@@ -119,6 +123,8 @@ def test_types() -> None:
         "policy_versions_R": "int32",
         "advantages_R": "float32",
         "loss_mask_R": "bool",
+        "reference_logprobs_R": "float32",
+        "values_R": "float32",
     }
 
 
@@ -143,6 +149,11 @@ def test_nothing_to_learn_from() -> None:
 
 
 class TestToSampleGroup:
+    def test_tokens_may_have_advantages_of_their_own(self, make_group) -> None:
+        group = make_group(responses=[(4, 5), (6,)])
+        samples = to_sample_group(group, [np.array([0.5, -1.0]), np.array([2.0])]).samples
+        assert [sample.advantages_T.tolist() for sample in samples] == [[0.5, -1.0], [2.0]]
+
     def test_invalid_failed_and_empty_rollouts_are_left_out(self, make_group) -> None:
         group = make_group(
             responses=[(4, 5), (6,), (7, 8, 9), (), (10, 11), (12,)],

@@ -27,7 +27,8 @@ from llamarl.types import (
 )
 
 
-def group_of(lengths: list[int]) -> RolloutGroup:
+def group_of(lengths: list[int], models: bool = True) -> RolloutGroup:
+    """With what reference and critic say, or as the generators give it."""
     rollouts = tuple(
         Rollout(
             group_id=7,
@@ -36,6 +37,8 @@ def group_of(lengths: list[int]) -> RolloutGroup:
             behavior_logprobs_T=np.zeros(length, np.float32),
             policy_versions_T=np.zeros(length, np.int32),
             finish_reason=FinishReason.STOP,
+            reference_logprobs_T=np.arange(models * length, dtype=np.float32),
+            values_T=np.arange(models * length, dtype=np.float32) + index,
         )
         for index, length in enumerate(lengths)
     )
@@ -65,6 +68,9 @@ def test_pieces_keep_every_rollout_in_order_and_join_to_the_group(lengths: list[
         [n] * size for n, size in enumerate(lengths)
     ]
     assert [len(rollout.policy_versions_T) for rollout in whole.rollouts] == lengths
+    for rollout in whole.rollouts:
+        assert np.array_equal(rollout.values_T - rollout.index, np.arange(rollout.num_tokens))
+        assert np.array_equal(rollout.reference_logprobs_T, np.arange(rollout.num_tokens))
     assert whole.results == group.results
     assert whole.responses == tuple("" if size > PIECE_TOKENS else str(n) for n, size in enumerate(lengths))
 
@@ -102,7 +108,7 @@ def test_requests_with_long_partials_are_split_until_calls_carry_them(lengths: l
 
 
 def test_the_limits_of_the_settings_fit_into_calls() -> None:
-    (segment,) = group_of([MAX_SEGMENT_TOKENS]).rollouts
+    (segment,) = group_of([MAX_SEGMENT_TOKENS], models=False).rollouts
     assert [len(part) for part in chunks([segment])] == [1]
     (whole,) = group_of([MAX_SEQUENCE_TOKENS]).rollouts
     assert [len(part) for part in chunks([ids_only(whole)])] == [1]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from llamarl.algorithms.kl import KlPenalty
 from llamarl.config.schema import ShapingConfig
 from llamarl.rollouts.packing import is_flat, to_sample_group, valid_rollouts
 from llamarl.rollouts.shaping import UNSHAPED, Shaping
@@ -73,3 +74,14 @@ def test_flat_groups(make_group) -> None:
 def test_advantages_of_single_tokens_reach_the_samples(make_group) -> None:
     samples = to_sample_group(make_group(), [np.array([0.5, -1.0]), np.array([2.0])]).samples
     assert [sample.advantages_T.tolist() for sample in samples] == [[0.5, -1.0], [2.0]]
+
+
+def test_leaving_the_reference_costs_where_it_happens(make_group) -> None:
+    """A critic's values come along, for advantages that need them."""
+    (rollout,) = (group := make_group(responses=[(4, 5, 6)])).rollouts
+    said = rollout.behavior_logprobs_T - np.array([0.5, 0.0, -1.0], np.float32)
+    values = np.array([0.1, 0.2, 0.3], np.float32)
+    group = replace(group, rollouts=(replace(rollout, reference_logprobs_T=said, values_T=values),))
+    earned = Shaping(ShapingConfig(), 10, KlPenalty(coefficient=0.1, estimator="k1")).rewards(group)
+    np.testing.assert_allclose(earned.token_rewards[0], [-0.05, 0, group.results[0].value + 0.1], atol=1e-7)
+    assert np.array_equal(earned.values[0], values)

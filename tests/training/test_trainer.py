@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from llamarl.algorithms.losses.aipo import Aipo
+from llamarl.algorithms.losses.decoupled_ppo import DecoupledPpo
 from llamarl.checkpoint import store as store_module
 from llamarl.checkpoint.checkpoint import Checkpoint
 from llamarl.checkpoint.store import CheckpointStore
@@ -161,6 +162,34 @@ class TestReport:
         for _ in range(5):
             trainer.step(groups)
         assert float((trainer.logprobs(batch).detach() * sign_R).sum()) > before + 0.1
+
+
+class TestPasses:
+    def test_without_a_proximal_policy_two_passes_are_two_steps(self, make_trainer, make_groups) -> None:
+        groups = make_groups()
+        once, twice = make_trainer(), make_trainer(passes=2)
+        steps = [once.step(groups), once.step(groups)]
+        result = twice.step(groups)
+        weights = (dict(trainer.model.named_parameters()) for trainer in (once, twice))
+        assert_same_bits(*({name: weight.detach() for name, weight in named.items()} for named in weights))
+        assert (once.policy_version, twice.policy_version) == (2, 1)
+        for name in ("loss", "kl_to_behavior", "importance_ratio_mean"):
+            assert result.metrics[name] == pytest.approx(np.mean([step.metrics[name] for step in steps]), rel=1e-5)
+
+    def test_later_passes_stay_near_the_policy_before_the_first(self, make_trainer, make_groups) -> None:
+        """In the first pass the ratio to it is 1; then what moved the way of its advantage is clipped."""
+        capped = []
+        for passes in (1, 2):
+            trainer = make_trainer(passes=passes)
+            trainer.loss = DecoupledPpo(clip=1e-6, max_weight=1e9)
+            capped.append(trainer.step(make_groups()).metrics["capped_share"])
+        assert capped[0] == 0
+        assert 0.3 < capped[1] <= 0.5, "most tokens moved the right way; the mean is over both passes"
+
+    def test_a_pass_that_is_not_finite_ends_the_step(self, make_trainer, make_groups) -> None:
+        trainer = make_trainer(passes=3, on_nonfinite="skip", learning_rate=1e30)
+        assert trainer.step(make_groups()).skipped
+        assert trainer.policy_version == 1
 
 
 class TestOptimizer:

@@ -19,6 +19,9 @@ class GroupRewards:
     """Per rollout, float64 [T]: penalties where they arise, the reward of the response at its last token."""
     valid_G: np.ndarray
     """bool; False for rollouts that failed or whose reward is invalid: their rewards are meaningless."""
+    values: tuple[np.ndarray, ...] = ()
+    """Per rollout, float [T]: what a critic expects of each token and those after it, before the token is known; ()
+    without a critic."""
     baseline: float = math.nan
     """Reward of the greedy response; NaN where there is none or it could not be judged."""
 
@@ -57,3 +60,11 @@ class GroupAdvantage(Advantage):
 
     def of_batch(self, groups: Sequence[GroupRewards]) -> list[list[np.ndarray]]:
         return [group.spread(self(group.rewards_G, group.valid_G)) for group in groups]
+
+
+class ValueAdvantage(Advantage):
+    """Compares with the values of a critic, so a run that names one has a critic executor."""
+
+    @abstractmethod
+    def estimate(self, groups: Sequence[GroupRewards]) -> list[list[np.ndarray]]:
+        """As `of_batch`, before any normalization: advantage + value is the return that the critic learns."""

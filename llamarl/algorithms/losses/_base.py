@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from llamarl.algorithms.kl import KlPenalty, estimate
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -37,6 +39,10 @@ class LossInputs:
     proximal_logprobs_N: Tensor | None = None
     """The same under the policy at the beginning of the optimizer step; None: that is the policy in training itself,
     as it is with one update per batch."""
+    reference_logprobs_N: Tensor | None = None
+    """The same under the frozen reference, float32; None without one."""
+    kl: KlPenalty | None = None
+    """Charged beside every loss; needs `reference_logprobs_N`. None: the divergence is only measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,15 +126,15 @@ class Loss(ABC):
         # The ratio to the behavior policy, whatever the loss's own ratio is relative to.
         log_ratio_N = _clamped(positions.logprobs_N.detach() - _cleaned(inputs, inputs.behavior_logprobs_N))
         keep_N = positions.mask_N
-        weights_N = 1.0
+        weights_N = share_N = 1.0
         if self.truncate is not None:
             weights_N = positions.proximal_weights_N.clamp(max=self.truncate)
         if self.sequence_mask is not None:
             mean_N = positions.sequence_means(positions.proximal_weights_N.log()).exp()
             keep_N = keep_N & (mean_N >= self.sequence_mask[0]) & (mean_N <= self.sequence_mask[1])
         if self.MEAN_OVER == "sequences":
-            weights_N = weights_N / _sequence_lengths(positions)
-        loss_N = (token.loss_N * weights_N).masked_fill(~keep_N, 0.0)
+            share_N = 1 / _sequence_lengths(positions)
+        loss_N = (token.loss_N * weights_N * share_N).masked_fill(~keep_N, 0.0)
         # The ratio is near 1 almost everywhere; `exp() - 1` would lose the digits that the KL is made of.
         excess_N = log_ratio_N.expm1()
         sums = {
@@ -138,6 +144,12 @@ class Loss(ABC):
             "kl_to_behavior": (excess_N - log_ratio_N).sum(),
             "capped_share": ((token.capped_N | ~keep_N) & positions.mask_N).to(excess_N.dtype).sum(),
         }
+        if inputs.reference_logprobs_N is not None:
+            # Masked positions have log-ratio 0, which costs nothing.
+            to_reference_N = positions.logprobs_N - _cleaned(inputs, inputs.reference_logprobs_N)
+            sums["kl_to_reference"] = estimate(to_reference_N.detach(), "k3").sum()
+            if inputs.kl is not None:
+                loss_N = loss_N + inputs.kl(to_reference_N) * share_N
         return LossOutput(loss=loss_N.sum(), sums=sums, maxima={"importance_ratio_max": 1 + excess_N.max()})
 
     def _positions(self, inputs: LossInputs) -> Positions:

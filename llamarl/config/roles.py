@@ -1,0 +1,57 @@
+"""Settings of the executors that judge: reference, critic and reward model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from llamarl.config.trainer import Section
+
+
+class ReferenceConfig(Section):
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Price of a nat of divergence from a frozen reference model, per token; 0: no penalty and no such executor."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Beside the policy loss, or taken off the reward of each token, where advantages see it too."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the divergence, see `algorithms/kl.py`; with `kl_in = "reward"` k1 is usual."""
+    path: str = ""
+    """Hugging Face folder with the policy's tokens; empty: `model.path`, the policy as it was before the first step."""
+    dtype: Literal["float32", "bfloat16", "int8", "fp8"] = "float32"
+    """Weights, as `generator.dtype`."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads."""
+    device: str = "cpu"
+    """`cpu` or `cuda`."""
+
+
+class CriticConfig(Section):
+    """Used when `trainer.advantage` needs values (`gae`); other settings of its optimizer are the trainer's."""
+
+    path: str = ""
+    """Hugging Face folder with the policy's tokens, of a causal or a one-label classification model; empty:
+    `model.path`. Without `score.weight` its values begin at 0."""
+    learning_rate_scale: float = Field(default=10.0, gt=0)
+    """Its learning rate over the trainer's: values may move faster than policies."""
+    clip: float = Field(default=0.2, gt=0)
+    """Values may move so far per step before the loss stops rewarding it, in units of the reward."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads."""
+    device: str = "cpu"
+    """`cpu` or `cuda`."""
+
+
+class RewardModelConfig(Section):
+    path: str
+    """Hugging Face folder of a sequence classification model with one label (`score.weight`)."""
+    weight: float = 1.0
+    """Factor of its score in the reward; the rule-based parts keep theirs."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Weights."""
+    batch_tokens: int = Field(default=8192, ge=1)
+    """Tokens of one forward; a longer response is one by itself."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads."""
+    device: str = "cpu"
+    """`cpu` or `cuda`."""

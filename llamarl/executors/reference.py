@@ -1,0 +1,49 @@
+"""The reference executor: a frozen model's log-probabilities of what the policy sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llamarl.cluster.executor import Executor
+from llamarl.config import RunConfig
+from llamarl.distributed.runtime import set_up_device
+from llamarl.generation.model import load_generator_model
+from llamarl.rollouts.packing import Microbatch
+from llamarl.training.responses import hidden_of, per_response
+from llamarl.types import Prompt, Rollout
+
+MAX_LOGITS = 1 << 22
+"""Held at once, in elements: 16 MiB of float32."""
+
+
+class ReferenceExecutor(Executor):
+    """The policy as it was before the first step, or another model with its tokens; it never changes, so a resumed run
+    has the same one."""
+
+    SPANS: ClassVar[dict[str, str]] = {"score": "score"}
+
+    def __init__(self, config: RunConfig) -> None:
+        settings = config.reference
+        self._device = set_up_device(settings.device, settings.threads, "reference.device")
+        self._model = load_generator_model(settings.path or config.model.path, settings.dtype, self._device)
+        self._max_tokens = config.trainer.microbatch_tokens
+        self._temperature = config.rollout.temperature
+
+    def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[np.ndarray]]:
+        """Log-probability of each response token at the sampling temperature, float32 [T] per rollout of each group."""
+        return per_response(groups, self._max_tokens, self._logprobs)
+
+    def _logprobs(self, microbatch: Microbatch) -> Tensor:
+        hidden_R_D = hidden_of(self._model, microbatch, self._device)
+        targets_R_1 = torch.from_numpy(microbatch.targets_R).to(self._device)[:, None]
+        rows = max(1, MAX_LOGITS // self._model.shape.vocab_size)
+        logprobs = [
+            (self._model.logits(hidden_C_D).float() / self._temperature).log_softmax(1).gather(1, targets_C_1)
+            for hidden_C_D, targets_C_1 in zip(hidden_R_D.split(rows), targets_R_1.split(rows), strict=True)
+        ]
+        return torch.cat(logprobs).squeeze(1)

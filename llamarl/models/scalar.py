@@ -1,0 +1,62 @@
+"""A decoder that says one number per token: critics, and reward models in the layout of Hugging Face's
+`ForSequenceClassification` classes with one label (`model.*`, `score.weight`).
+
+Shape suffixes: N packed tokens, R some of them, D model dim.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llamarl.config import ConfigError
+from llamarl.models.folder import load_shape
+from llamarl.models.hf import read_weights
+from llamarl.models.shape import ModelShape
+from llamarl.models.transformer import Attend, Decoder
+
+HEAD = "score.weight"
+
+
+class ScalarModel(nn.Module):
+    """As `Transformer`, with a head of one output instead of a vocabulary."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Decoder(shape)
+        self.score = nn.Linear(shape.hidden_size, 1, bias=False)
+
+    def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        """Hidden states after the final norm, [N, D]."""
+        return self.model(token_ids_N, positions_N, attend)
+
+    def scalars(self, hidden_R_D: Tensor) -> Tensor:
+        """Of these hidden states, float32 [R] (float64 for float64)."""
+        dtype = torch.promote_types(hidden_R_D.dtype, torch.float32)
+        return F.linear(hidden_R_D.to(dtype), self.score.weight.to(dtype)).squeeze(1)
+
+
+def load_scalar_model(folder: str | Path, dtype: torch.dtype, device: torch.device, *, new_head: bool) -> ScalarModel:
+    """The model in `folder`.
+
+    Args:
+        new_head: a head of zeros is made where the checkpoint has none; the head of a language model is left out.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or a tensor is missing, unknown or of the wrong shape.
+    """
+    with torch.device("meta"):
+        model = ScalarModel(load_shape(folder))
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    tensors, language_head = read_weights(Path(folder), expected, dtype, device, optional=(HEAD,))
+    if HEAD not in tensors:
+        if not new_head:
+            what = "a language model" if language_head is not None else "a model"
+            raise ConfigError(f"{folder} holds {what} without `{HEAD}`; name a sequence classification model")
+        tensors[HEAD] = torch.zeros(expected[HEAD], dtype=dtype, device=device)
+    model.load_state_dict(tensors, assign=True)
+    return model

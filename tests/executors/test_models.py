@@ -1,0 +1,296 @@
+"""Reference, critic and reward model: what each says, alone and in a run.
+
+Not covered: GPUs, and more than one process for one of them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llamarl.algorithms.advantages.gae import Gae
+from llamarl.algorithms.losses.ppo_clip import PpoClip
+from llamarl.config import ConfigError, RunConfig
+from llamarl.controller.prepare import prepare
+from llamarl.controller.run import run
+from llamarl.controller.run_folder import RunFolder, prepare_run_folder
+from llamarl.data.tokenizer import Tokenizer, train_byte_bpe
+from llamarl.executors.critic import CriticExecutor
+from llamarl.executors.reference import ReferenceExecutor
+from llamarl.executors.reward_model import RewardModelExecutor
+from llamarl.models.hf import load_model
+from llamarl.rollouts.packing import pack, to_sample_group
+from llamarl.training.trainer import Trainer
+from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
+from tests.end_to_end.tiny import rows
+
+MakeConfig = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def make_config(model: Path, tmp_path: Path) -> MakeConfig:
+    def make(**changes: Any) -> RunConfig:
+        values: dict[str, Any] = {
+            "name": "models",
+            "output": str(tmp_path),
+            "seed": 3,
+            "steps": 3,
+            "model": {"path": str(model)},
+            "data": {"train": {"name": "running_total", "count": 7}},
+            "rollout": {
+                "prompts_per_step": 3, "group_size": 4, "max_staleness": 0, "max_new_tokens": 16, "temperature": 0.8,
+            },
+            "trainer": {"learning_rate": 0.01, "microbatch_tokens": 128, "advantage": "gae", "loss": "ppo_clip"},
+            "reference": {"kl_coefficient": 0.05, "kl_in": "reward", "kl_estimator": "k1"},
+            "critic": {"learning_rate_scale": 1.0},
+            "reward": {"parts": [{"name": "tests.executors.rewards:EvenLength"}]},
+            "cluster": {"kind": "inline"},
+            "screen": {"kind": "none"},
+        }  # fmt: skip
+        for section, change in changes.items():
+            values[section] = values[section] | change if isinstance(change, dict) else change
+        return RunConfig.model_validate(values)
+
+    return make
+
+
+@pytest.fixture
+def group(model: Path) -> RolloutGroup:
+    """Three responses; the second one failed."""
+    rng, tokenizer = np.random.default_rng(0), Tokenizer(model)
+    prompt = Prompt(prompt_id="p", text="Roy has 2", token_ids_T=tokenizer.encode("Roy has 2"), answer="")
+    lengths, ends = (7, 3, 1), (FinishReason.STOP, FinishReason.FAILED, FinishReason.LENGTH)
+    rollouts = tuple(
+        Rollout(
+            group_id=0,
+            index=index,
+            token_ids_T=rng.integers(0, 200, length).astype(np.int32),
+            behavior_logprobs_T=np.zeros(length, np.float32),
+            policy_versions_T=np.zeros(length, np.int32),
+            finish_reason=end,
+        )
+        for index, (length, end) in enumerate(zip(lengths, ends, strict=True))
+    )
+    results = tuple(RewardResult(outcome=Outcome.SCORE, value=float(n)) for n in range(3))
+    return RolloutGroup(group_id=0, prompt=prompt, rollouts=rollouts, results=results, responses=("", "", ""))
+
+
+class TestReference:
+    def test_it_is_the_trainer_before_its_first_step(self, make_config: MakeConfig, group: RolloutGroup) -> None:
+        config = make_config()
+        ((first, failed, last),) = ReferenceExecutor(config).score([(group.prompt, group.rollouts)])
+        trainer = Trainer(
+            load_model(config.model.path, torch.float32, "cpu"), config.trainer, PpoClip(), Gae(), temperature=0.8
+        )
+        (batch,) = pack([to_sample_group(group, [np.zeros(7), np.zeros(3), np.zeros(1)])], 1000)
+        np.testing.assert_allclose(np.concatenate([first, last]), trainer.logprobs(batch).detach(), atol=1e-5)
+        assert first.dtype == np.float32 and (failed == 0).all() and len(failed) == 3
+
+    def test_quantized_it_is_close(self, make_config: MakeConfig, group: RolloutGroup) -> None:
+        said = [
+            np.concatenate(ReferenceExecutor(config).score([(group.prompt, group.rollouts)])[0])
+            for config in (make_config(), make_config(reference={"dtype": "int8", "kl_coefficient": 0.1}))
+        ]
+        assert 0 < np.abs(said[0] - said[1]).max() < 0.3
+
+
+@pytest.fixture
+def classifier(model: Path, tmp_path: Path) -> Path:
+    """A reward model with the policy's tokenizer, written by transformers."""
+    import transformers
+
+    made = transformers.AutoModelForSequenceClassification.from_pretrained(
+        model, num_labels=1, pad_token_id=0, torch_dtype=torch.float32
+    )
+    torch.nn.init.normal_(made.score.weight, generator=torch.Generator().manual_seed(1))
+    made.save_pretrained(tmp_path / "classifier")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(model / name, tmp_path / "classifier" / name)
+    return tmp_path / "classifier"
+
+
+def judge(config: RunConfig) -> RewardModelExecutor:
+    return RewardModelExecutor(config)
+
+
+def by_transformers(classifier: Path, ids_T: np.ndarray) -> float:
+    import transformers
+
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(classifier, torch_dtype=torch.float32)
+    with torch.no_grad():
+        return float(model(torch.from_numpy(ids_T.astype(np.int64))[None]).logits)
+
+
+class TestRewardModel:
+    def test_it_reads_the_tokens_that_were_sampled(
+        self, make_config: MakeConfig, classifier: Path, group: RolloutGroup
+    ) -> None:
+        config = make_config(reward={"model": {"path": str(classifier), "batch_tokens": 16}})
+        (results,) = judge(config).score([(group.prompt, group.rollouts)])
+        for rollout, result in zip(group.rollouts, results, strict=True):
+            ids_T = np.concatenate([group.prompt.token_ids_T, rollout.token_ids_T])
+            assert result.outcome is Outcome.SCORE
+            assert result.value == pytest.approx(by_transformers(classifier, ids_T), abs=1e-4)
+        assert len({result.value for result in results}) == 3
+
+    def test_with_a_tokenizer_of_its_own_it_reads_the_text(
+        self, make_config: MakeConfig, classifier: Path, group: RolloutGroup, tmp_path: Path
+    ) -> None:
+        own = train_byte_bpe(["Roy has 2 apples", "Ben has 3 books"], tmp_path / "own", 280)
+        shutil.copyfile(own.folder / "tokenizer.json", classifier / "tokenizer.json")
+        config = make_config(reward={"model": {"path": str(classifier)}})
+        ((result, *_),) = judge(config).score([(group.prompt, group.rollouts[:1])])
+        text = group.prompt.text + Tokenizer(config.model.path).decode(group.rollouts[0].token_ids_T)
+        assert result.value == pytest.approx(by_transformers(classifier, own.encode(text)), abs=1e-4)
+
+    def test_what_it_cannot_read_is_invalid(
+        self, make_config: MakeConfig, classifier: Path, group: RolloutGroup
+    ) -> None:
+        config = make_config(reward={"model": {"path": str(classifier)}})
+        long = replace(group.rollouts[0], token_ids_T=np.ones(300, np.int32))
+        ((result, fine),) = judge(config).score([(group.prompt, (long, group.rollouts[2]))])
+        assert result.outcome is Outcome.INVALID and "the reward model reads 1 to 256" in result.reason
+        assert fine.outcome is Outcome.SCORE
+
+
+def finished(critic: CriticExecutor, group: RolloutGroup, group_id: int) -> dict[str, float]:
+    learning = learn(critic, group, group_id)
+    while not learning.done():
+        assert critic.work()
+    assert not critic.work()
+    return learning.result()
+
+
+def learn(critic: CriticExecutor, group: RolloutGroup, group_id: int) -> Any:
+    values = critic.score([(group.prompt, group.rollouts)])[0]
+    rollouts = tuple(
+        replace(one, group_id=group_id, values_T=values_T, reference_logprobs_T=np.zeros(one.num_tokens, np.float32))
+        for one, values_T in zip(group.rollouts, values, strict=True)
+    )
+    critic.add_groups([replace(group, group_id=group_id, rollouts=rollouts)])
+    return critic.learn([group_id])
+
+
+def values_of(critic: CriticExecutor, group: RolloutGroup) -> np.ndarray:
+    return np.concatenate(critic.score([(group.prompt, group.rollouts)])[0])
+
+
+class TestCritic:
+    def test_it_values_new_rollouts_while_it_learns(
+        self, make_config: MakeConfig, group: RolloutGroup, tmp_path: Path
+    ) -> None:
+        """By the weights of the last finished step; without staleness it finishes the step first."""
+        cut = {"microbatch_tokens": len(group.prompt.token_ids_T) + 6}
+        for staleness in (1, 0):
+            config = make_config(trainer=cut, rollout={"max_staleness": staleness})
+            critic = CriticExecutor(config, str(tmp_path / "critic"))
+            before = values_of(critic, group)
+            learning = learn(critic, group, 1)
+            assert critic.work() and not learning.done(), "one microbatch of two"
+            assert np.array_equal(values_of(critic, group), before) == (staleness == 1)
+            while critic.work():
+                pass
+            assert not np.array_equal(values_of(critic, group), before)
+            assert learning.result()["value_loss"] > 0
+
+    def test_it_goes_on_from_its_checkpoint_bit_for_bit(
+        self, make_config: MakeConfig, group: RolloutGroup, tmp_path: Path
+    ) -> None:
+        first, second = (CriticExecutor(make_config(), str(tmp_path / "critic")) for _ in range(2))
+        finished(first, group, 1)
+        learn(first, group, 2)
+        first.save(2).result()  # finishes the second step
+        assert (committed := first.commit()) is not None and committed.result().endswith("step-00000002")
+        second.resume(2)
+        assert np.array_equal(values_of(first, group), values_of(second, group))
+        assert finished(first, group, 3) | {"critic_s": 0} == finished(second, group, 3) | {"critic_s": 0}
+        assert np.array_equal(values_of(first, group), values_of(second, group))
+
+    def test_a_checkpoint_that_is_not_there(self, make_config: MakeConfig, tmp_path: Path) -> None:
+        critic = CriticExecutor(make_config(), str(tmp_path / "critic"))
+        with pytest.raises(ConfigError, match=r"trainer goes on from step 7, but the critic cannot"):
+            critic.resume(7)
+
+
+def train(config: RunConfig, *, resume: bool = False) -> RunFolder:
+    folder = prepare_run_folder(config, resume=resume, overwrite=not resume)
+    run(config, prepare(config), folder, resume=resume, command_started_s=0.0)
+    return folder
+
+
+def learnt(folder: RunFolder) -> list[dict[str, Any]]:
+    """What does not depend on time."""
+    names = ("step", "reward_mean", "loss", "grad_norm", "extra.value_loss", "extra.critic_grad_norm",
+             "extra.explained_variance", "extra.kl_to_reference")  # fmt: skip
+    return [{name: row[name] for name in names} for row in rows(folder.metrics) if row["kind"] == "step"]
+
+
+@pytest.fixture
+def whole_run(make_config: MakeConfig) -> tuple[RunConfig, RunFolder]:
+    config = make_config()
+    return config, train(config)
+
+
+def test_a_run_with_all_of_them(
+    whole_run: tuple[RunConfig, RunFolder], make_config: MakeConfig, classifier: Path
+) -> None:
+    """The reference is the first policy; it costs nothing to leave it by nothing. A model's score is in the reward."""
+    _, folder = whole_run
+    steps = learnt(folder)
+    assert abs(steps[0]["extra.kl_to_reference"]) < 1e-6 < steps[-1]["extra.kl_to_reference"]
+    assert all(step["extra.value_loss"] > 0 for step in steps)
+
+    judged = train(make_config(name="judged", steps=1, reward={"model": {"path": str(classifier), "weight": 0.5}}))
+    for plain, row in zip(rows(folder.rollouts), rows(judged.rollouts), strict=False):
+        assert plain["token_ids"] == row["token_ids"]
+        assert row["reward"] != plain["reward"], "the model's share is missing"
+
+
+def test_resumed_it_is_the_uninterrupted_run(whole_run: tuple[RunConfig, RunFolder], make_config: MakeConfig) -> None:
+    """Policy, critic and reference; without staleness to the last bit."""
+    config, folder = whole_run
+    half = make_config(name="half", steps=2)
+    train(half)
+    resumed = train(half.model_copy(update={"steps": config.steps}), resume=True)
+    assert learnt(resumed) == learnt(folder)
+    assert rows(resumed.rollouts) == rows(folder.rollouts)
+
+
+def test_inline_and_monarch_do_the_same(whole_run: tuple[RunConfig, RunFolder], make_config: MakeConfig) -> None:
+    _, folder = whole_run
+    apart = train(make_config(name="apart", cluster={"kind": "monarch"}))
+    assert learnt(apart) == learnt(folder)
+    assert rows(apart.rollouts) == rows(folder.rollouts)
+    logs = {path.name for path in apart.logs.iterdir()}
+    assert logs == {f"{name}.log" for name in ("generator-0", "reward", "trainer", "reference", "critic")}
+
+
+def test_a_reference_with_other_tokens_is_refused(make_config: MakeConfig, model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    text = (other / "config.json").read_text()
+    size = load_model(model, torch.float32, "cpu").shape.vocab_size
+    (other / "config.json").write_text(text.replace(f'"vocab_size": {size}', f'"vocab_size": {size + 1}'))
+    with pytest.raises(ConfigError, match=rf"reference.path = .* has {size + 1} tokens and model.path {size}"):
+        prepare(make_config(reference={"path": str(other)}))
+    with pytest.raises(ConfigError, match=r"critic.path"):
+        prepare(make_config(critic={"path": str(other)}))
+
+
+def test_what_is_not_simulated_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    from llamarl.simulator.costs import SimulatorCosts
+    from llamarl.simulator.faults import Faults
+    from llamarl.simulator.layout import choose_layout
+    from llamarl.simulator.run import simulate
+
+    config, costs = make_config(), SimulatorCosts()
+    layout = choose_layout(config, costs, None, None)
+    with pytest.raises(ConfigError, match=r"not reference, critic; leave them out"):
+        simulate(config, costs, Faults.parse("", layout.replicas), layout, tmp_path / "metrics.jsonl")
