@@ -15,7 +15,7 @@ from llamarl.models.scalar import ScalarModel
 from llamarl.models.shape import ModelShape
 from llamarl.rollouts.shaping import UNSHAPED
 from llamarl.training.critic import Critic, value_losses
-from llamarl.training.trainer import NonFiniteStep
+from llamarl.training.health import NonFiniteStep
 from llamarl.types import FinishReason, Outcome, RewardResult, RolloutGroup
 from tests.training.conftest import SHAPE, MakeGroups
 
