@@ -27,6 +27,9 @@ MAX_PROCESS_BYTES = 8 * 2**30
 """A test that allocates without end gets a MemoryError; without this the machine's other processes pay for it."""
 
 os.environ |= dict([MARK.split("=")])
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background job ignores it, and so would every command that a test starts and then interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before torch is imported: two cores, shared with every process that a test starts.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[variable] = "1"
