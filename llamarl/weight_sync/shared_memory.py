@@ -52,6 +52,11 @@ def writing(version: int) -> int:
     return -2 - version
 
 
+def _begun(words: np.ndarray, version: int) -> np.ndarray:
+    """Which writers have begun `version`, or finished it. Of a copy: they go on writing, and `isin` reads twice."""
+    return np.isin(words.copy(), (version, writing(version)))
+
+
 class Segment:
     """The mapped memory of one layout."""
 
@@ -74,8 +79,7 @@ class Segment:
 
     def slot_of(self, version: int) -> int | None:
         """Where some writer has begun to write it."""
-        words = (version, writing(version))
-        return next((slot for slot in range(NUM_SLOTS) if np.isin(self.versions[slot], words).any()), None)
+        return next((slot for slot in range(NUM_SLOTS) if _begun(self.versions[slot], version).any()), None)
 
     @property
     def newest(self) -> int:
@@ -161,7 +165,7 @@ class SharedMemorySubscriber(Subscriber):
             spec = self.layout.specs[index]
 
             def arrived() -> bool:
-                begun = np.isin(words, (version, writing(version))).all()  # else there are proofs of an older version
+                begun = _begun(words, version).all()  # else there are proofs of an older version
                 return finished() or bool(begun and proofs[:, 1, index].sum() == spec.num_bytes)
 
             self._wait(segment, version, deadline_s, arrived, f"write {spec.key}")
