@@ -9,7 +9,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from llamarl.config import ConfigError
-from llamarl.config.schema import Section
+from llamarl.config.section import Section
 from llamarl.observability.files import write_atomically
 
 S = TypeVar("S", bound=Section)

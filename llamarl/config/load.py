@@ -14,7 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from llamarl.config.errors import ConfigError, did_you_mean
 from llamarl.config.ref import Ref, find
-from llamarl.config.schema import RunConfig, Section
+from llamarl.config.schema import RunConfig
+from llamarl.config.section import Section
 from llamarl.config.sft import SftConfig
 
 S = TypeVar("S", bound=Section)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from llamarl.config.trainer import Section
+from llamarl.config.section import Section
 
 
 class ReferenceConfig(Section):

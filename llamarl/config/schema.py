@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 
 from llamarl.config.ref import Ref
 from llamarl.config.roles import CriticConfig, ReferenceConfig, RewardModelConfig
-from llamarl.config.trainer import Section, TrainerConfig
+from llamarl.config.section import Section
+from llamarl.config.trainer import TrainerConfig
 
 MAX_SEGMENT_TOKENS = 60_000
 """Tokens, with log-probabilities and versions, that fit into one message from a generator."""

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from llamarl.config.ref import Ref
-from llamarl.config.schema import Section
+from llamarl.config.section import Section
 
 
 class ShapeConfig(Section):

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from llamarl.config.ref import Ref
-
-
-class Section(BaseModel):
-    """Unknown keys are errors, `true` is no number, infinity is no setting, and nothing changes after validation."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
-    )
+from llamarl.config.section import Section
 
 
 class ParallelismConfig(Section):

@@ -13,12 +13,10 @@ from llamarl.cluster.executor import Executor
 from llamarl.config import RunConfig
 from llamarl.distributed.runtime import set_up_device
 from llamarl.generation.model import load_generator_model
+from llamarl.generation.score import target_logprobs
 from llamarl.rollouts.packing import Microbatch
 from llamarl.training.responses import hidden_of, per_response
 from llamarl.types import Prompt, Rollout
-
-MAX_LOGITS = 1 << 22
-"""Held at once, in elements: 16 MiB of float32."""
 
 
 class ReferenceExecutor(Executor):
@@ -40,10 +38,5 @@ class ReferenceExecutor(Executor):
 
     def _logprobs(self, microbatch: Microbatch) -> Tensor:
         hidden_R_D = hidden_of(self._model, microbatch, self._device)
-        targets_R_1 = torch.from_numpy(microbatch.targets_R).to(self._device)[:, None]
-        rows = max(1, MAX_LOGITS // self._model.shape.vocab_size)
-        logprobs = [
-            (self._model.logits(hidden_C_D).float() / self._temperature).log_softmax(1).gather(1, targets_C_1)
-            for hidden_C_D, targets_C_1 in zip(hidden_R_D.split(rows), targets_R_1.split(rows), strict=True)
-        ]
-        return torch.cat(logprobs).squeeze(1)
+        targets_R = torch.from_numpy(microbatch.targets_R).to(self._device)
+        return target_logprobs(self._model, hidden_R_D, targets_R, self._temperature)

@@ -5,7 +5,8 @@ Shape suffixes: N packed tokens, T tokens of one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import ClassVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from llamarl.cluster.executor import Executor
 from llamarl.config import RunConfig
 from llamarl.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from llamarl.distributed.runtime import set_up_device
+from llamarl.generation.score import packs
 from llamarl.models.attention import causal_attend
 from llamarl.models.scalar import load_scalar_model
 from llamarl.rewards._base import invalid
@@ -57,23 +59,11 @@ class RewardModelExecutor(Executor):
             invalid(f"{len(ids_T)} tokens, and the reward model reads 1 to {longest}") for ids_T in sequences
         ]  # fmt: skip
         readable = [index for index, ids_T in enumerate(sequences) if 0 < len(ids_T) <= longest]
-        for indices in self._batches(sequences, readable):
-            scores = self._forward([sequences[index] for index in indices])
-            for index, score in zip(indices, scores, strict=True):
-                answer = RewardResult(outcome=Outcome.SCORE, value=score)
-                results[index] = answer if np.isfinite(score) else invalid(f"the reward model said {score}")
+        batches = packs((sequences[index] for index in readable), self._batch_tokens)
+        for index, score in zip(readable, chain.from_iterable(map(self._forward, batches)), strict=True):
+            answer = RewardResult(outcome=Outcome.SCORE, value=score)
+            results[index] = answer if np.isfinite(score) else invalid(f"the reward model said {score}")
         return results
-
-    def _batches(self, sequences: Sequence[np.ndarray], indices: Sequence[int]) -> Iterator[list[int]]:
-        batch, tokens = list[int](), 0
-        for index in indices:
-            if batch and tokens + len(sequences[index]) > self._batch_tokens:
-                yield batch
-                batch, tokens = [], 0
-            batch.append(index)
-            tokens += len(sequences[index])
-        if batch:
-            yield batch
 
     @torch.inference_mode()
     def _forward(self, sequences: Sequence[np.ndarray]) -> list[float]:

@@ -1,11 +1,11 @@
 """Log-probabilities of given tokens, outside the KV cache.
 
-Shape suffixes: T tokens of one sequence, N packed tokens, D model dim, V vocabulary.
+Shape suffixes: T tokens of one sequence, N packed tokens, C tokens of one chunk, D model dim, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ def score(model: EngineModel, sequences: Sequence[np.ndarray]) -> list[np.ndarra
         if error := unknown_id(token_ids_T, vocab_size):
             raise ValueError(f"sequence {i} has {error}")
     scores = list[np.ndarray]()
-    for pack in _packs(sequences):
+    for pack in packs(sequences, _PACK_TOKENS):
         lengths = [len(token_ids_T) - 1 for token_ids_T in pack]
         fed, positions, targets = (
             torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(model.device)
@@ -40,23 +40,25 @@ def score(model: EngineModel, sequences: Sequence[np.ndarray]) -> list[np.ndarra
         if not sum(lengths):
             scores += [np.empty(0, np.float32) for _ in pack]
             continue
-        hidden_N_D = model(fed, positions, causal_attend(lengths))
-        rows = max(1, _LOGITS // vocab_size)
-        logprobs_N = torch.cat([_logprobs(model, *part) for part in zip(
-            hidden_N_D.split(rows), targets.split(rows), strict=True
-        )])  # fmt: skip
+        logprobs_N = target_logprobs(model, model(fed, positions, causal_attend(lengths)), targets)
         scores += [part.numpy() for part in logprobs_N.cpu().split(lengths)]
     return scores
 
 
-def _logprobs(model: EngineModel, hidden_N_D: Tensor, targets_N: Tensor) -> Tensor:
-    return torch.log_softmax(model.logits(hidden_N_D).float(), -1).gather(1, targets_N[:, None])[:, 0]
+def target_logprobs(model: EngineModel, hidden_N_D: Tensor, targets_N: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities of given tokens, float32 [N], without gradients; few logits are held at once."""
+    rows = max(1, _LOGITS // model.shape.vocab_size)
+    return torch.cat([
+        (model.logits(hidden_C_D).float() / temperature).log_softmax(-1).gather(1, targets_C[:, None])[:, 0]
+        for hidden_C_D, targets_C in zip(hidden_N_D.split(rows), targets_N.split(rows), strict=True)
+    ])  # fmt: skip
 
 
-def _packs(sequences: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+def packs(sequences: Iterable[np.ndarray], max_tokens: int) -> Iterator[list[np.ndarray]]:
+    """Consecutive sequences for one forward each; one that is longer than `max_tokens` is alone."""
     pack, size = list[np.ndarray](), 0
     for token_ids_T in sequences:
-        if pack and size + len(token_ids_T) > _PACK_TOKENS:
+        if pack and size + len(token_ids_T) > max_tokens:
             yield pack
             pack, size = [], 0
         pack.append(token_ids_T)

@@ -6,7 +6,6 @@ Shape suffixes: N positions of one microbatch.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 
 import numpy as np
@@ -20,7 +19,8 @@ from llamarl.models.scalar import ScalarModel
 from llamarl.rollouts.packing import Microbatch, pack, to_sample_group
 from llamarl.training.compute import set_compute
 from llamarl.training.health import NonFiniteStep
-from llamarl.training.optimizer import build_optimizer, learning_rate_at
+from llamarl.training.meter import device_seconds
+from llamarl.training.optimizer import build_optimizer, set_learning_rate
 from llamarl.training.parallel import Sharding, held_tensors
 from llamarl.training.responses import hidden_of, per_response
 from llamarl.types import Prompt, Rollout, RolloutGroup, TrainBatch
@@ -87,19 +87,16 @@ class Critic:
             for group, one, earned in zip(groups, estimates, rewards, strict=True)
         ]
         count = max(TrainBatch(groups=tuple(samples)).num_loss_tokens, 1)
-        rate = learning_rate_at(self.policy_version, self.config)
-        for param_group in self.optimizer.param_groups:
-            param_group["lr"] = rate
+        set_learning_rate(self.optimizer, self.policy_version, self.config)
         microbatches = pack(samples, self.config.microbatch_tokens)
         loss, grad_norm, seconds, finite = 0.0, 0.0, 0.0, True
-        clock = time.thread_time if self._device.type == "cpu" else time.monotonic
         for _ in range(self.config.passes):
             for microbatch in microbatches:
-                start_s = clock()
+                start_s = device_seconds(self._device)
                 mean = self._loss(microbatch) / count
                 mean.backward()
                 loss += float(mean.detach()) / self.config.passes
-                seconds += clock() - start_s
+                seconds += device_seconds(self._device) - start_s
                 yield
             grad_norm = self.sharding.clip_gradients(self.config.max_grad_norm)
             finite = finite and math.isfinite(grad_norm) and math.isfinite(loss)

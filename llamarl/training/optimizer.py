@@ -25,6 +25,14 @@ def build_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.o
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=1e-8, fused=True)
 
 
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: TrainerConfig) -> float:
+    """Brings an optimizer to the rate of the step with this number; that rate."""
+    rate = learning_rate_at(step, config)
+    for param_group in optimizer.param_groups:
+        param_group["lr"] = rate
+    return rate
+
+
 def learning_rate_at(step: int, config: TrainerConfig) -> float:
     """Rate of the optimizer step with this number, counted from 0."""
     peak = config.learning_rate * min(1.0, (step + 1) / (config.warmup_steps + 1))

@@ -25,7 +25,7 @@ from llamarl.rollouts.shaping import UNSHAPED, Shaping
 from llamarl.training.compute import set_compute
 from llamarl.training.cost import step_cost
 from llamarl.training.health import Health, age_sums, split_by_age
-from llamarl.training.optimizer import build_optimizer, learning_rate_at
+from llamarl.training.optimizer import build_optimizer, set_learning_rate
 from llamarl.training.parallel import held_tensors, parallelize
 from llamarl.training.pipeline import Pipeline
 from llamarl.training.policy import Policy, shares
@@ -88,9 +88,7 @@ class Trainer:
         batch, advantages = self._batch(groups)
         count = batch.num_loss_tokens if self.loss.MEAN_OVER == "tokens" else batch.num_loss_sequences
         denominator = max(count, 1)
-        rate = learning_rate_at(self.policy_version, self.config)
-        for param_group in self.optimizer.param_groups:
-            param_group["lr"] = rate
+        rate = set_learning_rate(self.optimizer, self.policy_version, self.config)
 
         # Samples without gradient still count in the denominator: leaving them out changes nothing but the time.
         needs_all = self.loss.LEARNS_WITHOUT_ADVANTAGE or self.kl_in_loss is not None
