@@ -55,8 +55,6 @@ HEAD = (4096, 512, 128_256)
 """Tokens, hidden size and vocabulary of the log-probabilities."""
 BUDGET_BYTES = 1 << 30
 NOTES = [
-    """The machine was loaded by other programs (load 5 to 15 on 2 cores): seconds are processor time, ratios are
-    medians of pairs, and even so caches and memory were shared with others.""",
     """Padded: a row for each rollout, as long as the longest of its microbatch of 8,192 tokens; the same loss,
     optimizer and chunked log-probs of response tokens alone. Tokens are those of prompts and responses.""",
     "Share of the peak: forward and backward, no optimizer; the peak is the fastest of five 512 x 512 products.",
@@ -216,7 +214,7 @@ def head_once(kind: str, budget_bytes: int) -> dict[str, float]:
     if kind == "plain":
         values = (hidden @ head.T).log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     else:
-        logprobs.CHUNK_LOGITS = int(kind)
+        logprobs.TILE_LOGITS = int(kind)
         values = logprobs.target_logprobs(hidden, head, targets, 1.0)
     values.sum().backward()
     return {"s": device_seconds(CPU) - start_s, "peak_mib": (memory_kib("VmHWM") - before) / 1024}
@@ -237,7 +235,7 @@ def head(repeats: int) -> dict[str, Any]:
             print(kind, rows[kind][-1], flush=True)
     figures: dict[str, Any] = {}
     for kind in kinds:
-        name = kind if kind == "plain" else f"chunks_of_2^{int(kind).bit_length() - 1}"
+        name = kind if kind == "plain" else f"tiles_of_2^{int(kind).bit_length() - 1}"
         figures[name] = {
             "s": statistics.median(row["s"] for row in rows[kind]),
             "peak_mib": statistics.median(row["peak_mib"] for row in rows[kind]),
@@ -248,9 +246,9 @@ def head(repeats: int) -> dict[str, Any]:
                 row["peak_mib"] / plain["peak_mib"] for row, plain in zip(rows[kind], rows["plain"], strict=True)
             ),
         }
-    chosen = str(logprobs.CHUNK_LOGITS)
+    chosen = str(logprobs.TILE_LOGITS)
     within = {kind: in_process(kind, BUDGET_BYTES) for kind in ("plain", chosen)}
-    return figures | {"chunk_in_use": int(chosen), "within_1_gib": within}
+    return figures | {"tile_in_use": int(chosen), "within_1_gib": within}
 
 
 def share_of_peak(shape: ModelShape, device: torch.device, dtype: str, repeats: int) -> dict[str, Any]:

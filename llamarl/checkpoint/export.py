@@ -1,18 +1,28 @@
-"""From a checkpoint, of whatever layout, to a Hugging Face folder."""
+"""From a checkpoint, of whatever layout, to a Hugging Face folder: a model, or adapters as PEFT reads them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from llamarl.checkpoint.checkpoint import CheckpointError
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import ConfigError
+from llamarl.config.trainer import LoraConfig
 from llamarl.models.folder import load_shape
-from llamarl.models.hf import save_tensors
+from llamarl.models.hf import load_model, save_tensors
+from llamarl.models.lora import A, B, merged, save_adapters
 
 
-def export_checkpoint(checkpoints: Path, base_model: str, folder: Path, step: int | None) -> int:
+def export_checkpoint(
+    checkpoints: Path, base_model: str, folder: Path, step: int | None, lora: LoraConfig | None, merge: bool
+) -> int:
     """Writes the checkpoint of `step` (None: the newest valid one) with the base model's shape and tokenizer.
+
+    Args:
+        lora: of the run; the checkpoint then holds adapters.
+        merge: them into the base model, rather than write them alone.
 
     Returns:
         The step that was exported.
@@ -31,5 +41,14 @@ def export_checkpoint(checkpoints: Path, base_model: str, folder: Path, step: in
         except CheckpointError as error:
             raise ConfigError(f"--step {step}: {error}") from None
     weights = {name: checkpoint.read(name) for name in checkpoint.tensors if ":" not in name}
+    if lora and not merge:
+        save_adapters(weights, lora, base_model, folder)
+        return checkpoint.step
+    if lora:
+        model = load_model(base_model, torch.float32, "cpu").state_dict()
+        for name in {key.removesuffix(kind) for key in weights for kind in (A, B) if key.endswith(kind)}:
+            weight = model[f"{name}weight"]
+            weight.copy_(merged(weight, weights[f"{name}{A}"], weights[f"{name}{B}"], lora.scale))
+        weights = model
     save_tensors(weights, load_shape(base_model), folder, Path(base_model))
     return checkpoint.step

@@ -11,9 +11,13 @@ from llamarl.config import ConfigError, load_config
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
-    parser = command_parser("export", "Write a run's newest valid checkpoint as a Hugging Face folder.")
+    parser = command_parser(
+        "export",
+        "Write a run's newest valid checkpoint as a Hugging Face folder, or a LoRA run's adapters as PEFT's.",
+    )
     parser.add_argument("run", metavar="RUN", help="run folder, for example runs/demo")
     parser.add_argument("folder", metavar="FOLDER", nargs="?", help="where to write (RUN/export)")
+    parser.add_argument("--merge", action="store_true", help="merge a LoRA run's adapters: write a whole model")
     parser.add_argument("--step", type=int, help="checkpoint of this step (the newest)")
     options = parser.parse_args(arguments)
     run = Path(options.run)
@@ -23,6 +27,10 @@ def main(arguments: Sequence[str]) -> int:
 
     from llamarl.checkpoint.export import export_checkpoint
 
-    step = export_checkpoint(run / "checkpoints", load_config(run / "config.toml").model.path, folder, options.step)
+    config = load_config(run / "config.toml")
+    lora = config.trainer.lora
+    if options.merge and not lora:
+        raise ConfigError("--merge is for adapters, and this run trained all weights; leave it out")
+    step = export_checkpoint(run / "checkpoints", config.model.path, folder, options.step, lora, options.merge)
     print(f"step {step}: {folder}")
     return 0

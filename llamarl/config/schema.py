@@ -338,6 +338,11 @@ class RunConfig(Section):
                 f"generator.cuda_graphs = 'off' is the native engine's; with {chosen} use "
                 "generator.vllm.arguments = ['--enforce-eager']"
             )
+        if self.trainer.lora:
+            raise ValueError(
+                "trainer.lora sends adapters, which only the native engine merges; leave it out, or use "
+                "generator.backend = 'native'"
+            )
         if self.cluster.kind == "inline":
             raise ValueError(f"{chosen} runs processes of its own; use cluster.kind = 'monarch' instead of 'inline'")
         return self

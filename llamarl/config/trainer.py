@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -26,6 +26,26 @@ class ParallelismConfig(Section):
     def num_ranks(self) -> int:
         """Processes."""
         return self.fsdp * self.tp * self.pp * self.cp
+
+
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685) beside a frozen model: its own weights have no gradients, no moments and no
+    checkpoints, and only adapters go to the generators, which merge them."""
+
+    rank: int = Field(ge=1)
+    """Of each adapter."""
+    alpha: float = Field(default=32.0, gt=0)
+    """An adapter's product counts `alpha / rank` times."""
+    targets: list[Projection] = Field(default_factory=lambda: list(get_args(Projection)), min_length=1)
+    """Projections of every layer that have an adapter."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of B @ A."""
+        return self.alpha / self.rank
 
 
 class TrainerConfig(Section):
@@ -76,3 +96,5 @@ class TrainerConfig(Section):
     """Of one device of the trainer, from its data sheet, for the share of it that is used (`mfu`); none: what a large
     matrix product reaches there."""
     parallelism: ParallelismConfig = ParallelismConfig()
+    lora: LoraConfig | None = None
+    """Train adapters only; none: all weights."""

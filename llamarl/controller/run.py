@@ -108,8 +108,9 @@ class _Run:
 
     async def _with_executors(self, screen: Screen, telemetry: Telemetry) -> None:
         config = self._config
-        vllm = vllm_settings(config, self._folder.logs)
-        with generator_specs(config.model.path, config.generator, delta=config.weight_sync.delta, vllm=vllm) as specs:
+        vllm, lora = vllm_settings(config, self._folder.logs), config.trainer.lora
+        delta = config.weight_sync.delta
+        with generator_specs(config.model.path, config.generator, delta=delta, vllm=vllm, lora=lora) as specs:
             await self._with_specs(specs, screen, telemetry)
 
     async def _with_specs(self, generator: GeneratorSpecs, screen: Screen, telemetry: Telemetry) -> None:

@@ -15,6 +15,7 @@ from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.cluster.api import ExecutorSpec
 from llamarl.config import build
 from llamarl.config.schema import CriticConfig, GeneratorConfig, ReferenceConfig, RewardModelConfig, RunConfig
+from llamarl.config.trainer import LoraConfig
 from llamarl.generation.vllm_server import VllmSettings
 
 VLLM_START_SHARE = 0.8
@@ -58,12 +59,19 @@ class GeneratorSpecs:
     """Generators of one run: numbered, and each with a place of its own where its ranks meet."""
 
     def __init__(
-        self, model_path: str, config: GeneratorConfig, delta: bool, vllm: VllmSettings | None, folder: Path
+        self,
+        model_path: str,
+        config: GeneratorConfig,
+        delta: bool,
+        vllm: VllmSettings | None,
+        lora: LoraConfig | None,
+        folder: Path,
     ) -> None:
         self._model_path = model_path
         self._config = config
         self._delta = delta
         self._vllm = vllm
+        self._lora = lora
         self._folder = folder
 
     def __call__(self, number: int) -> ExecutorSpec:
@@ -74,7 +82,7 @@ class GeneratorSpecs:
         return executor_spec(
             name, "generator:GeneratorExecutor", self._config.threads, self._config.tensor_parallel,
             model_path=self._model_path, config=self._config, delta=self._delta, vllm=vllm,
-            meeting=self.meeting(name),
+            lora=self._lora, meeting=self.meeting(name),
         )  # fmt: skip
 
     def meeting(self, name: str) -> str:
@@ -84,11 +92,16 @@ class GeneratorSpecs:
 
 @contextmanager
 def generator_specs(
-    model_path: str, config: GeneratorConfig, *, delta: bool = False, vllm: VllmSettings | None = None
+    model_path: str,
+    config: GeneratorConfig,
+    *,
+    delta: bool = False,
+    vllm: VllmSettings | None = None,
+    lora: LoraConfig | None = None,
 ) -> Iterator[GeneratorSpecs]:
     """Their meeting places lie in a folder that only this user may enter, as long as the context lasts."""
     with tempfile.TemporaryDirectory(prefix="llamarl-") as folder:
-        yield GeneratorSpecs(model_path, config, delta, vllm, Path(folder))
+        yield GeneratorSpecs(model_path, config, delta, vllm, lora, Path(folder))
 
 
 def vllm_settings(config: RunConfig, logs: Path) -> VllmSettings | None:

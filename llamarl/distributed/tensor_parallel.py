@@ -2,7 +2,7 @@
 
 Projections into heads and into the feed-forward dim are cut by output rows, those back by input columns, so each rank
 computes its own heads and one all-reduce follows each block. Embedding and head are cut by vocabulary. Norms are whole
-on every rank.
+on every rank. Of an adapter (`models/lora.py`) the matrix is cut that has the dim along which its projection is.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _KV = frozenset({"k_proj", "v_proj"})
 
 def sharded_dim(name: str) -> int | None:
     """The dim along which the parameter `name` (Hugging Face names) is cut; None: every rank holds all of it."""
-    *_, module, kind = ("", *name.split("."))
+    module, kind = _projection(name)
     if module in _ROWS:
-        return 0
-    return 1 if module in _COLUMNS and kind == "weight" else None
+        return None if kind == "lora_A.weight" else 0
+    return 1 if module in _COLUMNS and kind in ("weight", "lora_A.weight") else None
 
 
 def tensor_parallel_box(name: str, shape: Sequence[int], num_ranks: int, rank: int, num_kv_heads: int) -> Box:
@@ -36,7 +36,7 @@ def tensor_parallel_box(name: str, shape: Sequence[int], num_ranks: int, rank: i
     if dim is None or num_ranks == 1:
         return whole
     parts = num_ranks
-    if name.split(".")[-2] in _KV and num_ranks > num_kv_heads:
+    if _projection(name)[0] in _KV and num_ranks > num_kv_heads:
         if num_ranks % num_kv_heads:
             raise ValueError(f"{num_kv_heads} kv heads cannot be shared evenly by {num_ranks} tensor-parallel ranks")
         parts, rank = num_kv_heads, rank * num_kv_heads // num_ranks
@@ -44,3 +44,9 @@ def tensor_parallel_box(name: str, shape: Sequence[int], num_ranks: int, rank: i
         raise ValueError(f"{name} has {shape[dim]} rows or columns, which {parts} tensor-parallel ranks cannot share")
     size = shape[dim] // parts
     return whole.cut(dim, rank * size, (rank + 1) * size)
+
+
+def _projection(name: str) -> tuple[str, str]:
+    """Module and what of it: a weight, a bias, or a matrix of its adapter."""
+    *_, outer, module, kind = ("", "", *name.split("."))
+    return (outer, f"{module}.{kind}") if module.startswith("lora_") else (module, kind)

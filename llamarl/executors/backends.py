@@ -6,17 +6,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from llamarl.config import ConfigError
 from llamarl.config.schema import GeneratorConfig
+from llamarl.config.trainer import LoraConfig
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.distributed.groups import RankGroup, own_rank
 from llamarl.distributed.runtime import set_up_device
 from llamarl.executors.adoption import Adopter
 from llamarl.generation.backend import GenerationBackend
 from llamarl.generation.engine import Engine, kv_budget
+from llamarl.generation.lora import AdapterMerger
 from llamarl.generation.model import load_generator_model
 from llamarl.generation.tensor_parallel import Follower, ModelRanks, TensorParallelEngine
 from llamarl.generation.vllm_server import VllmFailed, VllmSettings
+from llamarl.models.hf import load_model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +40,7 @@ class Opened:
     """Ends what outlives the last reference."""
 
 
-def open_native(model_path: str, config: GeneratorConfig, meeting: str, delta: bool) -> Opened:
+def open_native(model_path: str, config: GeneratorConfig, meeting: str, delta: bool, lora: LoraConfig | None) -> Opened:
     """
     Raises:
         ConfigError: no such device or model, or this machine cannot serve it in this way.
@@ -44,7 +49,10 @@ def open_native(model_path: str, config: GeneratorConfig, meeting: str, delta: b
     device = set_up_device(config.device, config.threads, "generator.device")
     rank, size = own_rank() if config.tensor_parallel > 1 else (0, 1)
     group = RankGroup(meeting, rank=rank, size=size, device=device) if size > 1 else None
-    model = load_generator_model(model_path, config.dtype, device, ModelRanks(group) if group else None)
+    base = load_model(model_path, torch.float32, "cpu")
+    model = load_generator_model(model_path, config.dtype, device, ModelRanks(group) if group else None, base)
+    receiver = AdapterMerger(model, base, lora) if lora else model
+    del base
     kv_bytes = config.kv_cache_bytes
     if group and kv_bytes is None:  # all ranks have as many blocks
         kv_bytes = min(group.exchange(kv_budget(model, config.max_running, size)))
@@ -53,7 +61,7 @@ def open_native(model_path: str, config: GeneratorConfig, meeting: str, delta: b
         kv_on_update=config.kv_on_update, decode=Tokenizer(model_path).decode,
         graphs=False if config.cuda_graphs == "off" else None,
     )  # fmt: skip
-    adopter = Adopter(model.specs(), model.use, rank, delta=delta, hold=model.hold)
+    adopter = Adopter(receiver.specs(), model.use, rank, delta=delta, hold=receiver.hold)
     opened = Opened(
         engine=native, adopter=adopter, description=native.describe(),
         clock=time.thread_time if device.type == "cpu" else time.monotonic,

@@ -13,6 +13,7 @@ import numpy as np
 from llamarl.cluster.api import chunks
 from llamarl.cluster.executor import Executor
 from llamarl.config.schema import GeneratorConfig
+from llamarl.config.trainer import LoraConfig
 from llamarl.executors.adoption import Adoptions
 from llamarl.executors.backends import open_native, open_vllm
 from llamarl.executors.replies import Adoption, Collected, DecodingWork
@@ -40,14 +41,16 @@ class GeneratorExecutor(Executor):
         meeting: str = "",
         delta: bool = False,
         vllm: VllmSettings | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         """
         Args:
             meeting: a path that does not exist yet, where several ranks meet.
             delta: weights may come as changes to the version in use.
             vllm: how vLLM is run in place of the native engine.
+            lora: adapters come instead of weights.
         """
-        opened = open_vllm(model_path, vllm, delta) if vllm else open_native(model_path, config, meeting, delta)
+        opened = open_vllm(model_path, vllm, delta) if vllm else open_native(model_path, config, meeting, delta, lora)
         self._engine, self._adopter, self._follower = opened.engine, opened.adopter, opened.follower
         self._close, self._work_clock = opened.close, opened.clock
         sys.stdout.write(f"{opened.description}\n")  # into the executor's log

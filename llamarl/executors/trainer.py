@@ -20,6 +20,7 @@ from llamarl.distributed.mesh import ALONE, join_mesh
 from llamarl.distributed.runtime import set_up_device
 from llamarl.executors.replies import Probe, Published
 from llamarl.models.hf import load_model
+from llamarl.models.lora import add_adapters
 from llamarl.rollouts.pieces import joined
 from llamarl.rollouts.probe import probe_sequences
 from llamarl.rollouts.shaping import shaping
@@ -60,8 +61,12 @@ class TrainerExecutor(Executor):
         self._mesh = ALONE if is_alone else join_mesh(sizes, meeting, device, start_timeout_s=start_timeout_s)
         torch.manual_seed(config.seed)
         model = load_model(config.model.path, torch.float32, device if is_alone else "cpu")
+        if settings.lora:
+            dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+            add_adapters(model, settings.lora, config.seed, dtype)
         if not is_alone:
-            sys.stdout.write(f"{check_layout(model.shape, self._mesh, device)}\n")  # into the executor's log
+            said = check_layout(model.shape, self._mesh, device, settings.lora)
+            sys.stdout.write(f"{said}\n")  # into the executor's log
         self._trainer = Trainer(
             model,
             settings,

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -160,13 +161,20 @@ class GeneratorModel:
         next call but one. While the model computes, another thread may call this."""
         if self._are_here(tensors):
             return tensors
-        self._spare = self._spare or self._buffer()
-        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        with torch.cuda.stream(stream):  # beside the decoding
+        spare = self.spare()
+        with device_stream(self.device):
             for key, tensor in tensors.items():
-                self._spare[key].copy_(tensor)
-        if stream is not None:
-            stream.synchronize()
+                spare[key].copy_(tensor)
+        return spare
+
+    def spare(self) -> Mapping[str, Tensor]:
+        """Tensors to write into and then to `use`: a copy of those in use, or those of before with their values."""
+        if self._spare is None:
+            spare = self._buffer()
+            with device_stream(self.device):
+                for key, tensor in self._used.items():
+                    spare[key].copy_(tensor)
+            self._spare = spare
         return self._spare
 
     def _are_here(self, tensors: Mapping[str, Tensor]) -> bool:
@@ -264,6 +272,16 @@ class GeneratorModel:
             residual_N_D.add_(self._parallel.all_reduce(project(x)))
 
 
+@contextmanager
+def device_stream(device: torch.device) -> Iterator[None]:
+    """Work on a GPU beside the decoding; done at the end."""
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    with torch.cuda.stream(stream):
+        yield
+    if stream is not None:
+        stream.synchronize()
+
+
 def _name(layer: int, name: str) -> str:
     return f"model.layers.{layer}.{name}"
 
@@ -333,16 +351,23 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def load_generator_model(
-    folder: str | Path, precision: Precision, device: torch.device | str, tensor_parallel: TensorParallel | None = None
+    folder: str | Path,
+    precision: Precision,
+    device: torch.device | str,
+    tensor_parallel: TensorParallel | None = None,
+    weights: Transformer | None = None,
 ) -> GeneratorModel:
     """The model in a Hugging Face folder, or this rank's part of it.
+
+    Args:
+        weights: of that model, where they have been read already.
 
     Raises:
         ConfigError: no such model, or this machine cannot serve it in this way.
     """
     try:
         model = GeneratorModel(load_shape(folder), precision, device, tensor_parallel)
-        model.load(load_model(folder, torch.float32, "cpu"))
+        model.load(weights or load_model(folder, torch.float32, "cpu"))
     except ValueError as error:
         raise ConfigError(f"{folder} cannot be served in {precision!r} here: {error}") from None
     return model

@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,20 +100,34 @@ def save_tensors(
     Raises:
         ConfigError: `folder` holds other files, which replacing it would delete, or there is no tokenizer to copy.
     """
-    folder = Path(folder).absolute()
-    _check_replaceable(folder)
     tokenizer_files = _tokenizer_files(tokenizer_folder)
+    with replaced_folder(Path(folder), _WRITTEN) as new:
+        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(whole, new / WEIGHTS, metadata={"format": "pt"})
+        dtype = str(next(iter(whole.values())).dtype).removeprefix("torch.")
+        write_json(new / CONFIG, shape.to_hf() | {"torch_dtype": dtype})
+        write_json(new / GENERATION_CONFIG, _generation_config(shape))
+        for source in tokenizer_files:
+            shutil.copyfile(source, new / source.name)
+
+
+@contextmanager
+def replaced_folder(folder: Path, names: Collection[str]) -> Iterator[Path]:
+    """An empty folder that takes the place of `folder` in the end, with all that was written into it, or not at all.
+
+    Args:
+        names: of files that an older one may hold.
+
+    Raises:
+        ConfigError: `folder` holds other files, which replacing it would delete.
+    """
+    folder = folder.absolute()
+    _check_replaceable(folder, names)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         new, old = Path(scratch, "new"), Path(scratch, "old")
         new.mkdir()
-        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(whole, new / WEIGHTS, metadata={"format": "pt"})
-        dtype = str(next(iter(whole.values())).dtype).removeprefix("torch.")
-        _write_json(new / CONFIG, shape.to_hf() | {"torch_dtype": dtype})
-        _write_json(new / GENERATION_CONFIG, _generation_config(shape))
-        for source in tokenizer_files:
-            shutil.copyfile(source, new / source.name)
+        yield new
         for path in (*new.iterdir(), new):
             _flush(path)
         if folder.exists():
@@ -172,10 +187,10 @@ def _check_tied_head(folder: Path, head: Tensor | None, tensors: Mapping[str, Te
         )
 
 
-def _check_replaceable(folder: Path) -> None:
+def _check_replaceable(folder: Path, names: Collection[str]) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"cannot write a model to {folder}, which is a file; name another folder")
-    others = sorted({path.name for path in folder.iterdir()} - _WRITTEN) if folder.exists() else []
+    others = sorted({path.name for path in folder.iterdir()} - set(names)) if folder.exists() else []
     if others:
         raise ConfigError(f"cannot replace {folder}, which also holds `{others[0]}`; name a new or empty folder")
 
@@ -188,7 +203,8 @@ def _tokenizer_files(folder: str | Path | None) -> list[Path]:
     return [Path(folder, name) for name in TOKENIZER_FILES if Path(folder, name).is_file()]
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Indented."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

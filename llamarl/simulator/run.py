@@ -43,8 +43,11 @@ def simulate(config: RunConfig, costs: SimulatorCosts, faults: Faults, layout: L
     Raises:
         ConfigError: the run has executors that are not simulated.
     """
-    if models := ", ".join(models_in_use(config)):
-        raise ConfigError(f"llamarl simulate knows generators, reward and trainer, not {models}; leave them out")
+    if unknown := [*models_in_use(config), *(["trainer.lora"] if config.trainer.lora else [])]:
+        raise ConfigError(
+            f"llamarl simulate knows generators, reward and a trainer of all weights, not {', '.join(unknown)}; "
+            "leave them out"
+        )
     generator = config.generator.model_copy(update={"replicas": layout.replicas})
     screen = config.screen.model_copy(update={"kind": "none"})
     config = config.model_copy(update={"generator": generator, "screen": screen})

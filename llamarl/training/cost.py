@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamarl.config.schema import TrainerConfig
+from llamarl.config.trainer import LoraConfig, TrainerConfig
 from llamarl.models.shape import ModelShape
 from llamarl.types import SampleGroup
 
@@ -20,12 +20,16 @@ class StepCost:
     """Of the rows in which attention computes responses, those behind the end of a response, 0 to 1."""
 
 
-def step_cost(shape: ModelShape, groups: Sequence[SampleGroup]) -> StepCost:
+def step_cost(shape: ModelShape, groups: Sequence[SampleGroup], lora: LoraConfig | None = None) -> StepCost:
     """Forward and twice as much for backward: 2 FLOPs per weight and token, and 4 per query channel and pair of tokens
-    that see each other (Kaplan et al., arXiv 2001.08361, table 1; causal pairs counted exactly)."""
-    query = shape.num_heads * shape.head_dim
-    layer = 2 * shape.hidden_size * (query + shape.num_kv_heads * shape.head_dim)
-    layer += 3 * shape.hidden_size * shape.intermediate_size
+    that see each other (Kaplan et al., arXiv 2001.08361, table 1; causal pairs counted exactly). A frozen weight has no
+    gradient, so backward costs it as much as forward."""
+    query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    layer, adapters = 2 * hidden * (query + kv) + 3 * hidden * inner, 0
+    if lora:
+        outer = {"q_proj": query, "o_proj": query, "k_proj": kv, "v_proj": kv}
+        adapters = lora.rank * sum(hidden + outer.get(projection, inner) for projection in lora.targets)
     tokens = targets = pairs = padded = 0
     for group in groups:
         if not group.samples:
@@ -36,10 +40,9 @@ def step_cost(shape: ModelShape, groups: Sequence[SampleGroup]) -> StepCost:
         pairs += prompt * (prompt + 1) // 2 + sum(length * prompt + length * (length + 1) // 2 for length in inputs)
         padded += len(inputs) * max(inputs)
     num_responses = sum(len(group.samples) for group in groups)
-    flops = (
-        shape.num_layers * (2 * layer * tokens + 4 * query * pairs) + 2 * shape.hidden_size * shape.vocab_size * targets
-    )
-    return StepCost(flops=3.0 * flops, padding_share=1 - (targets - num_responses) / padded if padded else 0.0)
+    matrices = 2 * (shape.num_layers * layer * tokens + hidden * shape.vocab_size * targets)
+    flops = (2 if lora else 3) * matrices + 3 * shape.num_layers * (2 * adapters * tokens + 4 * query * pairs)
+    return StepCost(flops=float(flops), padding_share=1 - (targets - num_responses) / padded if padded else 0.0)
 
 
 def activation_bytes(shape: ModelShape, config: TrainerConfig, num_tokens: int, num_keys: int) -> float:

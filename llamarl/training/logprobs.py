@@ -1,10 +1,12 @@
 """Log-probabilities of given tokens, in float32 at least, without ever holding all logits.
 
-Shape suffixes: R target tokens, C tokens of one chunk, D model dim, V (this rank's part of the) vocabulary.
+Shape suffixes: R target tokens, D model dim, V (this rank's part of the) vocabulary, T tokens of the vocabulary in one
+tile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,9 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from llamarl.distributed.mesh import ALONE, Axis
 
-CHUNK_LOGITS = 1 << 25
-"""Logits held at once, in elements: 128 MiB of float32. With a vocabulary of 128 k, fewer tokens at a time take longer,
-as each chunk reads the whole head (`benchmarks/training.py`)."""
+TILE_LOGITS = 1 << 25
+"""Logits held at once, in elements: 128 MiB of float32. Smaller tiles take longer (`benchmarks/training.py`)."""
 
 
 def target_logprobs(
@@ -25,8 +26,10 @@ def target_logprobs(
 
     Float32, and float64 for float64 inputs.
 
-    Forward and backward go through the tokens in chunks and compute each chunk's logits twice instead of keeping
-    them: memory is O(chunk * V) instead of O(R * V).
+    Forward and backward go through the vocabulary in tiles and compute each tile's logits twice instead of keeping
+    them: memory is O(tile) instead of O(R * V). Forward keeps a running maximum and sum (online softmax, arXiv
+    1805.02867). Tiles of the vocabulary, not of the tokens, as each then reads its rows of the head, and writes their
+    gradient, once.
 
     With several ranks on `tp` each has an equal part of the head, in rank order. All get the same log-probs, and the
     gradient of `hidden` is this rank's part of a sum over the ranks.
@@ -34,24 +37,33 @@ def target_logprobs(
     return _TargetLogprobs.apply(hidden_R_D, head_V_D, targets_R, temperature, tp)
 
 
-class _Logits:
-    """Chunks of logits, one after the other in the same memory: fresh pages for each would take a tenth of the time."""
+class _Tiles:
+    """Tiles of logits, one after the other in the same memory: fresh pages for each would take a tenth of the time."""
 
     def __init__(self, hidden_R_D: Tensor, head_V_D: Tensor, temperature: float) -> None:
-        self.num_tokens = min(max(1, CHUNK_LOGITS // len(head_V_D)), max(1, len(hidden_R_D)))
         self.dtype = torch.promote_types(hidden_R_D.dtype, torch.float32)
-        self._head_D_V = head_V_D.T
-        self._temperature = temperature
-        self._room_C_V = hidden_R_D.new_empty(self.num_tokens, len(head_V_D), dtype=self.dtype)
+        self._hidden_R_D, self._head_V_D, self._temperature = hidden_R_D, head_V_D, temperature
+        self._size = min(max(1, TILE_LOGITS // max(1, len(hidden_R_D))), len(head_V_D))
+        self._room = hidden_R_D.new_empty(len(hidden_R_D) * self._size, dtype=self.dtype)
 
-    def of(self, hidden_C_D: Tensor) -> Tensor:
-        """Over the temperature, [C, V]; valid until the next call."""
-        logits_C_V = self._room_C_V[: len(hidden_C_D)]
-        if hidden_C_D.dtype == self.dtype:
-            torch.mm(hidden_C_D, self._head_D_V, out=logits_C_V)
-        else:
-            logits_C_V.copy_(hidden_C_D @ self._head_D_V)
-        return logits_C_V if self._temperature == 1 else logits_C_V.div_(self._temperature)
+    def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """First token, rows of the head, and their logits over the temperature [R, T], valid until the next ones."""
+        num_rows = len(self._hidden_R_D)
+        for start in range(0, len(self._head_V_D), self._size):
+            head_T_D = self._head_V_D[start : start + self._size]
+            logits_R_T = self._room[: num_rows * len(head_T_D)].view(num_rows, len(head_T_D))
+            if self._hidden_R_D.dtype == self.dtype:
+                torch.mm(self._hidden_R_D, head_T_D.T, out=logits_R_T)
+            else:
+                logits_R_T.copy_(self._hidden_R_D @ head_T_D.T)
+            yield start, head_T_D, logits_R_T if self._temperature == 1 else logits_R_T.div_(self._temperature)
+
+
+def _place(targets_R: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
+    """Column of each target in a tile, [R, 1], and whether it is there, [R, 1]; elsewhere it is 0."""
+    columns_R_1 = (targets_R - start)[:, None]
+    there_R_1 = (columns_R_1 >= 0) & (columns_R_1 < size)
+    return columns_R_1.where(there_R_1, 0), there_R_1
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -59,47 +71,46 @@ class _TargetLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_R_D: Tensor, head_V_D: Tensor, targets_R: Tensor, temperature: float, tp: Axis
     ) -> Tensor:
-        logits, normalizers = list[Tensor](), list[Tensor]()
         targets_R = targets_R - tp.rank * len(head_V_D)
-        own_R = (targets_R >= 0) & (targets_R < len(head_V_D)) | (tp.size == 1)
-        targets_R = targets_R.where(own_R, 0)
-        chunks = _Logits(hidden_R_D, head_V_D, temperature)
-        for hidden_C_D, targets_C in zip(
-            hidden_R_D.split(chunks.num_tokens), targets_R.split(chunks.num_tokens), strict=True
-        ):
-            logits_C_V = chunks.of(hidden_C_D)
-            logits.append(logits_C_V.gather(1, targets_C[:, None]).squeeze(1))
-            largest_C_1 = logits_C_V.amax(1, keepdim=True)
-            normalizers.append(logits_C_V.sub_(largest_C_1).exp_().sum(1).log_() + largest_C_1.squeeze(1))
-        normalizers_R, logits_R = torch.cat(normalizers), torch.cat(logits)
+        tiles = _Tiles(hidden_R_D, head_V_D, temperature)
+        logits_R_1 = hidden_R_D.new_zeros(len(hidden_R_D), 1, dtype=tiles.dtype)
+        largest_R_1, sums_R_1 = torch.full_like(logits_R_1, -torch.inf), torch.zeros_like(logits_R_1)
+        for start, _, logits_R_T in tiles:
+            columns_R_1, there_R_1 = _place(targets_R, start, logits_R_T.shape[1])
+            logits_R_1 += logits_R_T.gather(1, columns_R_1).where(there_R_1, 0)
+            before_R_1, largest_R_1 = largest_R_1, torch.maximum(largest_R_1, logits_R_T.amax(1, keepdim=True))
+            sums_R_1 *= (before_R_1 - largest_R_1).exp_()
+            sums_R_1 += logits_R_T.sub_(largest_R_1).exp_().sum(1, keepdim=True)
+        normalizers_R, logits_R = (sums_R_1.log_() + largest_R_1).squeeze(1), logits_R_1.squeeze(1)
         if tp.size > 1:
-            parts_2_R = torch.stack((normalizers_R, logits_R.where(own_R, 0)))
+            parts_2_R = torch.stack((normalizers_R, logits_R))
             normalizers_tp_R, logits_tp_R = tp.gather(parts_2_R).unflatten(0, (-1, 2)).unbind(1)
             normalizers_R, logits_R = normalizers_tp_R.logsumexp(0), logits_tp_R.sum(0)
-        ctx.save_for_backward(hidden_R_D, head_V_D, targets_R, own_R, normalizers_R)
+        ctx.save_for_backward(hidden_R_D, head_V_D, targets_R, normalizers_R)
         ctx.temperature = temperature
         return logits_R - normalizers_R
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor, None, None, None]:  # pyrefly: ignore[bad-override]
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, *grad_outputs: Any
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:
         (grad_R,) = grad_outputs
-        hidden_R_D, head_V_D, targets_R, own_R, normalizers_R = ctx.saved_tensors
-        grad_hidden_R_D = torch.empty_like(hidden_R_D)
-        chunks = _Logits(hidden_R_D, head_V_D, ctx.temperature)
-        grad_head_V_D = torch.zeros_like(head_V_D, dtype=chunks.dtype)
-        for start in range(0, len(targets_R), chunks.num_tokens):
-            rows = slice(start, start + chunks.num_tokens)
-            hidden_C_D = hidden_R_D[rows]
-            probs_C_V = chunks.of(hidden_C_D).sub_(normalizers_R[rows, None]).exp_()
+        hidden_R_D, head_V_D, targets_R, normalizers_R = ctx.saved_tensors
+        tiles = _Tiles(hidden_R_D, head_V_D, ctx.temperature)
+        grad_hidden_R_D = torch.zeros_like(hidden_R_D, dtype=tiles.dtype)
+        grad_head_V_D = torch.empty_like(head_V_D) if ctx.needs_input_grad[1] else None
+        scale_R_1 = (grad_R / ctx.temperature)[:, None]
+        for start, head_T_D, logits_R_T in tiles:
+            columns_R_1, there_R_1 = _place(targets_R, start, len(head_T_D))
             # d logprob / d logits = onehot(target) - probs, over the temperature
-            scale_C_1 = (grad_R[rows] / ctx.temperature)[:, None]
-            grad_C_V = probs_C_V.mul_(-scale_C_1)
-            grad_C_V.scatter_add_(1, targets_R[rows, None], scale_C_1.where(own_R[rows, None], 0))
-            grad_C_V = grad_C_V.to(hidden_C_D.dtype)
-            grad_hidden_R_D[rows] = grad_C_V @ head_V_D
-            if hidden_C_D.dtype == chunks.dtype:
-                grad_head_V_D.addmm_(grad_C_V.T, hidden_C_D)
+            grad_R_T = logits_R_T.sub_(normalizers_R[:, None]).exp_().mul_(-scale_R_1)
+            grad_R_T.scatter_add_(1, columns_R_1, scale_R_1.where(there_R_1, 0))
+            if grad_R_T.dtype == hidden_R_D.dtype:
+                grad_hidden_R_D.addmm_(grad_R_T, head_T_D)
             else:
-                grad_head_V_D += grad_C_V.T @ hidden_C_D
-        return grad_hidden_R_D, grad_head_V_D.to(head_V_D.dtype), None, None, None
+                grad_R_T = grad_R_T.to(hidden_R_D.dtype)
+                grad_hidden_R_D += grad_R_T @ head_T_D
+            if grad_head_V_D is not None:
+                torch.mm(grad_R_T.T, hidden_R_D, out=grad_head_V_D[start : start + len(head_T_D)])
+        return grad_hidden_R_D.to(hidden_R_D.dtype), grad_head_V_D, None, None, None

@@ -13,7 +13,7 @@ from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import TrainerConfig
 from llamarl.models.shape import ModelShape
 from llamarl.training.cost import activation_bytes
-from llamarl.training.logprobs import CHUNK_LOGITS
+from llamarl.training.logprobs import TILE_LOGITS
 from llamarl.training.trainer import Trainer
 
 REPEATS = 5
@@ -80,7 +80,7 @@ def check_memory(trainer: Trainer, shape: ModelShape, config: RunConfig) -> None
         for recomputing in (settings, settings.model_copy(update={"activation_checkpointing": True}))
     )
     moments = 8.0 * sum(weight.numel() for weight in trainer.sharding.weights.values())
-    logits = 3 * 4.0 * CHUNK_LOGITS + 4.0 * shape.vocab_size * shape.hidden_size / parallelism.tp
+    logits = 3 * 4.0 * TILE_LOGITS + 4.0 * shape.vocab_size * shape.hidden_size / parallelism.tp
     free, gib = free_memory_bytes(trainer.device), 2.0**30
     if trainer.device.type == "cpu":
         free /= parallelism.num_ranks  # they share the machine's

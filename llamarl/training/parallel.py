@@ -40,7 +40,7 @@ class Sharding:
 
     def __init__(self, weights: dict[str, Tensor], specs: dict[str, TensorSpec], mesh: RankMesh, is_tied: bool) -> None:
         self.weights = weights
-        """By name; with one rank the parameters themselves."""
+        """Those that are trained, by name; with one rank the parameters themselves."""
         self.specs = specs
         """Which part of the whole weight each is."""
         self._mesh = mesh
@@ -104,10 +104,11 @@ def parallelize(module: nn.Module, transformer: Transformer, mesh: RankMesh, dev
         boxes = {name: _chunk(box, size, place) for name, box in boxes.items()}
     else:
         module.to(device)
+    weights = _own_weights(module)
     specs = {
-        name: TensorSpec(name=name, global_shape=shapes[name], box=box, dtype="float32") for name, box in boxes.items()
+        name: TensorSpec(name=name, global_shape=shapes[name], box=boxes[name], dtype="float32") for name in weights
     }
-    return Sharding(_own_weights(module), specs, mesh, is_tied)
+    return Sharding(weights, specs, mesh, is_tied)
 
 
 def _short(name: str) -> str:
@@ -132,7 +133,7 @@ def _cut(module: nn.Module, boxes: dict[str, Box]) -> None:
     for name, weight in list(module.named_parameters()):
         owner, _, kind = name.rpartition(".")
         part = weight.detach()[boxes[_short(name)].within(Box.whole(weight.shape))].clone()
-        module.get_submodule(owner).register_parameter(kind, nn.Parameter(part))
+        module.get_submodule(owner).register_parameter(kind, nn.Parameter(part, weight.requires_grad))
 
 
 def _join_blocks(decoder: Decoder, first_token: int, tp: Axis) -> None:
@@ -172,9 +173,11 @@ def _chunk(box: Box, size: int, place: int) -> Box:
 
 
 def _own_weights(module: nn.Module) -> dict[str, Tensor]:
-    """With a gradient of zeros each, into which backward adds."""
+    """Those that are trained, with a gradient of zeros each, into which backward adds."""
     weights = dict[str, Tensor]()
     for name, weight in module.named_parameters():
+        if not weight.requires_grad:
+            continue
         weight.grad = torch.zeros_like(weight)
         own: Tensor = weight
         if isinstance(weight, DTensor) and isinstance(weight.grad, DTensor):

@@ -15,10 +15,11 @@ import torch
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config import ConfigError
-from llamarl.config.schema import TrainerConfig
+from llamarl.config.trainer import LoraConfig, TrainerConfig
 from llamarl.distributed.box import Box
 from llamarl.distributed.mesh import RankMesh
 from llamarl.models.hf import new_model
+from llamarl.models.lora import add_adapters
 from llamarl.models.shape import ModelShape
 from llamarl.training.trainer import Trainer
 from llamarl.types import SampleGroup, TrainSample
@@ -28,11 +29,12 @@ TOLERANCE = 1e-3
 SEED = 17
 
 
-def check_layout(shape: ModelShape, mesh: RankMesh, device: torch.device) -> str:
+def check_layout(shape: ModelShape, mesh: RankMesh, device: torch.device, lora: LoraConfig | None = None) -> str:
     """A sentence about how far gradients are from those of one process; all ranks call it together.
 
     Args:
         shape: of the model to train; the tiny one is of its family.
+        lora: its adapters, which the tiny one has, too.
 
     Raises:
         ConfigError: the gradient of some weight is another one.
@@ -43,6 +45,9 @@ def check_layout(shape: ModelShape, mesh: RankMesh, device: torch.device) -> str
         intermediate_size=8 * tp, vocab_size=16 * tp, max_position_embeddings=64, rope_scaling=None,
     )  # fmt: skip
     model, config = new_model(tiny, SEED, 0.2).to(device), TrainerConfig(microbatch_tokens=24)
+    if lora:
+        add_adapters(model, lora, SEED)
+        model.initialize(SEED, 0.2)  # else the gradients of A are 0
     trainers = [
         Trainer(copy.deepcopy(model), config, Aipo(), GroupMean(), 1.0),
         Trainer(model, config, Aipo(), GroupMean(), 1.0, mesh, device),

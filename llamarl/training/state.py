@@ -45,7 +45,10 @@ def load_training_state(
     for held in trainer.mesh.exchange({name: spec.global_shape for name, spec in specs.items()}):
         wanted |= held
     if wanted != {name: shape for name, shape in shapes.items() if ":" not in name}:
-        raise StateMismatch("the checkpoint holds another model than model.path; use the model it was made from")
+        raise StateMismatch(
+            "the checkpoint holds other weights than model.path with trainer.lora has to train; use the model and the "
+            "adapters' settings it was made with"
+        )
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(read(name, specs[name].box))

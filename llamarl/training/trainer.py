@@ -97,7 +97,7 @@ class Trainer:
         sums, maxima = _merged(logged)
         loss, num_inputs = sums.pop("loss", 0.0) / denominator / len(logged), sums.pop("num_input_tokens")
         num_computed = len(logged) * TrainBatch(groups=tuple(computed)).num_loss_tokens
-        ages, cost = split_by_age(sums), step_cost(self.model.shape, computed)
+        ages, cost = split_by_age(sums), step_cost(self.model.shape, computed, self.config.lora)
         metrics = {name: value / num_computed for name, value in sums.items()} | maxima | self.shaping.metrics(groups)
         metrics |= {
             "loss": loss,

@@ -130,7 +130,7 @@ def test_a_save_that_fails_keeps_the_older_export(folder: Path, monkeypatch: pyt
     def full_disk(*_: object, **__: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("llamarl.models.hf._write_json", full_disk)
+    monkeypatch.setattr("llamarl.models.hf.write_json", full_disk)
     with pytest.raises(OSError, match="no space"):
         save_model(new_model(small(), seed=1, std=0.1), folder, None)
     assert [path.name for path in folder.parent.iterdir()] == ["model"]

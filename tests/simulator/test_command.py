@@ -99,6 +99,7 @@ def test_costs_of_a_planned_model(run_file: str, tmp_path: Path) -> None:
         (["--costs", "missing.json"], "cannot read missing.json"),
         (["--model", "llama3-8b"], "give --gpus N"),
         (["--model", "llama3-8b", "--gpus", "8", "--data.max_prompt_tokens", "131000"], "exceed the context"),
+        (["--trainer.lora.rank", "8", "--trainer.advantage", "gae"], "not critic, trainer.lora; leave them out"),
         (["--gpu", "8"], "--gpu chooses the kind of GPU .* give --model"),
         (["--rollout.prompt_per_step", "4"], "did you mean `prompts_per_step`"),
     ],

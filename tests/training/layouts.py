@@ -17,13 +17,15 @@ from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import ConfigError
-from llamarl.config.schema import TrainerConfig
+from llamarl.config.trainer import LoraConfig, TrainerConfig
 from llamarl.distributed.box import Box
 from llamarl.distributed.groups import CPU, RanksLost
 from llamarl.distributed.mesh import ALONE, AXES, RankMesh, join_mesh
 from llamarl.distributed.tensor_parallel import sharded_dim
 from llamarl.models.hf import new_model
+from llamarl.models.lora import B, add_adapters
 from llamarl.models.shape import ModelShape
+from llamarl.models.transformer import Transformer
 from llamarl.training import parallel
 from llamarl.training.health import NonFiniteStep
 from llamarl.training.preflight import check_layout
@@ -79,6 +81,8 @@ def train(
     sizes = dict(shape)
     dtype = sizes.pop("dtype")
     model = new_model(ModelShape(**sizes), seed=5, std=0.15).to(dtype)
+    if settings.lora:
+        learnt_adapters(model, settings.lora, getattr(torch, settings.dtype))
     trainer = Trainer(model, settings, loss or Aipo(), GroupMean(), 0.7, mesh)
     if checkpoints is not None:
         load(trainer, checkpoints)
@@ -108,6 +112,15 @@ def train(
     if checkpoints is not None:
         found.state = save(trainer, checkpoints) if batches else parts(trainer)
     return found
+
+
+def learnt_adapters(model: Transformer, lora: LoraConfig, dtype: torch.dtype) -> None:
+    """Adds adapters that do something: where B is 0, so are the gradients of A."""
+    add_adapters(model, lora, seed=6, dtype=dtype)
+    generator = torch.Generator().manual_seed(4)
+    for name, weight in model.named_parameters():
+        if name.endswith(B):
+            torch.nn.init.normal_(weight, std=0.1, generator=generator)
 
 
 def parts(trainer: Trainer) -> dict[str, Any]:
@@ -142,7 +155,14 @@ def rank(meeting: Path, number: int, sizes: Mapping[str, int], *arguments: Any) 
         mesh.close()
 
 
-def preflight(meeting: Path, number: int, sizes: Mapping[str, int], shape: Mapping[str, Any], broken: str) -> str:
+def preflight(
+    meeting: Path,
+    number: int,
+    sizes: Mapping[str, int],
+    shape: Mapping[str, Any],
+    broken: str,
+    lora: LoraConfig | None = None,
+) -> str:
     """What the preflight says, or is refused with, when part of the layout is broken."""
     mesh = joined(meeting, number, sizes)
     names = {"block": "BLOCKS", "norm": "sharded_dim", "tied": "EMBEDDING"}
@@ -155,7 +175,8 @@ def preflight(meeting: Path, number: int, sizes: Mapping[str, int], shape: Mappi
     if broken:
         setattr(parallel, names[broken], others[broken])
     try:
-        return check_layout(ModelShape(**{key: value for key, value in shape.items() if key != "dtype"}), mesh, CPU)
+        sizes = {key: value for key, value in shape.items() if key != "dtype"}
+        return check_layout(ModelShape(**sizes), mesh, CPU, lora)
     except ConfigError as error:
         return str(error)
     finally:

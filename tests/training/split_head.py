@@ -18,7 +18,7 @@ def part(
     mesh = joined(meeting, number, {"tp": 2})
     own_V_D = head_V_D.chunk(2)[number].clone().requires_grad_()
     hidden_R_D.requires_grad_()
-    logprobs.CHUNK_LOGITS = 4 * len(own_V_D)
+    logprobs.TILE_LOGITS = 4 * len(own_V_D)
     try:
         values_R = target_logprobs(hidden_R_D, own_V_D, targets_R, 0.7, mesh.tp)
         (values_R @ weights_R).backward()

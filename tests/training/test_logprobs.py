@@ -1,4 +1,4 @@
-"""`target_logprobs` against log_softmax, for every chunk size, and without all logits in memory."""
+"""`target_logprobs` against log_softmax, for every tile size, and without all logits in memory."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def plain(hidden_R_D: Tensor, head_V_D: Tensor, targets_R: Tensor, temperature: 
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
-@pytest.mark.parametrize("chunk", range(1, R + 2))
-def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: float) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", chunk * V)
+@pytest.mark.parametrize("tile", range(1, R + 2))
+def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch, tile: int, temperature: float) -> None:
+    monkeypatch.setattr(logprobs, "TILE_LOGITS", tile * V)
     hidden_R_D, head_V_D, targets_R = random_case()
     weights_R = torch.randn(R, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     results = []
@@ -107,10 +107,10 @@ def peak_bytes(function: Any) -> int:
 
 def test_memory_does_not_hold_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in bytes of live results, forward and backward; the plain formula shows that the count can fail."""
-    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 16 * 500)
-    all_logits, chunk = 640 * 500 * 4, 16 * 500 * 4
+    monkeypatch.setattr(logprobs, "TILE_LOGITS", 16 * 500)
+    all_logits, tile = 640 * 500 * 4, 16 * 500 * 4
     assert peak_bytes(plain) >= 2 * all_logits
-    assert peak_bytes(target_logprobs) < 4 * chunk + all_logits / 10
+    assert peak_bytes(target_logprobs) < 4 * tile + all_logits / 10
     assert peak_bytes(target_logprobs) < 0.15 * peak_bytes(plain)
 
 

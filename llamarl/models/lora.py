@@ -1,0 +1,119 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): a frozen matrix W is used as W + scale * B @ A.
+
+Parameters are named as in PEFT's files, without its prefix: `PROJECTION.lora_A.weight` [r, in] and
+`PROJECTION.lora_B.weight` [out, r] beside `PROJECTION.weight` [out, in].
+
+Shape suffixes: N packed tokens, I and O inputs and outputs of a projection, R rank of its adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from zlib import crc32
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from llamarl.config.trainer import LoraConfig
+from llamarl.models.hf import replaced_folder, write_json
+from llamarl.models.shape import ModelShape
+from llamarl.models.transformer import Transformer
+
+A, B = "lora_A.weight", "lora_B.weight"
+PEFT_WEIGHTS, PEFT_CONFIG, PEFT_PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
+
+
+class LoraLinear(nn.Module):
+    """A frozen projection and its adapter: x W^T + b + scale * (x A^T) B^T (section 4.1)."""
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
+        super().__init__()
+        (num_outputs, num_inputs), self.scale = base.weight.shape, scale
+        self.weight, self.bias = base.weight, base.bias
+        options = {
+            "bias": False,
+            "device": base.weight.device,
+            "dtype": torch.promote_types(base.weight.dtype, torch.float32),
+        }
+        self.lora_A = nn.Linear(num_inputs, rank, **options)
+        self.lora_B = nn.Linear(rank, num_outputs, **options)
+
+    def forward(self, x_N_I: Tensor) -> Tensor:
+        weight_O_I = self.weight
+        if not torch.is_autocast_enabled(x_N_I.device.type):
+            weight_O_I = weight_O_I.to(x_N_I.dtype)
+        return F.linear(x_N_I, weight_O_I, self.bias) + self.scale * self.lora_B(self.lora_A(x_N_I))
+
+
+def add_adapters(model: Transformer, config: LoraConfig, seed: int, dtype: torch.dtype = torch.float32) -> None:
+    """Freezes a model and gives the projections `config.targets` of all layers an adapter, which changes nothing yet.
+
+    Args:
+        seed: of the adapters' first values.
+        dtype: in which adapted projections are kept, as they are computed in it: frozen ones need no better copy.
+    """
+    model.requires_grad_(False)
+    for name, base in list(model.named_modules()):
+        owner, _, projection = name.rpartition(".")
+        if projection not in config.targets:
+            continue
+        assert isinstance(base, nn.Linear), name
+        adapted = LoraLinear(base, config.rank, config.scale)
+        if dtype == torch.bfloat16:
+            adapted.weight.data = adapted.weight.data.to(dtype)
+        with torch.no_grad():
+            for kind in (A, B):
+                adapted.get_parameter(kind).copy_(
+                    first_values(f"{name}.{kind}", adapted.get_parameter(kind).shape, seed)
+                )
+        setattr(model.get_submodule(owner), projection, adapted)
+
+
+def first_values(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """Of an adapter, float32 on the CPU, the same whoever asks: A uniform within +-1 / sqrt(inputs), as PEFT draws it,
+    and B zero, so that the model begins as what it was."""
+    if name.endswith(B):
+        return torch.zeros(shape)
+    generator = torch.Generator("cpu").manual_seed(crc32(f"{seed}/{name}".encode()))
+    return torch.empty(shape).uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
+
+
+def adapted_weights(shape: ModelShape, config: LoraConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the matrices that have an adapter, in the order of the model."""
+    with torch.device("meta"):
+        model = Transformer(shape)
+    for name, weight in model.named_parameters():
+        if name.endswith("_proj.weight") and name.split(".")[-2] in config.targets:
+            yield name, tuple(weight.shape)
+
+
+def merged(weight_O_I: Tensor, a_R_I: Tensor, b_O_R: Tensor, scale: float) -> Tensor:
+    """W + scale * B @ A, float32 (float64 for float64)."""
+    dtype = torch.promote_types(weight_O_I.dtype, torch.float32)
+    return torch.addmm(weight_O_I.to(dtype), b_O_R.to(dtype), a_R_I.to(dtype), alpha=scale)
+
+
+def save_adapters(adapters: Mapping[str, Tensor], config: LoraConfig, base: str, folder: Path) -> None:
+    """Writes adapters as a folder that PEFT loads onto the model `base`: all of it or nothing.
+
+    Raises:
+        ConfigError: `folder` holds other files.
+    """
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "target_modules": config.targets,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    with replaced_folder(folder, (PEFT_WEIGHTS, PEFT_CONFIG)) as new:
+        tensors = {f"{PEFT_PREFIX}{name}": tensor.contiguous() for name, tensor in adapters.items()}
+        save_file(tensors, new / PEFT_WEIGHTS, metadata={"format": "pt"})
+        write_json(new / PEFT_CONFIG, settings)
