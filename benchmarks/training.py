@@ -55,8 +55,6 @@ HEAD = (4096, 512, 128_256)
 """Tokens, hidden size and vocabulary of the log-probabilities."""
 BUDGET_BYTES = 1 << 30
 NOTES = [
-    """The machine was loaded by other programs (load 5 to 15 on 2 cores): seconds are processor time, ratios are
-    medians of pairs, and even so caches and memory were shared with others.""",
     """Padded: a row for each rollout, as long as the longest of its microbatch of 8,192 tokens; the same loss,
     optimizer and chunked log-probs of response tokens alone. Tokens are those of prompts and responses.""",
     "Share of the peak: forward and backward, no optimizer; the peak is the fastest of five 512 x 512 products.",
