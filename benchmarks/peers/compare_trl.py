@@ -182,7 +182,11 @@ def main() -> None:
         "trl_threads": arguments.trl_threads,
         "trl_versions": {row["name"]: row["version"] for row in json.loads(versions) if row["name"] in wanted},
     }
-    notes = ["reward: greedy accuracy on 256 held-out prompts", "peak_memory: ours over TRL's, all processes together"]
+    notes = [
+        "reward: greedy accuracy on 256 held-out prompts",
+        "peak_memory: ours over TRL's, all processes together",
+        "TRL generates with transformers, its default; vLLM beside it was not tried",
+    ]
     print(write_result("peers", settings, figures, notes))
 
 
