@@ -40,6 +40,7 @@ from llamarl.config.schema import TrainerConfig
 from llamarl.data.sources.running_total import RunningTotal
 from llamarl.data.tokenizer import train_byte_bpe
 from llamarl.models.hf import new_model
+from llamarl.models.lora import add_adapters
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.rollouts.packing import to_sample_group
@@ -114,8 +115,11 @@ def demo_groups() -> tuple[list[RolloutGroup], ModelShape]:
     return [group(n, prompt, [len(solution) + 1] * GROUP, shape.vocab_size) for n, (prompt, solution) in pairs], shape
 
 
-def trainer_of(model: Transformer, **config: Any) -> Trainer:
-    return Trainer(model, TrainerConfig(**config), Aipo(), GroupMean(), 1.0)
+def trainer_of(model: Transformer, device: torch.device = CPU, **config: Any) -> Trainer:
+    settings = TrainerConfig(**config)
+    if settings.lora:
+        add_adapters(model, settings.lora, seed=2, dtype=getattr(torch, settings.dtype))
+    return Trainer(model, settings, Aipo(), GroupMean(), 1.0, device=device)
 
 
 def padded_step(trainer: Trainer, samples: list[SampleGroup]) -> None:
@@ -261,19 +265,24 @@ def share_of_peak(shape: ModelShape, device: torch.device, dtype: str, repeats: 
         "plain": {},
         "activation_checkpointing": {"activation_checkpointing": True},
         "compile": {"compile": True},
+        "lora": {"lora": {"rank": 16}},
     }
     if device.type == "cuda":
         variants = {"activation_checkpointing_compile": {"activation_checkpointing": True, "compile": True}}
     trainers = dict[str, Trainer]()
     for name, config in variants.items():
-        with torch.device(device):
-            trainers[name] = trainer_of(new_model(shape, seed=1, std=0.02), dtype=dtype, **config)
+        trainers[name] = trainer_of(new_model(shape, seed=1, std=0.02), device, dtype=dtype, **config)
     work = {name: lambda one=one: one.accumulate(samples, 1) for name, one in trainers.items()}
     times = in_turn(work, repeats, device)
     peak = peak_flops(TrainerConfig(dtype=dtype), device)
-    flops = step_cost(shape, samples).flops
+    flops = {name: step_cost(shape, samples, one.config.lora).flops for name, one in trainers.items()}
+    trained = {name: sum(weight.numel() for weight in one.sharding.weights.values()) for name, one in trainers.items()}
     found = {
-        name: {"s": statistics.median(some), "mfu": flops / statistics.median(some) / peak}
+        name: {
+            "s": statistics.median(some),
+            "mfu": flops[name] / statistics.median(some) / peak,
+            "gradient_and_moment_bytes": 3 * 4 * trained[name],
+        }
         for name, some in times.items()
     }
     return {"parameters": shape.num_parameters, "tokens": num_tokens, "peak_tflops_measured": peak / 1e12, **found}
