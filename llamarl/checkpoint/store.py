@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,8 @@ from llamarl.weight_sync.base import Exchange
 from llamarl.weight_sync.layout import TensorSpec
 
 T = TypeVar("T")
+CRITIC = "critic"
+"""Folder, beside the trainer's checkpoints, of those of the critic."""
 
 
 class CheckpointStore:
@@ -165,17 +167,25 @@ class CheckpointStore:
         """Steps that have a checkpoint, ascending; not yet verified."""
         return sorted(int(path.name.removeprefix("step-")) for path in self._folder.glob("step-" + "[0-9]" * 8))
 
-    def load_newest(self) -> tuple[Checkpoint | None, list[str]]:
+    def beside(self, name: str) -> CheckpointStore:
+        """One in a folder of this one, for the same ranks."""
+        return CheckpointStore(self._folder / name, self._keep, self._rank, len(self._names), self._exchange)
+
+    def load_newest(self, beside: Sequence[CheckpointStore] = ()) -> tuple[Checkpoint | None, list[str]]:
         """The newest valid checkpoint, and a sentence about each newer one that is damaged.
 
         Each rank verifies some of the files.
+
+        Args:
+            beside: they must have a valid checkpoint of the same step.
         """
+        stores, damaged = (*beside, self), list[str]()
         if self._rank == 0:
-            self._put_back()
-        damaged = list[str]()
-        for step in reversed(self._exchange(self.steps())[0]):
+            for store in stores:
+                store._put_back()
+        for step in sorted({step for store in stores for step in self._exchange(store.steps())[0]}, reverse=True):
             try:
-                return self.load(step), damaged
+                return [store.load(step) for store in stores][-1], damaged
             except CheckpointError as error:
                 damaged.append(str(error))
         return None, damaged

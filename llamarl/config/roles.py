@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from llamarl.config.section import Section
+from llamarl.config.trainer import ParallelismConfig
 
 
 class ReferenceConfig(Section):
@@ -37,9 +38,11 @@ class CriticConfig(Section):
     clip: float = Field(default=0.2, gt=0)
     """Values may move so far per step before the loss stops rewarding it, in units of the reward."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads."""
+    """CPU threads of each process."""
     device: str = "cpu"
     """`cpu` or `cuda`."""
+    parallelism: ParallelismConfig = ParallelismConfig()
+    """Its own processes."""
 
 
 class RewardModelConfig(Section):

@@ -298,11 +298,12 @@ class RunConfig(Section):
         if generator.dtype == "fp8" and generator.device == "cpu":
             raise ValueError("generator.dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'int8'")
         if self.cluster.kind == "inline":
-            if (num_ranks := self.trainer.parallelism.num_ranks) > 1:
-                raise ValueError(
-                    f"trainer.parallelism asks for {num_ranks} processes, and cluster.kind = 'inline' has only one; "
-                    "use cluster.kind = 'monarch'"
-                )
+            for name, settings in (("trainer", self.trainer), ("critic", self.critic)):
+                if (num_ranks := settings.parallelism.num_ranks) > 1:
+                    raise ValueError(
+                        f"{name}.parallelism asks for {num_ranks} processes, and cluster.kind = 'inline' has only one; "
+                        "use cluster.kind = 'monarch'"
+                    )
             if generator.tensor_parallel > 1:
                 raise ValueError(
                     f"generator.tensor_parallel = {generator.tensor_parallel} needs a process for each rank; "

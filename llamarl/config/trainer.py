@@ -11,7 +11,7 @@ from llamarl.config.section import Section
 
 
 class ParallelismConfig(Section):
-    """Processes of the trainer, each with its own device: the product of the four. All layouts compute the same."""
+    """Processes of trainer or critic, a device each: the product of the four. All layouts compute the same."""
 
     fsdp: int = Field(default=1, ge=1)
     """Shares of each batch; weights, gradients and optimizer state are cut as many times (FSDP2)."""
@@ -91,7 +91,7 @@ class TrainerConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A non-finite loss or gradient ends the run, or skips that step and counts it."""
     max_skipped_steps: int = Field(default=3, ge=1)
-    """With `on_nonfinite = "skip"`: so many skipped steps in a row end the run all the same."""
+    """With `on_nonfinite = "skip"`: so many skipped steps in a row, of trainer or critic, end the run all the same."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """Of one device of the trainer, from its data sheet, for the share of it that is used (`mfu`); none: what a large
     matrix product reaches there."""

@@ -9,6 +9,7 @@ from typing import Literal
 
 from llamarl.algorithms.advantages._base import GroupAdvantage
 from llamarl.config import ConfigError, RunConfig, build
+from llamarl.config.roles import CriticConfig
 from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.controller import Problems
 from llamarl.controller.specs import models_in_use
@@ -55,8 +56,8 @@ def prepare(config: RunConfig) -> Prepared:
     shape, tokenizer = load_shape(config.model.path), Tokenizer(config.model.path)
     check_vocabulary(tokenizer, shape.vocab_size)
     check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
-    check_models(config, shape)
     check_parallelism(shape, config.trainer.parallelism, config.model.path)
+    check_models(config, shape)
     warnings = _thread_warnings(config)
     compiler = os.environ.get("CXX", "g++")
     if config.trainer.compile and config.trainer.device == "cpu" and shutil.which(compiler) is None:
@@ -115,7 +116,8 @@ def check_tensor_parallel(shape: ModelShape, num_ranks: int, path: str) -> None:
 
 
 def check_models(config: RunConfig, shape: ModelShape) -> None:
-    """Raises ConfigError when reference or critic have other tokens than the policy, or a model has no folder."""
+    """Raises ConfigError when reference or critic have other tokens than the policy, a model has no folder, or the
+    critic cannot be cut as it is to be."""
     for name, settings in models_in_use(config).items():
         other = load_shape(settings.path) if settings.path else shape
         if name != "reward-model" and other.vocab_size != shape.vocab_size:
@@ -123,10 +125,12 @@ def check_models(config: RunConfig, shape: ModelShape) -> None:
                 f"{name}.path = {settings.path!r} has {other.vocab_size} tokens and model.path {shape.vocab_size}; "
                 "name a model with the policy's tokenizer"
             )
+        if isinstance(settings, CriticConfig):
+            check_parallelism(other, settings.parallelism, settings.path or config.model.path, name)
 
 
-def check_parallelism(shape: ModelShape, parallelism: ParallelismConfig, path: str) -> None:
-    """Raises ConfigError when the trainer cannot be cut so."""
+def check_parallelism(shape: ModelShape, parallelism: ParallelismConfig, path: str, executor: str = "trainer") -> None:
+    """Raises ConfigError when the trainer, or the critic, cannot be cut so."""
     sizes = {
         "attention heads": shape.num_heads,
         "key/value heads": shape.num_kv_heads,
@@ -136,12 +140,12 @@ def check_parallelism(shape: ModelShape, parallelism: ParallelismConfig, path: s
     if uneven := [f"{size} {what}" for what, size in sizes.items() if size % parallelism.tp]:
         possible = [ranks for ranks in range(1, shape.num_kv_heads + 1) if not any(n % ranks for n in sizes.values())]
         raise ConfigError(
-            f"trainer.parallelism.tp = {parallelism.tp} cannot share the {uneven[0]} of {path} evenly; "
+            f"{executor}.parallelism.tp = {parallelism.tp} cannot share the {uneven[0]} of {path} evenly; "
             f"use one of {', '.join(map(str, possible))}"
         )
     if parallelism.pp > shape.num_layers:
         raise ConfigError(
-            f"trainer.parallelism.pp = {parallelism.pp} is more than the {shape.num_layers} layers of {path}; "
+            f"{executor}.parallelism.pp = {parallelism.pp} is more than the {shape.num_layers} layers of {path}; "
             f"use at most {shape.num_layers}"
         )
 
@@ -155,7 +159,11 @@ def _thread_warnings(config: RunConfig) -> list[str]:
     processes = generator.replicas * generator.tensor_parallel
     of_generators = processes * generator.threads if generator.device == "cpu" else 0
     of_trainer = trainer.parallelism.num_ranks * trainer.threads if trainer.device == "cpu" else 0
-    of_models = sum(settings.threads for settings in models_in_use(config).values() if settings.device == "cpu")
+    of_models = sum(
+        settings.threads * (settings.parallelism.num_ranks if isinstance(settings, CriticConfig) else 1)
+        for settings in models_in_use(config).values()
+        if settings.device == "cpu"
+    )
     together = max if config.cluster.placement == "colocated" else sum
     wanted, cores = together((of_generators + of_models, of_trainer)), os.cpu_count() or 1
     if wanted <= cores:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llamarl.cluster.api import Cluster, ExecutorError, RemoteError, open_cluster
+from llamarl.cluster.api import Cluster, ExecutorError, open_cluster
 from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.controller import Controller, Executors, NotSaved
 from llamarl.controller.evaluation import EvalResult
@@ -54,7 +54,7 @@ def run(
     Raises:
         ConfigError: a device or a part cannot work.
         Interrupted: the user ended it; the last checkpoint is intact.
-        ExecutorError, NotSaved, Stalled, TooManyInvalid, WeightsWrong: it failed.
+        ExecutorError, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong: it failed.
     """
     with rare_garbage_collections():
         return asyncio.run(_Run(config, prepared, folder, resume, command_started_s).run())
@@ -150,7 +150,7 @@ class _Run:
                           checkpoint_folder=str(self._folder.checkpoints), resume=self._resume),
             executor_spec("reward", "reward:RewardExecutor", 1, model_path=config.model.path, config=config.reward),
         ]  # fmt: skip
-        specs += (models := model_specs(config, self._folder.checkpoints))
+        specs += (models := model_specs(config, self._folder.checkpoints, generator.meeting("critic")))
         specs += map(generator, range(config.generator.replicas))
         trainer, reward, *others = await spawn_all(cluster, specs, timeout_s)
         return Executors(
@@ -162,19 +162,21 @@ class _Run:
         )
 
     async def _resumed(self, executors: Executors, screen: Screen) -> dict[str, Any] | None:
-        state, damaged = await executors.trainer.call("resumed", timeout_s=self._config.cluster.call_timeout_s)
+        timeout_s = self._config.cluster.call_timeout_s
+        state, damaged = await executors.trainer.call("resumed", timeout_s=timeout_s)
         if damaged and state is None:
             raise ConfigError(f"--resume: no checkpoint is whole, so --overwrite is all that is left: {damaged[0]}")
-        for sentence in damaged:
-            screen.warn(sentence)
-        if self._resume and state is None:
-            screen.warn("--resume: no checkpoint was saved yet; the run starts from the beginning")
-        if state and (critic := executors.models.get("critic")):
-            try:
-                await critic.call("resume", state["controller"]["step"], timeout_s=self._config.cluster.call_timeout_s)
-            except RemoteError as error:
-                raise (error.__cause__ if isinstance(error.__cause__, ConfigError) else error) from None
-        return state["controller"] if state else None
+        if state is None:
+            if self._resume:
+                screen.warn("--resume: no checkpoint was saved yet; the run starts from the beginning")
+            return None
+        step = state["controller"]["step"]
+        if damaged:
+            self._outcome.warnings.append(f"--resume goes on from step {step}, as {'; '.join(damaged)}")
+            screen.warn(self._outcome.warnings[-1])
+        if critic := executors.models.get("critic"):
+            await critic.call("resume", step, timeout_s=timeout_s)
+        return state["controller"]
 
     async def _train(self, controller: Controller, telemetry: Telemetry) -> None:
         outcome = self._outcome

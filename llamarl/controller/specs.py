@@ -41,14 +41,22 @@ def models_in_use(config: RunConfig) -> dict[str, ReferenceConfig | CriticConfig
     return found
 
 
-def model_specs(config: RunConfig, checkpoints: Path) -> list[ExecutorSpec]:
-    """One executor for each of `models_in_use`."""
+def model_specs(config: RunConfig, checkpoints: Path, meeting: str) -> list[ExecutorSpec]:
+    """One executor for each of `models_in_use`.
+
+    Args:
+        checkpoints: the run's.
+        meeting: where the critic's ranks meet.
+    """
     targets = {
         "reward-model": "reward_model:RewardModelExecutor",
         "reference": "reference:ReferenceExecutor",
         "critic": "critic:CriticExecutor",
     }
-    options: dict[str, dict[str, Any]] = {"critic": {"folder": str(checkpoints / "critic")}}
+    num_ranks = config.critic.parallelism.num_ranks
+    options: dict[str, dict[str, Any]] = {
+        "critic": {"num_ranks": num_ranks, "checkpoint_folder": str(checkpoints), "meeting": meeting}
+    }
     return [
         executor_spec(name, targets[name], settings.threads, config=config, **options.get(name, {}))
         for name, settings in models_in_use(config).items()

@@ -21,8 +21,8 @@ class _Completed:
 
     groups: list[RolloutGroup]
     result: StepResult
-    critic: asyncio.Future[dict[str, float]] | None
-    """What the critic logs of the same step, once it has learnt."""
+    critic: asyncio.Task[StepResult] | None
+    """The same step of the critic, once it has learnt."""
     sync: asyncio.Task[SyncReport] | None
     """None when the run was interrupted before."""
     mark: StepMark
@@ -46,7 +46,7 @@ class Steps:
         self._supervisor = supervisor
         self._telemetry = telemetry
         self._under_way: tuple[list[RolloutGroup], asyncio.Future[StepResult]] | None = None
-        self._learning: asyncio.Future[dict[str, float]] | None = None
+        self._learning: asyncio.Task[StepResult] | None = None
         """The critic's share of the step under way."""
         self._unreported: _Completed | None = None
 
@@ -67,9 +67,16 @@ class Steps:
         step.add_done_callback(_retrieve)
         self._under_way = groups, step
         if self._call_critic:
-            learning = self._call_critic("learn", ids)
+            learning = self._learn(self._call_critic, self.version + 1, ids)
             self._learning = self._supervisor.start(learning, f"the critic's step {self.version + 1}")
             self._learning.add_done_callback(_retrieve)
+
+    async def _learn(self, call_critic: CallTrainer, step: int, group_ids: list[int]) -> StepResult:
+        """A microbatch per call: between them the critic values new rollouts, on all of its ranks at the same place."""
+        result = await call_critic("learn", step, group_ids)
+        while result is None:
+            result = await call_critic("learn_on", step)
+        return result
 
     async def end(self, sync: Callable[[int, int], Coroutine[Any, Any, SyncReport]] | None) -> None:
         """Waits for the step under way; then `sync`, if given, starts with the new version and the groups behind it."""
@@ -90,10 +97,12 @@ class Steps:
         if self._unreported is not None:
             done = self._unreported
             sync = await done.sync if done.sync and not done.sync.cancelled() else SyncReport()
-            learnt = await asyncio.shield(done.critic) if done.critic else {}
+            learnt = await asyncio.shield(done.critic) if done.critic else None
             self._unreported = None
-            result = replace(done.result, metrics=done.result.metrics | learnt)
+            result = replace(done.result, metrics=done.result.metrics | learnt.metrics) if learnt else done.result
             self._telemetry.step(done.groups, result, done.mark, sync, ready_groups())
+            if learnt and learnt.skipped:
+                self._telemetry.skipped(learnt.policy_version, learnt.cause, "of the critic ")
 
 
 def _retrieve(step: asyncio.Future[Any]) -> None:

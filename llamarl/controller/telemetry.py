@@ -213,6 +213,10 @@ class Telemetry:
         self.warnings.append(text)
         self._screen.warn(text)
 
+    def skipped(self, step: int, cause: str, whose: str = "") -> None:
+        """A step changed no weights."""
+        self.warn(f"step {step} {whose}was skipped (trainer.on_nonfinite = 'skip'): {cause}")
+
     def step(
         self, groups: Sequence[RolloutGroup], result: StepResult, mark: StepMark, sync: SyncReport, ready_groups: int
     ) -> None:
@@ -226,7 +230,7 @@ class Telemetry:
         self.num_invalid += sum(r.outcome is Outcome.INVALID for group in groups for r in group.results)
         self.staleness_max = max(self.staleness_max, metrics.staleness_max)
         if result.skipped:
-            self.warn(f"step {metrics.step} was skipped (trainer.on_nonfinite = 'skip'): {result.cause}")
+            self.skipped(metrics.step, result.cause)
         self._log.log(metrics)
         self._recorder.record(metrics.step, groups, result.advantages)
         self._show(

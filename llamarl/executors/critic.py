@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future
@@ -11,90 +12,122 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from llamarl.checkpoint.checkpoint import CheckpointError
-from llamarl.checkpoint.store import CheckpointStore
+from llamarl.checkpoint.store import CRITIC, CheckpointStore
 from llamarl.cluster.executor import Executor
-from llamarl.config import ConfigError, RunConfig, build
+from llamarl.config import RunConfig, build
+from llamarl.distributed.mesh import ALONE, join_mesh
 from llamarl.distributed.runtime import set_up_device
 from llamarl.models.scalar import load_scalar_model
 from llamarl.rollouts.pieces import joined
 from llamarl.rollouts.shaping import shaping
 from llamarl.training.critic import Critic
+from llamarl.training.meter import device_seconds
+from llamarl.training.preflight import check_critic_layout
+from llamarl.training.result import NonFiniteStep, StepResult
 from llamarl.training.state import load_training_state, training_state
 from llamarl.types import Prompt, Rollout, RolloutGroup
 
-Learning = tuple[Generator[None, None, dict[str, float]], Future[dict[str, float]]]
-
 
 class CriticExecutor(Executor):
-    """Learns a microbatch at a time, and values new rollouts in between by the weights of the last finished step.
+    """Learns a microbatch per call, and values new rollouts in between by the weights of the last finished step. The
+    order of calls decides, not the time, so several ranks do the same.
 
-    Without staleness a step is finished first, so that nothing depends on time.
+    Without staleness a step is finished first, so that nothing depends on the order of calls either.
     """
 
-    SPANS: ClassVar[dict[str, str]] = {"score": "score", "work": "train", "save": "checkpoint", "commit": "checkpoint"}
+    SPANS: ClassVar[dict[str, str]] = {
+        "score": "score",
+        "learn_on": "train",
+        "save": "checkpoint",
+        "commit": "checkpoint",
+    }
 
-    def __init__(self, config: RunConfig, folder: str) -> None:
+    def __init__(self, config: RunConfig, checkpoint_folder: str, meeting: str = "") -> None:
         """
         Args:
-            folder: of its checkpoints.
+            checkpoint_folder: the run's, with a folder for the critic in it.
+            meeting: a path that does not exist yet, where several ranks meet.
         """
         settings = config.critic
-        device = set_up_device(settings.device, settings.threads, "critic.device")
-        path = settings.path or config.model.path
+        self._device = set_up_device(settings.device, settings.threads, "critic.device")
+        sizes, is_alone = settings.parallelism.model_dump(), settings.parallelism.num_ranks == 1
+        start_timeout_s = config.cluster.start_timeout_s
+        self._mesh = ALONE if is_alone else join_mesh(sizes, meeting, self._device, start_timeout_s=start_timeout_s)
+        path, at_first = settings.path or config.model.path, self._device if is_alone else torch.device("cpu")
+        model = load_scalar_model(path, torch.float32, at_first, new_head=True)
+        if not is_alone:
+            sys.stdout.write(f"{check_critic_layout(model.shape, self._mesh, self._device)}\n")
         self._critic = Critic(
-            load_scalar_model(path, torch.float32, device, new_head=True),
+            model,
             config.trainer.model_copy(
                 update={"learning_rate": settings.learning_rate_scale * config.trainer.learning_rate}
             ),
             clip=settings.clip,
             advantage=build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
-            rewards=shaping(config).rewards,
+            shaping=shaping(config),
+            mesh=self._mesh,
+            device=self._device,
         )
         self._is_synchronous = config.rollout.max_staleness == 0
         self._groups = dict[int, RolloutGroup]()
-        self._learning = deque[Learning]()
+        self._learning = deque[tuple[int, Generator[None, None, StepResult]]]()
+        """Steps under way, the oldest first."""
+        self._learnt = dict[int, StepResult]()
+        """Finished steps that nobody has asked for yet."""
+        self._seconds = 0.0
+        """Of work on the oldest step."""
+        world, folder = self._mesh.world, Path(checkpoint_folder, CRITIC)
         # It saves before the trainer does, so its newest checkpoint may have no counterpart yet.
-        self._store = CheckpointStore(Path(folder), config.checkpoint.keep + 1)
+        keep = config.checkpoint.keep + 1
+        self._store = CheckpointStore(folder, keep, world.rank, world.size, self._mesh.exchange)
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[np.ndarray]]:
         """The value before each response token, float32 [T] per rollout of each group."""
-        if self._is_synchronous:
-            self._finish()
-        return self._critic.values(groups)
+        with self._mesh.together(NonFiniteStep):
+            if self._is_synchronous:
+                self._finish()
+            return self._critic.values(groups)
 
     def add_groups(self, groups: Iterable[RolloutGroup]) -> None:
         """Keeps scored groups, or consecutive pieces of them, for a later step."""
         for group in groups:
             self._groups[group.group_id] = joined(self._groups.get(group.group_id), group)
 
-    def learn(self, group_ids: Sequence[int]) -> Future[dict[str, float]]:
-        """One optimizer step on these groups, taken by and by; answers with what is to be logged."""
-        done = Future[dict[str, float]]()
-        groups = [self._groups.pop(group_id) for group_id in group_ids]
-        self._learning.append((self._critic.learn(groups), done))
-        return done
+    def learn(self, step: int, group_ids: Sequence[int]) -> None:
+        """Prepares an optimizer step on these groups, which `learn_on` takes by and by."""
+        self._learning.append((step, self._critic.learn([self._groups.pop(group_id) for group_id in group_ids])))
 
-    def work(self) -> bool:
-        """A microbatch of the step under way. Raises NonFiniteStep."""
-        if not self._learning:
-            return False
-        step, done = self._learning[0]
+    def learn_on(self, step: int) -> StepResult | None:
+        """A microbatch more of the oldest step under way; what is to be logged of `step`, once that is done.
+
+        Raises:
+            NonFiniteStep: see `Critic.learn`.
+        """
+        if step not in self._learnt:
+            with self._mesh.together(NonFiniteStep):
+                self._advance()
+        return self._learnt.pop(step, None)
+
+    def _advance(self) -> None:
+        step, pieces = self._learning[0]
+        start_s = device_seconds(self._device)
         try:
-            next(step)
+            next(pieces)
         except StopIteration as end:
             self._learning.popleft()
-            if done.set_running_or_notify_cancel():
-                done.set_result(end.value)
-        return True
+            self._learnt[step] = end.value
+        self._seconds += device_seconds(self._device) - start_s
+        if step in self._learnt:
+            self._learnt[step].metrics["critic_s"], self._seconds = self._seconds, 0.0
 
     def _finish(self) -> None:
-        while self.work():
-            pass
+        while self._learning:
+            self._advance()
 
     def save(self, step: int) -> Future[dict[str, Any] | OSError]:
         """Finishes its step, copies what a checkpoint needs and writes it; after the answer comes `commit`."""
-        self._finish()
+        with self._mesh.together(NonFiniteStep):
+            self._finish()
         assert self._critic.policy_version == step, "critic and trainer take the same steps"
         return self._store.save(step, self._critic.shards(), training_state(self._critic))
 
@@ -103,12 +136,9 @@ class CriticExecutor(Executor):
         return self._store.commit()
 
     def resume(self, step: int) -> None:
-        """Goes on from the checkpoint that belongs to the trainer's of this step. Raises ConfigError."""
-        try:
-            checkpoint = self._store.load(step)
-        except CheckpointError as error:
-            raise ConfigError(
-                f"--resume: the trainer goes on from step {step}, but the critic cannot: {error}; delete the trainer's "
-                "checkpoint of that step to go on from an older one, or use --overwrite"
-            ) from None
+        """Goes on from the checkpoint of this step, which the trainer has found to be whole."""
+        checkpoint = self._store.load(step)
         load_training_state(self._critic, checkpoint.shapes, checkpoint.read, checkpoint.state)
+
+    def close(self) -> None:
+        self._mesh.close()

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from llamarl.cluster.executor import Executor
 from llamarl.config import RunConfig
@@ -34,9 +33,10 @@ class ReferenceExecutor(Executor):
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[np.ndarray]]:
         """Log-probability of each response token at the sampling temperature, float32 [T] per rollout of each group."""
-        return per_response(groups, self._max_tokens, self._logprobs)
+        return per_response(groups, self._max_tokens, lambda microbatches: map(self._logprobs, microbatches))
 
-    def _logprobs(self, microbatch: Microbatch) -> Tensor:
+    @torch.inference_mode()
+    def _logprobs(self, microbatch: Microbatch) -> np.ndarray:
         hidden_R_D = hidden_of(self._model, microbatch, self._device)
         targets_R = torch.from_numpy(microbatch.targets_R).to(self._device)
-        return target_logprobs(self._model, hidden_R_D, targets_R, self._temperature)
+        return target_logprobs(self._model, hidden_R_D, targets_R, self._temperature).cpu().numpy()

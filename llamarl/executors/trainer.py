@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.algorithms.kl import penalty
-from llamarl.checkpoint.store import CheckpointStore
+from llamarl.checkpoint.store import CRITIC, CheckpointStore
 from llamarl.cluster.executor import Executor
 from llamarl.config import RunConfig, build
 from llamarl.distributed.mesh import ALONE, join_mesh
@@ -24,10 +25,9 @@ from llamarl.models.lora import add_adapters
 from llamarl.rollouts.pieces import joined
 from llamarl.rollouts.probe import probe_sequences
 from llamarl.rollouts.shaping import shaping
-from llamarl.training.health import NonFiniteStep
 from llamarl.training.meter import check_memory, device_seconds, peak_flops, peak_memory_bytes, rates
 from llamarl.training.preflight import check_layout
-from llamarl.training.result import StepResult
+from llamarl.training.result import NonFiniteStep, StepResult
 from llamarl.training.state import load_training_state, training_state
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
@@ -104,7 +104,8 @@ class TrainerExecutor(Executor):
             self._resume()
 
     def _resume(self) -> None:
-        checkpoint, self._damaged = self._store.load_newest()
+        beside = [self._store.beside(CRITIC)] if isinstance(self._trainer.advantage, ValueAdvantage) else []
+        checkpoint, self._damaged = self._store.load_newest(beside)
         if checkpoint is not None:
             load_training_state(self._trainer, checkpoint.shapes, checkpoint.read, checkpoint.state)
             self._resumed = checkpoint.state

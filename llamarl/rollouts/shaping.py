@@ -5,7 +5,7 @@ Shape suffixes: G rollouts of one group, T tokens of one rollout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +14,8 @@ from llamarl.algorithms.advantages._base import GroupRewards
 from llamarl.algorithms.kl import KlPenalty, penalty
 from llamarl.algorithms.shaping import length_share, overlong_share
 from llamarl.config.schema import RunConfig, ShapingConfig
-from llamarl.rollouts.packing import valid_rollouts
-from llamarl.types import FinishReason, Outcome, Rollout, RolloutGroup
+from llamarl.rollouts.packing import to_sample_group, valid_rollouts
+from llamarl.types import FinishReason, Outcome, Rollout, RolloutGroup, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,18 @@ class Shaping:
             values=tuple(rollout.values_T for rollout in group.rollouts),
             baseline=np.nan if baseline is None or baseline.outcome is Outcome.INVALID else baseline.value,
         )
+
+    def batch(
+        self, groups: Sequence[RolloutGroup], advantages: Callable[[Sequence[GroupRewards]], list[list[np.ndarray]]]
+    ) -> tuple[TrainBatch, list[list[np.ndarray]]]:
+        """What is learnt from, and the advantages [T] that it is made with, per group and rollout."""
+        rewards = [self.rewards(group) for group in groups]
+        found = advantages(rewards)
+        samples = (
+            to_sample_group(group, of_group, earned.valid_G)
+            for group, of_group, earned in zip(groups, found, rewards, strict=True)
+        )
+        return TrainBatch(groups=tuple(samples)), found
 
     def _token_rewards(self, rollout: Rollout) -> np.ndarray:
         """Before the response's own reward, float64 [T]."""

@@ -1,30 +1,41 @@
-"""`Critic`: a value model that predicts returns and learns from them, one step per step of the trainer.
+"""`Critic`: a value model that predicts returns and learns from them, one step per step of the trainer, together with
+the other ranks of a mesh of its own.
 
-Shape suffixes: N positions of one microbatch.
+Shape suffixes: N positions of one microbatch, M rows of this rank, R response tokens (targets), O those of them that
+are predicted by tokens of this context rank, D model dim, T tokens of one response.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
+from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
-from llamarl.algorithms.advantages._base import GroupRewards, ValueAdvantage
+from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.config.schema import TrainerConfig
-from llamarl.distributed.mesh import ALONE
+from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.models.scalar import ScalarModel
-from llamarl.rollouts.packing import Microbatch, pack, to_sample_group
+from llamarl.rollouts.packing import EMPTY, Microbatch
+from llamarl.rollouts.shaping import UNSHAPED, Shaping
+from llamarl.training.collectives import summed
 from llamarl.training.compute import set_compute
-from llamarl.training.health import NonFiniteStep
-from llamarl.training.meter import device_seconds
+from llamarl.training.health import Health
 from llamarl.training.optimizer import build_optimizer, set_learning_rate
-from llamarl.training.parallel import Sharding, held_tensors
-from llamarl.training.responses import hidden_of, per_response
-from llamarl.types import Prompt, Rollout, RolloutGroup, TrainBatch
+from llamarl.training.parallel import held_tensors, parallelize
+from llamarl.training.pipeline import Pipeline
+from llamarl.training.policy import Inputs, Placed, own_share
+from llamarl.training.responses import per_response
+from llamarl.training.result import StepResult
+from llamarl.types import Prompt, Rollout, RolloutGroup, SampleGroup, TrainBatch
 from llamarl.weight_sync.layout import TensorSpec
+
+T = TypeVar("T")
 
 
 def value_losses(values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, clip: float) -> Tensor:
@@ -34,8 +45,36 @@ def value_losses(values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, clip
     return torch.maximum((values_N - returns_N).square(), (clipped_N - returns_N).square()) / 2
 
 
+def finished(pieces: Generator[None, None, T]) -> T:
+    """Does all of them; the result."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return end.value
+
+
+class ValueModel(Placed[ScalarModel]):
+    """Knows what is expected of given tokens and those after them."""
+
+    def forward(self, inputs: Inputs, hidden_M_D: Tensor | None, bfloat16: bool) -> Tensor:
+        """Values [R] of all targets, the same on all tensor and context ranks; before the last stage, [M, D]."""
+        output_M_D = self.hidden(inputs, hidden_M_D, bfloat16)
+        if not self.mesh.pp.is_last:
+            return output_M_D
+        # Each tensor rank has a part of the rows: it adds the values that they predict.
+        rows_O = inputs.predictors_O - self.mesh.tp.rank * len(output_M_D)
+        own_O = (rows_O >= 0) & (rows_O < len(output_M_D))
+        values_O = self.transformer.scalars(output_M_D.index_select(0, rows_O[own_O]))
+        values_R = values_O.new_zeros(inputs.num_targets).index_copy(0, inputs.index_O[own_O], values_O)
+        return summed(summed(values_R, self.mesh.cp), self.mesh.tp)
+
+
 class Critic:
-    """A model in training; `values` may be asked for while `learn` is under way."""
+    """A model in training; `values` may be asked for while `learn` is under way.
+
+    All ranks of `mesh` make the same calls, in the same order, with the same groups; each computes its share.
+    """
 
     def __init__(
         self,
@@ -43,100 +82,140 @@ class Critic:
         config: TrainerConfig,
         clip: float,
         advantage: ValueAdvantage,
-        rewards: Callable[[RolloutGroup], GroupRewards],
+        shaping: Shaping = UNSHAPED,
+        mesh: RankMesh = ALONE,
+        device: torch.device | None = None,
     ) -> None:
         """
         Args:
+            model: the whole of it; what other ranks compute with is dropped.
             config: of its optimizer and its batches.
             clip: how far a value may move in one step.
             advantage: says what the returns are.
-            rewards: what the tokens of a group have earned, as the trainer sees it.
+            shaping: what the tokens of a group have earned, as the trainer sees it.
+            device: to compute on; none: where the model is.
         """
         self.model = model
         self.config = config
+        self.mesh = mesh
+        weight = model.score.weight
+        self._device = device or weight.device
         set_compute(model, config)
-        self.mesh = ALONE
-        weights: dict[str, Tensor] = dict(model.named_parameters())
-        specs = {name: TensorSpec.whole(name, tuple(weight.shape), "float32") for name, weight in weights.items()}
-        self.sharding = Sharding(weights, specs, self.mesh, is_tied=False)
-        self.optimizer = build_optimizer(weights.values(), config)
+        self._values = ValueModel(model, mesh)
+        self._pipeline = Pipeline(mesh.pp, weight.dtype, self._device)
+        self.sharding = parallelize(self._values, model, mesh, self._device)
+        self.optimizer = build_optimizer(self.sharding.weights.values(), config)
         self.policy_version = 0
         """Completed steps."""
         self._clip = clip
         self._advantage = advantage
-        self._rewards = rewards
-        self._device = next(model.parameters()).device
-        for weight in model.parameters():
-            weight.grad = torch.zeros_like(weight)
+        self._shaping = shaping
+        self._health = Health(config, mesh, "critic.learning_rate_scale")
 
-    def values(self, groups: Iterable[tuple[Prompt, Sequence[Rollout]]]) -> list[list[np.ndarray]]:
+    def values(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[np.ndarray]]:
         """Float32 [T] per rollout: what is expected of each token and those after it, before it is known."""
-        return per_response(groups, self.config.microbatch_tokens, self._values)
+        return per_response(groups, self.config.microbatch_tokens, self._infer)
 
-    def learn(self, groups: Sequence[RolloutGroup]) -> Generator[None, None, dict[str, float]]:
-        """As many passes over the groups' returns as the trainer makes, a microbatch at a time; returns what is to be
-        logged.
+    def _infer(self, microbatches: Sequence[Microbatch]) -> list[np.ndarray]:
+        """[R] of each, on every rank. Data-parallel ranks take turns, with empty ones at the end."""
+        fsdp, own = self.mesh.fsdp, list[np.ndarray]()
+        whole = [*microbatches, *[EMPTY] * (-len(microbatches) % fsdp.size)]
+        for one in whole[fsdp.rank :: fsdp.size]:
+            values_R = self._pipeline.infer(
+                self._values.hidden_shape(one), lambda _, hidden_M_D, one=one: self._forward(one, hidden_M_D)
+            )
+            own.append(values_R.float().cpu().numpy())
+        if isinstance(self._values, FSDPModule):
+            self._values.reshard()  # else the next forward would use the gathered weights of before the next step
+        shares = [share for share in self.mesh.exchange(own if self._speaks else None) if share is not None]
+        return list(chain.from_iterable(zip(*shares, strict=True)))[: len(microbatches)]
+
+    @property
+    def _speaks(self) -> bool:
+        """The first of each data-parallel rank's tensor and context ranks, on the last stage."""
+        return self.mesh.pp.is_last and self.mesh.tp.rank == self.mesh.cp.rank == 0
+
+    def learn(self, groups: Sequence[RolloutGroup]) -> Generator[None, None, StepResult]:
+        """As many passes over the groups' returns as the trainer makes, a microbatch at a time.
 
         Raises:
             NonFiniteStep: loss or gradient is NaN or infinite, and the policy is to stop.
         """
-        rewards = [self._rewards(group) for group in groups]
-        estimates = self._advantage.estimate(rewards)
-        samples = [
-            to_sample_group(group, one, earned.valid_G)
-            for group, one, earned in zip(groups, estimates, rewards, strict=True)
-        ]
-        count = max(TrainBatch(groups=tuple(samples)).num_loss_tokens, 1)
+        batch, _ = self._shaping.batch(groups, self._advantage.estimate)
+        count = max(batch.num_loss_tokens, 1)
         set_learning_rate(self.optimizer, self.policy_version, self.config)
-        microbatches = pack(samples, self.config.microbatch_tokens)
-        loss, grad_norm, seconds, finite = 0.0, 0.0, 0.0, True
-        for _ in range(self.config.passes):
-            for microbatch in microbatches:
-                start_s = device_seconds(self._device)
-                mean = self._loss(microbatch) / count
-                mean.backward()
-                loss += float(mean.detach()) / self.config.passes
-                seconds += device_seconds(self._device) - start_s
-                yield
+        losses, grad_norm, finite = list[float](), 0.0, True
+        self._health.begin()
+        while finite and len(losses) < self.config.passes:
+            losses.append((yield from self.accumulate(batch.groups, count)))
             grad_norm = self.sharding.clip_gradients(self.config.max_grad_norm)
-            finite = finite and math.isfinite(grad_norm) and math.isfinite(loss)
+            finite = math.isfinite(grad_norm) and math.isfinite(losses[-1])
             if finite:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=False)
-        if not finite and self.config.on_nonfinite == "stop":
-            raise NonFiniteStep(
-                f"critic step {self.policy_version}: loss {loss}, gradient norm {grad_norm};"
-                " lower critic.learning_rate_scale, or set trainer.on_nonfinite = 'skip'"
-            )
+        loss = sum(losses) / len(losses)
+
+        def alone(some: Sequence[SampleGroup]) -> tuple[dict[str, float], float]:
+            found = finished(self.accumulate(some, count))
+            norm = self.sharding.clip_gradients(self.config.max_grad_norm)
+            self.optimizer.zero_grad(set_to_none=False)
+            return {"loss": found}, norm
+
+        said = f"critic step {self.policy_version}: loss {loss}, gradient norm {grad_norm}"
+        cause = self._health.ended(said, finite, groups, batch.groups, alone)
         self.policy_version += 1
-        return {
+        metrics = {
             "value_loss": loss,
             "critic_grad_norm": grad_norm,
-            "explained_variance": _explained(microbatches) if finite else 0.0,
+            "explained_variance": _explained(batch) if finite else 0.0,
             "critic_skipped": float(not finite),
-            "critic_s": seconds,
         }
+        return StepResult(
+            policy_version=self.policy_version, skipped=not finite, cause=cause, metrics=metrics, advantages={}
+        )
+
+    def accumulate(self, groups: Sequence[SampleGroup], count: int) -> Generator[None, None, float]:
+        """Gradient of (sum of losses) / `count`, a microbatch at a time (with stages: all in one go); that loss, over
+        all ranks."""
+        own, sums = own_share(groups, self.mesh, self.config.microbatch_tokens), {"loss": 0.0}
+
+        def forward(index: int, hidden_M_D: Tensor | None) -> Tensor:
+            output = self._forward(own[index], hidden_M_D)
+            if not self.mesh.pp.is_last:
+                return output
+            loss = self._loss(own[index], output) / count
+            sums["loss"] += float(loss.detach())
+            self._health.computed(index, len(own), sums)
+            return loss
+
+        size = 1 if self.mesh.pp.size == 1 else max(len(own), 1)
+        for first in range(0, len(own), size):
+            shapes = [self._values.hidden_shape(one) for one in own[first : first + size]]
+            self._pipeline.train(shapes, lambda index, hidden_M_D, first=first: forward(first + index, hidden_M_D))
+            yield
+        self.sharding.finish_gradients()
+        return sum(self.mesh.exchange(sums["loss"] if self._speaks else 0.0))
+
+    def _forward(self, microbatch: Microbatch, hidden_M_D: Tensor | None) -> Tensor:
+        inputs = self._values.place(microbatch, self._device)
+        return self._values(inputs, hidden_M_D, self.config.dtype == "bfloat16")
+
+    def _loss(self, microbatch: Microbatch, values_R: Tensor) -> Tensor:
+        """Sum over the tokens."""
+        old_R = torch.from_numpy(microbatch.values_R).to(self._device)
+        returns_R = old_R + torch.from_numpy(microbatch.advantages_R).to(self._device)
+        return value_losses(values_R, old_R, returns_R, self._clip).sum()
 
     def shards(self) -> dict[str, tuple[TensorSpec, Tensor]]:
         """See `Trainer.shards`."""
         return held_tensors(self.sharding, self.optimizer)
 
-    def _loss(self, microbatch: Microbatch) -> Tensor:
-        """Sum over the tokens."""
-        old_N = torch.from_numpy(microbatch.values_R).to(self._device)
-        returns_N = old_N + torch.from_numpy(microbatch.advantages_R).to(self._device)
-        return value_losses(self._values(microbatch), old_N, returns_N, self._clip).sum()
 
-    def _values(self, microbatch: Microbatch) -> Tensor:
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
-            hidden_N_D = hidden_of(self.model, microbatch, self._device)
-        return self.model.scalars(hidden_N_D)
-
-
-def _explained(microbatches: Sequence[Microbatch]) -> float:
+def _explained(batch: TrainBatch) -> float:
     """1 - Var(return - value) / Var(return), of the values before the step; 0 where all returns are equal."""
-    if not microbatches:
+    samples = [sample for group in batch.groups for sample in group.samples]
+    if not samples:
         return 0.0
-    errors = np.concatenate([batch.advantages_R for batch in microbatches]).astype(np.float64)
-    returns = np.concatenate([batch.values_R for batch in microbatches]) + errors
+    errors = np.concatenate([sample.advantages_T for sample in samples]).astype(np.float64)
+    returns = np.concatenate([sample.values_T for sample in samples]) + errors
     return float(1 - errors.var() / returns.var()) if returns.var() else 0.0

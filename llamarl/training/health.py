@@ -15,6 +15,7 @@ from torch import Tensor
 from llamarl.algorithms.losses._base import MAX_LOG_RATIO
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import RankMesh
+from llamarl.training.result import NonFiniteStep
 from llamarl.types import RolloutGroup, SampleGroup
 
 MAX_NAMED_GROUPS = 4
@@ -24,17 +25,15 @@ Alone = Callable[[Sequence[SampleGroup]], tuple[dict[str, float], float]]
 """alone(groups): sums to log, the loss among them, and gradient norm of a step on nothing else."""
 
 
-class NonFiniteStep(RuntimeError):
-    """Loss or gradient is not finite; the weights are unchanged."""
-
-
 class Health:
-    """Watches one trainer's steps for what is not finite. All ranks decide alike."""
+    """Watches the steps of a trainer or a critic for what is not finite. All ranks decide alike."""
 
-    def __init__(self, config: TrainerConfig, mesh: RankMesh) -> None:
+    def __init__(self, config: TrainerConfig, mesh: RankMesh, rate: str = "trainer.learning_rate") -> None:
+        """`rate` is the option of the learning rate."""
         self.num_skipped_in_row = 0
         self._config = config
         self._mesh = mesh
+        self._rate = rate
         self._first_bad = ""
         """Microbatch of this rank's share."""
 
@@ -68,7 +67,7 @@ class Health:
         places = ", ".join(dict.fromkeys(place for place in self._mesh.exchange(self._first_bad) if place))
         cause = f"{said}{places and f' from {places}'}: {find_cause(groups, computed, alone)}"
         if self._config.on_nonfinite == "stop":
-            raise NonFiniteStep(f"{cause}; lower trainer.learning_rate, or set trainer.on_nonfinite = 'skip'")
+            raise NonFiniteStep(f"{cause}; lower {self._rate}, or set trainer.on_nonfinite = 'skip'")
         self.num_skipped_in_row += 1
         if self.num_skipped_in_row == self._config.max_skipped_steps:
             raise NonFiniteStep(f"{cause}; {self.num_skipped_in_row} steps in a row (trainer.max_skipped_steps)")

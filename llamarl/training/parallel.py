@@ -26,6 +26,7 @@ from llamarl.distributed.box import Box
 from llamarl.distributed.layout import stage_layers
 from llamarl.distributed.mesh import Axis, RankMesh
 from llamarl.distributed.tensor_parallel import sharded_dim, tensor_parallel_box
+from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Decoder, Transformer
 from llamarl.training.collectives import gather_rows, scatter_rows
 from llamarl.weight_sync.layout import TensorSpec
@@ -82,15 +83,18 @@ class Sharding:
         return grad
 
 
-def parallelize(module: nn.Module, transformer: Transformer, mesh: RankMesh, device: torch.device) -> Sharding:
+def parallelize(
+    module: nn.Module, transformer: Transformer | ScalarModel, mesh: RankMesh, device: torch.device
+) -> Sharding:
     """Leaves of `module` what this rank computes with. Its own forward must contain all use of its weights.
 
     Args:
         module: holds `transformer`, under this name. It takes hidden states of this rank's own rows from it, and what
             it computes with weights of its own, it computes on these rows.
     """
-    is_tied, kv_heads = transformer.lm_head is None, transformer.shape.num_kv_heads
-    _keep_stage(transformer, mesh.pp)
+    is_tied = isinstance(transformer, Transformer) and transformer.lm_head is None
+    kv_heads = transformer.shape.num_kv_heads
+    _keep_stage(transformer, mesh.pp, is_tied)
     shapes = {_short(name): tuple(weight.shape) for name, weight in module.named_parameters()}
     boxes = {
         name: tensor_parallel_box(name, shape, mesh.tp.size, mesh.tp.rank, kv_heads) for name, shape in shapes.items()
@@ -115,18 +119,18 @@ def _short(name: str) -> str:
     return name.removeprefix("transformer.")
 
 
-def _keep_stage(transformer: Transformer, pp: Axis) -> None:
+def _keep_stage(transformer: Transformer | ScalarModel, pp: Axis, is_tied: bool) -> None:
     """Consecutive layers; the embedding on the first stage, norm and head on the last, a tied embedding on both."""
     if pp.size == 1:
         return
     decoder, layers = transformer.model, list(transformer.model.layers)
     own = stage_layers(len(layers), pp.size)[pp.rank]
     decoder.layers = nn.ModuleDict({str(index): layers[index] for index in own})  # pyrefly: ignore[bad-assignment]
-    if pp.rank and not (pp.is_last and transformer.lm_head is None):
+    if pp.rank and not (pp.is_last and is_tied):
         del decoder.embed_tokens
     if not pp.is_last:
         decoder.norm = nn.Identity()  # pyrefly: ignore[bad-assignment]
-        transformer.lm_head = None
+        setattr(transformer, "score" if isinstance(transformer, ScalarModel) else "lm_head", None)
 
 
 def _cut(module: nn.Module, boxes: dict[str, Box]) -> None:
@@ -154,7 +158,7 @@ def _join_blocks(decoder: Decoder, first_token: int, tp: Axis) -> None:
         decoder.embed_tokens.forward = embed
 
 
-def _shard(module: nn.Module, transformer: Transformer, mesh: RankMesh) -> None:
+def _shard(module: nn.Module, transformer: Transformer | ScalarModel, mesh: RankMesh) -> None:
     for layer in transformer.model.layers.children():
         fully_shard(layer, mesh=mesh.shards)
     fully_shard(module, mesh=mesh.shards)

@@ -1,4 +1,5 @@
-"""`Policy`: a transformer with the log-probabilities of given tokens inside, for any layout.
+"""`Policy`: a transformer with the log-probabilities of given tokens inside, for any layout; `Placed` serves the critic
+too.
 
 Shape suffixes: N packed tokens of this context rank, M rows of this rank, R targets, O those of them that are predicted
 by this context rank's tokens, D model dim.
@@ -8,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from llamarl.distributed.mesh import RankMesh
+from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Attend, Transformer
-from llamarl.rollouts.packing import Microbatch, SampleGroup, padded
+from llamarl.rollouts.packing import EMPTY, Microbatch, SampleGroup, pack, padded
 from llamarl.training.attention import own_index, shared_prefix_attend
 from llamarl.training.collectives import gather_rows, summed
 from llamarl.training.logprobs import target_logprobs
@@ -35,10 +38,13 @@ class Inputs:
     num_targets: int
 
 
-class Policy(nn.Module):
+Model = TypeVar("Model", Transformer, ScalarModel)
+
+
+class Placed(nn.Module, Generic[Model]):
     """What FSDP2 wraps: all use of the weights is in its forward."""
 
-    def __init__(self, transformer: Transformer, mesh: RankMesh) -> None:
+    def __init__(self, transformer: Model, mesh: RankMesh) -> None:
         super().__init__()
         self.transformer = transformer
         self.mesh = mesh
@@ -68,11 +74,19 @@ class Policy(nn.Module):
             num_targets=len(whole.targets_R),
         )
 
-    def forward(self, inputs: Inputs, hidden_M_D: Tensor | None, temperature: float, bfloat16: bool) -> Tensor:
-        """Log-probs [R] of all targets, the same on all tensor and context ranks; before the last stage, [M, D]."""
+    def hidden(self, inputs: Inputs, hidden_M_D: Tensor | None, bfloat16: bool) -> Tensor:
+        """Of this stage, from those of the stage before, [M, D]."""
         given = inputs.token_ids_N if hidden_M_D is None else hidden_M_D
         with torch.autocast(given.device.type, torch.bfloat16, enabled=bfloat16):
-            output_M_D: Tensor = self.transformer(given, inputs.positions_N, inputs.attend)
+            return self.transformer(given, inputs.positions_N, inputs.attend)
+
+
+class Policy(Placed[Transformer]):
+    """Knows how likely given tokens are."""
+
+    def forward(self, inputs: Inputs, hidden_M_D: Tensor | None, temperature: float, bfloat16: bool) -> Tensor:
+        """Log-probs [R] of all targets, the same on all tensor and context ranks; before the last stage, [M, D]."""
+        output_M_D = self.hidden(inputs, hidden_M_D, bfloat16)
         if not self.mesh.pp.is_last:
             return output_M_D
         hidden_O_D = gather_rows(output_M_D, self.mesh.tp).index_select(0, inputs.predictors_O)
@@ -82,6 +96,13 @@ class Policy(nn.Module):
             return logprobs_O
         logprobs_R = logprobs_O.new_zeros(inputs.num_targets).index_copy(0, inputs.index_O, logprobs_O)
         return summed(logprobs_R, self.mesh.cp)
+
+
+def own_share(groups: Sequence[SampleGroup], mesh: RankMesh, microbatch_tokens: int) -> list[Microbatch]:
+    """What this data-parallel rank computes of a step: as many microbatches as whoever has the most, the others' last
+    ones empty, as they all take part in each collective."""
+    own = pack(shares(groups, mesh.fsdp.size)[mesh.fsdp.rank], microbatch_tokens)
+    return own + [EMPTY] * (max(mesh.exchange(len(own))) - len(own))
 
 
 def shares(groups: Sequence[SampleGroup], num: int) -> list[list[SampleGroup]]:

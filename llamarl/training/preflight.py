@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from llamarl.algorithms.advantages.gae import Gae
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config import ConfigError
@@ -20,13 +22,17 @@ from llamarl.distributed.box import Box
 from llamarl.distributed.mesh import RankMesh
 from llamarl.models.hf import new_model
 from llamarl.models.lora import add_adapters
+from llamarl.models.scalar import HEAD, ScalarModel
 from llamarl.models.shape import ModelShape
+from llamarl.training.critic import Critic, finished
+from llamarl.training.parallel import EMBEDDING, Sharding
 from llamarl.training.trainer import Trainer
 from llamarl.types import SampleGroup, TrainSample
 
 TOLERANCE = 1e-3
 """Float32 gives 1e-6, a wrong layout 0.5."""
 SEED = 17
+CONFIG = TrainerConfig(microbatch_tokens=24)
 
 
 def check_layout(shape: ModelShape, mesh: RankMesh, device: torch.device, lora: LoraConfig | None = None) -> str:
@@ -39,24 +45,51 @@ def check_layout(shape: ModelShape, mesh: RankMesh, device: torch.device, lora: 
     Raises:
         ConfigError: the gradient of some weight is another one.
     """
-    start_s, tp = time.monotonic(), mesh.tp.size
-    tiny = replace(
-        shape, hidden_size=16, num_layers=max(2, mesh.pp.size), num_heads=2 * tp, num_kv_heads=tp, head_dim=8,
-        intermediate_size=8 * tp, vocab_size=16 * tp, max_position_embeddings=64, rope_scaling=None,
-    )  # fmt: skip
-    model, config = new_model(tiny, SEED, 0.2).to(device), TrainerConfig(microbatch_tokens=24)
+    start_s, tiny = time.monotonic(), _tiny(shape, mesh)
+    model = new_model(tiny, SEED, 0.2).to(device)
     if lora:
         add_adapters(model, lora, SEED)
         model.initialize(SEED, 0.2)  # else the gradients of A are 0
     trainers = [
-        Trainer(copy.deepcopy(model), config, Aipo(), GroupMean(), 1.0),
-        Trainer(model, config, Aipo(), GroupMean(), 1.0, mesh, device),
+        Trainer(copy.deepcopy(model), CONFIG, Aipo(), GroupMean(), 1.0),
+        Trainer(model, CONFIG, Aipo(), GroupMean(), 1.0, mesh, device),
     ]
     groups = _groups(mesh.fsdp.size + 1, tiny.vocab_size)
     losses = [trainer.accumulate(groups, 1)[0]["loss"] for trainer in trainers]
+    return _compared("trainer", losses, [trainer.sharding for trainer in trainers], mesh, start_s)
+
+
+def check_critic_layout(shape: ModelShape, mesh: RankMesh, device: torch.device) -> str:
+    """The same of a value model."""
+    start_s, tiny = time.monotonic(), _tiny(shape, mesh)
+    weights = new_model(replace(tiny, tie_embeddings=True), SEED, 0.2).state_dict()
+    with torch.device("meta"):
+        model = ScalarModel(tiny)
+    model.load_state_dict(weights | {HEAD: weights[EMBEDDING][:1]}, assign=True)
+    critics = [
+        Critic(copy.deepcopy(model).to(device), CONFIG, 1.0, Gae()),
+        Critic(model, CONFIG, 1.0, Gae(), mesh=mesh, device=device),
+    ]
+    groups = _groups(mesh.fsdp.size + 1, tiny.vocab_size)
+    losses = [finished(critic.accumulate(groups, 1)) for critic in critics]
+    return _compared("critic", losses, [critic.sharding for critic in critics], mesh, start_s)
+
+
+def _tiny(shape: ModelShape, mesh: RankMesh) -> ModelShape:
+    tp = mesh.tp.size
+    return replace(
+        shape, hidden_size=16, num_layers=max(2, mesh.pp.size), num_heads=2 * tp, num_kv_heads=tp, head_dim=8,
+        intermediate_size=8 * tp, vocab_size=16 * tp, max_position_embeddings=64, rope_scaling=None,
+    )  # fmt: skip
+
+
+def _compared(
+    executor: str, losses: Sequence[float], shardings: Sequence[Sharding], mesh: RankMesh, start_s: float
+) -> str:
+    """Of one process, and of this layout."""
     worst, where = abs(losses[1] - losses[0]) / abs(losses[0]), "the loss"
-    expected, found = (trainer.sharding.weights for trainer in trainers)
-    for name, spec in trainers[1].sharding.specs.items():
+    expected, found = (sharding.weights for sharding in shardings)
+    for name, spec in shardings[1].specs.items():
         whole, part = expected[name].grad, found[name].grad
         assert whole is not None, name
         assert part is not None, name
@@ -67,7 +100,7 @@ def check_layout(shape: ModelShape, mesh: RankMesh, device: torch.device, lora: 
     layout = ", ".join(f"{axis} {getattr(mesh, axis).size}" for axis in ("fsdp", "tp", "pp", "cp"))
     if not worst <= TOLERANCE:
         raise ConfigError(
-            f"trainer.parallelism ({layout}) does not compute here what one process computes: {where} differs by "
+            f"{executor}.parallelism ({layout}) does not compute here what one process computes: {where} differs by "
             f"{worst:.1%}; use another layout, or another version of torch than {torch.__version__}"
         )
     return f"preflight of {layout}: {where} is {worst:.1g} from one process, {time.monotonic() - start_s:.1f} s"
@@ -84,6 +117,7 @@ def _groups(num: int, vocab_size: int) -> list[SampleGroup]:
             policy_versions_T=np.zeros(length, np.int32),
             advantages_T=np.full(length, rng.normal(), np.float32),
             loss_mask_T=np.ones(length, bool),
+            values_T=rng.normal(size=length).astype(np.float32),
         )
 
     return [

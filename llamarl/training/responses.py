@@ -6,7 +6,7 @@ Shape suffixes: N packed input tokens, R response tokens, D model dim, T tokens 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, compress
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,30 +32,34 @@ def hidden_of(forward: Forward, microbatch: Microbatch, device: torch.device) ->
     return forward(ids_N, positions_N, attend).index_select(0, predictors_R)
 
 
-@torch.inference_mode()
 def per_response(
-    groups: Iterable[tuple[Prompt, Sequence[Rollout]]], max_tokens: int, compute: Callable[[Microbatch], Tensor]
+    groups: Sequence[tuple[Prompt, Sequence[Rollout]]],
+    max_tokens: int,
+    compute: Callable[[Sequence[Microbatch]], Iterable[np.ndarray]],
 ) -> list[list[np.ndarray]]:
-    """What `compute` says, [R], of each response token, as float32 [T] per rollout of each group; 0 for failed ones.
+    """What `compute` says, float32 [R] per microbatch, of each response token: [T] per rollout of each group; 0 for
+    failed ones.
 
-    A group is computed by itself, so that its bits do not depend on what else has arrived.
+    A group has microbatches of its own, so that its bits do not depend on what else has arrived.
     """
-    answers = list[list[np.ndarray]]()
+    packed = list[Microbatch]()
     for prompt, rollouts in groups:
-        can = [one.num_tokens > 0 and one.finish_reason is not FinishReason.FAILED for one in rollouts]
-        samples = tuple(_sample(rollout.token_ids_T) for rollout in compress(rollouts, can))
-        group = SampleGroup(prompt_token_ids_T=prompt.token_ids_T, samples=samples)
-        found = iter(chain.from_iterable(_split(batch, compute(batch)) for batch in pack([group], max_tokens)))
-        answers.append([
-            next(found) if is_computed else np.zeros(rollout.num_tokens, np.float32)
-            for rollout, is_computed in zip(rollouts, can, strict=True)
-        ])  # fmt: skip
-    return answers
+        samples = tuple(_sample(one.token_ids_T) for one in rollouts if _is_computed(one))
+        packed += pack([SampleGroup(prompt_token_ids_T=prompt.token_ids_T, samples=samples)], max_tokens)
+    found = chain.from_iterable(map(_split, packed, compute(packed)))
+    return [
+        [next(found) if _is_computed(one) else np.zeros(one.num_tokens, np.float32) for one in rollouts]
+        for _, rollouts in groups
+    ]
 
 
-def _split(batch: Microbatch, computed_R: Tensor) -> Iterable[np.ndarray]:
+def _is_computed(rollout: Rollout) -> bool:
+    return rollout.num_tokens > 0 and rollout.finish_reason is not FinishReason.FAILED
+
+
+def _split(batch: Microbatch, computed_R: np.ndarray) -> Iterable[np.ndarray]:
     lengths = [inputs + 1 for responses in batch.response_lengths for inputs in responses]
-    return np.split(computed_R.float().cpu().numpy(), np.cumsum(lengths)[:-1])
+    return np.split(computed_R, np.cumsum(lengths)[:-1])
 
 
 def _sample(token_ids_T: np.ndarray) -> TrainSample:

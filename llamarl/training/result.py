@@ -1,4 +1,4 @@
-"""What the trainer reports. No torch: the controller reads it.
+"""What the trainer, and the critic, report. No torch: the controller reads it.
 
 Shape suffix: G rollouts of a group.
 """
@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
+
+class NonFiniteStep(RuntimeError):
+    """Loss or gradient is not finite; the weights are unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,4 +26,5 @@ class StepResult:
     """Of a skipped step: which rollouts, and what of them is not finite."""
     metrics: dict[str, float]
     advantages: dict[int, np.ndarray]
-    """By group id, float64 [G], the mean over a rollout's tokens; 0 for rollouts that were masked out."""
+    """By group id, float64 [G], the mean over a rollout's tokens; 0 for rollouts that were masked out. The critic gives
+    none."""

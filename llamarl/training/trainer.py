@@ -20,7 +20,7 @@ from llamarl.algorithms.losses._base import Loss, LossInputs
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.models.transformer import Transformer
-from llamarl.rollouts.packing import EMPTY, Microbatch, pack, to_sample_group, with_advantage
+from llamarl.rollouts.packing import EMPTY, Microbatch, with_advantage
 from llamarl.rollouts.shaping import UNSHAPED, Shaping
 from llamarl.training.compute import set_compute
 from llamarl.training.cost import step_cost
@@ -28,7 +28,7 @@ from llamarl.training.health import Health, age_sums, split_by_age
 from llamarl.training.optimizer import build_optimizer, set_learning_rate
 from llamarl.training.parallel import held_tensors, parallelize
 from llamarl.training.pipeline import Pipeline
-from llamarl.training.policy import Policy, shares
+from llamarl.training.policy import Policy, own_share
 from llamarl.training.result import StepResult
 from llamarl.types import RolloutGroup, SampleGroup, TrainBatch
 from llamarl.weight_sync.layout import TensorSpec
@@ -127,17 +127,12 @@ class Trainer:
 
     def _batch(self, groups: Sequence[RolloutGroup]) -> tuple[TrainBatch, dict[int, np.ndarray]]:
         """What is learnt from, and the advantage of each rollout."""
-        rewards = [self.shaping.rewards(group) for group in groups]
-        advantages = self.advantage.of_batch(rewards)
-        samples = [
-            to_sample_group(group, of_tokens, earned.valid_G)
-            for group, of_tokens, earned in zip(groups, advantages, rewards, strict=True)
-        ]
+        batch, advantages = self.shaping.batch(groups, self.advantage.of_batch)
         means = {
             group.group_id: np.array([one_T.mean() if len(one_T) else 0.0 for one_T in of_tokens])
             for group, of_tokens in zip(groups, advantages, strict=True)
         }
-        return TrainBatch(groups=tuple(samples)), means
+        return batch, means
 
     def _updates(self, groups: Sequence[SampleGroup], denominator: int) -> tuple[list[Logged], float, bool]:
         """`trainer.passes` updates; what each logs, the last gradient norm, and whether all was finite.
@@ -161,16 +156,12 @@ class Trainer:
     ) -> Logged:
         """Gradient of (sum of losses) / (global count of tokens or sequences); sums and maxima over all ranks.
 
-        Data-parallel ranks compute their own groups, and as many microbatches as whoever has the most: the others'
-        last ones are empty, as they all take part in each collective.
-
         Args:
             proximal: log-probabilities by microbatch at the first pass, which fills it.
         """
         mesh, at_first = self.mesh, {} if proximal is None else proximal
-        own = pack(shares(groups, mesh.fsdp.size)[mesh.fsdp.rank], self.config.microbatch_tokens)
+        own = own_share(groups, mesh, self.config.microbatch_tokens)
         num_inputs = float(sum(len(microbatch.token_ids_N) for microbatch in own))
-        own += [EMPTY] * (max(mesh.exchange(len(own))) - len(own))
         sums, maxima = {"num_input_tokens": num_inputs}, dict[str, float]()
 
         def forward(index: int, hidden_M_D: Tensor | None) -> Tensor:

@@ -14,6 +14,7 @@ import pytest
 from llamarl.cluster.api import MeshFailed
 from llamarl.controller.evaluation import EVAL_GROUPS
 from llamarl.rollouts.pieces import joined
+from llamarl.training.result import StepResult
 from llamarl.types import Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 from tests.controller.fakes import Generator, Run, Trainer, config
 
@@ -26,15 +27,23 @@ class Model:
     learn_s: float = 0.1
     asked: list[int] = field(default_factory=list)
     """Group ids."""
+    asked_s: list[float] = field(default_factory=list)
+    """When each of these calls ended."""
     learning: list[tuple[float, list[int], list[RolloutGroup]]] = field(default_factory=list)
     """(begin of each step, its groups' ids, its groups)."""
     learnt: list[tuple[float, list[int]]] = field(default_factory=list)
     """(end of each step, its groups' ids)."""
     saved: list[int] = field(default_factory=list)
+    skips: int = 0
+    """Step that is not finite."""
+    _pieces: list[tuple[int, list[int], int]] = field(default_factory=list)
+    """Of steps under way: number, groups' ids, microbatches left."""
+    _results: dict[int, StepResult] = field(default_factory=dict)
     _groups: dict[int, RolloutGroup] = field(default_factory=dict)
 
     async def score(self, groups: list[tuple[Prompt, list[Rollout]]]) -> list[list[Any]]:
         await asyncio.sleep(0.01)
+        self.asked_s.append(asyncio.get_running_loop().time())
         self.asked += [rollouts[0].group_id for _, rollouts in groups]
         return [[self.says(rollout) for rollout in rollouts] for _, rollouts in groups]
 
@@ -42,18 +51,34 @@ class Model:
         for group in groups:
             self._groups[group.group_id] = joined(self._groups.get(group.group_id), group)
 
-    async def learn(self, group_ids: list[int]) -> dict[str, float]:
-        clock = asyncio.get_running_loop()
-        self.learning.append((clock.time(), group_ids, [self._groups.pop(group_id) for group_id in group_ids]))
-        await asyncio.sleep(self.learn_s)
-        self.learnt.append((clock.time(), group_ids))
-        return {"value_loss": float(len(self.learnt))}
+    async def learn(self, step: int, group_ids: list[int]) -> None:
+        groups = [self._groups.pop(group_id) for group_id in group_ids]
+        self.learning.append((asyncio.get_running_loop().time(), group_ids, groups))
+        self._pieces.append((step, group_ids, PIECES))
+
+    async def learn_on(self, step: int) -> StepResult | None:
+        if step not in self._results:
+            first, group_ids, left = self._pieces[0]
+            await asyncio.sleep(self.learn_s / PIECES)
+            self._pieces[0] = first, group_ids, left - 1
+            if left == 1:
+                self._pieces.pop(0)
+                self.learnt.append((asyncio.get_running_loop().time(), group_ids))
+                self._results[first] = StepResult(
+                    policy_version=first, skipped=first == self.skips, cause="nan",
+                    metrics={"value_loss": float(len(self.learnt))}, advantages={},
+                )  # fmt: skip
+        return self._results.pop(step, None)
 
     async def save(self, step: int) -> None:
         self.saved.append(step)
 
     async def commit(self) -> str:
         return "somewhere"
+
+
+PIECES = 4
+"""Microbatches of a critic's step."""
 
 
 def values(rollout: Rollout) -> np.ndarray:
@@ -96,15 +121,31 @@ def test_the_critic_is_at_most_one_step_behind(tmp_path: Path) -> None:
     assert [row["extra.value_loss"] for row in run.steps] == [1, 2, 3, 4, 5, 6]
 
 
+def test_the_critic_values_between_two_microbatches(tmp_path: Path) -> None:
+    """A group waits for one of them, not for the whole step."""
+    critic = Model(values, learn_s=8.0)
+    Run(config(tmp_path), tmp_path, trainer=Trainer(step_s=8.0), models={"critic": critic}).train()
+    inside = [
+        when for (begin_s, *_), (end_s, _) in zip(critic.learning, critic.learnt, strict=True)
+        for when in critic.asked_s if begin_s + 0.1 < when < end_s - 0.1
+    ]  # fmt: skip
+    assert inside
+
+
+def test_a_step_that_the_critic_skipped_is_told(tmp_path: Path) -> None:
+    run = Run(config(tmp_path), tmp_path, models={"critic": Model(values, skips=3)}).train()
+    assert run.warnings == ["step 3 of the critic was skipped (trainer.on_nonfinite = 'skip'): nan"]
+
+
 def test_the_critic_is_saved_before_the_trainer(tmp_path: Path) -> None:
     """Both copy their weights before the next step; the trainer's checkpoint counts only once the critic's does."""
     order = list[str]()
 
     def noted(cls: type, name: str) -> Any:
         class Noted(cls):
-            async def learn(self, group_ids: list[int]) -> dict[str, float]:
+            async def learn(self, step: int, group_ids: list[int]) -> None:
                 order.append(f"{name} learns")
-                return await super().learn(group_ids)
+                await super().learn(step, group_ids)
 
             async def save(self, state: Any) -> Any:
                 order.append(f"{name} copies")

@@ -1,4 +1,5 @@
-"""A run whose trainer is several processes, from its first step to a resume in another layout, is that of one process.
+"""A run whose trainer or critic is several processes, from its first step to a resume in another layout, is that of one
+process.
 
 Not covered: several machines, GPUs.
 """
@@ -6,9 +7,11 @@ Not covered: several machines, GPUs.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +68,39 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path, toml: Path) -> None:
     assert time.monotonic() - start_s < 20
     assert gone(pids) == []
     assert CheckpointStore(checkpoints, keep=2).load_newest()[0] is not None
+
+
+def test_a_critic_of_two_processes(tmp_path: Path, toml: Path) -> None:
+    """It learns what one does. A killed rank ends the run at once; one process goes on from what two have saved."""
+    options = (*SYNCHRONOUS, "--trainer.advantage", "gae", "--critic.learning_rate_scale", 1)
+    command = Command.start(
+        tmp_path, "train", toml, "--output", tmp_path / "two", *options, "--steps", 100_000,
+        "--checkpoint.every_steps", 2, "--critic.parallelism.fsdp", 2,
+    )  # fmt: skip
+    two, one = (tmp_path / name / "tiny" for name in ("two", "one"))
+    command.until((two / "checkpoints/step-00000004").exists, timeout_s=240)
+    pids, killed = descendants(command.process.pid), command.children()["critic.1"]
+    os.kill(killed, signal.SIGKILL)
+    code, said = command.wait(timeout_s=20)
+    assert code == 1
+    found = re.search(rf"MeshFailed: critic \(rank 1\): pid {killed} .*; --resume goes on from step (\d+)\n", said)
+    assert found, said
+    assert gone(pids) == []
+    assert "preflight of fsdp 2, tp 1, pp 1, cp 1: " in (two / "logs/critic.1.log").read_text()
+
+    inline = ("--cluster.kind", "inline", "--steps")
+    for output, more in ((two.parent, (int(found[1]) + 1, "--resume")), (one.parent, (4,))):
+        done = llamarl_here("train", toml, "--output", output, *options, *inline, *more)
+        assert done.returncode == 0, done.stderr
+    for row, expected in zip(steps(two)[:4], steps(one), strict=True):
+        for name in ("loss", "grad_norm", "extra.value_loss", "extra.critic_grad_norm", "extra.explained_variance"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+    assert rows(two / "rollouts.jsonl")[0]["token_ids"] == rows(one / "rollouts.jsonl")[0]["token_ids"]
+    assert len(steps(two)) == int(found[1]) + 1
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    return [row for row in rows(folder / "metrics.jsonl") if row["kind"] == "step"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Reference, critic and reward model: what each says, alone and in a run.
 
-Not covered: GPUs, and more than one process for one of them.
+Not covered: GPUs, and here a critic of several processes, which is in `end_to_end/test_layouts.py`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +19,7 @@ from llamarl.algorithms.advantages.gae import Gae
 from llamarl.algorithms.losses.ppo_clip import PpoClip
 from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.prepare import prepare
-from llamarl.controller.run import run
-from llamarl.controller.run_folder import RunFolder, prepare_run_folder
+from llamarl.controller.run_folder import RunFolder
 from llamarl.data.tokenizer import Tokenizer, train_byte_bpe
 from llamarl.executors.critic import CriticExecutor
 from llamarl.executors.reference import ReferenceExecutor
@@ -30,35 +29,14 @@ from llamarl.rollouts.packing import pack, to_sample_group
 from llamarl.training.trainer import Trainer
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 from tests.end_to_end.tiny import rows
+from tests.executors.runs import learnt, tiny_config, train
 
 MakeConfig = Callable[..., RunConfig]
 
 
 @pytest.fixture
 def make_config(model: Path, tmp_path: Path) -> MakeConfig:
-    def make(**changes: Any) -> RunConfig:
-        values: dict[str, Any] = {
-            "name": "models",
-            "output": str(tmp_path),
-            "seed": 3,
-            "steps": 3,
-            "model": {"path": str(model)},
-            "data": {"train": {"name": "running_total", "count": 7}},
-            "rollout": {
-                "prompts_per_step": 3, "group_size": 4, "max_staleness": 0, "max_new_tokens": 16, "temperature": 0.8,
-            },
-            "trainer": {"learning_rate": 0.01, "microbatch_tokens": 128, "advantage": "gae", "loss": "ppo_clip"},
-            "reference": {"kl_coefficient": 0.05, "kl_in": "reward", "kl_estimator": "k1"},
-            "critic": {"learning_rate_scale": 1.0},
-            "reward": {"parts": [{"name": "tests.executors.rewards:EvenLength"}]},
-            "cluster": {"kind": "inline"},
-            "screen": {"kind": "none"},
-        }  # fmt: skip
-        for section, change in changes.items():
-            values[section] = values[section] | change if isinstance(change, dict) else change
-        return RunConfig.model_validate(values)
-
-    return make
+    return partial(tiny_config, model, tmp_path)
 
 
 @pytest.fixture
@@ -160,22 +138,21 @@ class TestRewardModel:
         assert fine.outcome is Outcome.SCORE
 
 
-def finished(critic: CriticExecutor, group: RolloutGroup, group_id: int) -> dict[str, float]:
-    learning = learn(critic, group, group_id)
-    while not learning.done():
-        assert critic.work()
-    assert not critic.work()
-    return learning.result()
+def finished(critic: CriticExecutor, group: RolloutGroup, step: int) -> dict[str, float]:
+    learn(critic, group, step)
+    while (result := critic.learn_on(step)) is None:
+        pass
+    return result.metrics | {"critic_s": 0}
 
 
-def learn(critic: CriticExecutor, group: RolloutGroup, group_id: int) -> Any:
+def learn(critic: CriticExecutor, group: RolloutGroup, step: int) -> None:
     values = critic.score([(group.prompt, group.rollouts)])[0]
     rollouts = tuple(
-        replace(one, group_id=group_id, values_T=values_T, reference_logprobs_T=np.zeros(one.num_tokens, np.float32))
+        replace(one, group_id=step, values_T=values_T, reference_logprobs_T=np.zeros(one.num_tokens, np.float32))
         for one, values_T in zip(group.rollouts, values, strict=True)
     )
-    critic.add_groups([replace(group, group_id=group_id, rollouts=rollouts)])
-    return critic.learn([group_id])
+    critic.add_groups([replace(group, group_id=step, rollouts=rollouts)])
+    critic.learn(step, [step])
 
 
 def values_of(critic: CriticExecutor, group: RolloutGroup) -> np.ndarray:
@@ -190,46 +167,44 @@ class TestCritic:
         cut = {"microbatch_tokens": len(group.prompt.token_ids_T) + 6}
         for staleness in (1, 0):
             config = make_config(trainer=cut, rollout={"max_staleness": staleness})
-            critic = CriticExecutor(config, str(tmp_path / "critic"))
+            critic = CriticExecutor(config, str(tmp_path))
             before = values_of(critic, group)
-            learning = learn(critic, group, 1)
-            assert critic.work() and not learning.done(), "one microbatch of two"
+            learn(critic, group, 1)
+            assert critic.learn_on(1) is None, "one microbatch of two"
             assert np.array_equal(values_of(critic, group), before) == (staleness == 1)
-            while critic.work():
+            while (result := critic.learn_on(1)) is None:
                 pass
             assert not np.array_equal(values_of(critic, group), before)
-            assert learning.result()["value_loss"] > 0
+            assert result.metrics["value_loss"] > 0 and result.metrics["critic_s"] > 0
+
+    def test_a_step_is_finished_before_the_next(
+        self, make_config: MakeConfig, group: RolloutGroup, tmp_path: Path
+    ) -> None:
+        """Both are asked for in turn; each answers with its own numbers."""
+        apart, together = (CriticExecutor(make_config(), str(tmp_path)) for _ in range(2))
+        for step in (1, 2):
+            learn(together, group, step)
+        expected = [finished(apart, group, 1)]
+        learn(apart, group, 2)
+        found = dict[int, dict[str, float]]()
+        while len(found) < 2:
+            for step in {1, 2} - found.keys():
+                if (result := together.learn_on(step)) is not None:
+                    found[step] = result.metrics | {"critic_s": 0}
+        assert list(found) == [1, 2] and found[1] == expected[0] and found[2] != found[1]
 
     def test_it_goes_on_from_its_checkpoint_bit_for_bit(
         self, make_config: MakeConfig, group: RolloutGroup, tmp_path: Path
     ) -> None:
-        first, second = (CriticExecutor(make_config(), str(tmp_path / "critic")) for _ in range(2))
+        first, second = (CriticExecutor(make_config(), str(tmp_path)) for _ in range(2))
         finished(first, group, 1)
         learn(first, group, 2)
         first.save(2).result()  # finishes the second step
         assert (committed := first.commit()) is not None and committed.result().endswith("step-00000002")
         second.resume(2)
         assert np.array_equal(values_of(first, group), values_of(second, group))
-        assert finished(first, group, 3) | {"critic_s": 0} == finished(second, group, 3) | {"critic_s": 0}
+        assert finished(first, group, 3) == finished(second, group, 3)
         assert np.array_equal(values_of(first, group), values_of(second, group))
-
-    def test_a_checkpoint_that_is_not_there(self, make_config: MakeConfig, tmp_path: Path) -> None:
-        critic = CriticExecutor(make_config(), str(tmp_path / "critic"))
-        with pytest.raises(ConfigError, match=r"trainer goes on from step 7, but the critic cannot"):
-            critic.resume(7)
-
-
-def train(config: RunConfig, *, resume: bool = False) -> RunFolder:
-    folder = prepare_run_folder(config, resume=resume, overwrite=not resume)
-    run(config, prepare(config), folder, resume=resume, command_started_s=0.0)
-    return folder
-
-
-def learnt(folder: RunFolder) -> list[dict[str, Any]]:
-    """What does not depend on time."""
-    names = ("step", "reward_mean", "loss", "grad_norm", "extra.value_loss", "extra.critic_grad_norm",
-             "extra.explained_variance", "extra.kl_to_reference")  # fmt: skip
-    return [{name: row[name] for name in names} for row in rows(folder.metrics) if row["kind"] == "step"]
 
 
 @pytest.fixture
@@ -282,6 +257,22 @@ def test_a_reference_with_other_tokens_is_refused(make_config: MakeConfig, model
         prepare(make_config(reference={"path": str(other)}))
     with pytest.raises(ConfigError, match=r"critic.path"):
         prepare(make_config(critic={"path": str(other)}))
+
+
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        ({"tp": 4}, r"critic.parallelism.tp = 4 cannot share the 2 key/value heads of .* evenly; use one of 1, 2"),
+        ({"pp": 3}, r"critic.parallelism.pp = 3 is more than the 2 layers of .*; use at most 2"),
+    ],
+)
+def test_a_critic_that_cannot_be_cut_so_is_refused(
+    make_config: MakeConfig, layout: dict[str, int], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        prepare(make_config(critic={"parallelism": layout}, cluster={"kind": "monarch"}))
+    with pytest.raises(ValueError, match=r"critic.parallelism asks for \d processes, .* use cluster.kind = 'monarch'"):
+        make_config(critic={"parallelism": layout})
 
 
 def test_what_is_not_simulated_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:

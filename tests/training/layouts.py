@@ -27,8 +27,9 @@ from llamarl.models.lora import B, add_adapters
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.training import parallel
-from llamarl.training.health import NonFiniteStep
-from llamarl.training.preflight import check_layout
+from llamarl.training.critic import Critic
+from llamarl.training.preflight import check_critic_layout, check_layout
+from llamarl.training.result import NonFiniteStep
 from llamarl.training.state import load_training_state, training_state
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
@@ -123,12 +124,12 @@ def learnt_adapters(model: Transformer, lora: LoraConfig, dtype: torch.dtype) ->
             torch.nn.init.normal_(weight, std=0.1, generator=generator)
 
 
-def parts(trainer: Trainer) -> dict[str, Any]:
+def parts(trainer: Trainer | Critic) -> dict[str, Any]:
     """Weights and moments: whole shape, box and part by name."""
     return {name: (spec.global_shape, spec.box, part.clone()) for name, (spec, part) in trainer.shards().items()}
 
 
-def load(trainer: Trainer, checkpoints: Path) -> None:
+def load(trainer: Trainer | Critic, checkpoints: Path) -> None:
     """The newest, if there is one."""
     world = trainer.mesh.world
     newest, _ = CheckpointStore(checkpoints, 2, world.rank, world.size, trainer.mesh.exchange).load_newest()
@@ -136,7 +137,7 @@ def load(trainer: Trainer, checkpoints: Path) -> None:
         load_training_state(trainer, newest.shapes, newest.read, newest.state)
 
 
-def save(trainer: Trainer, checkpoints: Path) -> dict[str, Any]:
+def save(trainer: Trainer | Critic, checkpoints: Path) -> dict[str, Any]:
     """What was saved."""
     world = trainer.mesh.world
     store = CheckpointStore(checkpoints, 2, world.rank, world.size, trainer.mesh.exchange)
@@ -162,6 +163,7 @@ def preflight(
     shape: Mapping[str, Any],
     broken: str,
     lora: LoraConfig | None = None,
+    of: str = "trainer",
 ) -> str:
     """What the preflight says, or is refused with, when part of the layout is broken."""
     mesh = joined(meeting, number, sizes)
@@ -175,8 +177,8 @@ def preflight(
     if broken:
         setattr(parallel, names[broken], others[broken])
     try:
-        sizes = {key: value for key, value in shape.items() if key != "dtype"}
-        return check_layout(ModelShape(**sizes), mesh, CPU, lora)
+        tiny = ModelShape(**{key: value for key, value in shape.items() if key != "dtype"})
+        return check_layout(tiny, mesh, CPU, lora) if of == "trainer" else check_critic_layout(tiny, mesh, CPU)
     except ConfigError as error:
         return str(error)
     finally:

@@ -13,36 +13,21 @@ from llamarl.config.schema import TrainerConfig
 from llamarl.models.attention import causal_attend
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.shape import ModelShape
-from llamarl.rollouts.shaping import UNSHAPED
-from llamarl.training.critic import Critic, value_losses
-from llamarl.training.health import NonFiniteStep
+from llamarl.training.critic import Critic, finished, value_losses
+from llamarl.training.result import NonFiniteStep
 from llamarl.types import FinishReason, Outcome, RewardResult, RolloutGroup
 from tests.training.conftest import SHAPE, MakeGroups
+from tests.training.critics import valued
 
 
 def make_critic(**config) -> Critic:
     torch.manual_seed(3)
     settings = TrainerConfig(**{"learning_rate": 3e-3, "max_grad_norm": 1e9} | config)
-    return Critic(ScalarModel(ModelShape(**SHAPE)), settings, clip=0.2, advantage=Gae(), rewards=UNSHAPED.rewards)
+    return Critic(ScalarModel(ModelShape(**SHAPE)), settings, clip=0.2, advantage=Gae())
 
 
 def run(critic: Critic, groups: list[RolloutGroup]) -> dict[str, float]:
-    step = critic.learn(groups)
-    while True:
-        try:
-            next(step)
-        except StopIteration as end:
-            return end.value
-
-
-def valued(critic: Critic, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-    values = critic.values([(group.prompt, group.rollouts) for group in groups])
-    return [
-        replace(
-            group, rollouts=tuple(replace(r, values_T=v) for r, v in zip(group.rollouts, of_group, strict=True))
-        )
-        for group, of_group in zip(groups, values, strict=True)
-    ]  # fmt: skip
+    return finished(critic.learn(groups)).metrics
 
 
 def test_value_losses_closed_form() -> None:
@@ -132,6 +117,19 @@ def test_a_step_that_is_not_finite(make_groups: MakeGroups) -> None:
         run(critic, valued(critic, groups))
     skipping = make_critic(on_nonfinite="skip")
     before = [weight.clone() for weight in skipping.model.parameters()]
-    assert run(skipping, valued(skipping, groups))["critic_skipped"] == 1
+    result = finished(skipping.learn(valued(skipping, groups)))
+    assert result.skipped and result.metrics["critic_skipped"] == 1 and result.policy_version == 1
+    assert "loss inf" in result.cause and "every group" in result.cause
     assert all(torch.equal(a, b) for a, b in zip(before, skipping.model.parameters(), strict=True))
     assert all(not weight.grad.any() for weight in skipping.model.parameters())
+
+
+def test_so_many_skipped_steps_in_a_row_end_it(make_groups: MakeGroups) -> None:
+    """One that is finite begins the count anew; the rollout at fault is named."""
+    critic = make_critic(on_nonfinite="skip", max_skipped_steps=2)
+    good, bad = (valued(critic, make_groups()) for _ in range(2))
+    bad[1] = replace(bad[1], results=(bad[1].results[0], replace(bad[1].results[1], value=np.inf)))
+    skipped = [finished(critic.learn(groups)).skipped for groups in (good, bad, good, bad)]
+    assert skipped == [False, True, False, True]
+    with pytest.raises(NonFiniteStep, match=r"critic step 4: .*group 1 rollout 1 \(loss\); 2 steps in a row"):
+        finished(critic.learn(bad))

@@ -11,7 +11,8 @@ import torch
 from llamarl.algorithms.losses._base import Positions, TokenLosses
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.rollouts.packing import pack, to_sample_group
-from llamarl.training.health import MAX_NAMED_GROUPS, NonFiniteStep, find_cause
+from llamarl.training.health import MAX_NAMED_GROUPS, find_cause
+from llamarl.training.result import NonFiniteStep
 from llamarl.types import RolloutGroup, SampleGroup
 
 NAN = float("nan")

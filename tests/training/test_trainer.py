@@ -18,9 +18,8 @@ from llamarl.checkpoint.checkpoint import Checkpoint
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config.schema import TrainerConfig
 from llamarl.rollouts.packing import pack, to_sample_group
-from llamarl.training.health import NonFiniteStep
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
-from llamarl.training.result import StepResult
+from llamarl.training.result import NonFiniteStep, StepResult
 from llamarl.training.state import StateMismatch, load_training_state, training_state
 from llamarl.training.trainer import Trainer
 from llamarl.types import Outcome, RolloutGroup
