@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     options, overrides = parser.parse_known_args(arguments)
     config = load_config(options.config, overrides)
 
-    from llamarl.cluster.api import ExecutorError
+    from llamarl.cluster.api import ExecutorError, MeshFailed
     from llamarl.controller.controller import NotSaved, TooManyInvalid
     from llamarl.controller.prepare import check_parts, prepare
     from llamarl.controller.run import run
@@ -36,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     from llamarl.controller.sync import WeightsWrong
     from llamarl.controller.warm_start import ensure_base_model
     from llamarl.observability.report import render_summary
+    from llamarl.training.result import NonFiniteStep
 
     check_parts(config)
     if options.dry_run:
@@ -50,8 +51,9 @@ def main(arguments: Sequence[str]) -> int:
     except Interrupted as error:
         print(f"llamarl train: {error}; go on with --resume. Files: {folder.path}", file=sys.stderr)
         return INTERRUPTED
-    except (ExecutorError, NotSaved, Stalled, TooManyInvalid, WeightsWrong) as error:
-        print(f"llamarl train: {type(error).__name__}: {error}", file=sys.stderr)
+    except (ExecutorError, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong) as error:
+        way_on = f"; {folder.way_on()}" if isinstance(error, MeshFailed) else ""
+        print(f"llamarl train: {type(error).__name__}: {error}{way_on}", file=sys.stderr)
         print(f"Files: {folder.path}; output of each executor: {folder.logs}", file=sys.stderr)
         return FAILURE
     print(render_summary(summary))

@@ -21,6 +21,12 @@ class RunFolder:
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
 
+    def way_on(self) -> str:
+        """How a run goes on that an executor has left."""
+        if saved := sorted(self.checkpoints.glob("step-*")):
+            return f"--resume goes on from step {int(saved[-1].name.removeprefix('step-'))}"
+        return "no checkpoint was saved yet, so --overwrite starts it again"
+
 
 def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Path:
     """The path of the run's folder, which nothing has touched yet.

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from llamarl.cluster.api import ExecutorError, ExecutorHandle
+from llamarl.training.result import NonFiniteStep
 
 T = TypeVar("T")
 
@@ -73,7 +74,10 @@ class Supervisor:
             self._failure.set_exception(error)
 
     async def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """`main`'s result, unless something in the background fails first: then that error."""
+        """`main`'s result, unless something in the background fails first: then that error.
+
+        A step that was not finite is no fault of the code, so its sentence comes without the executor's traceback.
+        """
         task = asyncio.create_task(main, name="main")
         try:
             await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
@@ -81,7 +85,10 @@ class Supervisor:
                 self._failure.result()
             return task.result()
         except ExecutorError as error:
-            raise await self._cause(error) from error.__cause__
+            cause = await self._cause(error)
+            if isinstance(cause.__cause__, NonFiniteStep):
+                raise cause.__cause__ from None
+            raise cause from error.__cause__
         finally:
             await _cancel({task})
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from llamarl.checkpoint.store import CheckpointStore
+from llamarl.training import critic
 from tests.end_to_end.learning import write_task
 from tests.end_to_end.tiny import Command, descendants, environment, gone, is_alive, llamarl, llamarl_here, rows
 
@@ -29,6 +32,23 @@ GRADERS = ("--reward.parts", "[{name = 'exact'}, {name = 'math'}]")
 """A reward whose graders are processes of their own, which must end with it."""
 
 
+MODELS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
+    "reward": (GRADERS, ()),
+    "reference": (("--reference.kl_coefficient", 0.1), ("reference",)),
+    "reward-model": ((), ("reward-model",)),
+}
+"""Options by the executor that is killed, and the executors that they add."""
+
+
+def with_score(model: Path, folder: Path) -> Path:
+    """A classification model."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    head = {"score.weight": weights["model.embed_tokens.weight"][:1].clone()}
+    save_file(weights | head, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 class Running:
     """A run that has begun to train, its executors by name, and all its processes."""
 
@@ -37,12 +57,12 @@ class Running:
         self.folder = folder / "tiny"
         self.command = Command.start(folder, "train", toml, "--output", folder, *FOR_EVER, *overrides)
 
-    def wait_for_steps(self, count: int = 7) -> None:
+    def wait_for_steps(self, count: int = 7, more: frozenset[str] = frozenset()) -> None:
         metrics = self.folder / "metrics.jsonl"
         self.command.until(lambda: metrics.exists() and f'"step": {count},' in metrics.read_text())
         self.executors = self.command.children()
         self.pids = descendants(self.command.process.pid)
-        assert self.executors.keys() == EXECUTORS
+        assert self.executors.keys() == EXECUTORS | more
 
     def check_files(self) -> int:
         """Every line is whole, every step is on record once; the newest checkpoint's step."""
@@ -111,20 +131,26 @@ def test_sigterm_and_a_second_signal(tmp_path: Path, toml: Path) -> None:
         assert line.startswith("{") and line.endswith("}")
 
 
-@pytest.mark.parametrize("kill", ["generator-0", "trainer", "reward"])
-def test_kill_of_an_executor(tmp_path: Path, toml: Path, kill: str) -> None:
-    run = Running(tmp_path / "runs", toml, *(GRADERS if kill == "reward" else ()))
-    run.wait_for_steps()
+@pytest.mark.parametrize("kill", ["generator-0", "trainer", *MODELS])
+def test_kill_of_an_executor(tmp_path: Path, toml: Path, model: Path, kill: str) -> None:
+    options, more = MODELS.get(kill, ((), ()))
+    if kill == "reward-model":
+        options = ("--reward.model.path", with_score(model, tmp_path / "judge"))
+    run = Running(tmp_path / "runs", toml, *options)
+    run.wait_for_steps(more=frozenset(more))
     pid = run.executors[kill]
     os.kill(pid, signal.SIGKILL)
     code, said = run.command.wait(END_S)
     assert code == 1
     # An older kernel does not tell how a process ended that Monarch has reaped first.
     how = "(was killed by SIGKILL|has ended)"
-    assert re.match(rf"llamarl train: MeshFailed: {kill} \(rank 0\): pid {pid} {how}\nFiles: ", said)
-    assert len(said.strip().splitlines()) == 2, said
+    lines = [line for line in said.splitlines() if "CPU threads work at once" not in line]
+    assert len(lines) == 2 and lines[1].startswith("Files: "), said
+    died = rf"llamarl train: MeshFailed: {kill} \(rank 0\): pid {pid} {how}"
+    found = re.fullmatch(rf"{died}; --resume goes on from step (\d+)", lines[0])
+    assert found, said
     assert gone(run.pids, 2.0) == []
-    run.check_files()
+    assert int(found[2]) == run.check_files()
     assert f"{kill} (rank 0)" in (run.folder / "summary.json").read_text()
 
 
@@ -166,16 +192,32 @@ def test_an_exception_in_an_executor(
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_a_run_that_diverges_does_not_look_like_a_success(tmp_path: Path, toml: Path, policy: str) -> None:
-    """It ends with a name for what was not finite: at once, or after so many skipped steps."""
-    overrides = ("--trainer.loss", "tests.end_to_end.parts:InfiniteLoss", "--trainer.on_nonfinite", policy)
-    limit = ("--trainer.max_skipped_steps", 2, "--cluster.kind", "inline")
-    done = llamarl_here("train", toml, "--output", tmp_path, *overrides, *limit)
+@pytest.mark.parametrize("who", ["trainer", "critic"])
+def test_a_run_that_diverges_does_not_look_like_a_success(
+    tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch, policy: str, who: str
+) -> None:
+    """It ends with a sentence that names what was not finite: at once, or after so many skipped steps."""
+    part, rate = ("--trainer.loss", "tests.end_to_end.parts:InfiniteLoss"), "trainer.learning_rate"
+    if who == "critic":
+        monkeypatch.setattr(critic, "value_losses", lambda values_R, *_: values_R.exp() * float("inf"))
+        part, rate = ("--trainer.advantage", "gae"), "critic.learning_rate_scale"
+    limit = ("--trainer.on_nonfinite", policy, "--trainer.max_skipped_steps", 2, "--cluster.kind", "inline")
+    done = llamarl_here("train", toml, "--output", tmp_path, *part, *limit)
     assert done.returncode == 1
-    said = done.stderr
-    assert "loss inf" in said and "microbatch 1 of 1" in said
-    assert ("warning: step 1 was skipped (trainer.on_nonfinite = 'skip'): " in said) == (policy == "skip")
-    assert ("2 steps in a row (trainer.max_skipped_steps)" in said) == (policy == "skip")
+    *warnings, last, files = (line for line in done.stderr.splitlines() if "CPU threads work at once" not in line)
+    name = "critic step" if who == "critic" else "step"
+    count = 0 if policy == "stop" else 1
+    assert last.startswith(f"llamarl train: NonFiniteStep: {name} {count}: loss inf, gradient norm ")
+    assert "microbatch 1 of 1" in last and files.startswith("Files: ")
+    if policy == "stop":
+        assert last.endswith(f"; lower {rate}, or set trainer.on_nonfinite = 'skip'") and not warnings
+    else:
+        assert last.endswith("; 2 steps in a row (trainer.max_skipped_steps)")
+        (warning,) = warnings
+        whose = "of the critic " if who == "critic" else ""
+        skipped = f"warning: step 1 {whose}was skipped (trainer.on_nonfinite = 'skip'): {name} 0: loss inf, "
+        assert warning.startswith(skipped)
+    assert last.partition("NonFiniteStep: ")[2] in (tmp_path / "tiny/summary.json").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
