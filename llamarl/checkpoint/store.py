@@ -183,7 +183,10 @@ class CheckpointStore:
         if self._rank == 0:
             for store in stores:
                 store._put_back()
-        for step in sorted({step for store in stores for step in self._exchange(store.steps())[0]}, reverse=True):
+        held = [self._exchange(store.steps())[0] for store in stores]
+        if not held[-1]:
+            return None, []  # those beside save first: the run may have ended in between
+        for step in sorted({step for steps in held for step in steps}, reverse=True):
             try:
                 return [store.load(step) for store in stores][-1], damaged
             except CheckpointError as error:

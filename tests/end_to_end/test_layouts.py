@@ -95,7 +95,8 @@ def test_a_critic_of_two_processes(tmp_path: Path, toml: Path) -> None:
     for row, expected in zip(steps(two)[:4], steps(one), strict=True):
         for name in ("loss", "grad_norm", "extra.value_loss", "extra.critic_grad_norm", "extra.explained_variance"):
             assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
-    assert rows(two / "rollouts.jsonl")[0]["token_ids"] == rows(one / "rollouts.jsonl")[0]["token_ids"]
+    sampled = ([row["token_ids"] for row in rows(run / "rollouts.jsonl") if row["step"] <= 4] for run in (two, one))
+    assert next(sampled) == next(sampled)
     assert len(steps(two)) == int(found[1]) + 1
 
 

@@ -69,6 +69,18 @@ def test_it_goes_back_to_what_trainer_and_critic_both_have(
         assert step_folder(folder, one, 4).exists(), "saved again"
 
 
+def test_a_critic_s_first_checkpoint_alone_is_none(
+    saved_run: tuple[RunConfig, RunFolder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is written first, so a run may have been killed right behind it."""
+    config, folder = copied(saved_run, tmp_path)
+    for step in (3, 4):
+        damage(step_folder(folder, "trainer", step), "missing")
+    train(config, resume=True)
+    assert "no checkpoint was saved yet; the run starts from the beginning" in capsys.readouterr().err
+    assert learnt(folder) == learnt(saved_run[1])
+
+
 def test_without_a_step_that_both_have_it_does_not_go_on(
     saved_run: tuple[RunConfig, RunFolder], tmp_path: Path
 ) -> None:
