@@ -41,22 +41,22 @@ class Admission:
         self._group_size = rollout.group_size
         self._prompts = prompts
         self._sampler = PromptSampler(len(prompts), config.seed)
-        self._readmit = list[int]()
-        """Prompts that were in flight when the resumed checkpoint was written; they start from the beginning."""
+        self._prompt_of = dict[int, int]()
+        """Prompt index of each unconsumed group. Those of a resumed checkpoint start from the beginning, under their
+        numbers: sampling noise depends on these."""
         if state:
             self._sampler.restore(state["sampler"])
-            self._readmit += state["unconsumed_prompts"]
+            self._prompt_of |= map(tuple, state["unconsumed"])
         first_group_id = state["next_group_id"] if state else 0
         max_dropped = (rollout.max_attempts - 1) * rollout.prompts_per_step
         self.buffer = RolloutBuffer(
-            rollout.prompts_per_step, rollout.max_staleness, rollout.window, first_group_id, max_dropped
-        )
+            rollout.prompts_per_step, rollout.max_staleness, rollout.window, first_group_id, max_dropped,
+            resumed=sorted(self._prompt_of),
+        )  # fmt: skip
         self.num_left = (config.steps - (state["step"] if state else 0)) * rollout.prompts_per_step
         """Groups that the steps to come will consume."""
         self._replaces_flat = rollout.max_attempts > 1
         self._mask_truncated = config.shaping.mask_truncated
-        self._prompt_of = dict[int, int]()
-        """Prompt index of each unconsumed group."""
 
     @property
     def num_admissible(self) -> int:
@@ -83,8 +83,9 @@ class Admission:
         return is_flat(group, mask_truncated=self._mask_truncated)
 
     def _request(self, group_id: int) -> tuple[GenerationRequest, Prompt]:
-        self._prompt_of[group_id] = index = self._readmit.pop(0) if self._readmit else self._sampler.next()
-        prompt = self._prompts[index]
+        if group_id not in self._prompt_of:
+            self._prompt_of[group_id] = self._sampler.next()
+        prompt = self._prompts[self._prompt_of[group_id]]
         request = GenerationRequest(
             group_id=group_id,
             prompt_token_ids_T=prompt.token_ids_T,
@@ -110,5 +111,5 @@ class Admission:
         return {
             "sampler": self._sampler.state(),
             "next_group_id": self.buffer.next_group_id,
-            "unconsumed_prompts": [self._prompt_of[group_id] for group_id in self.buffer.unconsumed] + self._readmit,
+            "unconsumed": sorted(self._prompt_of.items()),
         }

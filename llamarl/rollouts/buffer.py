@@ -33,14 +33,25 @@ class RolloutBuffer:
     or admitted -> flat -> dropped."""
 
     def __init__(
-        self, prompts_per_step: int, max_staleness: int, window: int, first_group_id: int = 0, max_dropped: int = 0
+        self,
+        prompts_per_step: int,
+        max_staleness: int,
+        window: int,
+        first_group_id: int = 0,
+        max_dropped: int = 0,
+        resumed: Sequence[int] = (),
     ) -> None:
+        """
+        Args:
+            resumed: older groups that nobody has consumed yet; they are admitted again, under their numbers, first.
+        """
         self.prompts_per_step = prompts_per_step
         self.window = window
         self.capacity = (max_staleness + 1) * prompts_per_step
         self.staleness_limit = max_staleness + -(-(window - 1) // prompts_per_step) if max_staleness else 0
         self.next_group_id = first_group_id
-        """Of the next group to be admitted."""
+        """Of the next group to be admitted for the first time."""
+        self._resumed = list(resumed)
         self._waiting: dict[int, RolloutGroup | None] = {}  # unconsumed groups in admission order; None: not ready
         self._flat: dict[int, RolloutGroup] = {}  # of those, the ones that may be dropped: older groups decide
         self._max_dropped = max_dropped
@@ -62,16 +73,12 @@ class RolloutBuffer:
         """Admitted groups that no step has consumed yet."""
         return len(self._waiting)
 
-    @property
-    def unconsumed(self) -> list[int]:
-        """Ids of admitted groups that no step has consumed yet, oldest first."""
-        return list(self._waiting)
-
     def admit(self, count: int) -> Sequence[int]:
         """Ids of `count` newly admitted groups, oldest first."""
         assert count <= self.num_free, "admission beyond the staleness bound"
-        ids = range(self.next_group_id, self.next_group_id + count)
-        self.next_group_id += count
+        again, self._resumed = self._resumed[:count], self._resumed[count:]
+        first, self.next_group_id = self.next_group_id, self.next_group_id + count - len(again)
+        ids = [*again, *range(first, self.next_group_id)]
         self._waiting.update(dict.fromkeys(ids))
         return ids
 

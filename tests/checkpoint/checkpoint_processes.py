@@ -61,7 +61,7 @@ def tensors(step: int, numel: int = 1000) -> dict[str, Tensor]:
 
 
 def state(step: int) -> dict[str, Any]:
-    return {"policy_version": step, "controller": {"step": step, "unconsumed_prompts": [3, 1, step]}}
+    return {"policy_version": step, "controller": {"step": step, "unconsumed": [[3, 1], [4, step]]}}
 
 
 def shards(whole: Mapping[str, Tensor], rank: int = 0, num_ranks: int = 1) -> Shards:

@@ -72,19 +72,6 @@ def test_what_is_exported(learnt: Path, trained: Trained, tmp_path: Path) -> Non
     assert "--merge is for adapters" in wrong.stderr
 
 
-def test_it_resumes_bit_for_bit(trained: Trained) -> None:
-    synchronous = ("--rollout.max_staleness", 0, "--rollout.window", 1, "--eval.every_steps", 0, *LORA)
-    for name, steps, more in (("whole", 6, ()), ("cut", 3, ()), ("cut", 6, ("--resume",))):
-        override = ("--steps", steps, "--checkpoint.every_steps", 3, "--name", name, *more)
-        done = llamarl_here("train", trained.toml, *synchronous, *override)
-        assert done.returncode == 0, done.stderr
-    found = [
-        [(row["step"], row["token_ids"], row["behavior_logprobs"]) for row in rows(path / "rollouts.jsonl")]
-        for path in (trained.folder.with_name("whole"), trained.folder.with_name("cut"))
-    ]
-    assert found[0] == found[1]
-
-
 def test_cut_trainers_and_quantized_cut_generators(tmp_path: Path, toml: Path) -> None:
     """Each rank of the generator receives its part of the adapters, and merges before it quantizes."""
     done = llamarl(

@@ -353,7 +353,7 @@ class TestResume:
         other, trainer = make_trainer(shape=shape), make_trainer()
         other.step(make_groups())
         checkpoint, before = saved(CheckpointStore(tmp_path, keep=1), other), snapshot(trainer)
-        with pytest.raises(StateMismatch, match=r"another model"):
+        with pytest.raises(StateMismatch, match=r"other weights"):
             load(trainer, checkpoint)
         assert_same_bits(snapshot(trainer), before)
         assert trainer.policy_version == 0
