@@ -247,6 +247,15 @@ class RunConfig(Section):
                 "reference.kl_estimator = 'k1' in the loss has no gradient on average; use 'k2' or 'k3', "
                 "or reference.kl_in = 'reward'"
             )
+        is_truncated = rollout.top_p < 1 or rollout.top_k or rollout.min_p
+        if reference.kl_coefficient and reference.kl_in == "reward" and is_truncated:
+            raise ValueError(
+                "reference.kl_in = 'reward' compares with what was sampled, and rollout.top_p, top_k or min_p leave "
+                "tokens out: that alone would cost reward; leave them out, or use reference.kl_in = 'loss'"
+            )
+        unused = reference.model_dump(include={"path", "dtype", "threads", "device"})
+        if not reference.kl_coefficient and unused != ReferenceConfig().model_dump(include=set(unused)):
+            raise ValueError("reference is set and not used; set reference.kl_coefficient, or leave it out")
         if reference.dtype == "fp8" and reference.device == "cpu":
             raise ValueError("reference.dtype = 'fp8' needs a GPU; with reference.device = 'cpu' use 'int8'")
         return self

@@ -72,8 +72,8 @@ class TrainerConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Clip the global gradient norm to this."""
     passes: int = Field(default=1, ge=1)
-    """Updates on each batch, all before the next version is published. From the second on `decoupled_ppo`, and losses
-    with `truncate`, stay near the policy before the first."""
+    """Updates on each batch, all before the next version is published. From the second on `decoupled_ppo`, and clipping
+    losses with `truncate`, stay near the policy before the first."""
     microbatch_tokens: int = Field(default=8192, ge=1)
     """Tokens of one forward and backward; bounds memory, does not change the gradient. A sequence must fit."""
     activation_checkpointing: bool = False

@@ -42,6 +42,11 @@ def check_parts(config: RunConfig) -> None:
             f"rollout.group_size = 1 with trainer.advantage = {config.trainer.advantage.name!r}: it compares the "
             "rollouts of a group, so nothing is learnt from one; use a group_size of 2 or more"
         )
+    if "critic" not in models_in_use(config) and config.critic != CriticConfig():
+        raise ConfigError(
+            f"critic is set and not used, as trainer.advantage = {config.trainer.advantage.name!r} needs no values; "
+            "use 'gae', or leave it out"
+        )
     build_reward(config.reward).close()
     if config.generator.backend == "vllm":
         check_python(config.generator.vllm.python)
@@ -59,6 +64,11 @@ def prepare(config: RunConfig) -> Prepared:
     check_parallelism(shape, config.trainer.parallelism, config.model.path)
     check_models(config, shape)
     warnings = _thread_warnings(config)
+    if (fsdp := config.trainer.parallelism.fsdp) > config.rollout.prompts_per_step:
+        warnings.append(
+            f"trainer.parallelism.fsdp = {fsdp} shares the {config.rollout.prompts_per_step} groups of a step "
+            "(rollout.prompts_per_step), so some ranks have none; raise the one or lower the other"
+        )
     compiler = os.environ.get("CXX", "g++")
     if config.trainer.compile and config.trainer.device == "cpu" and shutil.which(compiler) is None:
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from llamarl.config import ConfigError, RunConfig, dump_toml
+from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
 
 
 class RunFolder:
@@ -41,10 +41,25 @@ def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Pat
         raise ConfigError(f"{path} exists; go on with it (--resume), replace it (--overwrite) or choose another --name")
     if resume and not path.exists():
         raise ConfigError(f"--resume: there is no run in {path}; start it without --resume")
+    if resume and (path / "config.toml").exists():
+        _check_same_weights(load_config(path / "config.toml"), config)
     is_empty = path.is_dir() and not any(path.iterdir())
     if overwrite and path.exists() and not is_empty and not (path / "config.toml").exists():
         raise ConfigError(f"--overwrite: {path} is not a run folder (no config.toml in it), so it is not deleted")
     return path
+
+
+def _check_same_weights(before: RunConfig, now: RunConfig) -> None:
+    """Raises ConfigError when what checkpoints hold would mean something else."""
+    for name, old, new in (
+        ("model.path", before.model.path, now.model.path),
+        ("trainer.lora", before.trainer.lora, now.trainer.lora),
+    ):
+        if old != new:
+            raise ConfigError(
+                f"--resume: {name} was {old!r} when the run began and is {new!r} now, which its checkpoints do "
+                "not fit; use what it was, or start another run with another --name"
+            )
 
 
 def prepare_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> RunFolder:

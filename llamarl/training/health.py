@@ -94,7 +94,7 @@ def split_by_age(sums: dict[str, float]) -> dict[str, float]:
 
     Tokens of older versions differ by training, kernels and precision (staleness); those of the version in training by
     the latter two alone (mismatch). Each is a mean over its own tokens, and missing where there are none:
-    ``kl_to_behavior = stale_share * kl_staleness + (1 - stale_share) * kl_mismatch``.
+    ``kl_to_behavior = stale_share * kl_staleness + (1 - stale_share) * kl_mismatch``, of the first pass over a batch.
     """
     taken = {part: [sums.pop(f"{part}_{what}", 0.0) for what in ("tokens", "excess", "kl")] for part in PARTS}
     found = {"stale_share": taken["staleness"][0] / max(taken["staleness"][0] + taken["mismatch"][0], 1)}

@@ -79,7 +79,9 @@ def check_memory(trainer: Trainer, shape: ModelShape, config: RunConfig) -> None
         activation_bytes(shape, recomputing, num_tokens, int(num_tokens * keys_per_token)) / num_sharing
         for recomputing in (settings, settings.model_copy(update={"activation_checkpointing": True}))
     )
-    moments = 8.0 * sum(weight.numel() for weight in trainer.sharding.weights.values())
+    # On CPUs also gradients, whose memory is taken when they are first written, and the copies that checkpoints write.
+    bytes_per_weight = 8.0 if trainer.device.type != "cpu" else 8.0 + 4.0 + 12.0
+    moments = bytes_per_weight * sum(weight.numel() for weight in trainer.sharding.weights.values())
     logits = 3 * 4.0 * TILE_LOGITS + 4.0 * shape.vocab_size * shape.hidden_size / parallelism.tp
     free, gib = free_memory_bytes(trainer.device), 2.0**30
     if trainer.device.type == "cpu":
@@ -87,7 +89,7 @@ def check_memory(trainer: Trainer, shape: ModelShape, config: RunConfig) -> None
     if activations + moments + logits > free:
         raise ConfigError(
             f"trainer.microbatch_tokens = {settings.microbatch_tokens} takes about {activations / gib:.1f} GiB, beside "
-            f"{(moments + logits) / gib:.1f} GiB for optimizer and logits, and {free / gib:.1f} GiB are free on "
-            f"{trainer.device}; lower it, set trainer.activation_checkpointing = true ({thrifty / gib:.1f} GiB), or "
+            f"{(moments + logits) / gib:.1f} GiB for optimizer, checkpoint and logits, and {free / gib:.1f} GiB are free "
+            f"on {trainer.device}; lower it, set trainer.activation_checkpointing = true ({thrifty / gib:.1f} GiB), or "
             "share the model by trainer.parallelism"
         )

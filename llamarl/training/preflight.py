@@ -6,6 +6,7 @@ A wrong layout seldom fails. It trains on, with an exact loss and wrong gradient
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -94,7 +95,7 @@ def _compared(
         assert whole is not None, name
         assert part is not None, name
         apart = (part - whole[spec.box.within(Box.whole(spec.global_shape))]).norm() / whole.norm()
-        if not float(apart) <= worst:
+        if not float(apart) <= worst and not math.isnan(worst):
             worst, where = float(apart), name
     worst, where = max(mesh.exchange((worst, where)), key=lambda one: (one[0] != one[0], one[0]))
     layout = ", ".join(f"{axis} {getattr(mesh, axis).size}" for axis in ("fsdp", "tp", "pp", "cp"))

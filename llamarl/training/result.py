@@ -11,7 +11,7 @@ import numpy as np
 
 
 class NonFiniteStep(RuntimeError):
-    """Loss or gradient is not finite; the weights are unchanged."""
+    """Loss or gradient is not finite; the weights are unchanged, or as an earlier pass of the step left them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +21,8 @@ class StepResult:
     policy_version: int
     """Completed optimizer steps, this one included."""
     skipped: bool
-    """The gradient was not finite and `trainer.on_nonfinite` is `skip`: the weights did not change."""
+    """Loss or gradient was not finite and `trainer.on_nonfinite` is `skip`: that pass, of `trainer.passes`, changed no
+    weights and was the last."""
     cause: str = ""
     """Of a skipped step: which rollouts, and what of them is not finite."""
     metrics: dict[str, float]

@@ -118,7 +118,8 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=False)
             return sums, norm
 
-        said = f"step {self.policy_version}: loss {loss}, gradient norm {grad_norm}"
+        of_pass = f" pass {len(logged)} of {self.config.passes}" if self.config.passes > 1 else ""
+        said = f"step {self.policy_version}{of_pass}: loss {loss}, gradient norm {grad_norm}"
         cause = self.health.ended(said, finite, groups, computed, alone)
         self.policy_version += 1
         return StepResult(
@@ -138,7 +139,7 @@ class Trainer:
         """`trainer.passes` updates; what each logs, the last gradient norm, and whether all was finite.
 
         The first pass finds the log-probabilities that later ones stay near. One that is not finite is the last, and
-        makes no update.
+        makes no update; those before it stay.
         """
         logged, proximal, grad_norm, finite = list[Logged](), dict[int, Tensor](), 0.0, True
         self.health.begin()
@@ -205,8 +206,10 @@ class Trainer:
             kl=self.kl_in_loss,
         )
         output = self.loss(inputs)
+        at_first = proximal_R is None
         is_stale_R = self._tensor(microbatch.policy_versions_R) < self.policy_version
-        ages = age_sums(logprobs_R, inputs.behavior_logprobs_N, inputs.loss_mask_N, is_stale_R)
+        # Later passes move away from the behavior policy by themselves, which is neither staleness nor mismatch.
+        ages = age_sums(logprobs_R, inputs.behavior_logprobs_N, inputs.loss_mask_N, is_stale_R) if at_first else {}
         for name, value in {"loss": output.loss, **output.sums, **ages}.items():
             sums[name] = sums.get(name, 0.0) + float(value.detach())
         for name, value in output.maxima.items():

@@ -118,6 +118,21 @@ def test_where_it_is_charged() -> None:
     assert penalty(ReferenceConfig(), "loss") is None
 
 
+@pytest.mark.parametrize(
+    ("reference", "rollout", "message"),
+    [
+        ({"kl_coefficient": 0.1, "kl_in": "reward"}, {"top_p": 0.9}, "top_p, top_k or min_p leave tokens out"),
+        ({"kl_coefficient": 0.1, "kl_in": "reward"}, {"top_k": 20}, "use reference.kl_in = 'loss'"),
+        ({"dtype": "int8"}, {}, "reference is set and not used; set reference.kl_coefficient"),
+        ({"path": "x"}, {}, "reference is set and not used"),
+    ],
+)
+def test_what_would_charge_for_something_else_or_nothing(reference: dict, rollout: dict, message: str) -> None:
+    values = {"model": {"path": "x"}, "data": {"train": "jsonl"}, "rollout": rollout}
+    with pytest.raises(ValueError, match=message):
+        RunConfig.model_validate(values | {"reference": reference})
+
+
 def test_an_estimator_without_gradient_is_refused() -> None:
     values = {"model": {"path": "x"}, "data": {"train": "jsonl"}}
     with pytest.raises(ValueError, match="has no gradient on average; use 'k2' or 'k3'"):

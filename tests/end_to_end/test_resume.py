@@ -39,3 +39,21 @@ def test_from_a_periodic_checkpoint(tmp_path: Path, toml: Path, kind: str) -> No
     files = [path.relative_to(cut) for path in cut.rglob("*.safetensors")]
     assert len(files) >= 3
     assert all((whole / file).read_bytes() == (cut / file).read_bytes() for file in files)
+
+
+def test_checkpoints_that_would_mean_something_else_are_refused(tmp_path: Path, toml: Path, model: Path) -> None:
+    """Before anything of the run is touched."""
+    run = ("train", toml, "--output", tmp_path, *SYNCHRONOUS)
+    done = llamarl_here(*run, "--steps", 2, *KINDS["adapters"])
+    assert done.returncode == 0, done.stderr
+    settings = (tmp_path / "tiny/config.toml").read_text()
+    other = shutil.copytree(model, tmp_path / "other")
+    for more, name in (
+        (("--trainer.lora.rank", 4, "--trainer.lora.alpha", 64.0), "trainer.lora"),
+        ((), "trainer.lora"),
+        ((*KINDS["adapters"], "--model.path", other), "model.path"),
+    ):
+        done = llamarl_here(*run, "--steps", 4, "--resume", *more)
+        assert done.returncode == 2
+        assert f"--resume: {name} was " in done.stderr and done.stderr.count("\n") == 1
+        assert (tmp_path / "tiny/config.toml").read_text() == settings

@@ -100,6 +100,22 @@ def test_it_learns_what_to_expect(make_groups: MakeGroups) -> None:
     assert min(explained[-5:]) > 0.8
 
 
+def test_passes_and_the_clip(make_groups: MakeGroups) -> None:
+    """Each pass is an update; values move no further than the clip rewards."""
+    once, thrice = make_critic(learning_rate=1e-3), make_critic(learning_rate=1e-3, passes=3)
+    groups = valued(once, make_groups())
+    moved = list[float]()
+    for critic in (once, thrice):
+        before = [weight.clone() for weight in critic.model.parameters()]
+        run(critic, groups)
+        differences = zip(before, critic.model.parameters(), strict=True)
+        moved.append(float(torch.cat([(a - b).detach().flatten() for a, b in differences]).norm()))
+    assert 1.5 * moved[0] < moved[1] < 3.5 * moved[0]
+    tight, loose = make_critic(passes=3, learning_rate=1e-2), make_critic(passes=3, learning_rate=1e-2)
+    tight._clip = 0.01
+    assert run(tight, groups)["value_loss"] > 1.02 * run(loose, groups)["value_loss"]
+
+
 def test_invalid_rollouts_teach_nothing(make_groups: MakeGroups) -> None:
     critic = make_critic()
     groups = valued(critic, make_groups(outcome=Outcome.INVALID))

@@ -96,7 +96,8 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class Loss(ABC):
-    """A policy-gradient loss. Its dataclass fields are its options; these two compose with every loss."""
+    """A policy-gradient loss. Its dataclass fields are its options; these two compose with every loss. They do not act
+    on the price of divergence from a reference, which is beside the loss."""
 
     truncate: float | None = None
     """Weigh each token by min(proximal / mu, this), and take the loss's own ratio relative to the proximal policy

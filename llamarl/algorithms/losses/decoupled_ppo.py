@@ -17,7 +17,7 @@ class DecoupledPpo(Loss):
     clip: float = 0.2
     """Largest change of u in either direction."""
     max_weight: float = 5.0
-    """Cap of proximal / mu."""
+    """Cap of proximal / mu, where `truncate` sets no other."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
