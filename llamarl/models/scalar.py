@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from llamarl.config import ConfigError
 from llamarl.models.folder import load_shape
-from llamarl.models.hf import read_weights
+from llamarl.models.hf import Weights
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Attend, Decoder
 
@@ -52,11 +52,9 @@ def load_scalar_model(folder: str | Path, dtype: torch.dtype, device: torch.devi
     with torch.device("meta"):
         model = ScalarModel(load_shape(folder))
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    tensors, language_head = read_weights(Path(folder), expected, dtype, device, optional=(HEAD,))
-    if HEAD not in tensors:
-        if not new_head:
-            what = "a language model" if language_head is not None else "a model"
-            raise ConfigError(f"{folder} holds {what} without `{HEAD}`; name a sequence classification model")
-        tensors[HEAD] = torch.zeros(expected[HEAD], dtype=dtype, device=device)
-    model.load_state_dict(tensors, assign=True)
+    weights = Weights(Path(folder), expected, optional=(HEAD,))
+    if HEAD not in weights and not new_head:
+        what = "a language model" if weights.other_head is not None else "a model"
+        raise ConfigError(f"{folder} holds {what} without `{HEAD}`; name a sequence classification model")
+    model.load_state_dict(weights.read_all(dtype, device), assign=True)
     return model
