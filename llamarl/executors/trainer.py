@@ -97,8 +97,7 @@ class TrainerExecutor(Executor):
         self._probed = list[np.ndarray]()
         """Sequences of the last step."""
         world, folder = self._mesh.world, Path(checkpoint_folder)
-        keep = config.checkpoint.keep
-        self._store = CheckpointStore(folder, keep, world.rank, world.size, self._mesh.exchange)
+        self._store = CheckpointStore(folder, config.checkpoint.keep, world.rank, world.size, self._mesh.exchange)
         self._resumed: dict[str, Any] | None = None
         self._damaged = list[str]()
         if resume:

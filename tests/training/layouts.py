@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llamarl.algorithms.advantages.gae import Gae
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses
 from llamarl.algorithms.losses.aipo import Aipo
@@ -27,6 +28,7 @@ from llamarl.distributed.tensor_parallel import sharded_dim
 from llamarl.models import hf
 from llamarl.models.hf import load_model, new_model, open_model
 from llamarl.models.lora import B, add_adapters
+from llamarl.models.scalar import load_scalar_model, open_scalar_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.training import logprobs, parallel
@@ -308,6 +310,20 @@ def loaded(
         hf._part = part_of
         mesh.close()
     return found
+
+
+def critic_loaded(meeting: Path, number: int, sizes: Mapping[str, int], folder: Path) -> list[dict[str, Any]]:
+    """What a critic has that reads its own parts of a policy, and one that reads all; it has a head of zeros."""
+    mesh = joined(meeting, number, sizes)
+    try:
+        whole = load_scalar_model(folder, torch.float32, CPU, new_head=True)
+        model, weights = open_scalar_model(folder, new_head=True)
+        return [
+            parts(Critic(one, TrainerConfig(), 0.2, Gae(), mesh=mesh, device=CPU, read=read))
+            for one, read in ((model, weights.read), (whole, None))
+        ]
+    finally:
+        mesh.close()
 
 
 def joined(meeting: Path, number: int, sizes: Mapping[str, int], timeout_s: float = 30.0) -> RankMesh:

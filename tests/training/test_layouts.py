@@ -30,6 +30,7 @@ from tests.training.layouts import (
     Loaded,
     alone,
     assembled,
+    critic_loaded,
     difference,
     distance,
     failing,
@@ -291,6 +292,16 @@ def test_weights_that_are_not_trained_are_read_too(run, make_groups, tmp_path: P
     for own, whole in run(sizes, tmp_path / "model", make_groups(), config, function=loaded):
         assert own.num_bytes < 0.75 * sum(weight.nbytes for weight in model.parameters())
         assert_same_bits(own, whole)
+
+
+def test_a_critic_reads_what_it_holds_of_a_policy(run, tmp_path: Path) -> None:
+    saved(tmp_path / "model", LLAMA)
+    found = run({"pp": 2, "tp": 2}, tmp_path / "model", function=critic_loaded)
+    for own, whole in found:
+        assert own.keys() == whole.keys()
+        assert all(torch.equal(part, whole[name][2]) for name, (_, _, part) in own.items())
+    heads = [own["score.weight"][2] for own, _ in found if "score.weight" in own]
+    assert heads and not any(head.any() for head in heads)
 
 
 def assert_same_bits(one: Loaded, other: Loaded) -> None:
