@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from llamarl.distributed.groups import RanksLost, own_rank
+from llamarl.distributed.watch import Watch, open_sockets
 
 AXES = ("pp", "fsdp", "cp", "tp")
 """Slowest first: ranks that talk most often are neighbors, which a host's links serve best."""
@@ -81,31 +83,34 @@ class RankMesh:
     shards: DeviceMesh | None = None
     """The fsdp and cp axes as one, over which FSDP2 cuts what is the same on all of these ranks; None: just one."""
 
-    failure: Path | None = None
-    """Where the first rank that fails says why; not there before."""
+    watch: Watch | None = None
+    """Of the other ranks; None: there are none."""
 
     @contextmanager
     def together(self, *alike: type[Exception]) -> Iterator[None]:
-        """Work with collectives. When one rank fails, the others wait for it until their time is over, and say why.
+        """Work with collectives. When one rank fails in it, the others end at once, and say why.
 
         Args:
             alike: errors that all ranks raise, for the same reason.
 
         Raises:
-            RanksLost: another rank has failed, with its error.
+            RanksLost: another rank has failed, with its error, or is lost.
         """
         try:
             yield
+            if self.watch is not None and self.watch.fired:
+                raise RanksLost("collectives were ended")
         except alike:
             raise
         except BaseException as error:
-            if self.failure is not None and self.world.size > 1:
-                try:
-                    with self.failure.open("x") as file:
-                        file.write(f"rank {self.world.rank} failed: {type(error).__name__}: {error}")
-                except FileExistsError:
-                    raise RanksLost(self.failure.read_text()) from error
+            if self.watch is not None and (cause := self.watch.cause(error)):
+                raise cause from error
             raise
+
+    def check(self) -> None:
+        """Raises RanksLost when work has ended by a rank that may never answer."""
+        if self.watch is not None and self.watch.lost is not None:
+            raise self.watch.lost
 
     def exchange(self, value: Any) -> list[Any]:
         """Gives a small picklable value to all ranks and returns theirs in rank order."""
@@ -116,7 +121,9 @@ class RankMesh:
 
     def close(self) -> None:
         """Leaves the others."""
-        if self.world.group is not None:
+        if self.watch is not None:
+            self.watch.stop()
+        if self.world.group is not None and dist.is_initialized():
             with suppress(RuntimeError):  # they may be gone
                 dist.destroy_process_group()
 
@@ -144,7 +151,7 @@ def join_mesh(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host, and nobody else can connect
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = dist.FileStore(meeting, world)
+    store, others = dist.FileStore(meeting, world), open_sockets()
     store.set_timeout(timedelta(seconds=start_timeout_s))
     try:
         dist.init_process_group(
@@ -155,12 +162,14 @@ def join_mesh(
         pp, fsdp, cp, tp = shape
         joined = ("pp", "shards", "tp")
         shards = init_device_mesh(device.type, (pp, fsdp * cp, tp), mesh_dim_names=joined) if cp > 1 else mesh
+        for group in (*mesh.get_all_groups(), *shards.get_all_groups()):
+            _set_pg_timeout(timedelta(seconds=timeout_s), group)  # else theirs is half an hour
     except RuntimeError as error:
         raise RanksLost(f"rank {rank} did not meet all {world} ranks in {start_timeout_s:g} s: {error}") from error
     places = zip(AXES, mesh.get_coordinate() or (), shape, strict=True)
     return RankMesh(
         **{axis: Axis(place, size, mesh.get_group(axis)) for axis, place, size in places},
         world=Axis(rank, world, dist.group.WORLD),
-        failure=Path(f"{meeting}.failure"),
+        watch=Watch(Path(f"{meeting}.notes"), rank, world, open_sockets().keys() - others),
         shards=shards["shards" if cp > 1 else "fsdp"] if fsdp * cp > 1 else None,
     )

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
 from llamarl.checkpoint.store import CRITIC, CheckpointStore
 from llamarl.cluster.executor import Executor
 from llamarl.config import RunConfig, build
 from llamarl.distributed.mesh import ALONE, join_mesh
 from llamarl.distributed.runtime import set_up_device
-from llamarl.models.scalar import load_scalar_model
+from llamarl.models.scalar import open_scalar_model
 from llamarl.rollouts.pieces import joined
 from llamarl.rollouts.shaping import shaping
 from llamarl.training.critic import Critic
@@ -53,8 +52,7 @@ class CriticExecutor(Executor):
         sizes, is_alone = settings.parallelism.model_dump(), settings.parallelism.num_ranks == 1
         start_timeout_s = config.cluster.start_timeout_s
         self._mesh = ALONE if is_alone else join_mesh(sizes, meeting, self._device, start_timeout_s=start_timeout_s)
-        path, at_first = settings.path or config.model.path, self._device if is_alone else torch.device("cpu")
-        model = load_scalar_model(path, torch.float32, at_first, new_head=True)
+        model, weights = open_scalar_model(settings.path or config.model.path, new_head=True)
         if not is_alone:
             sys.stdout.write(f"{check_critic_layout(model.shape, self._mesh, self._device)}\n")
         self._critic = Critic(
@@ -67,6 +65,7 @@ class CriticExecutor(Executor):
             shaping=shaping(config),
             mesh=self._mesh,
             device=self._device,
+            read=weights.read,
         )
         self._is_synchronous = config.rollout.max_staleness == 0
         self._groups = dict[int, RolloutGroup]()
@@ -80,6 +79,11 @@ class CriticExecutor(Executor):
         # It saves before the trainer does, so its newest checkpoint may have no counterpart yet.
         keep = config.checkpoint.keep + 1
         self._store = CheckpointStore(folder, keep, world.rank, world.size, self._mesh.exchange)
+
+    def work(self) -> bool:
+        """Ends the executor when ranks are lost, as `TrainerExecutor.work` does. Raises RanksLost."""
+        self._mesh.check()
+        return False
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[np.ndarray]]:
         """The value before each response token, float32 [T] per rollout of each group."""

@@ -20,7 +20,7 @@ from llamarl.config import RunConfig, build
 from llamarl.distributed.mesh import ALONE, join_mesh
 from llamarl.distributed.runtime import set_up_device
 from llamarl.executors.replies import Probe, Published
-from llamarl.models.hf import load_model
+from llamarl.models.hf import open_model
 from llamarl.models.lora import add_adapters
 from llamarl.rollouts.pieces import joined
 from llamarl.rollouts.probe import probe_sequences
@@ -60,7 +60,7 @@ class TrainerExecutor(Executor):
         start_timeout_s = config.cluster.start_timeout_s
         self._mesh = ALONE if is_alone else join_mesh(sizes, meeting, device, start_timeout_s=start_timeout_s)
         torch.manual_seed(config.seed)
-        model = load_model(config.model.path, torch.float32, device if is_alone else "cpu")
+        model, weights = open_model(config.model.path)
         if settings.lora:
             dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
             add_adapters(model, settings.lora, config.seed, dtype)
@@ -77,6 +77,7 @@ class TrainerExecutor(Executor):
             kl_in_loss=penalty(config.reference, "loss"),
             mesh=self._mesh,
             device=device,
+            read=weights.read,
         )
         check_memory(self._trainer, model.shape, config)
         self._peak_flops = peak_flops(settings, device)
@@ -96,8 +97,7 @@ class TrainerExecutor(Executor):
         self._probed = list[np.ndarray]()
         """Sequences of the last step."""
         world, folder = self._mesh.world, Path(checkpoint_folder)
-        keep = config.checkpoint.keep
-        self._store = CheckpointStore(folder, keep, world.rank, world.size, self._mesh.exchange)
+        self._store = CheckpointStore(folder, config.checkpoint.keep, world.rank, world.size, self._mesh.exchange)
         self._resumed: dict[str, Any] | None = None
         self._damaged = list[str]()
         if resume:
@@ -113,6 +113,11 @@ class TrainerExecutor(Executor):
     def resumed(self) -> tuple[dict[str, Any] | None, list[str]]:
         """The controller's state in the checkpoint that was resumed (None: fresh), and what was found damaged."""
         return self._resumed, self._damaged
+
+    def work(self) -> bool:
+        """Ends the executor when ranks are lost: the call that all are in may have no end. Raises RanksLost."""
+        self._mesh.check()
+        return False
 
     def add_groups(self, groups: Iterable[RolloutGroup]) -> None:
         """Keeps scored groups, or consecutive pieces of them, for a later step."""
@@ -153,7 +158,8 @@ class TrainerExecutor(Executor):
         if self._sampled is not None:
             self._sampled[1].close()
             self._sampled = None
-        self._publisher = self._open(transport, self._layouts)
+        with self._mesh.together():
+            self._publisher = self._open(transport, self._layouts)
 
     def _open(self, transport: str, layouts: Sequence[tuple[TensorSpec, ...]]) -> Publisher:
         names = {spec.name for specs in layouts for spec in specs}
@@ -185,8 +191,10 @@ class TrainerExecutor(Executor):
     def save(self, controller_state: dict[str, Any]) -> Future[dict[str, Any] | OSError]:
         """Copies what a checkpoint needs and writes it beside the next steps; after the answer comes `commit`."""
         state = training_state(self._trainer) | {"controller": controller_state}
-        return self._store.save(self._trainer.policy_version, self._trainer.shards(), state)
+        with self._mesh.together():
+            return self._store.save(self._trainer.policy_version, self._trainer.shards(), state)
 
     def commit(self) -> Future[str] | None:
         """Makes what was saved last the newest checkpoint; its folder. Raises OSError when the disk is full."""
-        return self._store.commit()
+        with self._mesh.together(OSError):
+            return self._store.commit()

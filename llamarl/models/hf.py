@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llamarl.config import ConfigError
+from llamarl.distributed.box import Box
 from llamarl.models.folder import CONFIG, GENERATION_CONFIG, load_shape, read_model_file
 from llamarl.models.shape import ModelShape, hf_eos
 from llamarl.models.transformer import Transformer
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _WRITTEN = {CONFIG, GENERATION_CONFIG, WEIGHTS, *TOKENIZER_FILES}
 
@@ -35,51 +37,106 @@ def new_model(shape: ModelShape, seed: int, std: float) -> Transformer:
     return model
 
 
-def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device | str) -> Transformer:
-    """The model in `folder`, from one safetensors file or from shards with an index.
+class Weights:
+    """The tensors of a Hugging Face folder, of which any part can be read; all names and shapes have been checked."""
+
+    def __init__(
+        self, folder: Path, expected: Mapping[str, torch.Size], optional: Sequence[str] = (), is_tied: bool = False
+    ) -> None:
+        """
+        Args:
+            expected: shapes by name; those that are `optional` may be missing.
+            is_tied: the embeddings are the model's output head.
+
+        Raises:
+            ConfigError: a file is missing or damaged, or a tensor is missing, unknown or of the wrong shape.
+        """
+        self._folder, self._expected, self._is_tied = folder, expected, is_tied
+        self._files = dict[str, Path]()
+        self.other_head: Path | None = None
+        """Where the output head of the checkpoint is, when the model has none of its own."""
+        for path in _weight_files(folder):
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118 - the file is no mapping
+                    shape = tuple(file.get_slice(name).get_shape())
+                    if name == HEAD and name not in expected:
+                        self.other_head = path
+                        self._check_tied_head(shape == tuple(expected[EMBEDDING]))
+                    elif not name.endswith(".rotary_emb.inv_freq"):  # a constant that old checkpoints carry
+                        self._check(name, shape)
+                        self._files[name] = path
+        missing = [name for name in expected if name not in self._files and name not in optional]
+        if missing:
+            raise ConfigError(
+                f"{folder}: {len(missing)} tensors are missing, first `{missing[0]}`; "
+                f"copy the whole checkpoint again, or correct {CONFIG}"
+            )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A part of a tensor in the type of its file, maybe in its memory; zeros for an optional one that is missing.
+
+        Raises:
+            ConfigError: it is a part of tied embeddings that differs from the head that the checkpoint has beside them.
+        """
+        if name not in self._files:
+            return torch.zeros(box.shape)
+        part = _part(self._files[name], name, box)
+        if name == EMBEDDING and self._is_tied and self.other_head is not None:
+            self._check_tied_head(torch.equal(_part(self.other_head, HEAD, box).float(), part.float()))
+        return part
+
+    def read_all(self, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
+        """Copies of whole tensors: those in the mapped file are not aligned for fast matmuls, and it may change."""
+        return {
+            name: self.read(name, Box.whole(shape)).to(device, dtype, copy=True)
+            for name, shape in self._expected.items()
+        }
+
+    def _check_tied_head(self, is_alike: bool) -> None:
+        """A tied checkpoint may carry its head; when that differs from the embeddings, one of the two is ignored."""
+        if self._is_tied and not is_alike:
+            raise ConfigError(
+                f"{self._folder}: `{HEAD}` differs from `{EMBEDDING}`, but {CONFIG} says "
+                f"`tie_word_embeddings` = true; set it to false or remove `{HEAD}`"
+            )
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self._expected:
+            raise ConfigError(
+                f"{self._folder}: unknown tensor `{name}`; the weights and {CONFIG} are of different models"
+            )
+        if shape != (expected := tuple(self._expected[name])):
+            raise ConfigError(
+                f"{self._folder}: `{name}` has shape {shape}, but {CONFIG} says {expected}; "
+                "the weights and the config are of different models"
+            )
+
+
+def open_model(folder: str | Path) -> tuple[Transformer, Weights]:
+    """The model in `folder`, from one safetensors file or from shards with an index: on the meta device, without any
+    memory, and its weights.
 
     Raises:
-        ConfigError: a file is missing or damaged, or a tensor is missing, unknown or of the wrong shape.
+        ConfigError: see `Weights`.
     """
-    folder = Path(folder)
     with torch.device("meta"):
         model = Transformer(load_shape(folder))
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    tensors, tied_head = read_weights(folder, expected, dtype, device)
-    _check_tied_head(folder, tied_head, tensors)
-    model.load_state_dict(tensors, assign=True)
-    return model
+    return model, Weights(Path(folder), expected, is_tied=model.lm_head is None)
 
 
-def read_weights(
-    folder: Path,
-    expected: Mapping[str, torch.Size],
-    dtype: torch.dtype,
-    device: torch.device | str,
-    optional: Sequence[str] = (),
-) -> tuple[dict[str, Tensor], Tensor | None]:
-    """The tensors that a model expects, and the output head of the checkpoint where the model has none of its own.
+def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device | str) -> Transformer:
+    """The model in `folder`, all of it.
 
     Raises:
-        ConfigError: see `load_model`; those that are `optional` may be missing.
+        ConfigError: see `Weights` and `Weights.read`.
     """
-    tensors = dict[str, Tensor]()
-    other_head: Tensor | None = None
-    for path in _weight_files(folder):
-        for name, tensor in _read_tensors(path):
-            if name == "lm_head.weight" and name not in expected:
-                other_head = tensor
-            elif not name.endswith(".rotary_emb.inv_freq"):  # a constant that old checkpoints carry
-                _check_tensor(folder, name, tensor, expected)
-                # A copy: tensors in the mapped file are not aligned for fast matmuls, and the file may change.
-                tensors[name] = tensor.to(device, dtype, copy=True)
-    missing = [name for name in expected if name not in tensors and name not in optional]
-    if missing:
-        raise ConfigError(
-            f"{folder}: {len(missing)} tensors are missing, first `{missing[0]}`; "
-            f"copy the whole checkpoint again, or correct {CONFIG}"
-        )
-    return tensors, other_head
+    model, weights = open_model(folder)
+    model.load_state_dict(weights.read_all(dtype, device), assign=True)
+    return model
 
 
 def save_model(model: Transformer, folder: str | Path, tokenizer_folder: str | Path | None) -> None:
@@ -156,35 +213,18 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _read_tensors(path: Path) -> Iterable[tuple[str, Tensor]]:
+def _opened(path: Path) -> Any:
     try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                yield name, file.get_tensor(name)
+        return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise ConfigError(f"{path} is no whole safetensors file ({error}); copy it again") from None
 
 
-def _check_tensor(folder: Path, name: str, tensor: Tensor, expected: Mapping[str, torch.Size]) -> None:
-    if name not in expected:
-        raise ConfigError(f"{folder}: unknown tensor `{name}`; the weights and {CONFIG} are of different models")
-    if tensor.shape != expected[name]:
-        raise ConfigError(
-            f"{folder}: `{name}` has shape {tuple(tensor.shape)}, but {CONFIG} says {tuple(expected[name])}; "
-            "the weights and the config are of different models"
-        )
-
-
-def _check_tied_head(folder: Path, head: Tensor | None, tensors: Mapping[str, Tensor]) -> None:
-    """A tied checkpoint may carry its head; when that differs from the embeddings, one of the two would be ignored."""
-    if head is None:
-        return
-    embedding = tensors["model.embed_tokens.weight"]
-    if head.shape != embedding.shape or not torch.equal(head.to(embedding.device, embedding.dtype), embedding):
-        raise ConfigError(
-            f"{folder}: `lm_head.weight` differs from `model.embed_tokens.weight`, but {CONFIG} says "
-            "`tie_word_embeddings` = true; set it to false or remove `lm_head.weight`"
-        )
+def _part(path: Path, name: str, box: Box) -> Tensor:
+    """No other bytes are read; the file is closed, so that what was mapped of it does not add up."""
+    with _opened(path) as file:
+        tensor = file.get_slice(name)
+        return tensor[box.within(Box.whole(tensor.get_shape()))]
 
 
 def _check_replaceable(folder: Path, names: Collection[str]) -> None:

@@ -35,7 +35,7 @@ class LoraLinear(nn.Module):
         self.weight, self.bias = base.weight, base.bias
         options = {
             "bias": False,
-            "device": base.weight.device,
+            "device": "cpu" if base.weight.is_meta else base.weight.device,
             "dtype": torch.promote_types(base.weight.dtype, torch.float32),
         }
         self.lora_A = nn.Linear(num_inputs, rank, **options)

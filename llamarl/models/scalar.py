@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from llamarl.config import ConfigError
 from llamarl.models.folder import load_shape
-from llamarl.models.hf import read_weights
+from llamarl.models.hf import Weights
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Attend, Decoder
 
@@ -40,11 +40,11 @@ class ScalarModel(nn.Module):
         return F.linear(hidden_R_D.to(dtype), self.score.weight.to(dtype)).squeeze(1)
 
 
-def load_scalar_model(folder: str | Path, dtype: torch.dtype, device: torch.device, *, new_head: bool) -> ScalarModel:
-    """The model in `folder`.
+def open_scalar_model(folder: str | Path, *, new_head: bool) -> tuple[ScalarModel, Weights]:
+    """The model in `folder`: on the meta device, without any memory, and its weights.
 
     Args:
-        new_head: a head of zeros is made where the checkpoint has none; the head of a language model is left out.
+        new_head: it is zeros where the checkpoint has none; the head of a language model is left out.
 
     Raises:
         ConfigError: a file is missing or damaged, or a tensor is missing, unknown or of the wrong shape.
@@ -52,11 +52,15 @@ def load_scalar_model(folder: str | Path, dtype: torch.dtype, device: torch.devi
     with torch.device("meta"):
         model = ScalarModel(load_shape(folder))
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    tensors, language_head = read_weights(Path(folder), expected, dtype, device, optional=(HEAD,))
-    if HEAD not in tensors:
-        if not new_head:
-            what = "a language model" if language_head is not None else "a model"
-            raise ConfigError(f"{folder} holds {what} without `{HEAD}`; name a sequence classification model")
-        tensors[HEAD] = torch.zeros(expected[HEAD], dtype=dtype, device=device)
-    model.load_state_dict(tensors, assign=True)
+    weights = Weights(Path(folder), expected, optional=(HEAD,))
+    if HEAD not in weights and not new_head:
+        what = "a language model" if weights.other_head is not None else "a model"
+        raise ConfigError(f"{folder} holds {what} without `{HEAD}`; name a sequence classification model")
+    return model, weights
+
+
+def load_scalar_model(folder: str | Path, dtype: torch.dtype, device: torch.device, *, new_head: bool) -> ScalarModel:
+    """The model in `folder`, all of it; see `open_scalar_model`."""
+    model, weights = open_scalar_model(folder, new_head=new_head)
+    model.load_state_dict(weights.read_all(dtype, device), assign=True)
     return model

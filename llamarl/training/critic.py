@@ -27,7 +27,7 @@ from llamarl.training.collectives import summed
 from llamarl.training.compute import set_compute
 from llamarl.training.health import Health
 from llamarl.training.optimizer import build_optimizer, set_learning_rate
-from llamarl.training.parallel import held_tensors, parallelize
+from llamarl.training.parallel import Read, held_tensors, parallelize
 from llamarl.training.pipeline import Pipeline
 from llamarl.training.policy import Inputs, Placed, own_share
 from llamarl.training.responses import per_response
@@ -85,6 +85,7 @@ class Critic:
         shaping: Shaping = UNSHAPED,
         mesh: RankMesh = ALONE,
         device: torch.device | None = None,
+        read: Read | None = None,
     ) -> None:
         """
         Args:
@@ -94,6 +95,7 @@ class Critic:
             advantage: says what the returns are.
             shaping: what the tokens of a group have earned, as the trainer sees it.
             device: to compute on; none: where the model is.
+            read: for a model on the meta device: where its weights come from.
         """
         self.model = model
         self.config = config
@@ -103,7 +105,7 @@ class Critic:
         set_compute(model, config)
         self._values = ValueModel(model, mesh)
         self._pipeline = Pipeline(mesh.pp, weight.dtype, self._device)
-        self.sharding = parallelize(self._values, model, mesh, self._device)
+        self.sharding = parallelize(self._values, model, mesh, self._device, read)
         self.optimizer = build_optimizer(self.sharding.weights.values(), config)
         self.policy_version = 0
         """Completed steps."""

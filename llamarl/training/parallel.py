@@ -13,6 +13,7 @@ Shape suffixes: N packed tokens of this context rank, M = N / tp rows of this ra
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -34,6 +35,8 @@ from llamarl.weight_sync.layout import TensorSpec
 BLOCKS = ("self_attn", "mlp")
 """Of each layer: they take the rows of all tensor-parallel ranks, and what these put out is added up."""
 EMBEDDING = "model.embed_tokens.weight"
+Read = Callable[[str, Box], Tensor]
+"""read(name, part): that part of a weight."""
 
 
 class Sharding:
@@ -84,13 +87,18 @@ class Sharding:
 
 
 def parallelize(
-    module: nn.Module, transformer: Transformer | ScalarModel, mesh: RankMesh, device: torch.device
+    module: nn.Module,
+    transformer: Transformer | ScalarModel,
+    mesh: RankMesh,
+    device: torch.device,
+    read: Read | None = None,
 ) -> Sharding:
     """Leaves of `module` what this rank computes with. Its own forward must contain all use of its weights.
 
     Args:
         module: holds `transformer`, under this name. It takes hidden states of this rank's own rows from it, and what
             it computes with weights of its own, it computes on these rows.
+        read: for weights on the meta device: only what this rank keeps of them is read.
     """
     is_tied = isinstance(transformer, Transformer) and transformer.lm_head is None
     kv_heads = transformer.shape.num_kv_heads
@@ -106,8 +114,7 @@ def parallelize(
         _shard(module, transformer, mesh)
         size, place = mesh.shards.size(), mesh.shards.get_local_rank()
         boxes = {name: _chunk(box, size, place) for name, box in boxes.items()}
-    else:
-        module.to(device)
+    _place(module, boxes, device, read)
     weights = _own_weights(module)
     specs = {
         name: TensorSpec(name=name, global_shape=shapes[name], box=boxes[name], dtype="float32") for name in weights
@@ -167,6 +174,19 @@ def _shard(module: nn.Module, transformer: Transformer | ScalarModel, mesh: Rank
             # Sums, not means. Without the second line gloo refuses and NCCL may give zeros (pytorch issue 190745).
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+
+
+@torch.no_grad()
+def _place(module: nn.Module, boxes: Mapping[str, Box], device: torch.device, read: Read | None) -> None:
+    """Brings all weights to the device; those that are nowhere yet, trainable or not, are read."""
+    unread = [name for name, weight in module.named_parameters() if weight.is_meta]
+    # As `to_empty`, which would also empty the weights that are somewhere; FSDP2 then takes the new ones.
+    module._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device))
+    for name in unread:
+        weight, box = module.get_parameter(name), boxes[_short(name)]
+        assert read is not None, f"{name} has no values, and nothing to read them from"
+        if box.num_elements:
+            (weight.to_local() if isinstance(weight, DTensor) else weight).copy_(read(_short(name), box))
 
 
 def _chunk(box: Box, size: int, place: int) -> Box:

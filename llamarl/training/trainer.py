@@ -26,7 +26,7 @@ from llamarl.training.compute import set_compute
 from llamarl.training.cost import step_cost
 from llamarl.training.health import Health, age_sums, split_by_age
 from llamarl.training.optimizer import build_optimizer, set_learning_rate
-from llamarl.training.parallel import held_tensors, parallelize
+from llamarl.training.parallel import Read, held_tensors, parallelize
 from llamarl.training.pipeline import Pipeline
 from llamarl.training.policy import Policy, own_share
 from llamarl.training.result import StepResult
@@ -54,6 +54,7 @@ class Trainer:
         device: torch.device | None = None,
         shaping: Shaping = UNSHAPED,
         kl_in_loss: KlPenalty | None = None,
+        read: Read | None = None,
     ) -> None:
         """
         Args:
@@ -61,6 +62,7 @@ class Trainer:
             device: to compute on; none: where the model is.
             shaping: what the tokens of a group have earned.
             kl_in_loss: price of leaving the reference, beside the loss.
+            read: for a model on the meta device: where its weights come from.
         """
         self.model = model
         self.config = config
@@ -73,7 +75,7 @@ class Trainer:
         self.device, dtype = device or model.device, model.kv_dtype
         set_compute(model, config)
         self.policy = Policy(model, mesh)
-        self.sharding = parallelize(self.policy, model, mesh, self.device)
+        self.sharding = parallelize(self.policy, model, mesh, self.device, read)
         self.pipeline = Pipeline(mesh.pp, dtype, self.device)
         self.optimizer = build_optimizer(self.sharding.weights.values(), config)
         self.policy_version = 0

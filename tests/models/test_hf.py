@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llamarl.config import ConfigError
+from llamarl.distributed.box import Box
 from llamarl.models.attention import causal_attend
-from llamarl.models.hf import load_model, load_shape, new_model, save_model
+from llamarl.models.hf import load_model, load_shape, new_model, open_model, save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 
@@ -153,17 +154,23 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_names_missing_unknown_and_wrong_shaped_tensors(folder: Path) -> None:
+def load_whole(folder: Path) -> None:
+    load_model(folder, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("load", [load_whole, open_model], ids=["whole", "parts"])
+def test_names_missing_unknown_and_wrong_shaped_tensors(folder: Path, load: Callable[[Path], object]) -> None:
+    """Also to a rank that will read none of it."""
     name = "model.layers.1.mlp.up_proj.weight"
     rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(48, 31)}))
     with pytest.raises(ConfigError, match=rf"`{name}` has shape \(48, 31\), but config.json says \(48, 32\)"):
-        load_model(folder, torch.float32, "cpu")
+        load(folder)
     rewrite(folder, lambda tensors: tensors.pop(name))
     with pytest.raises(ConfigError, match=f"1 tensors are missing, first `{name}`"):
-        load_model(folder, torch.float32, "cpu")
+        load(folder)
     rewrite(folder, lambda tensors: tensors.update({"model.layers.9.mlp.up_proj.weight": torch.zeros(48, 32)}))
     with pytest.raises(ConfigError, match=r"unknown tensor `model\.layers\.9\.mlp\.up_proj\.weight`"):
-        load_model(folder, torch.float32, "cpu")
+        load(folder)
 
 
 def test_old_rotary_buffers_are_passed_over(folder: Path) -> None:
@@ -181,11 +188,29 @@ def test_tied_checkpoint_may_repeat_its_head_but_not_contradict_it(tmp_path: Pat
         load_model(folder, torch.float32, "cpu")
 
 
+def test_a_part_of_the_embeddings_is_compared_with_that_of_the_head(tmp_path: Path) -> None:
+    """So the rank that has it refuses a tied checkpoint that contradicts itself."""
+    folder = tmp_path / "model"
+    save_model(new_model(small(tie_embeddings=True), seed=0, std=0.1), folder, None)
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    rewrite(folder, lambda tensors: tensors["lm_head.weight"][-1].add_(1))
+    _, weights = open_model(folder)
+    rows = Box((0, 0), (130, 32))
+    whole = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(weights.read("model.embed_tokens.weight", rows), whole[:130])
+    with pytest.raises(ConfigError, match=r"`lm_head\.weight` differs"):
+        weights.read("model.embed_tokens.weight", Box((130, 0), (131, 32)))
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(132, 32)}))
+    with pytest.raises(ConfigError, match=r"`lm_head\.weight` differs"):
+        open_model(folder)
+
+
+@pytest.mark.parametrize("load", [load_whole, open_model], ids=["whole", "parts"])
 @pytest.mark.parametrize("keep", [0, 4, 100, 5000])
-def test_truncated_weights(folder: Path, keep: int) -> None:
+def test_truncated_weights(folder: Path, keep: int, load: Callable[[Path], object]) -> None:
     os.truncate(folder / "model.safetensors", keep)
     with pytest.raises(ConfigError, match=r"model\.safetensors is no whole safetensors file"):
-        load_model(folder, torch.float32, "cpu")
+        load(folder)
 
 
 def test_missing_folder_and_files(folder: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llamarl.algorithms.advantages.gae import Gae
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses
 from llamarl.algorithms.losses.aipo import Aipo
@@ -22,11 +25,13 @@ from llamarl.distributed.box import Box
 from llamarl.distributed.groups import CPU, RanksLost
 from llamarl.distributed.mesh import ALONE, AXES, RankMesh, join_mesh
 from llamarl.distributed.tensor_parallel import sharded_dim
-from llamarl.models.hf import new_model
+from llamarl.models import hf
+from llamarl.models.hf import load_model, new_model, open_model
 from llamarl.models.lora import B, add_adapters
+from llamarl.models.scalar import load_scalar_model, open_scalar_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
-from llamarl.training import parallel
+from llamarl.training import logprobs, parallel
 from llamarl.training.critic import Critic
 from llamarl.training.preflight import check_critic_layout, check_layout
 from llamarl.training.result import NonFiniteStep
@@ -47,6 +52,8 @@ SHAPE: dict[str, Any] = {
 LLAMA = SHAPE | {"family": "llama", "tie_embeddings": False, "dtype": torch.float32}
 QWEN3 = SHAPE | {"family": "qwen3", "tie_embeddings": True, "dtype": torch.float32}
 QWEN2 = SHAPE | {"family": "qwen2", "tie_embeddings": True, "dtype": torch.float64}
+LIMIT_S = 6.0
+"""Of one collective, where a rank hangs: much more than ranks are apart on a busy machine."""
 SEQUENCES = [np.arange(length, dtype=np.int32) + length for length in (9, 1, 4, 2)]
 
 
@@ -187,27 +194,136 @@ def preflight(
         mesh.close()
 
 
+def half_of_head(
+    meeting: Path,
+    number: int,
+    sizes: Mapping[str, int],
+    hidden_R_D: Tensor,
+    head_V_D: Tensor,
+    targets_R: Tensor,
+    weights_R: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, and one of two ranks' gradients of hidden states and of its half of the head, by chunks of 4 rows."""
+    mesh, tile_logits = joined(meeting, number, sizes), logprobs.TILE_LOGITS
+    own_V_D = head_V_D.chunk(2)[number].clone().requires_grad_()
+    hidden_R_D.requires_grad_()
+    logprobs.TILE_LOGITS = 4 * len(own_V_D)
+    try:
+        values_R = logprobs.target_logprobs(hidden_R_D, own_V_D, targets_R, 0.7, mesh.tp)
+        (values_R @ weights_R).backward()
+        assert hidden_R_D.grad is not None
+        assert own_V_D.grad is not None
+        return values_R.detach(), hidden_R_D.grad, own_V_D.grad
+    finally:
+        logprobs.TILE_LOGITS = tile_logits
+        mesh.close()
+
+
 @dataclass(frozen=True)
 class Fragile(Aipo):
-    """Fails where the first group is."""
+    """On the last rank it raises, is killed, is stopped or hangs."""
+
+    how: str = "raise"
 
     def token_losses(self, positions: Positions) -> TokenLosses:
-        if positions.num_sequences == 3:
-            raise ZeroDivisionError("no luck")
+        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            if self.how == "raise":
+                raise ZeroDivisionError("no luck")
+            if self.how in ("kill", "stop"):
+                os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
+            while True:
+                time.sleep(0.05)
         return super().token_losses(positions)
 
 
-def failing(meeting: Path, number: int, sizes: Mapping[str, int], groups: list[RolloutGroup]) -> str:
-    """How a step ends whose loss raises on one rank."""
-    mesh = joined(meeting, number, sizes, timeout_s=6.0)
+def ready() -> None:
+    """All is imported."""
+
+
+def failing(
+    meeting: Path, number: int, sizes: Mapping[str, int], groups: list[RolloutGroup], how: str
+) -> tuple[str, float, bool]:
+    """How and when a step ends for which the last rank fails, and whether this one may wait for ever."""
+    mesh = joined(meeting, number, sizes, timeout_s=LIMIT_S if how in ("stop", "hang") else 50.0)
+    is_lost = False
     try:
         with mesh.together():
-            train(mesh, LLAMA, [groups], Fragile(), {})
+            train(mesh, LLAMA, [groups], Fragile(how=how), {})
     except (RanksLost, ZeroDivisionError) as error:
-        return f"{type(error).__name__}: {error}"
+        said, end_s = f"{type(error).__name__}: {error}", time.monotonic()
+        try:
+            mesh.check()
+        except RanksLost as lost:
+            is_lost = lost is error
+        return said, end_s, is_lost
     finally:
         mesh.close()
     raise AssertionError("nothing has failed")
+
+
+@dataclass
+class Loaded:
+    """What a rank has that reads a checkpoint."""
+
+    num_bytes: int
+    """Read."""
+    weights: dict[str, Any]
+    """Those that are trained: (whole shape, box, part) by name."""
+    after: dict[str, Any]
+    """The same, with moments, after a step."""
+    scores: np.ndarray
+
+
+def loaded(
+    meeting: Path,
+    number: int,
+    sizes: Mapping[str, int],
+    folder: Path,
+    batch: list[RolloutGroup],
+    config: TrainerConfig,
+) -> list[Loaded]:
+    """When it reads its own parts, and when it reads all and drops the rest."""
+    mesh, part_of, found, num_bytes = joined(meeting, number, sizes), hf._part, list[Loaded](), 0
+
+    def counted(path: Path, name: str, box: Box) -> Tensor:
+        nonlocal num_bytes
+        part = part_of(path, name, box)
+        num_bytes += part.numel() * part.itemsize
+        return part
+
+    hf._part = counted
+    try:
+        for reads_all in (False, True):
+            num_bytes = 0
+            model, weights = open_model(folder)
+            if reads_all:
+                model = load_model(folder, torch.float32, CPU)
+            if config.lora:
+                add_adapters(model, config.lora, seed=6, dtype=getattr(torch, config.dtype))
+            read = None if reads_all else weights.read
+            trainer = Trainer(model, config, Aipo(), GroupMean(), 0.7, mesh, CPU, read=read)
+            before = parts(trainer)
+            trainer.step(batch)
+            scores = np.concatenate(trainer.score(SEQUENCES))
+            found.append(Loaded(num_bytes, before, parts(trainer), scores))
+    finally:
+        hf._part = part_of
+        mesh.close()
+    return found
+
+
+def critic_loaded(meeting: Path, number: int, sizes: Mapping[str, int], folder: Path) -> list[dict[str, Any]]:
+    """What a critic has that reads its own parts of a policy, and one that reads all; it has a head of zeros."""
+    mesh = joined(meeting, number, sizes)
+    try:
+        whole = load_scalar_model(folder, torch.float32, CPU, new_head=True)
+        model, weights = open_scalar_model(folder, new_head=True)
+        return [
+            parts(Critic(one, TrainerConfig(), 0.2, Gae(), mesh=mesh, device=CPU, read=read))
+            for one, read in ((model, weights.read), (whole, None))
+        ]
+    finally:
+        mesh.close()
 
 
 def joined(meeting: Path, number: int, sizes: Mapping[str, int], timeout_s: float = 30.0) -> RankMesh:

@@ -5,7 +5,9 @@ Not covered: GPUs and NCCL, several hosts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,23 +15,35 @@ import pytest
 import torch
 
 from llamarl.algorithms.losses.gspo import Gspo
+from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.models.hf import new_model, save_model
+from llamarl.models.shape import ModelShape
+from llamarl.models.transformer import Transformer
 from tests.distributed.ranks import Workers, results
 from tests.training.critics import critic_alone, critic_rank
 from tests.training.layouts import (
+    LIMIT_S,
     LLAMA,
     QWEN2,
     QWEN3,
     Found,
+    Loaded,
     alone,
     assembled,
+    critic_loaded,
     difference,
     distance,
     failing,
+    half_of_head,
+    loaded,
     preflight,
     rank,
+    ready,
 )
 
 TOLERANCE = 1e-5
+NOTICE_S = 5.0
+"""A failure is known to all within so many seconds; much less on an idle machine."""
 
 
 @pytest.fixture(scope="module")
@@ -217,9 +231,129 @@ def test_preflight_refuses_a_broken_plan(run, how: str, of: str) -> None:
         assert all(one.startswith("preflight of fsdp 1, tp 2, pp 1, cp 1: ") for one in said)
 
 
-def test_what_fails_on_one_rank_ends_all_with_the_cause(run, make_groups) -> None:
-    """The other rank waits for it in a collective, no longer than for the mesh's time-out."""
-    cause, consequence = sorted(run({"fsdp": 2}, make_groups(((5, 1, 9), (3, 3))), function=failing), key=len)
-    assert cause == "ZeroDivisionError: no luck"
-    assert consequence.startswith("RanksLost: rank ")
-    assert consequence.endswith(" failed: ZeroDivisionError: no luck")
+def test_each_of_two_ranks_with_half_of_the_head(run) -> None:
+    """Log-probs and gradients, against log_softmax."""
+    generator = torch.Generator().manual_seed(2)
+    hidden_R_D, head_V_D = (
+        torch.randn(rows, 6, generator=generator, dtype=torch.float64, requires_grad=True) for rows in (9, 14)
+    )
+    targets_R = torch.randint(14, (9,), generator=generator)
+    weights_R = torch.randn(9, generator=generator, dtype=torch.float64)
+    expected_R = (hidden_R_D @ head_V_D.T / 0.7).log_softmax(-1).gather(1, targets_R[:, None]).squeeze(1)
+    expected = torch.autograd.grad(expected_R @ weights_R, (hidden_R_D, head_V_D))
+    parts = run({"tp": 2}, hidden_R_D.detach(), head_V_D.detach(), targets_R, weights_R, function=half_of_head)
+    for values_R, _, _ in parts:
+        torch.testing.assert_close(values_R, expected_R.detach(), rtol=1e-11, atol=1e-12)
+    hidden_parts, head_parts = [p[1] for p in parts], [p[2] for p in parts]
+    torch.testing.assert_close(sum(hidden_parts), expected[0], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(torch.cat(head_parts), expected[1], rtol=1e-11, atol=1e-12)
+
+
+def saved(folder: Path, shape: dict[str, Any]) -> Transformer:
+    model = new_model(ModelShape(**{key: value for key, value in shape.items() if key != "dtype"}), 5, 0.15)
+    save_model(model, folder, None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "share"),
+    [
+        ({"fsdp": 2}, LLAMA, 1 / 2), ({"tp": 2}, LLAMA, 1 / 2), ({"pp": 2}, LLAMA, 1 / 2),
+        ({"fsdp": 2, "tp": 2}, LLAMA, 1 / 4), ({"pp": 2, "fsdp": 2}, LLAMA, 1 / 4), ({"cp": 2}, LLAMA, 1 / 2),
+        ({"fsdp": 3}, QWEN3 | {"head_dim": 4}, 1 / 3), ({"pp": 2, "tp": 2}, QWEN3, 1 / 2),
+    ],
+    ids=lambda value: value["family"] if "family" in str(value) else str(value),
+)  # fmt: skip
+def test_a_rank_reads_what_it_holds(run, make_groups, tmp_path: Path, sizes: dict, shape: dict, share: float) -> None:
+    """And has the bits that it has when it reads all, before and after a step.
+
+    Of 4 rows the last of 3 ranks has none. Tied embeddings are on both stages of a pipeline.
+    """
+    model = new_model(
+        ModelShape(**{key: value for key, value in shape.items() if key != "dtype"} | {"num_layers": 4}), 5, 0.15
+    )
+    save_model(model, tmp_path / "model", None)
+    num_bytes = sum(weight.nbytes for weight in model.parameters())
+    found = run(sizes, tmp_path / "model", make_groups(), TrainerConfig(), function=loaded)
+    num_bytes = sum(weight.nbytes for weight in model.parameters())
+    for own, whole in found:
+        assert own.num_bytes == sum(part.nbytes for _, _, part in own.weights.values()) <= 1.1 * share * num_bytes
+        assert whole.num_bytes == num_bytes
+        assert_same_bits(own, whole)
+    everywhere = assembled([own.weights for own, _ in found])
+    assert all(torch.equal(everywhere[name], weight) for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tp": 2}, {"pp": 2}], ids=str)
+def test_weights_that_are_not_trained_are_read_too(run, make_groups, tmp_path: Path, sizes: dict, dtype: str) -> None:
+    """And adapters, which are in no checkpoint, keep their first values."""
+    model, config = saved(tmp_path / "model", LLAMA), TrainerConfig(lora=LoraConfig(rank=2), dtype=dtype)
+    for own, whole in run(sizes, tmp_path / "model", make_groups(), config, function=loaded):
+        assert own.num_bytes < 0.75 * sum(weight.nbytes for weight in model.parameters())
+        assert_same_bits(own, whole)
+
+
+def test_a_critic_reads_what_it_holds_of_a_policy(run, tmp_path: Path) -> None:
+    saved(tmp_path / "model", LLAMA)
+    found = run({"pp": 2, "tp": 2}, tmp_path / "model", function=critic_loaded)
+    for own, whole in found:
+        assert own.keys() == whole.keys()
+        assert all(torch.equal(part, whole[name][2]) for name, (_, _, part) in own.items())
+    heads = [own["score.weight"][2] for own, _ in found if "score.weight" in own]
+    assert heads and not any(head.any() for head in heads)
+
+
+def assert_same_bits(one: Loaded, other: Loaded) -> None:
+    assert np.array_equal(one.scores, other.scores)
+    for ours, theirs in ((one.weights, other.weights), (one.after, other.after)):
+        assert ours.keys() == theirs.keys()
+        for name, (_, box, part) in ours.items():
+            assert box == theirs[name][1]
+            assert torch.equal(part, theirs[name][2]), name
+
+
+# Each of the last three takes a process with it, so they come last, the largest first.
+FAULTS = [
+    ("raise", {"fsdp": 2}), ("raise", {"fsdp": 2, "tp": 2}), ("raise", {"pp": 2, "fsdp": 2}),
+    ("hang", {"fsdp": 2, "tp": 2}), ("stop", {"fsdp": 3}), ("kill", {"fsdp": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "sizes"), FAULTS, ids=lambda value: value if isinstance(value, str) else str(value))
+def test_what_ends_one_rank_ends_all(workers: Workers, make_groups, tmp_path: Path, how: str, sizes: dict) -> None:
+    """At once, in whatever collective the others wait, with what that rank says, or that it says nothing.
+
+    Of one that does not move any more only the time limit of collectives tells.
+    """
+    tmp_path.chmod(0o700)
+    with workers.take(int(np.prod(list(sizes.values())))) as ranks:
+        groups, last = make_groups(((5, 1, 9), (3, 3), (4, 2))), len(ranks) - 1
+        for worker in ranks:
+            worker.start(ready)
+        results(ranks)
+        for number, worker in enumerate(ranks):
+            worker.start(failing, tmp_path / "meeting", number, sizes, groups, how)
+        if how == "raise":
+            own, failed_s, _ = ranks.pop().result()
+            assert own == "ZeroDivisionError: no luck"
+        elif how == "kill":
+            with pytest.raises(EOFError):
+                ranks[-1].result()
+            failed_s = time.monotonic()
+        found = results(ranks[:last])
+        if how in ("stop", "hang"):
+            ranks[-1].kill()
+    for said, end_s, is_lost in found:
+        assert is_lost == (how != "raise")
+        if how == "raise":
+            cause = f"RanksLost: rank {last} failed: ZeroDivisionError: no luck, in token_losses (layouts.py:"
+            assert said.startswith(cause) and ", from __call__ (_base.py:" in said
+        elif how == "hang":
+            assert f"rank {last} was in token_losses (layouts.py:" in said
+        else:
+            assert f"rank {last} says nothing; " in said
+        if how in ("stop", "hang"):
+            assert f"Timed out waiting {LIMIT_S * 1000:.0f}ms" in said and " waited in " in said
+        else:
+            assert end_s - failed_s < NOTICE_S

@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from llamarl.training import logprobs
 from llamarl.training.logprobs import target_logprobs
-from tests.distributed.ranks import Worker, meeting, results
-from tests.training.split_head import part
 
 R, D, V = 9, 6, 13
 
@@ -112,26 +110,3 @@ def test_memory_does_not_hold_all_logits(monkeypatch: pytest.MonkeyPatch) -> Non
     assert peak_bytes(plain) >= 2 * all_logits
     assert peak_bytes(target_logprobs) < 4 * tile + all_logits / 10
     assert peak_bytes(target_logprobs) < 0.15 * peak_bytes(plain)
-
-
-def test_each_of_two_ranks_with_half_of_the_head() -> None:
-    """In real processes, with gradients."""
-    hidden_R_D, head_V_D, targets_R = random_case()
-    head_V_D = torch.cat((head_V_D, -head_V_D[:1])).detach().requires_grad_()
-    weights_R = torch.randn(R, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    expected_R = plain(hidden_R_D, head_V_D, targets_R, 0.7)
-    expected = torch.autograd.grad(expected_R @ weights_R, (hidden_R_D, head_V_D))
-    with meeting() as place:
-        workers = [Worker() for _ in range(2)]
-        try:
-            for number, worker in enumerate(workers):
-                worker.start(part, place, number, hidden_R_D.detach(), head_V_D.detach(), targets_R, weights_R)
-            parts = results(workers)
-        finally:
-            for worker in workers:
-                worker.kill()
-    for values_R, _, _ in parts:
-        torch.testing.assert_close(values_R, expected_R.detach(), rtol=1e-11, atol=1e-12)
-    hidden_parts, head_parts = [p[1] for p in parts], [p[2] for p in parts]
-    torch.testing.assert_close(sum(hidden_parts), expected[0], rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(torch.cat(head_parts), expected[1], rtol=1e-11, atol=1e-12)

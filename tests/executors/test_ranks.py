@@ -1,0 +1,92 @@
+"""A trainer of two processes, through Monarch, when one of them fails: the other does not wait for it.
+
+Not covered: a rank that hangs, as the time limit of a trainer's collectives is a minute; see tests/training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from llamarl.cluster.api import ExecutorHandle, RemoteError, open_cluster
+from llamarl.config import ConfigError, RunConfig
+from llamarl.controller.spawn import spawn_all
+from llamarl.controller.specs import executor_spec
+from llamarl.distributed.groups import RanksLost
+from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
+from tests.end_to_end.tiny import ROOT
+
+END_S = 5.0
+
+
+def group(number: int) -> RolloutGroup:
+    ids_T = np.arange(4, dtype=np.int32) + number
+    rollouts = tuple(
+        Rollout(
+            group_id=number, index=index, token_ids_T=ids_T, behavior_logprobs_T=np.full(4, -1.0, np.float32),
+            policy_versions_T=np.zeros(4, np.int32), finish_reason=FinishReason.STOP,
+        )
+        for index in range(2)
+    )  # fmt: skip
+    return RolloutGroup(
+        group_id=number,
+        prompt=Prompt(prompt_id=f"p-{number}", text="", token_ids_T=ids_T, answer=""),
+        rollouts=rollouts,
+        results=tuple(RewardResult(outcome=Outcome.SCORE, value=float(index)) for index in range(2)),
+        responses=("", ""),
+    )
+
+
+def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, tmp_path: Path) -> None:
+    """A step fails at once with the sentence of the rank that failed; so does the start."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in model.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(broken / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][-1] += 1  # the last rank's part of a tied embedding
+    save_file(tensors, broken / "model.safetensors")
+    tmp_path.chmod(0o700)
+
+    def config(path: Path) -> RunConfig:
+        return RunConfig.model_validate(
+            {
+                "model": {"path": str(path)},
+                "data": {"train": "running_total"},
+                "trainer": {"parallelism": {"fsdp": 2}, "loss": "tests.training.layouts:Fragile"},
+            }
+        )
+
+    async def ends() -> tuple[RemoteError, float]:
+        async with open_cluster("monarch", tmp_path / "logs") as cluster:
+
+            async def spawn(path: Path) -> ExecutorHandle:
+                spec = executor_spec(
+                    "trainer", "trainer:TrainerExecutor", 1, 2, config=config(path), resume=False,
+                    checkpoint_folder=str(tmp_path / "checkpoints"), meeting=str(tmp_path / f"meeting-{path.name}"),
+                )  # fmt: skip
+                (handle,) = await spawn_all(cluster, [replace(spec, code_paths=(str(ROOT),))], 120.0)
+                return handle
+
+            with pytest.raises(ConfigError, match=r"broken: `lm_head\.weight` differs from"):
+                await spawn(broken)
+            trainer = await spawn(model)
+            await trainer.call("add_groups", [group(0), group(1)], timeout_s=20.0)
+            start_s = time.monotonic()
+            with pytest.raises(RemoteError) as failed:
+                await trainer.call("step", [0, 1], timeout_s=60.0)
+            await trainer.stop(timeout_s=8.0)
+            return failed.value, time.monotonic() - start_s
+
+    error, after_s = asyncio.run(ends())
+    assert isinstance(error.__cause__, RanksLost)
+    assert str(error.__cause__).startswith("rank 1 failed: ZeroDivisionError: no luck, in token_losses (layouts.py:")
+    assert after_s < END_S
+    assert "ZeroDivisionError: no luck" in (tmp_path / "logs/trainer.1.log").read_text()
