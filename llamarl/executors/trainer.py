@@ -16,7 +16,7 @@ from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.algorithms.kl import penalty
 from llamarl.checkpoint.store import CRITIC, CheckpointStore
 from llamarl.cluster.executor import Executor
-from llamarl.config import RunConfig, build
+from llamarl.config import ConfigError, RunConfig, build
 from llamarl.distributed.mesh import ALONE, join_mesh
 from llamarl.distributed.runtime import set_up_device
 from llamarl.executors.replies import Probe, Published
@@ -28,7 +28,7 @@ from llamarl.rollouts.shaping import shaping
 from llamarl.training.meter import check_memory, device_seconds, peak_flops, peak_memory_bytes, rates
 from llamarl.training.preflight import check_layout
 from llamarl.training.result import NonFiniteStep, StepResult
-from llamarl.training.state import load_training_state, training_state
+from llamarl.training.state import StateMismatch, load_training_state, training_state
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
 from llamarl.weight_sync.base import Publisher, plan_writers
@@ -107,7 +107,10 @@ class TrainerExecutor(Executor):
         beside = [self._store.beside(CRITIC)] if isinstance(self._trainer.advantage, ValueAdvantage) else []
         checkpoint, self._damaged = self._store.load_newest(beside)
         if checkpoint is not None:
-            load_training_state(self._trainer, checkpoint.shapes, checkpoint.read, checkpoint.state)
+            try:
+                load_training_state(self._trainer, checkpoint.shapes, checkpoint.read, checkpoint.state)
+            except StateMismatch as error:
+                raise ConfigError(f"--resume: {error}") from None
             self._resumed = checkpoint.state
 
     def resumed(self) -> tuple[dict[str, Any] | None, list[str]]:
