@@ -62,8 +62,7 @@ class TrainerExecutor(Executor):
         torch.manual_seed(config.seed)
         model, weights = open_model(config.model.path)
         if settings.lora:
-            dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-            add_adapters(model, settings.lora, config.seed, dtype)
+            add_adapters(model, settings.lora, config.seed, getattr(torch, settings.dtype))
         if not is_alone:
             said = check_layout(model.shape, self._mesh, device, settings.lora)
             sys.stdout.write(f"{said}\n")  # into the executor's log
@@ -90,32 +89,30 @@ class TrainerExecutor(Executor):
         self._publisher: Publisher | None = None
         self._sampled: tuple[str, Publisher] | None = None
         """The transport that is being tried."""
-        self._delta = config.weight_sync.delta
-        self._power_of_two = config.weight_sync.power_of_two_scales
+        sync = config.weight_sync
+        self._delta = {"delta": True, "power_of_two": sync.power_of_two_scales} if sync.delta else {}
         self._weights_folder = Path(checkpoint_folder).parent / "weights"
-        self._probe_every_steps = config.weight_sync.probe_every_steps
+        self._probe_every_steps = sync.probe_every_steps
         self._probed = list[np.ndarray]()
         """Sequences of the last step."""
         world, folder = self._mesh.world, Path(checkpoint_folder)
         self._store = CheckpointStore(folder, config.checkpoint.keep, world.rank, world.size, self._mesh.exchange)
-        self._resumed: dict[str, Any] | None = None
-        self._damaged = list[str]()
-        if resume:
-            self._resume()
+        self._resumed: tuple[dict[str, Any] | None, list[str]] = self._resume() if resume else (None, [])
 
-    def _resume(self) -> None:
+    def _resume(self) -> tuple[dict[str, Any] | None, list[str]]:
         beside = [self._store.beside(CRITIC)] if isinstance(self._trainer.advantage, ValueAdvantage) else []
-        checkpoint, self._damaged = self._store.load_newest(beside)
-        if checkpoint is not None:
-            try:
-                load_training_state(self._trainer, checkpoint.shapes, checkpoint.read, checkpoint.state)
-            except StateMismatch as error:
-                raise ConfigError(f"--resume: {error}") from None
-            self._resumed = checkpoint.state
+        checkpoint, damaged = self._store.load_newest(beside)
+        if checkpoint is None:
+            return None, damaged
+        try:
+            load_training_state(self._trainer, checkpoint.shapes, checkpoint.read, checkpoint.state)
+        except StateMismatch as error:
+            raise ConfigError(f"--resume: {error}") from None
+        return checkpoint.state, damaged
 
     def resumed(self) -> tuple[dict[str, Any] | None, list[str]]:
         """The controller's state in the checkpoint that was resumed (None: fresh), and what was found damaged."""
-        return self._resumed, self._damaged
+        return self._resumed
 
     def work(self) -> bool:
         """Ends the executor when ranks are lost: the call that all are in may have no end. Raises RanksLost."""
@@ -171,8 +168,8 @@ class TrainerExecutor(Executor):
         ]
         plans = plan_writers([lay_out(specs) for specs in layouts], self._mesh.exchange(held))
         options: dict[str, Any] = {"folder": self._weights_folder} if transport == "file" else {}
-        if self._delta and transport != "shared_memory":
-            options |= {"delta": True, "power_of_two": self._power_of_two}
+        if transport != "shared_memory":
+            options |= self._delta
         return open_publisher(transport, plans[self._mesh.world.rank], self._mesh.exchange, **options)
 
     def publish(self, version: int, in_use: tuple[int, ...]) -> Published:

@@ -90,6 +90,6 @@ def check_memory(trainer: Trainer, shape: ModelShape, config: RunConfig) -> None
         raise ConfigError(
             f"trainer.microbatch_tokens = {settings.microbatch_tokens} takes about {activations / gib:.1f} GiB, beside "
             f"{(moments + logits) / gib:.1f} GiB for optimizer, checkpoint and logits, and {free / gib:.1f} GiB are "
-            f"free on {trainer.device}; lower it, set trainer.activation_checkpointing = true ({thrifty / gib:.1f} GiB), "
-            "or share the model by trainer.parallelism"
+            f"free on {trainer.device}; lower it, set trainer.activation_checkpointing = true "
+            f"({thrifty / gib:.1f} GiB), or share the model by trainer.parallelism"
         )
