@@ -231,7 +231,7 @@ def in_process(kind: str, budget_bytes: int = 0) -> dict[str, float] | str:
 
 
 def head(repeats: int) -> dict[str, Any]:
-    kinds = ["plain", *(str(1 << bits) for bits in (22, 24, 25))]
+    kinds = ["plain", *(str(1 << bits) for bits in (23, 25))]
     rows: dict[str, list[Any]] = {kind: [] for kind in kinds}
     for _ in range(repeats):
         for kind in kinds:
