@@ -19,7 +19,7 @@ import numpy as np
 from llamarl.config.schema import ReferenceConfig
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20: e^20 is far above any useful penalty and still finite in float32."""
+"""Log-ratios are clamped to +-20: e^20 is far above any cap or useful penalty and still finite in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

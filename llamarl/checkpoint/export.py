@@ -12,7 +12,7 @@ from llamarl.config import ConfigError
 from llamarl.config.trainer import LoraConfig
 from llamarl.models.folder import load_shape
 from llamarl.models.hf import load_model, save_tensors
-from llamarl.models.lora import A, B, merged, save_adapters
+from llamarl.models.lora import adapted_weights, adapter_of, merged, save_adapters
 
 
 def export_checkpoint(
@@ -46,9 +46,8 @@ def export_checkpoint(
         return checkpoint.step
     if lora:
         model = load_model(base_model, torch.float32, "cpu").state_dict()
-        for name in {key.removesuffix(kind) for key in weights for kind in (A, B) if key.endswith(kind)}:
-            weight = model[f"{name}weight"]
-            weight.copy_(merged(weight, weights[f"{name}{A}"], weights[f"{name}{B}"], lora.scale))
+        for name, _ in adapted_weights(load_shape(base_model), lora):
+            model[name].copy_(merged(model[name], *adapter_of(weights, name), lora.scale))
         weights = model
     save_tensors(weights, load_shape(base_model), folder, Path(base_model))
     return checkpoint.step

@@ -134,7 +134,8 @@ ALONE = RankMesh()
 def join_mesh(
     sizes: Mapping[str, int], meeting: str, device: torch.device, *, start_timeout_s: float, timeout_s: float = 60.0
 ) -> RankMesh:
-    """Meets the other ranks of this executor. FSDP2 needs torch's default process group: one mesh in a process.
+    """Meets the other ranks of this executor, if it has any. FSDP2 needs torch's default process group: one mesh in a
+    process.
 
     Args:
         sizes: of `AXES`.
@@ -145,6 +146,8 @@ def join_mesh(
     Raises:
         RanksLost: not all ranks have come.
     """
+    if all(size == 1 for size in sizes.values()):
+        return ALONE
     assert not Path(meeting).parent.stat().st_mode & 0o077, f"others may enter the folder of {meeting}"
     rank, world = own_rank()
     shape = tuple(sizes[axis] for axis in AXES)

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from llamarl.checkpoint.store import CRITIC, CheckpointStore
-from llamarl.cluster.executor import Executor
+from llamarl.checkpoint.store import CRITIC
 from llamarl.config import RunConfig, build
-from llamarl.distributed.mesh import ALONE, join_mesh
-from llamarl.distributed.runtime import set_up_device
+from llamarl.executors.learner import Learner
 from llamarl.models.scalar import open_scalar_model
-from llamarl.rollouts.pieces import joined
 from llamarl.rollouts.shaping import shaping
 from llamarl.training.critic import Critic
 from llamarl.training.meter import device_seconds
 from llamarl.training.preflight import check_critic_layout
 from llamarl.training.result import NonFiniteStep, StepResult
 from llamarl.training.state import load_training_state, training_state
-from llamarl.types import Prompt, Rollout, RolloutGroup
+from llamarl.types import Prompt, Rollout
 
 
-class CriticExecutor(Executor):
+class CriticExecutor(Learner):
     """Learns a microbatch per call, and values new rollouts in between by the weights of the last finished step. The
     order of calls decides, not the time, so several ranks do the same.
 
@@ -45,15 +42,13 @@ class CriticExecutor(Executor):
         """
         Args:
             checkpoint_folder: the run's, with a folder for the critic in it.
-            meeting: a path that does not exist yet, where several ranks meet.
         """
-        settings = config.critic
-        self._device = set_up_device(settings.device, settings.threads, "critic.device")
-        sizes, is_alone = settings.parallelism.model_dump(), settings.parallelism.num_ranks == 1
-        start_timeout_s = config.cluster.start_timeout_s
-        self._mesh = ALONE if is_alone else join_mesh(sizes, meeting, self._device, start_timeout_s=start_timeout_s)
+        settings, folder = config.critic, Path(checkpoint_folder, CRITIC)
+        # It saves before the trainer does, so its newest checkpoint may have no counterpart yet.
+        keep = config.checkpoint.keep + 1
+        super().__init__("critic", settings, folder, keep, meeting, config.cluster.start_timeout_s)
         model, weights = open_scalar_model(settings.path or config.model.path, new_head=True)
-        if not is_alone:
+        if self._mesh.world.size > 1:
             sys.stdout.write(f"{check_critic_layout(model.shape, self._mesh, self._device)}\n")
         self._critic = Critic(
             model,
@@ -68,22 +63,12 @@ class CriticExecutor(Executor):
             read=weights.read,
         )
         self._is_synchronous = config.rollout.max_staleness == 0
-        self._groups = dict[int, RolloutGroup]()
         self._learning = deque[tuple[int, Generator[None, None, StepResult]]]()
         """Steps under way, the oldest first."""
         self._learnt = dict[int, StepResult]()
         """Finished steps that nobody has asked for yet."""
         self._seconds = 0.0
         """Of work on the oldest step."""
-        world, folder = self._mesh.world, Path(checkpoint_folder, CRITIC)
-        # It saves before the trainer does, so its newest checkpoint may have no counterpart yet.
-        keep = config.checkpoint.keep + 1
-        self._store = CheckpointStore(folder, keep, world.rank, world.size, self._mesh.exchange)
-
-    def work(self) -> bool:
-        """Ends the executor when ranks are lost, as `TrainerExecutor.work` does. Raises RanksLost."""
-        self._mesh.check()
-        return False
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[np.ndarray]]:
         """The value before each response token, float32 [T] per rollout of each group."""
@@ -92,14 +77,9 @@ class CriticExecutor(Executor):
                 self._finish()
             return self._critic.values(groups)
 
-    def add_groups(self, groups: Iterable[RolloutGroup]) -> None:
-        """Keeps scored groups, or consecutive pieces of them, for a later step."""
-        for group in groups:
-            self._groups[group.group_id] = joined(self._groups.get(group.group_id), group)
-
     def learn(self, step: int, group_ids: Sequence[int]) -> None:
         """Prepares an optimizer step on these groups, which `learn_on` takes by and by."""
-        self._learning.append((step, self._critic.learn([self._groups.pop(group_id) for group_id in group_ids])))
+        self._learning.append((step, self._critic.learn(self._take(group_ids))))
 
     def learn_on(self, step: int) -> StepResult | None:
         """A microbatch more of the oldest step under way; what is to be logged of `step`, once that is done.
@@ -133,16 +113,9 @@ class CriticExecutor(Executor):
         with self._mesh.together(NonFiniteStep):
             self._finish()
         assert self._critic.policy_version == step, "critic and trainer take the same steps"
-        return self._store.save(step, self._critic.shards(), training_state(self._critic))
-
-    def commit(self) -> Future[str] | None:
-        """Makes what was saved last the newest checkpoint; its folder. Raises OSError when the disk is full."""
-        return self._store.commit()
+        return self._save(self._critic, training_state(self._critic))
 
     def resume(self, step: int) -> None:
         """Goes on from the checkpoint of this step, which the trainer has found to be whole."""
         checkpoint = self._store.load(step)
         load_training_state(self._critic, checkpoint.shapes, checkpoint.read, checkpoint.state)
-
-    def close(self) -> None:
-        self._mesh.close()

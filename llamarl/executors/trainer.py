@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,15 +14,12 @@ import torch
 
 from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.algorithms.kl import penalty
-from llamarl.checkpoint.store import CRITIC, CheckpointStore
-from llamarl.cluster.executor import Executor
+from llamarl.checkpoint.store import CRITIC
 from llamarl.config import ConfigError, RunConfig, build
-from llamarl.distributed.mesh import ALONE, join_mesh
-from llamarl.distributed.runtime import set_up_device
+from llamarl.executors.learner import Learner
 from llamarl.executors.replies import Probe, Published
 from llamarl.models.hf import open_model
 from llamarl.models.lora import add_adapters
-from llamarl.rollouts.pieces import joined
 from llamarl.rollouts.probe import probe_sequences
 from llamarl.rollouts.shaping import shaping
 from llamarl.training.meter import check_memory, device_seconds, peak_flops, peak_memory_bytes, rates
@@ -30,17 +27,13 @@ from llamarl.training.preflight import check_layout
 from llamarl.training.result import NonFiniteStep, StepResult
 from llamarl.training.state import StateMismatch, load_training_state, training_state
 from llamarl.training.trainer import Trainer
-from llamarl.types import RolloutGroup
 from llamarl.weight_sync.base import Publisher, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
 from llamarl.weight_sync.select import open_publisher, sample
 
 
-class TrainerExecutor(Executor):
-    """Groups arrive as they are scored, so a step only needs their names.
-
-    All ranks get all calls and all groups, and each computes its share; rank 0 answers.
-    """
+class TrainerExecutor(Learner):
+    """Groups arrive as they are scored, so a step only needs their names."""
 
     SPANS: ClassVar[dict[str, str]] = {
         "step": "train",
@@ -50,21 +43,14 @@ class TrainerExecutor(Executor):
     }
 
     def __init__(self, config: RunConfig, checkpoint_folder: str, resume: bool, meeting: str = "") -> None:
-        """
-        Args:
-            meeting: a path that does not exist yet, where several ranks meet.
-        """
-        settings = config.trainer
-        device = set_up_device(settings.device, settings.threads, "trainer.device")
-        sizes, is_alone = settings.parallelism.model_dump(), settings.parallelism.num_ranks == 1
-        start_timeout_s = config.cluster.start_timeout_s
-        self._mesh = ALONE if is_alone else join_mesh(sizes, meeting, device, start_timeout_s=start_timeout_s)
+        settings, folder = config.trainer, Path(checkpoint_folder)
+        super().__init__("trainer", settings, folder, config.checkpoint.keep, meeting, config.cluster.start_timeout_s)
         torch.manual_seed(config.seed)
         model, weights = open_model(config.model.path)
         if settings.lora:
             add_adapters(model, settings.lora, config.seed, getattr(torch, settings.dtype))
-        if not is_alone:
-            said = check_layout(model.shape, self._mesh, device, settings.lora)
+        if self._mesh.world.size > 1:
+            said = check_layout(model.shape, self._mesh, self._device, settings.lora)
             sys.stdout.write(f"{said}\n")  # into the executor's log
         self._trainer = Trainer(
             model,
@@ -75,13 +61,12 @@ class TrainerExecutor(Executor):
             shaping=shaping(config),
             kl_in_loss=penalty(config.reference, "loss"),
             mesh=self._mesh,
-            device=device,
+            device=self._device,
             read=weights.read,
         )
         check_memory(self._trainer, model.shape, config)
-        self._peak_flops = peak_flops(settings, device)
+        self._peak_flops = peak_flops(settings, self._device)
         self._weights = self._trainer.sharding.weights
-        self._groups = dict[int, RolloutGroup]()
         self._background_s = 0.0
         """Processor seconds outside this thread by the last step: messages."""
         self._layouts = list[tuple[TensorSpec, ...]]()
@@ -91,12 +76,10 @@ class TrainerExecutor(Executor):
         """The transport that is being tried."""
         sync = config.weight_sync
         self._delta = {"delta": True, "power_of_two": sync.power_of_two_scales} if sync.delta else {}
-        self._weights_folder = Path(checkpoint_folder).parent / "weights"
+        self._weights_folder = folder.parent / "weights"
         self._probe_every_steps = sync.probe_every_steps
         self._probed = list[np.ndarray]()
         """Sequences of the last step."""
-        world, folder = self._mesh.world, Path(checkpoint_folder)
-        self._store = CheckpointStore(folder, config.checkpoint.keep, world.rank, world.size, self._mesh.exchange)
         self._resumed: tuple[dict[str, Any] | None, list[str]] = self._resume() if resume else (None, [])
 
     def _resume(self) -> tuple[dict[str, Any] | None, list[str]]:
@@ -114,21 +97,11 @@ class TrainerExecutor(Executor):
         """The controller's state in the checkpoint that was resumed (None: fresh), and what was found damaged."""
         return self._resumed
 
-    def work(self) -> bool:
-        """Ends the executor when ranks are lost: the call that all are in may have no end. Raises RanksLost."""
-        self._mesh.check()
-        return False
-
-    def add_groups(self, groups: Iterable[RolloutGroup]) -> None:
-        """Keeps scored groups, or consecutive pieces of them, for a later step."""
-        for group in groups:
-            self._groups[group.group_id] = joined(self._groups.get(group.group_id), group)
-
     def step(self, group_ids: Sequence[int]) -> StepResult:
         """One optimizer step on these groups. Raises NonFiniteStep."""
-        device = self._trainer.device
+        device = self._device
         start_s = device_seconds(device)
-        groups = [self._groups.pop(group_id) for group_id in group_ids]
+        groups = self._take(group_ids)
         self._probed = probe_sequences(groups)
         with self._mesh.together(NonFiniteStep):
             result = self._trainer.step(groups)
@@ -186,15 +159,8 @@ class TrainerExecutor(Executor):
         for publisher in (self._publisher, self._sampled[1] if self._sampled else None):
             if publisher is not None:
                 publisher.close()
-        self._mesh.close()
+        super().close()
 
     def save(self, controller_state: dict[str, Any]) -> Future[dict[str, Any] | OSError]:
         """Copies what a checkpoint needs and writes it beside the next steps; after the answer comes `commit`."""
-        state = training_state(self._trainer) | {"controller": controller_state}
-        with self._mesh.together():
-            return self._store.save(self._trainer.policy_version, self._trainer.shards(), state)
-
-    def commit(self) -> Future[str] | None:
-        """Makes what was saved last the newest checkpoint; its folder. Raises OSError when the disk is full."""
-        with self._mesh.together(OSError):
-            return self._store.commit()
+        return self._save(self._trainer, training_state(self._trainer) | {"controller": controller_state})

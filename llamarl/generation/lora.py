@@ -14,7 +14,7 @@ from torch import Tensor
 from llamarl.config.trainer import LoraConfig
 from llamarl.distributed.box import Box
 from llamarl.generation.model import GeneratorModel, device_stream
-from llamarl.models.lora import A, B, adapted_weights, merged
+from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged
 from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
 from llamarl.models.transformer import Transformer
 from llamarl.weight_sync.layout import TensorSpec
@@ -59,8 +59,7 @@ class AdapterMerger:
         spare = self._model.spare()
         with device_stream(self._model.device):
             for name, frozen in self._frozen.items():
-                module = name.removesuffix("weight")
-                a_R_I, b_O_R = (adapters[f"{module}{kind}"].to(frozen.device) for kind in (A, B))
+                a_R_I, b_O_R = (one.to(frozen.device) for one in adapter_of(adapters, name))
                 weight_O_I, spec = merged(frozen, a_R_I, b_O_R, self._scale), self._targets[name]
                 if spec.dtype in QUANTIZED_DTYPES:
                     quantize_rows(weight_O_I, spec.dtype, out=(spare[name], spare[f"{name}.scale"]))

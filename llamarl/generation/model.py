@@ -30,7 +30,7 @@ from llamarl.kernels import linear
 from llamarl.kernels.linear import Linear
 from llamarl.kernels.ops import rms_norm, rotate, silu_mul
 from llamarl.models.folder import load_shape
-from llamarl.models.hf import load_model
+from llamarl.models.hf import EMBEDDING, HEAD, load_model
 from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Attend, Rope, Rotation, Transformer
@@ -41,7 +41,6 @@ Precision = Literal["float32", "bfloat16", "int8", "fp8"]
 _QUANTIZED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 _ARGUMENTS = {"weight": "values_N_K", "weight.scale": "scales_N", "bias": "bias_N"}
 """What a module's tensors are to `Linear`."""
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class TensorParallel(Protocol):

@@ -90,6 +90,12 @@ def adapted_weights(shape: ModelShape, config: LoraConfig) -> Iterator[tuple[str
             yield name, tuple(weight.shape)
 
 
+def adapter_of(adapters: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+    """A and B of the matrix `name`."""
+    module = name.removesuffix("weight")
+    return adapters[f"{module}{A}"], adapters[f"{module}{B}"]
+
+
 def merged(weight_O_I: Tensor, a_R_I: Tensor, b_O_R: Tensor, scale: float) -> Tensor:
     """W + scale * B @ A, float32 (float64 for float64)."""
     dtype = torch.promote_types(weight_O_I.dtype, torch.float32)

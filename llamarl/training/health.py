@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from llamarl.algorithms.losses._base import MAX_LOG_RATIO
+from llamarl.algorithms.kl import MAX_LOG_RATIO
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import RankMesh
 from llamarl.training.result import NonFiniteStep

@@ -27,6 +27,7 @@ from llamarl.distributed.box import Box
 from llamarl.distributed.layout import stage_layers
 from llamarl.distributed.mesh import Axis, RankMesh
 from llamarl.distributed.tensor_parallel import sharded_dim, tensor_parallel_box
+from llamarl.models.hf import EMBEDDING
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Decoder, Transformer
 from llamarl.training.collectives import gather_rows, scatter_rows
@@ -34,7 +35,6 @@ from llamarl.weight_sync.layout import TensorSpec
 
 BLOCKS = ("self_attn", "mlp")
 """Of each layer: they take the rows of all tensor-parallel ranks, and what these put out is added up."""
-EMBEDDING = "model.embed_tokens.weight"
 Read = Callable[[str, Box], Tensor]
 """read(name, part): that part of a weight."""
 

@@ -21,12 +21,12 @@ from llamarl.config import ConfigError
 from llamarl.config.trainer import LoraConfig, TrainerConfig
 from llamarl.distributed.box import Box
 from llamarl.distributed.mesh import RankMesh
-from llamarl.models.hf import new_model
+from llamarl.models.hf import EMBEDDING, new_model
 from llamarl.models.lora import add_adapters
 from llamarl.models.scalar import HEAD, ScalarModel
 from llamarl.models.shape import ModelShape
 from llamarl.training.critic import Critic, finished
-from llamarl.training.parallel import EMBEDDING, Sharding
+from llamarl.training.parallel import Sharding
 from llamarl.training.trainer import Trainer
 from llamarl.types import SampleGroup, TrainSample
 

@@ -12,7 +12,7 @@ from llamarl.config.trainer import LoraConfig
 from llamarl.distributed.box import Box
 from llamarl.generation.lora import AdapterMerger
 from llamarl.generation.model import GeneratorModel
-from llamarl.models.lora import A, B, adapted_weights, merged
+from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged
 from llamarl.models.transformer import Transformer
 from tests.generation.test_model import SHAPES, trainer
 
@@ -52,8 +52,7 @@ def part(merger: AdapterMerger, whole: dict[str, Tensor]) -> dict[str, Tensor]:
 def expected(base: Transformer, config: LoraConfig, learnt: dict[str, Tensor]) -> dict[str, Tensor]:
     weights = {name: weight.detach() for name, weight in base.named_parameters()}
     for name, _ in adapted_weights(base.shape, config):
-        module = name.removesuffix("weight")
-        weights[name] = merged(weights[name], learnt[f"{module}{A}"], learnt[f"{module}{B}"], config.scale)
+        weights[name] = merged(weights[name], *adapter_of(learnt, name), config.scale)
     return weights
 
 

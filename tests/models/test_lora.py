@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,21 +16,11 @@ from llamarl.config import ConfigError
 from llamarl.config.trainer import LoraConfig
 from llamarl.models.attention import causal_attend
 from llamarl.models.hf import new_model, save_model
-from llamarl.models.lora import A, B, LoraLinear, adapted_weights, add_adapters, merged, save_adapters
-from llamarl.models.shape import ModelShape
+from llamarl.models.lora import A, B, LoraLinear, adapted_weights, adapter_of, add_adapters, merged, save_adapters
 from llamarl.models.transformer import Transformer
+from tests.models.test_transformer import SHAPE as QWEN3
 
-SHAPE = ModelShape(
-    family="qwen2",
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    vocab_size=131,
-    max_position_embeddings=64,
-)
+SHAPE = replace(QWEN3, family="qwen2")
 SOME = LoraConfig(rank=3, alpha=5.0, targets=["q_proj", "v_proj", "down_proj"])
 ALL = LoraConfig(rank=4)
 LENGTHS = [7, 1, 20]
@@ -105,8 +96,8 @@ def test_merged_logits_are_equal(config: LoraConfig) -> None:
     expected, learnt = logits(model), adapters(model)
     assert not torch.allclose(logits(base), expected, atol=1)
     for name, _ in adapted_weights(SHAPE, config):
-        module, weight = name.removesuffix("weight"), base.get_parameter(name)
-        weight.data = merged(weight.data, learnt[f"{module}{A}"], learnt[f"{module}{B}"], config.scale)
+        weight = base.get_parameter(name)
+        weight.data = merged(weight.data, *adapter_of(learnt, name), config.scale)
     torch.testing.assert_close(logits(base), expected, rtol=1e-11, atol=1e-11)
 
 

@@ -19,7 +19,7 @@ from llamarl.models.shape import ModelShape
 from llamarl.training.critic import Critic
 from llamarl.training.result import NonFiniteStep, StepResult
 from llamarl.types import RolloutGroup
-from tests.training.layouts import Found, joined, load, parts, save
+from tests.training.layouts import Found, joined, keep_parts, load, parts, save
 
 
 def valued(critic: Critic, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
@@ -89,12 +89,7 @@ def learn(
             break
         found.metrics.append(result.metrics)
         found.skipped.append(result.skipped)
-    for name, spec in critic.sharding.specs.items():
-        part = critic.sharding.weights[name].detach()
-        assert part.shape == spec.shape, f"{name}: {tuple(part.shape)} is not {spec}"
-        found.weights[name] = spec.global_shape, spec.box, part.clone()
-        if seen:
-            found.gradients[name] = spec.global_shape, spec.box, seen[name]
+    keep_parts(found, critic, seen)
     if checkpoints is not None:
         found.state = save(critic, checkpoints) if batches else parts(critic)
     return found

@@ -111,15 +111,20 @@ def train(
         found.metrics.append(result.metrics)
         found.skipped.append(result.skipped)
         found.scores.append(trainer.score(SEQUENCES))
+    keep_parts(found, trainer, seen)
+    if checkpoints is not None:
+        found.state = save(trainer, checkpoints) if batches else parts(trainer)
+    return found
+
+
+def keep_parts(found: Found, trainer: Trainer | Critic, gradients: Mapping[str, Tensor]) -> None:
+    """This rank's weights and their first gradients, if there are any."""
     for name, spec in trainer.sharding.specs.items():
         part = trainer.sharding.weights[name].detach()
         assert part.shape == spec.shape, f"{name}: {tuple(part.shape)} is not {spec}"
         found.weights[name] = spec.global_shape, spec.box, part.clone()
-        if seen:
-            found.gradients[name] = spec.global_shape, spec.box, seen[name]
-    if checkpoints is not None:
-        found.state = save(trainer, checkpoints) if batches else parts(trainer)
-    return found
+        if gradients:
+            found.gradients[name] = spec.global_shape, spec.box, gradients[name]
 
 
 def learnt_adapters(model: Transformer, lora: LoraConfig, dtype: torch.dtype) -> None:

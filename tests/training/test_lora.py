@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config.trainer import LoraConfig, TrainerConfig
-from llamarl.models.lora import A, B, adapted_weights, merged
+from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged
 from llamarl.models.transformer import Transformer
 from llamarl.training.state import StateMismatch, load_training_state, training_state
 from llamarl.training.trainer import Trainer
@@ -47,8 +47,8 @@ def trainer_of(model: Transformer, lora: LoraConfig | None = LORA, **config) -> 
 def merge(model: Transformer, base: Transformer, lora: LoraConfig = LORA) -> Transformer:
     whole, weights = copy.deepcopy(base), dict(model.named_parameters())
     for name, _ in adapted_weights(base.shape, lora):
-        module, weight = name.removesuffix("weight"), whole.get_parameter(name)
-        weight.data = merged(weight.data, weights[f"{module}{A}"].data, weights[f"{module}{B}"].data, lora.scale)
+        weight = whole.get_parameter(name)
+        weight.data = merged(weight.data, *adapter_of(weights, name), lora.scale).detach()
     return whole
 
 

@@ -12,13 +12,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from llamarl.algorithms.kl import KlPenalty, estimate
+from llamarl.algorithms.kl import MAX_LOG_RATIO, KlPenalty, estimate
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 before `exp`: e^20 is far above any cap and still finite in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
