@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from llamarl.planner.constants import Constants
-from llamarl.planner.hardware import GPUS, Pool
-from llamarl.planner.lengths import Lengths
-from llamarl.planner.plan import Plan
-from llamarl.planner.request import ASYNCHRONOUS, BASELINE, Request, Rules
-from llamarl.planner.shapes import MODELS
-from llamarl.planner.solver import asynchronous_plan, solve, synchronous_plan
-from llamarl.planner.sync import priced
+from llamarl.forecast.constants import Constants
+from llamarl.forecast.hardware import GPUS, Pool
+from llamarl.forecast.lengths import Lengths
+from llamarl.forecast.plan import Plan
+from llamarl.forecast.request import ASYNCHRONOUS, BASELINE, Request, Rules
+from llamarl.forecast.shapes import MODELS
+from llamarl.forecast.solver import asynchronous_plan, solve, synchronous_plan
+from llamarl.forecast.sync import priced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

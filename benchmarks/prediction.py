@@ -27,15 +27,15 @@ from _predict import predict_step
 from _record import write_result
 
 from llamarl.config import RunConfig, load_config
-from llamarl.planner.constants import load_profile
-from llamarl.planner.hardware import Pool, find_gpu
-from llamarl.planner.lengths import Lengths
-from llamarl.planner.request import Request
-from llamarl.planner.shapes import find_model
-from llamarl.simulator.costs import SimulatorCosts
-from llamarl.simulator.faults import Faults
-from llamarl.simulator.layout import choose_layout
-from llamarl.simulator.run import simulate
+from llamarl.forecast.constants import load_profile
+from llamarl.forecast.costs import SimulatorCosts
+from llamarl.forecast.hardware import Pool, find_gpu
+from llamarl.forecast.lengths import Lengths
+from llamarl.forecast.request import Request
+from llamarl.forecast.shapes import find_model
+from llamarl.forecast.simulator.faults import Faults
+from llamarl.forecast.simulator.run import simulate
+from llamarl.forecast.simulator.split import choose_layout
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "configs/demo.toml"

@@ -28,11 +28,11 @@ import llamarl
 from llamarl.cluster.api import ExecutorSpec, open_cluster
 from llamarl.config import RunConfig
 from llamarl.executors.replies import Collected, Scored
-from llamarl.simulator.costs import SimulatorCosts
-from llamarl.simulator.faults import Faults
-from llamarl.simulator.layout import make_layout
-from llamarl.simulator.report import render, summary
-from llamarl.simulator.run import simulate
+from llamarl.forecast.costs import SimulatorCosts
+from llamarl.forecast.simulator.faults import Faults
+from llamarl.forecast.simulator.report import render, summary
+from llamarl.forecast.simulator.run import simulate
+from llamarl.forecast.simulator.split import make_layout
 from llamarl.types import (
     FinishReason,
     GenerationRequest,
@@ -120,7 +120,7 @@ def transport_s_per_group(response_tokens: int, group_size: int, repeats: int = 
 async def message_s(calls: int = 2000, at_once: int = 16) -> float:
     """Processor seconds of this process per call to an executor on Monarch, `at_once` under way at a time."""
     async with open_cluster("monarch") as cluster:
-        folder = str(Path(__file__).parents[1] / "tests" / "simulator")
+        folder = str(Path(__file__).parents[1] / "tests" / "forecast" / "simulator")
         spec = ExecutorSpec(name="reward", target="light_executors:LightReward", code_paths=(folder,))
         handle = await cluster.spawn(spec, timeout_s=60)
 

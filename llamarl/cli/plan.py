@@ -10,15 +10,15 @@ from pathlib import Path
 from llamarl.cli.options import command_parser, write_output
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.schema import RolloutConfig
-from llamarl.planner.constants import load_profile
-from llamarl.planner.feasibility import plans
-from llamarl.planner.hardware import Pool, find_gpu
-from llamarl.planner.lengths import Lengths
-from llamarl.planner.plots import plot_request
-from llamarl.planner.report import choose, render
-from llamarl.planner.request import Request
-from llamarl.planner.shapes import find_model
-from llamarl.planner.toml import run_toml
+from llamarl.forecast.constants import load_profile
+from llamarl.forecast.feasibility import plans
+from llamarl.forecast.hardware import Pool, find_gpu
+from llamarl.forecast.lengths import Lengths
+from llamarl.forecast.plots import plot_request
+from llamarl.forecast.report import choose, render
+from llamarl.forecast.request import Request
+from llamarl.forecast.run_file import run_toml
+from llamarl.forecast.shapes import find_model
 
 EXAMPLE = """Without --mean-response-tokens or --rollouts, responses are 30 % of the longest on average.
 A profile is a JSON file {"constants": {...}, "gpu": {...}} whose numbers replace the built-in ones."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from llamarl.cli.options import command_parser, write_output
 from llamarl.config import ConfigError
-from llamarl.planner.profile import make_profile
-from llamarl.planner.recorded import read_run
+from llamarl.forecast.profile import make_profile
+from llamarl.forecast.recorded import read_run
 
 EPILOG = """The profile holds for the model, the threads and the machine of the run. It answers for other settings:
   llamarl simulate RUN.toml --costs RUN/profile.json --rollout.group_size 4

@@ -12,7 +12,7 @@ from llamarl.cli.options import command_parser
 from llamarl.config import ConfigError, RunConfig, load_config
 
 if TYPE_CHECKING:
-    from llamarl.simulator.costs import SimulatorCosts
+    from llamarl.forecast.costs import SimulatorCosts
 
 EPILOG = """Runs the real controller under a virtual clock over simulated executors; needs neither GPUs nor torch.
 Costs come from --costs (a JSON file), from the planner (--model and --gpu), or are those of a 70B model on H100s.
@@ -21,7 +21,7 @@ Exit codes: 0 all steps done, 1 the simulated run failed, 2 a setting cannot wor
 
 
 def _parser() -> argparse.ArgumentParser:
-    from llamarl.simulator.faults import HELP
+    from llamarl.forecast.simulator.faults import HELP
 
     parser = command_parser("simulate", "Simulate a run on a cluster of any size.", EPILOG)
     add = parser.add_argument
@@ -42,13 +42,13 @@ def main(arguments: Sequence[str]) -> int:
     config = load_config(options.config, overrides)
 
     from llamarl.controller.run_folder import prepare_run_folder
+    from llamarl.forecast.costs import SimulatorCosts
+    from llamarl.forecast.simulator.faults import Faults
+    from llamarl.forecast.simulator.report import render, write_simulation
+    from llamarl.forecast.simulator.run import simulate
+    from llamarl.forecast.simulator.split import choose_layout
+    from llamarl.forecast.simulator.timeline import TRACE_GENERATORS, chosen, write_html, write_png
     from llamarl.observability.accounting import write_trace
-    from llamarl.simulator.costs import SimulatorCosts
-    from llamarl.simulator.faults import Faults
-    from llamarl.simulator.layout import choose_layout
-    from llamarl.simulator.report import render, write_simulation
-    from llamarl.simulator.run import simulate
-    from llamarl.simulator.timeline import TRACE_GENERATORS, chosen, write_html, write_png
 
     if options.gpu and not options.model:
         raise ConfigError("--gpu chooses the kind of GPU for the planner; give --model NAME, or --gpus N for a number")
@@ -77,13 +77,13 @@ def main(arguments: Sequence[str]) -> int:
 def _planned(options: argparse.Namespace, config: RunConfig) -> tuple[RunConfig, SimulatorCosts]:
     """The planner's costs for the model, and its number of rollouts that a generator decodes at once."""
     from llamarl.cli.plan import MEAN_SHARE
-    from llamarl.planner.constants import Constants
-    from llamarl.planner.feasibility import plans
-    from llamarl.planner.hardware import Pool, find_gpu
-    from llamarl.planner.lengths import Lengths
-    from llamarl.planner.request import Request
-    from llamarl.planner.shapes import find_model
-    from llamarl.simulator.costs import SimulatorCosts
+    from llamarl.forecast.constants import Constants
+    from llamarl.forecast.costs import SimulatorCosts
+    from llamarl.forecast.feasibility import plans
+    from llamarl.forecast.hardware import Pool, find_gpu
+    from llamarl.forecast.lengths import Lengths
+    from llamarl.forecast.request import Request
+    from llamarl.forecast.shapes import find_model
 
     if options.gpus is None:
         raise ConfigError("--model asks the planner, which needs the size of the cluster; give --gpus N")

@@ -15,7 +15,7 @@ from llamarl.cluster.api import CallTimeout, MeshFailed, RemoteError
 from llamarl.controller.controller import NotSaved
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.data.sampler import PromptSampler
-from llamarl.simulator.clock import run_virtual
+from llamarl.forecast.simulator.clock import run_virtual
 from tests.controller.fakes import Generator, Run, Trainer, config
 
 NUM_STEPS, NUM_TRAIN = 7, 23

@@ -25,7 +25,7 @@ from llamarl.distributed.layout import (
 )
 from llamarl.distributed.reshard import Move, ReshardPlan, plan_reshard
 from llamarl.distributed.transfer import Links, Traffic, delta_share, estimate, fastest, traffic
-from llamarl.planner.shapes import MODELS
+from llamarl.forecast.shapes import MODELS
 
 
 def relays(plan: ReshardPlan, rank: int) -> list[Move]:

@@ -276,10 +276,10 @@ def test_a_critic_that_cannot_be_cut_so_is_refused(
 
 
 def test_what_is_not_simulated_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
-    from llamarl.simulator.costs import SimulatorCosts
-    from llamarl.simulator.faults import Faults
-    from llamarl.simulator.layout import choose_layout
-    from llamarl.simulator.run import simulate
+    from llamarl.forecast.costs import SimulatorCosts
+    from llamarl.forecast.simulator.faults import Faults
+    from llamarl.forecast.simulator.run import simulate
+    from llamarl.forecast.simulator.split import choose_layout
 
     config, costs = make_config(), SimulatorCosts()
     layout = choose_layout(config, costs, None, None)

@@ -1,0 +1,170 @@
+"""How long things take in a simulation: one record, from a JSON file, from a plan, or the defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field, StrictBool
+
+from llamarl.config import make_record, read_json
+from llamarl.forecast.generation import Generators, steady_parts, sum_parts
+from llamarl.forecast.hardware import Count, Positive, ZeroOrMore
+from llamarl.forecast.plan import Plan
+
+WholeOrNone = Annotated[int, Field(ge=0, strict=True)]
+Group = Annotated[tuple[tuple[WholeOrNone, float], ...], Field(min_length=1)]
+"""Tokens and reward of each response."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatorCosts:
+    """The defaults are a 70B model on H100s, rounded from the planner: tensor parallel 8, bfloat16."""
+
+    generator_gpus: Count = 8
+    """GPUs of one generator replica."""
+    trainer_gpus: WholeOrNone = 0
+    """GPUs of the trainer when nobody says how many; 0: as many as all generators have."""
+    decode_base_s: Positive = 0.012
+    """a: seconds of a decode step, whatever runs: reading the weights, launches."""
+    decode_per_rollout_s: ZeroOrMore = 5e-5
+    """b: further seconds per rollout in the step: its KV cache, its share of the products."""
+    prefill_token_s: ZeroOrMore = 3.5e-5
+    """Seconds per prompt token; a prompt is prefilled once for its group."""
+    train_base_s: ZeroOrMore = 0.2
+    """Seconds of an optimizer step that do not depend on its tokens: optimizer, host."""
+    train_token_gpu_s: ZeroOrMore = 1e-3
+    """GPU-seconds per trained token, prompts included: forward, backward, recompute, communication."""
+    publish_s: ZeroOrMore = 0.5
+    """Seconds in which the trainer makes its weights available."""
+    adopt_s: ZeroOrMore = 0.6
+    """Seconds in which a generator stands still to take new weights over."""
+    save_s: ZeroOrMore = 10.0
+    """Seconds of a checkpoint in which the trainer stands still."""
+    score_s: ZeroOrMore = 0.02
+    """Mean seconds to judge one response, exponentially distributed."""
+    score_workers: Count = 64
+    """Responses judged at the same time."""
+    score_timeout_s: ZeroOrMore = 10.0
+    """Seconds after which the reward gives a response up; it is then invalid."""
+    generator_start_s: ZeroOrMore = 60.0
+    """Seconds until a new generator process has loaded its model."""
+    prompt_tokens: Count = 512
+    """Length of every prompt."""
+    response_tokens: Positive = 1200.0
+    """Mean of the lognormal response length, before the cut at `rollout.max_new_tokens`."""
+    response_sigma: ZeroOrMore = 0.7
+    """Log-deviation of the response length; 0 makes all equal."""
+    response_lengths: tuple[Count, ...] = ()
+    """Measured lengths to draw from instead of the lognormal."""
+    measured_groups: tuple[Group, ...] = ()
+    """Groups of a real run in the order of their prompts, one (tokens, reward) per response; group g of the simulation
+    is the g-th of them, and from the first on again. Instead of drawn lengths and rewards."""
+    skips_equal_rewards: StrictBool = False
+    """The trainer spends nothing on groups in which all rewards are equal, as their advantages are 0."""
+    call_s: ZeroOrMore = 0.0
+    """Seconds that a call and its answer are under way."""
+    cores: ZeroOrMore = 0
+    """Cores of the one machine that all executors on `cpu` and the controller share, or a container's part of them; 0:
+    everybody has his own."""
+    controller_rollout_s: ZeroOrMore = 0.0
+    """With `cores`: processor seconds of the controller, and of messages in executors, per rollout."""
+
+    @classmethod
+    def from_plan(cls, plan: Plan) -> SimulatorCosts:
+        """What the planner's roofline says of the plan's layouts, as lines through two points."""
+        request, generator, trainer = plan.request, plan.generator, plan.trainer
+        two = np.ones(2, np.int64)
+        replicas = Generators(
+            tp_L=two * generator.tp,
+            replicas_L=two * generator.replicas,
+            slots_L=np.array([1, generator.slots]),
+            weight_bytes_L=two * generator.weight_bytes,
+        )
+        one, full = sum_parts(steady_parts(request, generator.pool, replicas))
+        slope = (full - one) / max(generator.slots - 1, 1)
+        fixed_s = trainer.time_parts["optimizer"]
+        publish_s = trainer.time_parts.get("publish", 0.0)
+        tokens = request.num_samples * request.lengths.mean_tokens + request.prompts_per_step * request.prompt_tokens
+        prompts = request.prompts_per_step * request.prompt_tokens / generator.replicas
+        return cls(
+            generator_gpus=generator.tp,
+            decode_base_s=float(one - slope),
+            decode_per_rollout_s=float(slope),
+            prefill_token_s=generator.time_parts["prefill"] / prompts,
+            train_base_s=fixed_s,
+            train_token_gpu_s=(trainer.busy_s - fixed_s - publish_s) * trainer.gpus / tokens,
+            publish_s=publish_s,
+            adopt_s=generator.time_parts["sync"],
+            prompt_tokens=request.prompt_tokens,
+            response_tokens=request.lengths.mean_tokens,
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> SimulatorCosts:
+        """Costs from a JSON object with the fields of this record, or from the `costs` of a profile.
+
+        What is missing keeps its default.
+
+        Raises:
+            ConfigError: the file cannot be read, or a field is unknown or impossible.
+        """
+        data = read_json(path, 'write {"decode_base_s": 0.012, ...}')
+        if isinstance(data.get("costs"), dict):
+            data = data["costs"]
+        return make_record(cls, data, "costs", str(path))
+
+    def save(self, path: str | Path) -> None:
+        """Writes what `load` reads. Raises OSError."""
+        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+class ResponseLengths:
+    """Length of each rollout, a function of (seed, group, index) alone: whoever generates it, and however often."""
+
+    def __init__(self, costs: SimulatorCosts, limit_tokens: int, seed: int) -> None:
+        self._measured = np.array(costs.response_lengths)
+        self._groups = costs.measured_groups
+        self._sigma = costs.response_sigma
+        self._mu = float(np.log(costs.response_tokens)) - self._sigma**2 / 2
+        self.limit_tokens = limit_tokens
+        self._seed = seed
+
+    def draw(self, group_id: int, group_size: int) -> list[int]:
+        """One length per rollout, in tokens, 1 to the limit."""
+        if self._groups:
+            return [min(max(tokens, 1), self.limit_tokens) for tokens, _ in self._chosen(group_id, group_size)]
+        random = keyed(self._seed, LENGTHS, group_id)
+        if len(self._measured):
+            lengths = random.choice(self._measured, group_size)
+        else:
+            lengths = np.exp(self._mu + self._sigma * random.standard_normal(group_size))
+        return np.clip(np.rint(lengths), 1, self.limit_tokens).astype(int).tolist()
+
+    def rewards(self, group_id: int, group_size: int) -> list[float] | None:
+        """The measured rewards of the same rollouts, 0 for those that the limit cuts; None when none were measured."""
+        if not self._groups:
+            return None
+        chosen = self._chosen(group_id, group_size)
+        return [reward if tokens <= self.limit_tokens else 0.0 for tokens, reward in chosen]
+
+    def _chosen(self, group_id: int, group_size: int) -> list[tuple[int, float]]:
+        """All of the measured group; a part of it, or some of it again, when the group has another size."""
+        group = self._groups[group_id % len(self._groups)]
+        if len(group) == group_size:
+            return list(group)
+        order = keyed(self._seed, LENGTHS, group_id).permutation(len(group))
+        return [group[order[number % len(group)]] for number in range(group_size)]
+
+
+LENGTHS, SCORES, FAULTS = 1, 2, 3
+"""Purposes of random numbers."""
+
+
+def keyed(seed: int, purpose: int, number: int) -> np.random.Generator:
+    """Random numbers that depend on the key alone, not on the order of events."""
+    return np.random.Generator(np.random.Philox(key=[(seed << 8) + purpose, number]))

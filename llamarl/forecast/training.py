@@ -1,0 +1,130 @@
+"""Time and memory of one optimizer step. Columns: L layouts; every array is float64 or int64 [L].
+
+A layout is tensor (tp) x context (cp) x pipeline (pp) x data (dp) parallel. Parameters and optimizer state are sharded
+over dp x cp (FSDP) when `sharded`. One microbatch has `microbatch_tokens` per data-parallel rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from llamarl.forecast.hardware import BF16, Pool
+from llamarl.forecast.links import collective_bandwidth
+from llamarl.forecast.request import Request
+
+PASSES = 3
+"""Weight gathers and activation reductions of one microbatch: forward, recomputed forward, backward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerLayouts:
+    """Candidates, one per entry."""
+
+    tp_L: np.ndarray
+    cp_L: np.ndarray
+    pp_L: np.ndarray
+    dp_L: np.ndarray
+    microbatch_tokens_L: np.ndarray
+    sharded: bool
+    """Trainer state is sharded over dp x cp; otherwise each tp x pp group holds all of it."""
+
+    @property
+    def gpus_L(self) -> np.ndarray:
+        """GPUs in use."""
+        return self.tp_L * self.cp_L * self.pp_L * self.dp_L
+
+    @property
+    def shards_L(self) -> np.ndarray:
+        """Ranks that share one copy of a tensor-parallel shard."""
+        return self.dp_L * self.cp_L if self.sharded else np.ones_like(self.dp_L)
+
+    def take(self, rows: np.ndarray) -> TrainerLayouts:
+        """The candidates at `rows`."""
+        columns = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "sharded"}
+        return TrainerLayouts(**columns, sharded=self.sharded)
+
+
+def step_flops(request: Request) -> float:
+    """FLOPs of one optimizer step with recompute.
+
+    Per token 2 N forward and 4 N backward plus `recompute` forwards (arXiv 2001.08361, eq. 2.2; 2205.05198), and the
+    same multiple of causal attention over half the squared mean sequence length.
+    """
+    lengths, prompt = request.lengths, request.prompt_tokens
+    squares = prompt**2 + 2 * prompt * lengths.mean_tokens + lengths.square_tokens
+    attention = request.model.attention_flops(1.0) * squares / 2
+    forward = 2.0 * request.model.matmul_parameters * request.sample_tokens + attention
+    return request.num_samples * forward * (3 + request.constants.recompute)
+
+
+def training_parts(request: Request, pool: Pool, layouts: TrainerLayouts) -> dict[str, np.ndarray]:
+    """Seconds of one optimizer step on `pool`, by cause; they add up.
+
+    compute: FLOPs / (GPUs x peak x efficiency), efficiency falling with few tokens per GPU, for the rank with the most
+    samples. tensor: `PASSES` x 2 reductions of the activations per layer, ring cost 2 (tp-1)/tp (arXiv 1909.08053).
+    fsdp: gathers in forward and backward and a reduce-scatter, (s-1)/s of the weights each plus one network hop per
+    node and layer; what `fsdp_overlap` of compute cannot hide counts (arXiv 2304.11277). context: keys and values of
+    the other ranks, `PASSES` + 1 times. pipeline: bubble (pp-1)/microbatches of the work (arXiv 2104.04473), and
+    activations between stages.
+    overhead: host time per microbatch and per step. optimizer: bytes of AdamW / memory bandwidth.
+    """
+    model, constants, gpu = request.model, request.constants, pool.gpu
+    tp, cp, pp, dp = layouts.tp_L, layouts.cp_L, layouts.pp_L, layouts.dp_L
+    rank_samples = np.ceil(request.num_samples / dp)
+    rank_tokens = rank_samples * request.sample_tokens
+    microbatches = np.ceil(rank_tokens / layouts.microbatch_tokens_L)
+    tokens = rank_tokens / microbatches / cp
+    efficiency = constants.train_efficiency * tokens / (tokens + constants.half_efficiency_tokens)
+    stage_layers = np.ceil(model.num_layers / pp)
+    flops = step_flops(request) * rank_samples / request.num_samples * (stage_layers * pp / model.num_layers)
+    compute = flops / (tp * cp * pp) / (gpu.bf16_flops * efficiency)
+    shards, weights = layouts.shards_L, model.num_parameters / (tp * pp)
+    activation_bytes = rank_tokens / cp * model.hidden_size * BF16
+    # Above one shard gathers repeat per microbatch; plain replicas reduce gradients once per step.
+    gathered = PASSES * BF16 * weights * (shards - 1) / shards * microbatches
+    reduced = 2 * BF16 * weights * (dp * cp - 1) / (dp * cp) if not layouts.sharded else 0.0
+    outer = collective_bandwidth(gpu, constants, shards if layouts.sharded else dp * cp, inner=tp)
+    hops = (shards > 1) * np.ceil(shards * tp / gpu.node_gpus) * constants.network_latency_s
+    fsdp = (gathered + reduced) / outer + PASSES * stage_layers * microbatches * hops
+    tensor = PASSES * 2 * stage_layers * 2 * (tp - 1) / tp * activation_bytes
+    tensor = tensor / collective_bandwidth(gpu, constants, tp, inner=1)
+    kv_bytes = rank_tokens * model.kv_width * BF16 / np.minimum(tp, model.num_kv_heads)
+    context = (PASSES + 1) * stage_layers * kv_bytes * (cp - 1) / cp
+    context = context / collective_bandwidth(gpu, constants, cp, inner=tp)
+    between_stages = 2 * (pp > 1) * activation_bytes / tp / (gpu.network_bandwidth * constants.link_efficiency)
+    overhead = constants.step_overhead_s + microbatches * constants.microbatch_overhead_s
+    state = model.num_parameters / (tp * pp * shards)
+    return {
+        "compute": compute,
+        "fsdp": np.maximum(0.0, fsdp - constants.fsdp_overlap * compute),
+        "tensor": tensor,
+        "context": context,
+        "pipeline": (pp - 1) / microbatches * (compute + tensor + context) + between_stages,
+        "overhead": overhead,
+        "optimizer": constants.optimizer_traffic_bytes
+        * state
+        / (gpu.memory_bandwidth * constants.bandwidth_efficiency),
+    }
+
+
+def training_memory(request: Request, layouts: TrainerLayouts) -> dict[str, np.ndarray]:
+    """Bytes per GPU, by part; they add up.
+
+    state: `state_bytes` per parameter over tp x pp x shards (ZeRO-3, arXiv 1910.02054). gathered: bf16 weights of two
+    layers (one in use, one prefetched) and the larger of embedding and head. activations: one bf16 hidden state per
+    token and layer of the stage for as many microbatches as the pipeline keeps in flight, the working set of the one
+    layer that is recomputed (arXiv 2205.05198), and the logits of one chunk in float32 with their gradient.
+    """
+    model, constants = request.model, request.constants
+    tp, cp, pp, dp = layouts.tp_L, layouts.cp_L, layouts.pp_L, layouts.dp_L
+    state = constants.state_bytes * model.num_parameters / (tp * pp * layouts.shards_L)
+    gathered = BF16 * (2 * model.layer_parameters + model.vocab_size * model.hidden_size) / tp
+    tokens = np.minimum(
+        layouts.microbatch_tokens_L, np.ceil(request.num_samples / dp) * max(request.longest_tokens, 1)
+    ) / (cp * tp)
+    saved = tokens * model.hidden_size * BF16 * (model.num_layers / pp) * pp
+    working = constants.activation_bytes * tokens * model.hidden_size
+    logits = 2 * 4 * constants.logit_chunk_tokens * model.vocab_size / tp
+    return {"state": state, "gathered": gathered, "activations": saved + working + logits}

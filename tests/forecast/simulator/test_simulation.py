@@ -1,0 +1,205 @@
+"""The real controller in virtual time: closed forms, conservation, bounds under faults, determinism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from llamarl.forecast.costs import SimulatorCosts
+from llamarl.forecast.simulator.faults import Faults
+from llamarl.forecast.simulator.report import render, summary
+from llamarl.forecast.simulator.result import Simulation
+from llamarl.observability.metrics import StepMetrics
+from tests.forecast.simulator.conftest import Simulate, run_config
+
+EXACT = SimulatorCosts(
+    decode_base_s=0.01,
+    decode_per_rollout_s=0.001,
+    prefill_token_s=0.0,
+    train_base_s=2.0,
+    train_token_gpu_s=0.001,
+    publish_s=0.5,
+    adopt_s=0.25,
+    score_s=0.0,
+    generator_start_s=30.0,
+    prompt_tokens=100,
+    response_lengths=(400,),
+)
+TOKENS = 4 * (100 + 2 * 400)
+"""Trained tokens of a step of `run_config`: 4 prompts, 8 responses."""
+TRAIN_S = 2.0 + 0.001 * TOKENS
+LARGE = {"max_staleness": 8, "window": 36}
+
+
+def test_synchronous_step_is_slowest_generation_plus_train_plus_sync(simulated: Simulate) -> None:
+    """S = 0, two equal shares, one generator three times slower: every phase waits for the one before."""
+    found = simulated(run_config(max_staleness=0), costs=EXACT, faults=Faults(slow_share=0.5, slow_factor=3.0))
+    slowest_s = 3 * 400 * (0.01 + 0.001 * 4)
+    assert [step.step_s for step in found.steps[1:]] == pytest.approx([slowest_s + TRAIN_S + 0.5 + 3 * 0.25] * 5)
+    assert found.staleness == {0: 48}
+    assert found.num_resumed == 0, "nothing runs while weights change"
+    assert found.accounts.overlap_share == pytest.approx(0, abs=1e-9)
+
+
+def test_synchronous_order_is_admission_order(simulated: Simulate) -> None:
+    costs = SimulatorCosts(response_sigma=1.0)
+    found = simulated(run_config(max_staleness=0, window=4), costs=costs, replicas=3)
+    assert list(found.group_ids) == list(range(24)), "each step takes exactly the groups that were admitted for it"
+
+
+def test_trainer_bound_step_is_train_plus_publish(simulated: Simulate) -> None:
+    found = simulated(run_config(steps=30, **LARGE), costs=EXACT, replicas=8)
+    assert found.step_s[5:] == pytest.approx([TRAIN_S + 0.5] * len(found.step_s[5:]))
+    assert found.verdict.bound == "trainer-bound"
+
+
+def test_generator_bound_step_is_generation(simulated: Simulate) -> None:
+    """One generator with all 72 rollouts of nine steps in flight; adoption is the only interruption."""
+    config = run_config(steps=60, **LARGE)
+    costs = SimulatorCosts(**{field: getattr(EXACT, field) for field in EXACT.__slots__} | {"train_token_gpu_s": 0.0})
+    found = simulated(config, costs=costs, replicas=1)
+    token_s = (0.01 + 0.001 * 72) / 72
+    assert mean_step_s(found) == pytest.approx(8 * 400 * token_s + 0.25, rel=0.03)
+    assert found.verdict.bound == "generator-bound"
+
+
+def mean_step_s(found: Simulation) -> float:
+    """Of the steps in the middle."""
+    return float(np.mean(found.step_s[20:-10]))
+
+
+def test_a_slow_generator_costs_nothing_while_the_others_have_time(simulated: Simulate) -> None:
+    """Trainer-bound, room to run ahead: one of eight may be three times slower."""
+    config = run_config(steps=80, **LARGE)
+    clean, slow = (
+        mean_step_s(simulated(config, costs=EXACT, replicas=8, faults=faults))
+        for faults in (Faults(), Faults(slow_share=0.125, slow_factor=3.0))
+    )
+    assert slow == pytest.approx(clean, rel=0.01), "the slow one also adopts weights more slowly"
+
+
+def test_asynchrony_hides_stragglers(simulated: Simulate) -> None:
+    """The longest of eight lognormal responses decides each synchronous step, but only few asynchronous ones."""
+    costs = SimulatorCosts(response_sigma=1.0, train_token_gpu_s=1e-4, score_s=0.0)
+    synchronous, asynchronous = (
+        mean_step_s(simulated(run_config(steps=80, max_new_tokens=60_000, **rollout), costs=costs))
+        for rollout in ({"max_staleness": 0}, LARGE)
+    )
+    assert asynchronous < 0.35 * synchronous
+
+
+def comparable(found: Simulation) -> dict[str, object]:
+    return {name: value for name, value in summary(found).items() if not name.startswith(("wall", "cpu", "controller"))}
+
+
+def measured(step: StepMetrics) -> StepMetrics:
+    """What happened in virtual time."""
+    extra = {name: value for name, value in step.extra.items() if name != "controller_cpu_s"}
+    return replace(step, extra=extra)
+
+
+def test_the_seed_decides_everything(simulated: Simulate) -> None:
+    faults = Faults(deaths_per_hour=200.0, reward_timeout_share=0.05, slow_share=0.3, slow_factor=2.0)
+
+    def run(seed: int) -> Simulation:
+        config = run_config(steps=30, seed=seed, max_staleness=2, window=6, cluster={"on_generator_failure": "respawn"})
+        return simulated(config, replicas=3, faults=faults)
+
+    first, again, other = run(1), run(1), run(2)
+    assert comparable(first) == comparable(again)
+    assert [measured(step) for step in first.steps] == [measured(step) for step in again.steps]
+    assert first.spans == again.spans
+    assert comparable(first) != comparable(other)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 1000),
+    max_staleness=st.integers(0, 3),
+    window_share=st.floats(0, 1),
+    deaths_per_hour=st.sampled_from([0.0, 100.0, 1000.0]),
+    slow_share=st.sampled_from([0.0, 0.5]),
+    timeout_share=st.sampled_from([0.0, 0.05]),
+    joins=st.sampled_from([(), ((20.0, 2),)]),
+)
+def test_every_group_once_and_none_too_old(
+    simulated: Simulate,
+    seed: int,
+    max_staleness: int,
+    window_share: float,
+    deaths_per_hour: float,
+    slow_share: float,
+    timeout_share: float,
+    joins: tuple[tuple[float, int], ...],
+) -> None:
+    """Conservation and the proved bound, whatever goes wrong. A run may end by too many deaths, never lose a group."""
+    window = 1 + int(window_share * (4 * (max_staleness + 1) - 1))
+    config = run_config(
+        steps=8, seed=seed, max_staleness=max_staleness, window=window, cluster={"on_generator_failure": "respawn"}
+    )
+    faults = Faults(
+        deaths_per_hour=deaths_per_hour,
+        slow_share=slow_share,
+        slow_factor=5.0,
+        joins=joins,
+        reward_timeout_share=timeout_share,
+    )
+    found = simulated(config, replicas=3, faults=faults, costs=SimulatorCosts(generator_start_s=5.0))
+    assert len(set(found.group_ids)) == len(found.group_ids) == 4 * len(found.steps)
+    assert max(found.staleness, default=0) <= found.staleness_bound
+    if found.end == "finished":
+        assert sorted(found.group_ids) == list(range(32))
+    else:
+        assert found.end.startswith("MeshFailed")
+        assert found.num_deaths > 0
+
+
+def test_reward_timeouts_make_rollouts_invalid(simulated: Simulate) -> None:
+    found = simulated(run_config(steps=40, max_staleness=1), faults=Faults(reward_timeout_share=0.1))
+    assert 0.05 < float(np.mean([step.invalid_share for step in found.steps])) < 0.15
+    broken = simulated(run_config(), faults=Faults(reward_timeout_share=1.0))
+    assert broken.end.startswith("TooManyInvalid")
+
+
+def test_a_response_longer_than_the_call_timeout_ends_the_run_as_it_would_a_real_one(simulated: Simulate) -> None:
+    config = run_config(cluster={"call_timeout_s": 5.0})
+    assert simulated(config, costs=EXACT, replicas=1).end.startswith("CallTimeout: generator-0.collect")
+
+
+def test_a_stalled_run_says_who_waits(simulated: Simulate) -> None:
+    config = run_config(cluster={"stall_timeout_s": 3.0})
+    found = simulated(config, costs=EXACT)
+    assert found.end.startswith("Stalled: nothing finished for 3 s")
+    assert "8 are in flight" in found.end
+    assert "generator-1 (pid 0): work for 3 s" in found.end
+    assert "after 0 steps" in render(found)
+
+
+def test_segments_change_who_decodes_but_not_what(simulated: Simulate) -> None:
+    """One of two generators is five times slower: parked rollouts go to the other, and the slow one decides no more."""
+    costs = replace(EXACT, response_lengths=(100, 900), prefill_token_s=1e-6)
+    slow = Faults(slow_share=0.5, slow_factor=5.0)
+    found = {
+        tokens: simulated(run_config(steps=20, max_staleness=0, segment_tokens=tokens), costs=costs, faults=slow)
+        for tokens in (0, 60)
+    }
+    assert [step.num_loss_tokens for step in found[60].steps] == [step.num_loss_tokens for step in found[0].steps]
+    assert sorted(found[60].group_ids) == list(range(80))
+    assert sum(step.extra["resumed_segments"] for step in found[60].steps) > 20 * 8
+    assert not any(step.extra["resumed_segments"] for step in found[0].steps)
+    assert np.mean(found[60].step_s) < 0.7 * np.mean(found[0].step_s)
+
+
+def test_segments_survive_deaths(simulated: Simulate) -> None:
+    config = run_config(
+        steps=20, max_staleness=2, window=6, segment_tokens=50, cluster={"on_generator_failure": "respawn"}
+    )
+    deaths = Faults(deaths=((12.0, 1), (12.1, 2), (40.0, 0)))
+    found = simulated(config, replicas=3, faults=deaths, costs=SimulatorCosts(generator_start_s=5.0))
+    assert (found.end, found.num_deaths) == ("finished", 3)
+    assert sorted(found.group_ids) == list(range(80))
+    assert max(found.staleness) <= found.staleness_bound
