@@ -43,10 +43,10 @@ from llamarl.models.hf import new_model
 from llamarl.models.lora import add_adapters
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
-from llamarl.rollouts.packing import to_sample_group
 from llamarl.training import logprobs
 from llamarl.training.cost import step_cost
 from llamarl.training.meter import device_seconds, peak_flops
+from llamarl.training.packing import to_sample_group
 from llamarl.training.trainer import Trainer
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup, SampleGroup
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.groups import make_group  # noqa: F401, a fixture for all folders
+
 settings.register_profile("untimed", deadline=None)  # how long an example takes says more about the machine's load
 settings.load_profile("untimed")
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from llamarl.config import RunConfig
+from llamarl.controller.buffer import RolloutBuffer
 from llamarl.data.sampler import PromptSampler
-from llamarl.rollouts.buffer import RolloutBuffer
-from llamarl.rollouts.packing import is_flat
+from llamarl.training.packing import is_flat
 from llamarl.types import GenerationRequest, Prompt, RolloutGroup, SamplingParams
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from llamarl.cluster.api import Cluster, ExecutorError, open_cluster
 from llamarl.config import ConfigError, RunConfig
+from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.controller import Controller, Executors, NotSaved
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.prepare import Prepared
@@ -21,13 +22,12 @@ from llamarl.controller.specs import GeneratorSpecs, executor_spec, generator_sp
 from llamarl.controller.supervision import Interrupted, Supervisor, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.accounting import verdict, write_trace
+from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.report import RunFile, RunSummary, write_summary
 from llamarl.observability.screen import Screen, open_screen
 from llamarl.observability.sinks import JsonlSink, MetricsLog
 from llamarl.observability.spans import now_s
 from llamarl.observability.view import RunInfo
-from llamarl.rollouts.buffer import RolloutBuffer
-from llamarl.rollouts.recorder import RolloutRecorder
 
 WIND_DOWN_S = 4.0
 """Longest wait for the step under way and a checkpoint when the run is asked to end."""

@@ -19,12 +19,12 @@ from llamarl.controller.sync_report import SyncReport
 from llamarl.executors.replies import DecodingWork
 from llamarl.observability.accounting import Accounts, account, verdict
 from llamarl.observability.metrics import StepMetrics
+from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.screen import Screen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.observability.spans import Span, now_s
 from llamarl.observability.view import CompletionView, ExecutorView, RunView
-from llamarl.rollouts.packing import is_flat
-from llamarl.rollouts.recorder import RolloutRecorder
+from llamarl.training.packing import is_flat
 from llamarl.training.result import StepResult
 from llamarl.types import FinishReason, Outcome, RolloutGroup
 from llamarl.weight_sync.select import Selection

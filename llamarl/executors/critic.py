@@ -15,11 +15,11 @@ from llamarl.checkpoint.store import CRITIC
 from llamarl.config import RunConfig, build
 from llamarl.executors.learner import Learner
 from llamarl.models.scalar import open_scalar_model
-from llamarl.rollouts.shaping import shaping
 from llamarl.training.critic import Critic
 from llamarl.training.meter import device_seconds
 from llamarl.training.preflight import check_critic_layout
 from llamarl.training.result import NonFiniteStep, StepResult
+from llamarl.training.shaping import shaping
 from llamarl.training.state import load_training_state, training_state
 from llamarl.types import Prompt, Rollout
 

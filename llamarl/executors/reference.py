@@ -13,7 +13,7 @@ from llamarl.config import RunConfig
 from llamarl.distributed.runtime import set_up_device
 from llamarl.generation.model import load_generator_model
 from llamarl.generation.score import target_logprobs
-from llamarl.rollouts.packing import Microbatch
+from llamarl.training.packing import Microbatch
 from llamarl.training.responses import hidden_of, per_response
 from llamarl.types import Prompt, Rollout
 

@@ -20,11 +20,11 @@ from llamarl.executors.learner import Learner
 from llamarl.executors.replies import Probe, Published
 from llamarl.models.hf import open_model
 from llamarl.models.lora import add_adapters
-from llamarl.rollouts.probe import probe_sequences
-from llamarl.rollouts.shaping import shaping
 from llamarl.training.meter import check_memory, device_seconds, peak_flops, peak_memory_bytes, rates
 from llamarl.training.preflight import check_layout
+from llamarl.training.probe import probe_sequences
 from llamarl.training.result import NonFiniteStep, StepResult
+from llamarl.training.shaping import shaping
 from llamarl.training.state import StateMismatch, load_training_state, training_state
 from llamarl.training.trainer import Trainer
 from llamarl.weight_sync.base import Publisher, plan_writers

@@ -21,17 +21,17 @@ from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.models.scalar import ScalarModel
-from llamarl.rollouts.packing import EMPTY, Microbatch
-from llamarl.rollouts.shaping import UNSHAPED, Shaping
 from llamarl.training.collectives import summed
 from llamarl.training.compute import set_compute
 from llamarl.training.health import Health
 from llamarl.training.optimizer import build_optimizer, set_learning_rate
+from llamarl.training.packing import EMPTY, Microbatch
 from llamarl.training.parallel import Read, held_tensors, parallelize
 from llamarl.training.pipeline import Pipeline
 from llamarl.training.policy import Inputs, Placed, own_share
 from llamarl.training.responses import per_response
 from llamarl.training.result import StepResult
+from llamarl.training.shaping import UNSHAPED, Shaping
 from llamarl.types import Prompt, Rollout, RolloutGroup, SampleGroup, TrainBatch
 from llamarl.weight_sync.layout import TensorSpec
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from llamarl.distributed.mesh import RankMesh
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Attend, Transformer
-from llamarl.rollouts.packing import EMPTY, Microbatch, SampleGroup, pack, padded
 from llamarl.training.attention import own_index, shared_prefix_attend
 from llamarl.training.collectives import gather_rows, summed
 from llamarl.training.logprobs import target_logprobs
+from llamarl.training.packing import EMPTY, Microbatch, SampleGroup, pack, padded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

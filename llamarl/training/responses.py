@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from llamarl.models.transformer import Attend
-from llamarl.rollouts.packing import Microbatch, pack
 from llamarl.training.attention import shared_prefix_attend
+from llamarl.training.packing import Microbatch, pack
 from llamarl.types import FinishReason, Prompt, Rollout, SampleGroup, TrainSample
 
 Forward = Callable[[Tensor, Tensor, Attend], Tensor]

@@ -20,16 +20,16 @@ from llamarl.algorithms.losses._base import Loss, LossInputs
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.models.transformer import Transformer
-from llamarl.rollouts.packing import EMPTY, Microbatch, with_advantage
-from llamarl.rollouts.shaping import UNSHAPED, Shaping
 from llamarl.training.compute import set_compute
 from llamarl.training.cost import step_cost
 from llamarl.training.health import Health, age_sums, split_by_age
 from llamarl.training.optimizer import build_optimizer, set_learning_rate
+from llamarl.training.packing import EMPTY, Microbatch, with_advantage
 from llamarl.training.parallel import Read, held_tensors, parallelize
 from llamarl.training.pipeline import Pipeline
 from llamarl.training.policy import Policy, own_share
 from llamarl.training.result import StepResult
+from llamarl.training.shaping import UNSHAPED, Shaping
 from llamarl.types import RolloutGroup, SampleGroup, TrainBatch
 from llamarl.weight_sync.layout import TensorSpec
 

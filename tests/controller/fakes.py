@@ -20,15 +20,15 @@ import numpy as np
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
 from llamarl.config import RunConfig
+from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.controller import Controller, Executors, Problems
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import Adoption, Collected, Scored
 from llamarl.forecast.simulator.clock import run_virtual
+from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import JsonlSink, MetricsLog
-from llamarl.rollouts.buffer import RolloutBuffer
-from llamarl.rollouts.recorder import RolloutRecorder
 from llamarl.rollouts.segments import partials_of
 from llamarl.types import FinishReason, GenerationRequest, Outcome, Prompt, RewardResult, Rollout
 from tests.controller.fake_trainer import Trainer

@@ -25,7 +25,7 @@ from llamarl.executors.critic import CriticExecutor
 from llamarl.executors.reference import ReferenceExecutor
 from llamarl.executors.reward_model import RewardModelExecutor
 from llamarl.models.hf import load_model
-from llamarl.rollouts.packing import pack, to_sample_group
+from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.trainer import Trainer
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 from tests.end_to_end.tiny import rows

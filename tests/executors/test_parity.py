@@ -16,9 +16,9 @@ from llamarl.controller.sync import mismatch_of
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.replies import Published
 from llamarl.executors.trainer import TrainerExecutor
-from llamarl.rollouts.packing import pack, to_sample_group
 from llamarl.rollouts.segments import continued, ids_only, not_begun, partials_of
 from llamarl.training import meter
+from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.result import StepResult
 from llamarl.types import (
     FinishReason,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llamarl.models.attention import causal_attend
 from llamarl.models.transformer import Transformer
-from llamarl.rollouts.packing import pack, to_sample_group
+from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
 

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from llamarl.config import RunConfig
 from llamarl.config.schema import TrainerConfig
 from llamarl.models.shape import ModelShape
-from llamarl.rollouts.packing import pack, to_sample_group
 from llamarl.training.cost import activation_bytes, step_cost
 from llamarl.training.optimizer import learning_rate_at
+from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
 from tests.training.conftest import SHAPE

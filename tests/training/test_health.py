@@ -10,8 +10,8 @@ import torch
 
 from llamarl.algorithms.losses._base import Positions, TokenLosses
 from llamarl.algorithms.losses.aipo import Aipo
-from llamarl.rollouts.packing import pack, to_sample_group
 from llamarl.training.health import MAX_NAMED_GROUPS, find_cause
+from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.result import NonFiniteStep
 from llamarl.types import RolloutGroup, SampleGroup
 

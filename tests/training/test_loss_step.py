@@ -18,7 +18,7 @@ from llamarl.algorithms.losses.grpo import Grpo
 from llamarl.algorithms.losses.gspo import Gspo
 from llamarl.algorithms.losses.ppo_clip import PpoClip
 from llamarl.config.schema import TrainerConfig
-from llamarl.rollouts.packing import Microbatch, pack, to_sample_group
+from llamarl.training.packing import Microbatch, pack, to_sample_group
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
 from tests.training.conftest import MakeGroups, MakeModel

@@ -17,8 +17,8 @@ from llamarl.checkpoint import store as store_module
 from llamarl.checkpoint.checkpoint import Checkpoint
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config.schema import TrainerConfig
-from llamarl.rollouts.packing import pack, to_sample_group
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
+from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.result import NonFiniteStep, StepResult
 from llamarl.training.state import StateMismatch, load_training_state, training_state
 from llamarl.training.trainer import Trainer

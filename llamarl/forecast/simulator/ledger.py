@@ -11,8 +11,8 @@ import numpy as np
 
 from llamarl.observability.files import write_atomically
 from llamarl.observability.metrics import EvalMetrics, StepMetrics
+from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.sinks import JsonlSink, MetricsLog
-from llamarl.rollouts.recorder import RolloutRecorder
 from llamarl.types import RolloutGroup
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from llamarl.cluster.api import ExecutorError, ExecutorHandle, ExecutorSpec
 from llamarl.config import ConfigError, RunConfig
+from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.controller import Controller, Executors, Problems, TooManyInvalid
 from llamarl.controller.specs import models_in_use
 from llamarl.controller.supervision import Stalled, Supervisor, rare_garbage_collections
@@ -28,7 +29,6 @@ from llamarl.observability.accounting import Accounts, account, role_of, verdict
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.spans import Span
 from llamarl.observability.view import RunView
-from llamarl.rollouts.buffer import RolloutBuffer
 
 NUM_PROMPTS = 4096
 PROGRESS_S = 5.0

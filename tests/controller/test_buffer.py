@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.rollouts.buffer import RolloutBuffer
+from llamarl.controller.buffer import RolloutBuffer
 from llamarl.types import Prompt, RolloutGroup
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.rollouts.packing import Microbatch, pack, to_sample_group, valid_rollouts, with_advantage
+from llamarl.training.packing import Microbatch, pack, to_sample_group, valid_rollouts, with_advantage
 from llamarl.types import FinishReason, Outcome, SampleGroup, TrainBatch, TrainSample
 
 LAYOUTS = st.lists(

@@ -14,7 +14,7 @@ from llamarl.algorithms.advantages._base import GroupRewards
 from llamarl.algorithms.kl import KlPenalty, penalty
 from llamarl.algorithms.shaping import length_share, overlong_share
 from llamarl.config.schema import RunConfig, ShapingConfig
-from llamarl.rollouts.packing import to_sample_group, valid_rollouts
+from llamarl.training.packing import to_sample_group, valid_rollouts
 from llamarl.types import FinishReason, Outcome, Rollout, RolloutGroup, TrainBatch
 
 

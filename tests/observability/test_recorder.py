@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.sinks import SinkFailure
-from llamarl.rollouts.recorder import RolloutRecorder
 from llamarl.types import Outcome
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from llamarl.algorithms.kl import KlPenalty
 from llamarl.config.schema import ShapingConfig
-from llamarl.rollouts.packing import is_flat, to_sample_group, valid_rollouts
-from llamarl.rollouts.shaping import UNSHAPED, Shaping
+from llamarl.training.packing import is_flat, to_sample_group, valid_rollouts
+from llamarl.training.shaping import UNSHAPED, Shaping
 from llamarl.types import FinishReason, Outcome, RewardResult, RolloutGroup
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
