@@ -36,9 +36,9 @@ import torch.distributed as dist
 from _record import write_result
 from torch import Tensor
 
-from llamarl.distributed.box import Box
-from llamarl.distributed.tensor_parallel import tensor_parallel_box
 from llamarl.kernels import build, copy
+from llamarl.sharding.box import Box
+from llamarl.sharding.tensor_parallel import tensor_parallel_box
 from llamarl.weight_sync.base import Subscriber, WriterPlan, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
 from llamarl.weight_sync.select import open_publisher, open_subscriber

@@ -16,12 +16,12 @@ from typing import Any
 
 from _record import write_result
 
-from llamarl.distributed.layout import ShardLayout, generator_layout, trainer_layout
-from llamarl.distributed.reshard import ReshardPlan, plan_reshard
-from llamarl.distributed.transfer import Links, estimate, fastest
 from llamarl.forecast.constants import Constants
 from llamarl.forecast.hardware import GPUS
 from llamarl.forecast.shapes import MODELS
+from llamarl.sharding.parallel_layout import ShardLayout, generator_layout, trainer_layout
+from llamarl.sharding.reshard import ReshardPlan, plan_reshard
+from llamarl.sharding.transfer_time import Links, estimate, fastest
 
 H100 = GPUS["h100-80g"]
 LINKS = Links(network=H100.network_bandwidth, host=H100.node_bandwidth)

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from llamarl.checkpoint.files import DTYPES, describe, digest_of
-from llamarl.distributed.box import Box
-from llamarl.distributed.layout import LayoutError
+from llamarl.sharding.box import Box
+from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.weight_sync.layout import TensorSpec
 
 MANIFEST = "manifest.json"

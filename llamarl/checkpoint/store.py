@@ -26,7 +26,7 @@ from torch import Tensor
 
 from llamarl.checkpoint.checkpoint import MANIFEST, Checkpoint, CheckpointError, load_checkpoint, writers
 from llamarl.checkpoint.files import DTYPES, sync, write_safetensors
-from llamarl.distributed.box import Box
+from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import Exchange
 from llamarl.weight_sync.layout import TensorSpec
 

@@ -1,1 +1,1 @@
-"""Ranks, their processes and what part of a tensor each holds; the only home of process-wide torch set-up."""
+"""Processes of an executor that compute together; the only home of process-wide torch set-up."""

@@ -10,11 +10,11 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
-from llamarl.distributed.layout import generator_layout, trainer_layout
-from llamarl.distributed.transfer import Links, Transfer, fastest
 from llamarl.forecast.hardware import FP8
 from llamarl.forecast.plan import GeneratorPlan, Plan, TrainerPlan
 from llamarl.forecast.shapes import Decoder
+from llamarl.sharding.parallel_layout import generator_layout, trainer_layout
+from llamarl.sharding.transfer_time import Links, Transfer, fastest
 
 
 @lru_cache(maxsize=64)

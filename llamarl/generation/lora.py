@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from llamarl.config.trainer import LoraConfig
-from llamarl.distributed.box import Box
 from llamarl.generation.model import GeneratorModel, device_stream
 from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged
 from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
 from llamarl.models.transformer import Transformer
+from llamarl.sharding.box import Box
 from llamarl.weight_sync.layout import TensorSpec
 
 

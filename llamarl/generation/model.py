@@ -24,8 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.config.errors import ConfigError
-from llamarl.distributed.box import Box
-from llamarl.distributed.tensor_parallel import tensor_parallel_box
 from llamarl.kernels import linear
 from llamarl.kernels.linear import Linear
 from llamarl.kernels.ops import rms_norm, rotate, silu_mul
@@ -34,6 +32,8 @@ from llamarl.models.hf import EMBEDDING, HEAD, load_model
 from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Attend, Rope, Rotation, Transformer
+from llamarl.sharding.box import Box
+from llamarl.sharding.tensor_parallel import tensor_parallel_box
 from llamarl.weight_sync.base import views
 from llamarl.weight_sync.layout import TensorSpec, lay_out
 

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llamarl.config import ConfigError
-from llamarl.distributed.box import Box
 from llamarl.models.folder import CONFIG, GENERATION_CONFIG, load_shape, read_model_file
 from llamarl.models.shape import ModelShape, hf_eos
 from llamarl.models.transformer import Transformer
+from llamarl.sharding.box import Box
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -23,13 +23,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from llamarl.distributed.box import Box
-from llamarl.distributed.layout import stage_layers
 from llamarl.distributed.mesh import Axis, RankMesh
-from llamarl.distributed.tensor_parallel import sharded_dim, tensor_parallel_box
 from llamarl.models.hf import EMBEDDING
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Decoder, Transformer
+from llamarl.sharding.box import Box
+from llamarl.sharding.parallel_layout import stage_layers
+from llamarl.sharding.tensor_parallel import sharded_dim, tensor_parallel_box
 from llamarl.training.collectives import gather_rows, scatter_rows
 from llamarl.weight_sync.layout import TensorSpec
 

@@ -19,12 +19,12 @@ from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config import ConfigError
 from llamarl.config.trainer import LoraConfig, TrainerConfig
-from llamarl.distributed.box import Box
 from llamarl.distributed.mesh import RankMesh
 from llamarl.models.hf import EMBEDDING, new_model
 from llamarl.models.lora import add_adapters
 from llamarl.models.scalar import HEAD, ScalarModel
 from llamarl.models.shape import ModelShape
+from llamarl.sharding.box import Box
 from llamarl.training.critic import Critic, finished
 from llamarl.training.parallel import Sharding
 from llamarl.training.trainer import Trainer

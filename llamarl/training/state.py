@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.distributed.box import Box
+from llamarl.sharding.box import Box
 from llamarl.training.critic import Critic
 from llamarl.training.trainer import Trainer
 

@@ -21,11 +21,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from llamarl.distributed.box import Box
-from llamarl.distributed.layout import LayoutError, assemble_layout
-from llamarl.distributed.reshard import ReshardPlan, plan_reshard
 from llamarl.kernels.copy import MODULUS, copy_part, fingerprint
 from llamarl.models.quantize import QUANTIZED_DTYPES, NonFiniteWeights, quantize_rows
+from llamarl.sharding.box import Box
+from llamarl.sharding.parallel_layout import LayoutError, assemble_layout
+from llamarl.sharding.reshard import ReshardPlan, plan_reshard
 from llamarl.weight_sync.layout import Address, Layout, TensorSpec, lay_out
 
 Exchange = Callable[[Any], list[Any]]

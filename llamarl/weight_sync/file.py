@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llamarl.distributed.box import Box
+from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import (
     Base,
     Buffers,

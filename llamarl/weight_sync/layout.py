@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from llamarl.distributed.box import Box
-from llamarl.distributed.layout import DTYPE_BYTES, QUANTIZED, LayoutError
+from llamarl.sharding.box import Box
+from llamarl.sharding.parallel_layout import DTYPE_BYTES, QUANTIZED, LayoutError
 
 ALIGNMENT_BYTES = 64
 """Tensors begin at cache lines."""

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.distributed.box import Box
 from llamarl.distributed.links import accept, connect
+from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import (
     NOTHING,
     Base,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llamarl.distributed.box import Box
-from llamarl.distributed.layout import DTYPE_BYTES
+from llamarl.sharding.box import Box
+from llamarl.sharding.parallel_layout import DTYPE_BYTES
 from llamarl.weight_sync.base import Part
 from llamarl.weight_sync.delta import message_bytes, to_message
 from llamarl.weight_sync.layout import ALIGNMENT_BYTES, Layout, TensorSpec

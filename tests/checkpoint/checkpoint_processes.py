@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llamarl.checkpoint import files
 from llamarl.checkpoint.store import CheckpointStore
-from llamarl.distributed.box import Box
+from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import Exchange
 from llamarl.weight_sync.layout import TensorSpec
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.distributed.groups import RankGroup
-from llamarl.distributed.layout import Shard as Cut
-from llamarl.distributed.layout import make_box, mesh_boxes
+from llamarl.sharding.parallel_layout import Shard as Cut
+from llamarl.sharding.parallel_layout import make_box, mesh_boxes
 from llamarl.weight_sync.layout import TensorSpec
 
 

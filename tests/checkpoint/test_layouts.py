@@ -20,8 +20,8 @@ from torch import Tensor
 from llamarl.checkpoint.checkpoint import MANIFEST, CheckpointError, load_checkpoint
 from llamarl.checkpoint.files import digest_of
 from llamarl.checkpoint.store import CheckpointStore
-from llamarl.distributed.box import Box
-from llamarl.distributed.layout import LayoutError, ShardLayout, trainer_layout
+from llamarl.sharding.box import Box
+from llamarl.sharding.parallel_layout import LayoutError, ShardLayout, trainer_layout
 from llamarl.weight_sync.base import Exchange
 from llamarl.weight_sync.layout import TensorSpec
 

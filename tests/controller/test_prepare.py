@@ -6,8 +6,8 @@ import pytest
 
 from llamarl.config import ConfigError
 from llamarl.controller.prepare import check_tensor_parallel
-from llamarl.distributed.tensor_parallel import tensor_parallel_box
 from llamarl.models.shape import ModelShape
+from llamarl.sharding.tensor_parallel import tensor_parallel_box
 
 
 def shape(num_heads: int = 8, num_kv_heads: int = 2, intermediate_size: int = 96, vocab_size: int = 320) -> ModelShape:

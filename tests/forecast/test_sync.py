@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from llamarl.distributed.transfer import Links
 from llamarl.forecast.costs import SimulatorCosts
 from llamarl.forecast.feasibility import plans
 from llamarl.forecast.report import render
@@ -14,6 +13,7 @@ from llamarl.forecast.request import ASYNCHRONOUS, BASELINE
 from llamarl.forecast.shapes import MODELS
 from llamarl.forecast.solver import asynchronous_plan, solve
 from llamarl.forecast.sync import priced, weight_transfer
+from llamarl.sharding.transfer_time import Links
 from tests.forecast.conftest import SMALL, make_request
 
 LINKS = Links(network=50e9, host=450e9)

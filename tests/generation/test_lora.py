@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from llamarl.config.trainer import LoraConfig
-from llamarl.distributed.box import Box
 from llamarl.generation.lora import AdapterMerger
 from llamarl.generation.model import GeneratorModel
 from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged
 from llamarl.models.transformer import Transformer
+from llamarl.sharding.box import Box
 from tests.generation.test_model import SHAPES, trainer
 
 CONFIG = LoraConfig(rank=4, alpha=6.0)

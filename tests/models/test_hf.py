@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llamarl.config import ConfigError
-from llamarl.distributed.box import Box
 from llamarl.models.attention import causal_attend
 from llamarl.models.hf import load_model, load_shape, new_model, open_model, save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
+from llamarl.sharding.box import Box
 
 IDS = torch.arange(1, 60)
 

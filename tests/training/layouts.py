@@ -21,16 +21,16 @@ from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import ConfigError
 from llamarl.config.trainer import LoraConfig, TrainerConfig
-from llamarl.distributed.box import Box
 from llamarl.distributed.groups import CPU, RanksLost
 from llamarl.distributed.mesh import ALONE, AXES, RankMesh, join_mesh
-from llamarl.distributed.tensor_parallel import sharded_dim
 from llamarl.models import hf
 from llamarl.models.hf import load_model, new_model, open_model
 from llamarl.models.lora import B, add_adapters
 from llamarl.models.scalar import load_scalar_model, open_scalar_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
+from llamarl.sharding.box import Box
+from llamarl.sharding.tensor_parallel import sharded_dim
 from llamarl.training import logprobs, parallel
 from llamarl.training.critic import Critic
 from llamarl.training.preflight import check_critic_layout, check_layout

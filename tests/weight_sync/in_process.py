@@ -12,7 +12,7 @@ from typing import Any
 import weight_processes as processes
 from torch import Tensor
 
-from llamarl.distributed.box import Box
+from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import Subscriber, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
 from llamarl.weight_sync.select import open_publisher

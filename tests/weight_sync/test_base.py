@@ -12,8 +12,8 @@ import weight_processes as processes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.distributed.box import Box
-from llamarl.distributed.layout import LayoutError
+from llamarl.sharding.box import Box
+from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.weight_sync.base import (
     Buffers,
     FingerprintMismatch,

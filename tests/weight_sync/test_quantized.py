@@ -14,12 +14,12 @@ import weight_processes as processes
 from in_process import Trainer, faults
 from torch import Tensor
 
-from llamarl.distributed.box import Box
-from llamarl.distributed.layout import LayoutError
 from llamarl.generation.model import GeneratorModel
 from llamarl.models.hf import new_model
 from llamarl.models.quantize import NonFiniteWeights
 from llamarl.models.shape import ModelShape
+from llamarl.sharding.box import Box
+from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.weight_sync.base import plan_writers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
 from llamarl.weight_sync.packing import BUCKET_BYTES, pack

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llamarl.distributed.layout import LayoutError
+from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.weight_sync.base import FingerprintMismatch, Superseded, TransferFailed, WriterPlan, plan_writers
 from llamarl.weight_sync.file import FilePublisher
 from llamarl.weight_sync.layout import TensorSpec, lay_out

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llamarl.distributed.box import Box
-from llamarl.distributed.layout import QUANTIZED
-from llamarl.distributed.tensor_parallel import tensor_parallel_box
 from llamarl.models.quantize import quantize_rows
+from llamarl.sharding.box import Box
+from llamarl.sharding.parallel_layout import QUANTIZED
+from llamarl.sharding.tensor_parallel import tensor_parallel_box
 from llamarl.weight_sync.base import WriterPlan
 from llamarl.weight_sync.layout import Layout, TensorSpec, lay_out
 from llamarl.weight_sync.select import open_publisher, open_subscriber

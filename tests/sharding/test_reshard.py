@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.distributed.box import Box
-from llamarl.distributed.layout import (
+from llamarl.forecast.shapes import MODELS
+from llamarl.sharding.box import Box
+from llamarl.sharding.parallel_layout import (
     DTYPE_BYTES,
     Held,
     LayoutError,
@@ -23,9 +24,8 @@ from llamarl.distributed.layout import (
     mesh_boxes,
     trainer_layout,
 )
-from llamarl.distributed.reshard import Move, ReshardPlan, plan_reshard
-from llamarl.distributed.transfer import Links, Traffic, delta_share, estimate, fastest, traffic
-from llamarl.forecast.shapes import MODELS
+from llamarl.sharding.reshard import Move, ReshardPlan, plan_reshard
+from llamarl.sharding.transfer_time import Links, Traffic, delta_share, estimate, fastest, traffic
 
 
 def relays(plan: ReshardPlan, rank: int) -> list[Move]:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.distributed.box import Box
-from llamarl.distributed.tensor_parallel import sharded_dim, tensor_parallel_box
+from llamarl.sharding.box import Box
+from llamarl.sharding.tensor_parallel import sharded_dim, tensor_parallel_box
 
 SHAPE = (6, 8)
 

@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts the parameters of a decoder (Megatron-LM, arXiv 1909.08053, section 3). No torch.
+"""How tensor parallelism cuts the parameters of a decoder (Megatron-LM, arXiv 1909.08053, section 3).
 
 Projections into heads and into the feed-forward dim are cut by output rows, those back by input columns, so each rank
 computes its own heads and one all-reduce follows each block. Embedding and head are cut by vocabulary. Norms are whole
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llamarl.distributed.box import Box
+from llamarl.sharding.box import Box
 
 _ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"})
 _COLUMNS = frozenset({"o_proj", "down_proj"})

@@ -1,4 +1,4 @@
-"""`Box`: a rectangular part of a tensor. No torch."""
+"""`Box`: a rectangular part of a tensor."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamarl.distributed.layout import DTYPE_BYTES, ShardLayout
-from llamarl.distributed.reshard import ReshardPlan, plan_reshard
+from llamarl.sharding.parallel_layout import DTYPE_BYTES, ShardLayout
+from llamarl.sharding.reshard import ReshardPlan, plan_reshard
 
 RELAY_GAIN = 0.05
 """Relays must save more than this share: they are a second stage, and take the generators' adapters too."""

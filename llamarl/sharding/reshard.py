@@ -15,8 +15,8 @@ from itertools import product
 
 import numpy as np
 
-from llamarl.distributed.box import Box
-from llamarl.distributed.layout import (
+from llamarl.sharding.box import Box
+from llamarl.sharding.parallel_layout import (
     DTYPE_BYTES,
     QUANTIZED,
     SCALE_BYTES,
@@ -57,7 +57,7 @@ class Move:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Alike:
+class CopyGroup:
     """Parameters that move alike, and their pieces."""
 
     names: tuple[str, ...]
@@ -93,7 +93,7 @@ class ReshardPlan:
     is_relayed: bool
     """Ranks that need the same part receive one copy together, a stripe each, and pass the stripes on among them. For
     estimates: no transport relays yet."""
-    groups: tuple[Alike, ...]
+    groups: tuple[CopyGroup, ...]
     audiences: tuple[tuple[int, ...], ...]
     """Sets of ranks that need the same."""
 
@@ -128,7 +128,7 @@ class ReshardPlan:
         assert (elements_R <= held_R).all(), "a rank sends more than it holds"
         return int(staged_R.max(initial=0)), largest
 
-    def _needed(self, group: Alike, rank: int) -> np.ndarray:
+    def _needed(self, group: CopyGroup, rank: int) -> np.ndarray:
         """Pieces of which `rank` is one of the audience."""
         needs = np.array([rank in audience for audience in self.audiences], bool)
         return np.flatnonzero(needs[group.audiences_M])
@@ -183,7 +183,7 @@ class _Planner:
     """Bytes that each source rank sends."""
     parts: dict[RankBoxes, tuple[list[int], list[list[int]]]] = field(default_factory=dict)
     """The distinct boxes of each that came up."""
-    turns: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    next_owner: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     """Whose turn it is to receive, for each audience."""
 
     places: list[tuple[list[int], list[int]]] = field(init=False)
@@ -196,7 +196,7 @@ class _Planner:
         devices, hosts = (ours.devices_R, theirs.devices_R), (ours.hosts_R, theirs.hosts_R)
         self.places = [(one.tolist(), other.tolist()) for one, other in (devices, hosts)] if together else []
 
-    def plan(self, names: Sequence[str], source: Held, destination: Held) -> Alike:
+    def plan(self, names: Sequence[str], source: Held, destination: Held) -> CopyGroup:
         """The pieces of parameters that are cut alike."""
         first_S, holders = self._distinct(source.boxes)
         first_D, takers = self._distinct(destination.boxes)
@@ -209,7 +209,7 @@ class _Planner:
         audience_D = [self.audiences.setdefault(tuple(ranks), len(self.audiences)) for ranks in takers]
         if self.is_relayed:
             starts, stops, s_M, d_M = _stripes(starts, stops, s_M, d_M, [len(ranks) for ranks in takers])
-        group = Alike(
+        group = CopyGroup(
             names=tuple(names),
             shape=source.shape,
             dtype=dtype,
@@ -233,7 +233,7 @@ class _Planner:
             self.parts[boxes] = _distinct(boxes)
         return self.parts[boxes]
 
-    def _choose(self, group: Alike, holders_M: list[list[int]], bytes_M: list[int]) -> Alike:
+    def _choose(self, group: CopyGroup, holders_M: list[list[int]], bytes_M: list[int]) -> CopyGroup:
         """The senders of pieces that several ranks hold: one line for each sender of a piece."""
         lines, ranks_of = list[tuple[int, int, int]](), list(self.audiences)
         for row, holders in enumerate(holders_M):
@@ -276,8 +276,8 @@ class _Planner:
         ranks_of = list(self.audiences)
         for audience in np.unique(audiences_M).tolist():
             rows, ranks = np.flatnonzero(audiences_M == audience), np.array(ranks_of[audience])
-            owners_M[rows] = ranks[(self.turns[audience] + np.arange(len(rows))) % len(ranks)]
-            self.turns[audience] += len(rows)
+            owners_M[rows] = ranks[(self.next_owner[audience] + np.arange(len(rows))) % len(ranks)]
+            self.next_owner[audience] += len(rows)
         return owners_M
 
 

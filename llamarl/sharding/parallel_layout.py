@@ -1,4 +1,4 @@
-"""What each rank of an executor holds of each parameter, from sizes and names alone. No torch.
+"""What each rank of an executor holds of each parameter, from sizes and names alone.
 
 Shape suffixes: R ranks, N dims of the parameter.
 """
@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from llamarl.distributed.box import Box
-from llamarl.distributed.tensor_parallel import sharded_dim, tensor_parallel_box
+from llamarl.sharding.box import Box
+from llamarl.sharding.tensor_parallel import sharded_dim, tensor_parallel_box
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
 QUANTIZED = ("int8", "float8_e4m3fn")

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llamarl.distributed.box import Box
-from llamarl.distributed.layout import (
+from llamarl.sharding.box import Box
+from llamarl.sharding.parallel_layout import (
     Held,
     LayoutError,
     Shard,
@@ -31,7 +31,7 @@ from llamarl.distributed.layout import (
     stage_layers,
     trainer_layout,
 )
-from llamarl.distributed.tensor_parallel import tensor_parallel_box
+from llamarl.sharding.tensor_parallel import tensor_parallel_box
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
