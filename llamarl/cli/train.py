@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import command_parser
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from llamarl.cluster.api import ExecutorError, MeshFailed
     from llamarl.controller.controller import NotSaved, TooManyInvalid
-    from llamarl.controller.prepare import check_parts, prepare
+    from llamarl.controller.prepare import check_layout, check_parts, prepare
     from llamarl.controller.run import run
     from llamarl.controller.run_folder import check_run_folder, prepare_run_folder
     from llamarl.controller.supervision import Interrupted, Stalled
@@ -40,6 +41,9 @@ def main(arguments: Sequence[str]) -> int:
 
     check_parts(config)
     if options.dry_run:
+        if Path(config.model.path).exists() or not config.model.warm_start:  # the warm start makes it on first use
+            for warning in check_layout(config)[1]:
+                print(f"llamarl train: {warning}", file=sys.stderr)
         print(dump_toml(config), end="")
         return 0
     check_run_folder(config, resume=options.resume, overwrite=options.overwrite)

@@ -54,3 +54,19 @@ def count(config: Mapping[str, Any], *keys: str, default: int | None = None) -> 
     if not isinstance(value, int) or value < 1:
         raise ConfigError(f"config.json: `{keys[0]}` = {value!r}; a positive whole number is needed")
     return value
+
+
+def uneven_parts(sizes: DecoderSizes, num_ranks: int, *, repeats_kv_heads: bool) -> list[str]:
+    """What so many tensor-parallel ranks cannot share evenly, with its number.
+
+    Args:
+        repeats_kv_heads: a key/value head may be on several ranks, as in generators.
+    """
+    kv_heads = sizes.num_kv_heads
+    parts = {
+        "attention heads": sizes.num_heads,
+        "feed-forward columns": sizes.intermediate_size,
+        "tokens in the vocabulary": sizes.vocab_size,
+        "key/value heads": num_ranks if repeats_kv_heads and num_ranks % kv_heads == 0 else kv_heads,
+    }
+    return [f"{size} {what}" for what, size in parts.items() if size % num_ranks]

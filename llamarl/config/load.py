@@ -52,6 +52,11 @@ def _load(path: str | Path, overrides: Sequence[str], schema: type[S]) -> S:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for key, value in _pairs(overrides):
         _set(data, key, value)
+    return validated(data, schema)
+
+
+def validated(data: dict[str, Any], schema: type[S]) -> S:
+    """The settings in parsed TOML. Raises ConfigError."""
     try:
         return schema.model_validate(data)
     except ValidationError as error:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from llamarl.algorithms.advantages._base import GroupAdvantage
 from llamarl.config import ConfigError, RunConfig, build
+from llamarl.config.decoder import uneven_parts
 from llamarl.config.roles import CriticConfig
 from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.controller import Problems
@@ -58,17 +60,9 @@ def prepare(config: RunConfig) -> Prepared:
     Raises:
         ConfigError: the model, the data or a combination of them cannot work.
     """
-    shape, tokenizer = load_shape(config.model.path), Tokenizer(config.model.path)
+    shape, warnings = check_layout(config)
+    tokenizer = Tokenizer(config.model.path)
     check_vocabulary(tokenizer, shape.vocab_size)
-    check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
-    check_parallelism(shape, config.trainer.parallelism, config.model.path)
-    check_models(config, shape)
-    warnings = _thread_warnings(config)
-    if (fsdp := config.trainer.parallelism.fsdp) > config.rollout.prompts_per_step:
-        warnings.append(
-            f"trainer.parallelism.fsdp = {fsdp} shares the {config.rollout.prompts_per_step} groups of a step "
-            "(rollout.prompts_per_step), so some ranks have none; raise the one or lower the other"
-        )
     compiler = os.environ.get("CXX", "g++")
     if config.trainer.compile and config.trainer.device == "cpu" and shutil.which(compiler) is None:
         raise ConfigError(
@@ -91,6 +85,24 @@ def prepare(config: RunConfig) -> Prepared:
     return Prepared(shape=shape, problems=problems, warnings=tuple(warnings))
 
 
+def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
+    """The shape of the model, which fits the layout of trainer, generators and models, and sentences for the user.
+
+    Reads `config.json` only: neither weights nor data. Raises ConfigError.
+    """
+    shape = load_shape(config.model.path)
+    check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
+    check_parallelism(shape, config.trainer.parallelism, config.model.path)
+    check_models(config, shape)
+    warnings = _thread_warnings(config)
+    if (fsdp := config.trainer.parallelism.fsdp) > config.rollout.prompts_per_step:
+        warnings.append(
+            f"trainer.parallelism.fsdp = {fsdp} shares the {config.rollout.prompts_per_step} groups of a step "
+            "(rollout.prompts_per_step), so some ranks have none; raise the one or lower the other"
+        )
+    return shape, warnings
+
+
 def check_microbatch(config: RunConfig, shape: ModelShape, longest_prompt: int) -> None:
     """Raises ConfigError when the longest sequence that can come does not fit into a microbatch."""
     trainer, longest = config.trainer, longest_prompt + config.rollout.max_new_tokens
@@ -106,22 +118,12 @@ def check_microbatch(config: RunConfig, shape: ModelShape, longest_prompt: int) 
 
 def check_tensor_parallel(shape: ModelShape, num_ranks: int, path: str) -> None:
     """Raises ConfigError when so many ranks cannot share the model."""
-    sizes = {
-        "attention heads": shape.num_heads,
-        "feed-forward columns": shape.intermediate_size,
-        "tokens in the vocabulary": shape.vocab_size,
-    }
-
-    def obstacle(ranks: int) -> str:
-        uneven = [f"{size} {what}" for what, size in sizes.items() if size % ranks]
-        if shape.num_kv_heads % ranks and ranks % shape.num_kv_heads:  # a key/value head may be on several ranks
-            uneven.append(f"{shape.num_kv_heads} key/value heads")
-        return uneven[0] if uneven else ""
-
-    if found := obstacle(num_ranks):
-        possible = ", ".join(str(ranks) for ranks in range(1, shape.num_heads + 1) if not obstacle(ranks))
+    uneven = partial(uneven_parts, shape, repeats_kv_heads=True)
+    if found := uneven(num_ranks):
+        possible = ", ".join(str(ranks) for ranks in range(1, shape.num_heads + 1) if not uneven(ranks))
         raise ConfigError(
-            f"generator.tensor_parallel = {num_ranks} cannot share the {found} of {path} evenly; use one of {possible}"
+            f"generator.tensor_parallel = {num_ranks} cannot share the {found[0]} of {path} evenly; "
+            f"use one of {possible}"
         )
 
 
@@ -141,17 +143,12 @@ def check_models(config: RunConfig, shape: ModelShape) -> None:
 
 def check_parallelism(shape: ModelShape, parallelism: ParallelismConfig, path: str, executor: str = "trainer") -> None:
     """Raises ConfigError when the trainer, or the critic, cannot be cut so."""
-    sizes = {
-        "attention heads": shape.num_heads,
-        "key/value heads": shape.num_kv_heads,
-        "feed-forward columns": shape.intermediate_size,
-        "tokens in the vocabulary": shape.vocab_size,
-    }
-    if uneven := [f"{size} {what}" for what, size in sizes.items() if size % parallelism.tp]:
-        possible = [ranks for ranks in range(1, shape.num_kv_heads + 1) if not any(n % ranks for n in sizes.values())]
+    uneven = partial(uneven_parts, shape, repeats_kv_heads=False)
+    if found := uneven(parallelism.tp):
+        possible = ", ".join(str(ranks) for ranks in range(1, shape.num_kv_heads + 1) if not uneven(ranks))
         raise ConfigError(
-            f"{executor}.parallelism.tp = {parallelism.tp} cannot share the {uneven[0]} of {path} evenly; "
-            f"use one of {', '.join(map(str, possible))}"
+            f"{executor}.parallelism.tp = {parallelism.tp} cannot share the {found[0]} of {path} evenly; "
+            f"use one of {possible}"
         )
     if parallelism.pp > shape.num_layers:
         raise ConfigError(

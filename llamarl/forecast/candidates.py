@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from llamarl.config.decoder import uneven_parts
 from llamarl.forecast.generation import Generators
 from llamarl.forecast.hardware import Pool
 from llamarl.forecast.request import Request, Rules, precisions
@@ -26,18 +27,19 @@ def powers_of_two(limit: int) -> list[int]:
 
 
 def trainer_candidates(request: Request, pool: Pool, rules: Rules) -> TrainerLayouts:
-    """Layouts of the trainer on at most `pool.count` GPUs; a data-parallel rank has at least one sample."""
+    """Layouts of the trainer on at most `pool.count` GPUs that a run accepts; a data-parallel rank has whole groups, at
+    least one."""
     rows: list[np.ndarray] = []
     for tp, cp, pp in _model_parallel(request, pool, rules):
         group = tp * cp * pp
-        dp = np.arange(1, min(pool.count // group, request.num_samples) + 1)
+        dp = np.arange(1, min(pool.count // group, request.prompts_per_step) + 1)
         for factor in MICROBATCHES:
             microbatch = factor * request.longest_tokens
             row = (tp, cp, pp, 0, microbatch)
             block = np.repeat(np.array([row], dtype=np.int64), len(dp), axis=0)
             block[:, 3] = dp
             # More than a rank's whole share is the same as its whole share.
-            fits = np.ceil(request.num_samples / dp) * request.longest_tokens > microbatch // 2
+            fits = request.rank_samples(dp) * request.longest_tokens > microbatch // 2
             rows.append(block[fits | (factor == 1)])
     table = np.concatenate(rows) if rows else np.zeros((0, 5), dtype=np.int64)
     return TrainerLayouts(
@@ -58,6 +60,7 @@ def _model_parallel(request: Request, pool: Pool, rules: Rules) -> list[tuple[in
     return [
         (tp, cp, pp)
         for tp in powers_of_two(min(pool.gpu.node_gpus, heads))
+        if not uneven_parts(request.model, tp, repeats_kv_heads=False)
         for cp in CONTEXT_PARALLEL
         for pp in PIPELINE_PARALLEL
         if tp * cp * pp <= pool.count and pp <= request.model.num_layers
@@ -89,6 +92,8 @@ def generator_candidates(request: Request, pool: Pool, rules: Rules, staleness: 
     blocks: list[np.ndarray] = []
     grid = slot_candidates(admitted(request, 1, staleness, rules))
     for tp in powers_of_two(largest):
+        if rules.own_parallelism and uneven_parts(request.model, tp, repeats_kv_heads=True):
+            continue
         for replicas in range(1, min(pool.count // tp, request.num_samples) + 1):
             limit = admitted(request, replicas, staleness, rules)
             slots = grid[: int(np.searchsorted(grid, limit))]

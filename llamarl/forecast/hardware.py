@@ -84,6 +84,8 @@ GPUS = {
     )
 }  # fmt: skip
 """Known devices."""
+CPU = "cpu-core"
+"""The one of them that is no GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from llamarl.config import ConfigError
 from llamarl.forecast.constants import Constants
-from llamarl.forecast.hardware import BF16, GPUS, Gpu, Pool
+from llamarl.forecast.hardware import BF16, CPU, GPUS, Gpu, Pool
 from llamarl.forecast.lengths import Lengths
 from llamarl.forecast.recorded import RecordedRun
 from llamarl.forecast.request import Request
@@ -23,8 +23,6 @@ from llamarl.forecast.shapes import find_model
 from llamarl.forecast.training import step_flops
 from llamarl.observability.spans import Span
 
-CPU = "cpu-core"
-"""Device of a profile whose run was on CPUs."""
 UNLIMITED_BANDWIDTH = 1e18
 """On CPUs reading the weights is not measured apart from the rest of a forward, so it is no part of its own."""
 LEAST_S = 1e-9

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from llamarl.config import ConfigError
 from llamarl.forecast.constants import Constants
 from llamarl.forecast.hardware import BF16, Pool
@@ -71,6 +73,10 @@ class Request:
     def longest_tokens(self) -> int:
         """Longest prompt plus response."""
         return self.prompt_tokens + self.lengths.limit_tokens
+
+    def rank_samples(self, ranks: np.ndarray) -> np.ndarray:
+        """Samples of the fullest of so many data-parallel ranks: groups stay whole."""
+        return np.ceil(self.prompts_per_step / ranks) * self.group_size
 
     def usable_bytes(self, pool: Pool) -> float:
         """Device memory that a plan may fill."""

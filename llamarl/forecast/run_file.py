@@ -1,69 +1,67 @@
-"""A plan as a run file that `llamarl.config.load_config` accepts."""
+"""A plan as a run file: every choice of the plan is a setting of the run."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from llamarl.config import RunConfig, dump_toml
-from llamarl.forecast.hardware import BF16
+from llamarl.config import RunConfig, dump_toml, validated
+from llamarl.config.schema import MAX_SEGMENT_TOKENS
+from llamarl.forecast.hardware import CPU, Pool
 from llamarl.forecast.plan import Plan
 
 
 def run_toml(plan: Plan, *, model_path: str, data_path: str, base: RunConfig | None = None) -> str:
-    """The run file. What the run's settings cannot say yet (layout, 8-bit weights) stands above it as comments.
+    """The run file; what the plan expects of it stands above as comments.
 
     Args:
         model_path: Hugging Face folder of the run.
-        data_path: JSONL file of training prompts.
+        data_path: JSONL file of training prompts, for a run without `base`.
         base: a run whose other settings are kept.
+
+    Raises:
+        ConfigError: a setting that is kept does not go with the plan.
     """
     request, trainer, generator = plan.request, plan.trainer, plan.generator
-    data = base.model_dump(exclude_none=True) if base else _new_run(plan, model_path, data_path)
-    _update(
-        data,
-        rollout={
+    train = {"name": "jsonl", "path": data_path}
+    data: dict[str, Any] = {"name": Path(request.model.name).name, "data": {"train": train}}
+    data = base.model_dump(exclude_none=True) if base else data
+    limit = request.lengths.limit_tokens
+    cut = {"segment_tokens": MAX_SEGMENT_TOKENS} if limit > MAX_SEGMENT_TOKENS else {}
+    planned: dict[str, dict[str, Any]] = {
+        "model": {"path": model_path},
+        "data": {"max_prompt_tokens": request.prompt_tokens},
+        "rollout": {
             "prompts_per_step": request.prompts_per_step,
             "group_size": request.group_size,
             "max_staleness": plan.staleness,
-            "max_new_tokens": request.lengths.limit_tokens,
+            "max_new_tokens": limit,
+            **cut,
         },
-        generator={
+        "generator": {
             "replicas": generator.replicas,
+            "tensor_parallel": generator.tp,
             "max_running": generator.slots,
-            "dtype": "bfloat16",
-            "device": "cuda",
+            **_device(generator.pool, generator.precision),
         },
-        trainer={"microbatch_tokens": trainer.microbatch_tokens, "dtype": "bfloat16", "device": "cuda"},
-        cluster={"placement": "disaggregated" if plan.rules.overlap else "colocated"},
-    )
-    return _comments(plan) + dump_toml(RunConfig.model_validate(data))
-
-
-def _new_run(plan: Plan, model_path: str, data_path: str) -> dict[str, Any]:
-    return {
-        "name": plan.request.model.name,
-        "model": {"path": model_path},
-        "data": {
-            "train": {"name": "jsonl", "path": data_path},
-            "max_prompt_tokens": plan.request.prompt_tokens,
+        "trainer": {
+            "parallelism": {"fsdp": trainer.dp, "tp": trainer.tp, "pp": trainer.pp, "cp": trainer.cp},
+            "microbatch_tokens": trainer.microbatch_tokens,
+            "activation_checkpointing": request.constants.recompute > 0,
+            **_device(trainer.pool, "bfloat16"),
         },
+        "cluster": {"placement": "disaggregated" if plan.rules.overlap else "colocated"},
     }
+    for section, settings in planned.items():
+        data[section] = data.get(section, {}) | settings
+    return (
+        f"# Planned: {plan.step_s:.2f} s per step, {plan.samples_per_s:.1f} samples/s on {plan.gpus} GPUs,\n"
+        f"# {trainer.gpus} x {trainer.pool.gpu.name} for the trainer and {generator.gpus} x {generator.pool.gpu.name} "
+        f"for the generators{'' if plan.rules.overlap else ', the same ones in turn'}.\n\n"
+        + dump_toml(validated(data, RunConfig))
+    )
 
 
-def _update(data: dict[str, Any], **sections: dict[str, Any]) -> None:
-    for name, settings in sections.items():
-        data[name] = data.get(name, {}) | settings
-
-
-def _comments(plan: Plan) -> str:
-    trainer, generator = plan.trainer, plan.generator
-    layout = f"tensor {trainer.tp}, context {trainer.cp}, pipeline {trainer.pp}, data (FSDP) {trainer.dp}"
-    lines = [
-        f"Planned: {plan.step_s:.2f} s per step, {plan.samples_per_s:.1f} samples/s on {plan.gpus} GPUs.",
-        f"Trainer: {trainer.gpus} x {trainer.pool.gpu.name}, {layout}.",
-        f"Generators: {generator.gpus} x {generator.pool.gpu.name}, tensor {generator.tp} each, {generator.precision}.",
-        "A run file has no settings for these layouts yet: they are comments, and only what follows takes effect.",
-    ]
-    if generator.weight_bytes != BF16:
-        lines.append("`generator.dtype` knows no fp8 yet: bfloat16 is written, which is slower than planned.")
-    return "".join(f"# {line}\n" for line in lines) + "\n"
+def _device(pool: Pool, dtype: str) -> dict[str, str]:
+    """On a CPU, which type is fast depends on the model, and the run's own stands."""
+    return {"device": "cpu"} if pool.gpu.name == CPU else {"device": "cuda", "dtype": dtype}

@@ -63,7 +63,7 @@ def training_parts(request: Request, pool: Pool, layouts: TrainerLayouts) -> dic
     """Seconds of one optimizer step on `pool`, by cause; they add up.
 
     compute: FLOPs / (GPUs x peak x efficiency), efficiency falling with few tokens per GPU, for the rank with the most
-    samples. tensor: `PASSES` x 2 reductions of the activations per layer, ring cost 2 (tp-1)/tp (arXiv 1909.08053).
+    groups. tensor: `PASSES` x 2 reductions of the activations per layer, ring cost 2 (tp-1)/tp (arXiv 1909.08053).
     fsdp: gathers in forward and backward and a reduce-scatter, (s-1)/s of the weights each plus one network hop per
     node and layer; what `fsdp_overlap` of compute cannot hide counts (arXiv 2304.11277). context: keys and values of
     the other ranks, `PASSES` + 1 times. pipeline: bubble (pp-1)/microbatches of the work (arXiv 2104.04473), and
@@ -72,7 +72,7 @@ def training_parts(request: Request, pool: Pool, layouts: TrainerLayouts) -> dic
     """
     model, constants, gpu = request.model, request.constants, pool.gpu
     tp, cp, pp, dp = layouts.tp_L, layouts.cp_L, layouts.pp_L, layouts.dp_L
-    rank_samples = np.ceil(request.num_samples / dp)
+    rank_samples = request.rank_samples(dp)
     rank_tokens = rank_samples * request.sample_tokens
     microbatches = np.ceil(rank_tokens / layouts.microbatch_tokens_L)
     tokens = rank_tokens / microbatches / cp
@@ -122,7 +122,8 @@ def training_memory(request: Request, layouts: TrainerLayouts) -> dict[str, np.n
     state = constants.state_bytes * model.num_parameters / (tp * pp * layouts.shards_L)
     gathered = BF16 * (2 * model.layer_parameters + model.vocab_size * model.hidden_size) / tp
     tokens = np.minimum(
-        layouts.microbatch_tokens_L, np.ceil(request.num_samples / dp) * max(request.longest_tokens, 1)
+        layouts.microbatch_tokens_L,
+        request.rank_samples(dp) * request.longest_tokens,
     ) / (cp * tp)
     saved = tokens * model.hidden_size * BF16 * (model.num_layers / pp) * pp
     working = constants.activation_bytes * tokens * model.hidden_size

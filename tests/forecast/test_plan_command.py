@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
+import re
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from llamarl.cli.plan import main
 from llamarl.config import ConfigError, load_config
+from llamarl.forecast.feasibility import plans
+from llamarl.forecast.report import choose
+from llamarl.forecast.shapes import MODELS
+from llamarl.models.shape import ModelShape
+from tests.forecast.conftest import make_request
 
 SMALL = ["--model", "llama3-8b", "--gpus", "16", "--prompts-per-step", "32"]
 PROBE = """
@@ -56,7 +66,60 @@ def test_writes_a_run_that_loads(tmp_path: Path) -> None:
     assert config.rollout.max_staleness >= 1
     assert config.cluster.placement == "disaggregated"
     assert config.data.train.options == {"path": "problems.jsonl"}
-    assert "no settings for these layouts yet" in path.read_text()
+
+
+SHAPES = {"llama3-8b": 64, "llama3-405b": 1024}
+"""GPUs of each plan that a run is asked to take over."""
+
+
+def write_shape(folder: Path, name: str) -> Path:
+    """A model folder without weights: what decides a layout is in `config.json`."""
+    folder.mkdir()
+    sizes = dataclasses.asdict(MODELS[name])
+    for field in ("name", "num_experts", "experts_per_token"):
+        del sizes[field]
+    (folder / "config.json").write_text(json.dumps(ModelShape(family="llama", **sizes).to_hf()))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "gpus"), SHAPES.items())
+def test_a_plan_is_a_run_that_train_accepts(tmp_path: Path, name: str, gpus: int) -> None:
+    """Every choice of the plan is a setting, and the dry run holds it against the model's sizes."""
+    path, model = tmp_path / "run.toml", write_shape(tmp_path / name, name)
+    main(["--model", str(model), "--gpus", str(gpus), "--output", str(path)])
+    request = make_request(name, gpus, prompt_tokens=512, prompts_per_step=256, max_staleness=4, mean_tokens=0.3 * 4096,
+                           limit_tokens=4096)  # fmt: skip
+    plan = choose(*plans(request))
+    dry = run_train(path, "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    found = tomllib.loads(dry.stdout)
+    trainer, generator = plan.trainer, plan.generator
+    layout = {"fsdp": trainer.dp, "tp": trainer.tp, "pp": trainer.pp, "cp": trainer.cp}
+    assert found["trainer"]["parallelism"] == layout
+    assert found["trainer"]["microbatch_tokens"] == trainer.microbatch_tokens
+    assert found["trainer"]["activation_checkpointing"], "the plan's memory counts on it"
+    assert (found["generator"]["tensor_parallel"], found["generator"]["replicas"]) == (generator.tp, generator.replicas)
+    assert (found["generator"]["dtype"], found["generator"]["max_running"]) == ("fp8", generator.slots)
+    assert found["rollout"]["max_staleness"] == plan.staleness
+    assert math.prod(layout.values()) + generator.tp * generator.replicas <= gpus
+    assert "have none" not in dry.stderr, "every rank of the trainer has a group"
+    wrong = run_train(path, "--dry-run", "--trainer.parallelism.tp", "3")
+    assert wrong.returncode == 2
+    assert f"tp = 3 cannot share the {MODELS[name].num_heads} attention heads" in wrong.stderr
+
+
+def run_train(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llamarl", "train", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_settings_that_do_not_go_with_the_plan_are_named(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    main([*SMALL, "--output", str(first)])
+    first.write_text(first.read_text().replace('kind = "monarch"', 'kind = "inline"').replace("tensor_parallel", "#"))
+    first.write_text(re.sub(r"(?m)^(fsdp|tp|pp|cp) = .*$", "", first.read_text()))
+    with pytest.raises(ConfigError, match=r"cluster.kind = 'inline' has only one; use cluster.kind = 'monarch'"):
+        main(["--config", str(first), "--gpus", "64", "--output", str(second)])
 
 
 def test_takes_a_run_and_keeps_its_other_settings(tmp_path: Path) -> None:
