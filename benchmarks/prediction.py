@@ -1,6 +1,6 @@
 """One short run of the demo as a profile; then other settings, each predicted from that profile before it is run.
 
-    python benchmarks/prediction.py [--steps 40] [--quiet 0.15] [--tries 3]
+    python benchmarks/prediction.py [--steps 40] [--quiet 0.15] [--tries 3] [--settings 4] [--seed 0]
 
 All runs see the same problems in the same order (same seed), so steps of equal number do comparable work. The first
 step of each run is left out: it begins with empty generators and cold caches. Others who use the machine spoil a run:
@@ -28,27 +28,29 @@ from _record import write_result
 
 from llamarl.config import RunConfig, load_config
 from llamarl.forecast.constants import load_profile
-from llamarl.forecast.costs import SimulatorCosts
+from llamarl.forecast.costs import Costs
 from llamarl.forecast.hardware import Pool, find_gpu
 from llamarl.forecast.lengths import Lengths
 from llamarl.forecast.request import Request
 from llamarl.forecast.shapes import find_model
 from llamarl.forecast.simulator.faults import Faults
 from llamarl.forecast.simulator.run import simulate
-from llamarl.forecast.simulator.split import choose_layout
+from llamarl.forecast.simulator.split import choose_split
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "configs/demo.toml"
 COMMON = ["--eval.every_steps", "0", "--eval.max_prompts", "1", "--checkpoint.every_steps", "0",
           "--screen.kind", "none"]  # fmt: skip
-SETTINGS = {
-    "max_staleness_0": ["--rollout.max_staleness", "0"],
-    "group_size_4": ["--rollout.group_size", "4"],
-    "generators_2": ["--generator.replicas", "2"],
-    "max_new_tokens_48": ["--rollout.max_new_tokens", "48"],
+VALUES = {
+    "rollout.max_staleness": (0, 1, 2),
+    "rollout.group_size": (4, 8, 16),
+    "rollout.prompts_per_step": (8, 16),
+    "rollout.max_new_tokens": (48, 96, 144),
+    "generator.replicas": (1, 2),
 }
+"""A setting is one of each, drawn at random."""
 WAYS = ("simulator", "planner", "simulator_given_others")
-GOAL = 0.15
+GOAL = 0.10
 FIGURES = ("step_s", "step_s_median", "samples_per_s", "trainer_idle_share", "generator_idle_share", "staleness_mean")
 RELATIVE = ("step_s", "step_s_median", "samples_per_s")
 WAIT_S = 60.0
@@ -68,12 +70,27 @@ the simulator, after the run, that so many cores were not there; what error it t
 """.splitlines()
 
 
+def drawn(count: int, seed: int) -> dict[str, list[str]]:
+    """Settings other than the profiled one, by name."""
+    random, settings = np.random.default_rng(seed), dict[str, list[str]]()
+    own = load_config(DEMO)
+    known = [getattr(getattr(own, key.split(".")[0]), key.split(".")[1]) for key in VALUES]
+    while len(settings) < count:
+        chosen = [int(random.choice(values)) for values in VALUES.values()]
+        words = [[f"--{key}", str(value)] for key, value in zip(VALUES, chosen, strict=True)]
+        window = min(own.rollout.window, (chosen[0] + 1) * chosen[2])
+        if chosen != known:
+            name = ",".join(f"{key.partition('.')[2]}={value}" for key, value in zip(VALUES, chosen, strict=True))
+            settings[name] = [*(word for pair in words for word in pair), "--rollout.window", str(window)]
+    return settings
+
+
 def measure(name: str, overrides: list[str], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The quietest of a few runs, its figures."""
     runs = list[dict[str, Any]]()
     while len(runs) < options.tries and not (runs and runs[-1]["other_cores"] < options.quiet):
         _wait_for_quiet(options.quiet)
-        runs.append(_run(f"{name}-{len(runs)}", overrides, folder, options.steps))
+        runs.append(_run(f"{name}-{len(runs)}".replace(",", "-").replace("=", "-"), overrides, folder, options.steps))
         print(name, json.dumps(runs[-1]), flush=True)
     return min(runs, key=lambda run: run["other_cores"])
 
@@ -126,12 +143,12 @@ def _wait_for_quiet(cores: float) -> None:
 def predict(profile: Path, overrides: list[str], steps: int) -> dict[str, dict[str, float | None]]:
     """The figures of a setting from the profile alone, by simulator and by roofline."""
     config = _config(overrides, steps)
-    return {"simulator": _simulated(SimulatorCosts.load(profile), config), "planner": _planned(profile, config)}
+    return {"simulator": _simulated(Costs.load(profile), config), "planner": _planned(profile, config)}
 
 
 def explain(profile: Path, overrides: list[str], steps: int, other_cores: float) -> dict[str, float | None]:
     """The simulator's figures when it knows how many cores others took; no prediction."""
-    costs = SimulatorCosts.load(profile)
+    costs = Costs.load(profile)
     return _simulated(replace(costs, cores=costs.cores - other_cores), _config(overrides, steps))
 
 
@@ -140,10 +157,10 @@ def _config(overrides: list[str], steps: int) -> RunConfig:
     return config.model_copy(update={"data": config.data.model_copy(update={"eval": None})})
 
 
-def _simulated(costs: SimulatorCosts, config: RunConfig) -> dict[str, float | None]:
+def _simulated(costs: Costs, config: RunConfig) -> dict[str, float | None]:
     with tempfile.TemporaryDirectory() as folder:
-        layout = choose_layout(config, costs, None, None)
-        simulation = simulate(config, costs, Faults(), layout, Path(folder) / "metrics.jsonl")
+        split = choose_split(config, costs, None, None)
+        simulation = simulate(config, costs, Faults(), split, Path(folder) / "metrics.jsonl")
     samples = config.rollout.prompts_per_step * config.rollout.group_size
     return {
         "step_s": float(simulation.step_s.mean()),
@@ -156,7 +173,7 @@ def _simulated(costs: SimulatorCosts, config: RunConfig) -> dict[str, float | No
 
 
 def _planned(profile: Path, config: RunConfig) -> dict[str, float | None]:
-    costs, measured, rollout = SimulatorCosts.load(profile), load_profile(profile), config.rollout
+    costs, measured, rollout = Costs.load(profile), load_profile(profile), config.rollout
     tokens = np.array([tokens for group in costs.measured_groups for tokens, _ in group], dtype=np.float64)
     pool = Pool(gpu=measured.device(find_gpu("cpu-core")), count=1)
     request = Request(
@@ -205,7 +222,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--quiet", type=float, default=0.15, metavar="CORES")
     parser.add_argument("--tries", type=int, default=3)
+    parser.add_argument("--settings", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of settings")
     options = parser.parse_args()
+    settings = drawn(options.settings, options.seed)
     rows = dict[str, dict[str, Any]]()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -215,9 +235,9 @@ def main() -> None:
         subprocess.run(command, check=True, cwd=ROOT)
         described = json.loads(profile.read_text())
         del described["costs"]["measured_groups"]  # thousands of numbers
-        predictions = {name: predict(profile, overrides, options.steps) for name, overrides in SETTINGS.items()}
+        predictions = {name: predict(profile, overrides, options.steps) for name, overrides in settings.items()}
         itself = predict(profile, [], options.steps)
-        for name, overrides in SETTINGS.items():
+        for name, overrides in settings.items():
             measured = measure(name, overrides, folder, options)
             rows[name] = {"measured": measured}
             known = explain(profile, overrides, options.steps, measured["other_cores"])
@@ -240,7 +260,7 @@ def main() -> None:
         "profile": described,
     }
     print(json.dumps({"own_machine": figures["own_machine"], "worst": worst}, indent=2))
-    print(write_result("prediction", vars(options) | {"settings": SETTINGS}, figures, NOTES))
+    print(write_result("prediction", vars(options) | {"settings": settings}, figures, NOTES))
 
 
 if __name__ == "__main__":

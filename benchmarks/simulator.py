@@ -28,11 +28,11 @@ import llamarl
 from llamarl.cluster.api import ExecutorSpec, open_cluster
 from llamarl.config import RunConfig
 from llamarl.executors.replies import Collected, Scored
-from llamarl.forecast.costs import SimulatorCosts
+from llamarl.forecast.costs import Costs
 from llamarl.forecast.simulator.faults import Faults
 from llamarl.forecast.simulator.report import render, summary
 from llamarl.forecast.simulator.run import simulate
-from llamarl.forecast.simulator.split import make_layout
+from llamarl.forecast.simulator.split import best_split
 from llamarl.types import (
     FinishReason,
     GenerationRequest,
@@ -66,11 +66,11 @@ FAULTS = "slow=0.01x2,deaths=4,die=7@300,join=8@600,reward_timeouts=0.00001"
 def simulated(faults_text: str, steps: int) -> dict[str, Any]:
     """One large run; its summary."""
     config = RunConfig.model_validate(SETTINGS | {"steps": steps})
-    costs = SimulatorCosts()
-    layout = make_layout(config, costs, GPUS)
-    faults = Faults.parse(faults_text, layout.replicas)
+    costs = Costs()
+    split = best_split(config, costs, GPUS)
+    faults = Faults.parse(faults_text, split.replicas)
     with tempfile.TemporaryDirectory() as folder:
-        simulation = simulate(config, costs, faults, layout, Path(folder) / "metrics.jsonl")
+        simulation = simulate(config, costs, faults, split, Path(folder) / "metrics.jsonl")
     print(render(simulation), flush=True)
     assert sorted(simulation.group_ids) == list(range(steps * config.rollout.prompts_per_step)), "a group was lost"
     return summary(simulation) | {"faults": faults_text}
@@ -196,7 +196,7 @@ def main() -> None:
         "command": f"python benchmarks/simulator.py --steps {options.steps}",
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.platform()},
         "versions": {"llamarl": _version(), "python": platform.python_version(), "numpy": np.__version__},
-        "settings": SETTINGS | {"gpus": GPUS, "faults": FAULTS, "costs": "SimulatorCosts()"},
+        "settings": SETTINGS | {"gpus": GPUS, "faults": FAULTS, "costs": "Costs()"},
         **controller_costs(found["clean"]),
         "notes": [
             "wall_s is one process on a two-core machine that others used at the same time; cpu_s is its own share.",

@@ -12,7 +12,7 @@ from llamarl.cli.options import command_parser
 from llamarl.config import ConfigError, RunConfig, load_config
 
 if TYPE_CHECKING:
-    from llamarl.forecast.costs import SimulatorCosts
+    from llamarl.forecast.costs import Costs
 
 EPILOG = """Runs the real controller under a virtual clock over simulated executors; needs neither GPUs nor torch.
 Costs come from --costs (a JSON file), from the planner (--model and --gpu), or are those of a 70B model on H100s.
@@ -42,11 +42,11 @@ def main(arguments: Sequence[str]) -> int:
     config = load_config(options.config, overrides)
 
     from llamarl.controller.run_folder import prepare_run_folder
-    from llamarl.forecast.costs import SimulatorCosts
+    from llamarl.forecast.costs import Costs
     from llamarl.forecast.simulator.faults import Faults
     from llamarl.forecast.simulator.report import render, write_simulation
     from llamarl.forecast.simulator.run import simulate
-    from llamarl.forecast.simulator.split import choose_layout
+    from llamarl.forecast.simulator.split import choose_split
     from llamarl.forecast.simulator.timeline import TRACE_GENERATORS, chosen, write_html, write_png
     from llamarl.observability.accounting import write_trace
 
@@ -54,14 +54,14 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--gpu chooses the kind of GPU for the planner; give --model NAME, or --gpus N for a number")
     if options.model and options.costs:
         raise ConfigError("--model and --costs both say how long things take; give one")
-    costs = SimulatorCosts.load(options.costs) if options.costs else SimulatorCosts()
+    costs = Costs.load(options.costs) if options.costs else Costs()
     if options.model:
         config, costs = _planned(options, config)
-    layout = choose_layout(config, costs, options.gpus, options.trainer_gpus)
-    faults = Faults.parse(options.faults, layout.replicas)
+    split = choose_split(config, costs, options.gpus, options.trainer_gpus)
+    faults = Faults.parse(options.faults, split.replicas)
     config = config.model_copy(update={"name": f"{config.name}-simulation"})
     folder = prepare_run_folder(config, resume=False, overwrite=True)
-    simulation = simulate(config, costs, faults, layout, folder.metrics)
+    simulation = simulate(config, costs, faults, split, folder.metrics)
     print(render(simulation))
     write_simulation(folder.summary, simulation)
     write_trace(folder.trace, chosen(simulation.spans, TRACE_GENERATORS))
@@ -74,11 +74,11 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if simulation.end == "finished" else FAILURE
 
 
-def _planned(options: argparse.Namespace, config: RunConfig) -> tuple[RunConfig, SimulatorCosts]:
+def _planned(options: argparse.Namespace, config: RunConfig) -> tuple[RunConfig, Costs]:
     """The planner's costs for the model, and its number of rollouts that a generator decodes at once."""
     from llamarl.cli.plan import MEAN_SHARE
     from llamarl.forecast.constants import Constants
-    from llamarl.forecast.costs import SimulatorCosts
+    from llamarl.forecast.costs import Costs
     from llamarl.forecast.feasibility import plans
     from llamarl.forecast.hardware import Pool, find_gpu
     from llamarl.forecast.lengths import Lengths
@@ -102,7 +102,7 @@ def _planned(options: argparse.Namespace, config: RunConfig) -> tuple[RunConfig,
     request.check()
     _, plan = plans(request)
     if plan is None:
-        raise ConfigError(f"no asynchronous layout of {options.model} fits {options.gpus} GPUs; see llamarl plan")
+        raise ConfigError(f"no asynchronous split of {options.model} fits {options.gpus} GPUs; see llamarl plan")
     generator = config.generator.model_copy(update={"max_running": plan.generator.slots})
-    costs = replace(SimulatorCosts.from_plan(plan), response_sigma=sigma)
+    costs = replace(Costs.from_plan(plan), response_sigma=sigma)
     return config.model_copy(update={"generator": generator}), costs

@@ -61,6 +61,8 @@ class GeneratorExecutor(Executor):
         self._reply: Future[Collected] | None = None
         self._replied_s = 0.0
         self._work = DecodingWork()
+        self._left_s: float | None = None
+        """End of the last forward on the work clock; None when there was nothing to do since."""
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         """What this rank wants to receive."""
@@ -113,17 +115,21 @@ class GeneratorExecutor(Executor):
                 self._follower.report(found.version, found)
             self._follower.follow()
             return not self._follower.stopped
+        # What this thread did since its last forward (calls, the loop around them) is part of the next one's time.
+        between_s = self._work_clock() - self._left_s if self._work_clock and self._left_s is not None else 0.0
         self._adoptions.go_on()
         if not self._engine.has_work:
+            self._left_s = None
             return False
         if self._work_clock is None:  # forwards are not ours to count
             self._take(self._engine.step())
             self._hand_over()
             return True
-        before, start_s = self._engine.stats(), self._work_clock()
+        before, start_s = self._engine.stats(), self._work_clock() - between_s
         self._take(self._engine.step())
         self._hand_over()
         after, end_s = self._engine.stats(), self._work_clock()
+        self._left_s = end_s
         self._work = self._work.forward(
             after.decode_tokens - before.decode_tokens, after.prefill_tokens - before.prefill_tokens, end_s - start_s
         )

@@ -1,16 +1,16 @@
-"""Every integer layout that the solver looks at."""
+"""Every integer layout that the solver looks at. Columns: L layouts of one executor; every array is int64 [L]."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import numpy as np
 
 from llamarl.config.decoder import uneven_parts
-from llamarl.forecast.generation import Generators
 from llamarl.forecast.hardware import Pool
 from llamarl.forecast.request import Request, Rules, precisions
-from llamarl.forecast.training import TrainerLayouts
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 """Tokens of a microbatch, in longest samples."""
@@ -19,6 +19,64 @@ PIPELINE_PARALLEL = (1, 2, 4, 8, 16)
 MAX_GENERATOR_TP = 64
 EVERY_SLOT = 64
 """Up to this concurrency every integer is tried, above it steps of 12 %."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidates:
+    """Layouts as columns, one entry each."""
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """By name, which ends in `_L`."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_L")}
+
+    def take(self, rows: np.ndarray) -> Self:
+        """The layouts at `rows`."""
+        return replace(self, **{name: column[rows] for name, column in self.columns().items()})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerLayouts(Candidates):
+    """Tensor (tp) x context (cp) x pipeline (pp) x data (dp) parallel."""
+
+    tp_L: np.ndarray
+    cp_L: np.ndarray
+    pp_L: np.ndarray
+    dp_L: np.ndarray
+    microbatch_tokens_L: np.ndarray
+    """Of one microbatch per data-parallel rank."""
+    sharded: bool
+    """Trainer state is sharded over dp x cp (FSDP); otherwise each tp x pp group holds all of it."""
+
+    @property
+    def gpus_L(self) -> np.ndarray:
+        """GPUs in use."""
+        return self.tp_L * self.cp_L * self.pp_L * self.dp_L
+
+    @property
+    def shards_L(self) -> np.ndarray:
+        """Ranks that share one copy of a tensor-parallel shard."""
+        return self.dp_L * self.cp_L if self.sharded else np.ones_like(self.dp_L)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generators(Candidates):
+    """Replicas of `tp` GPUs, each of which decodes `slots` responses at once."""
+
+    tp_L: np.ndarray
+    replicas_L: np.ndarray
+    slots_L: np.ndarray
+    weight_bytes_L: np.ndarray
+    """Bytes per weight: 2 is bfloat16, 1 is fp8."""
+
+    @property
+    def gpus_L(self) -> np.ndarray:
+        """GPUs in use."""
+        return self.tp_L * self.replicas_L
+
+
+def sum_parts(parts: dict[str, np.ndarray]) -> np.ndarray:
+    """Sum over causes, [L]."""
+    return np.sum(np.broadcast_arrays(*parts.values()), axis=0)
 
 
 def powers_of_two(limit: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""How long things take in a simulation: one record, from a JSON file, from a plan, or the defaults."""
+"""How long the work of a run takes: one record, from a measured run, a plan, a JSON file, or the defaults."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, StrictBool
 
-from llamarl.config import make_record, read_json
-from llamarl.forecast.generation import Generators, steady_parts, sum_parts
+from llamarl.config import ConfigError, make_record, read_json
+from llamarl.forecast.candidates import Generators, sum_parts
+from llamarl.forecast.generation import steady_parts
 from llamarl.forecast.hardware import Count, Positive, ZeroOrMore
 from llamarl.forecast.plan import Plan
 
@@ -21,8 +22,14 @@ Group = Annotated[tuple[tuple[WholeOrNone, float], ...], Field(min_length=1)]
 """Tokens and reward of each response."""
 
 
+BLOCKED_SHARE = 0.05
+"""Of a checkpoint's seconds, those in which the trainer copies (measured by `benchmarks/checkpoint.py`)."""
+SAVED_BYTES = 12
+"""Of a parameter in a checkpoint: float32 weight and two moments."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SimulatorCosts:
+class Costs:
     """The defaults are a 70B model on H100s, rounded from the planner: tensor parallel 8, bfloat16."""
 
     generator_gpus: Count = 8
@@ -43,8 +50,11 @@ class SimulatorCosts:
     """Seconds in which the trainer makes its weights available."""
     adopt_s: ZeroOrMore = 0.6
     """Seconds in which a generator stands still to take new weights over."""
-    save_s: ZeroOrMore = 10.0
-    """Seconds of a checkpoint in which the trainer stands still."""
+    save_bytes: ZeroOrMore = 12 * 70.6e9
+    """Of a checkpoint: float32 weights and two moments."""
+    save_bandwidth: Positive = 0.34e9
+    """Bytes per second that each GPU of the trainer brings to the disk: copied, digested, written and flushed by one
+    core (measured by `benchmarks/checkpoint.py`). A file system that all share may be slower."""
     score_s: ZeroOrMore = 0.02
     """Mean seconds to judge one response, exponentially distributed."""
     score_workers: Count = 64
@@ -74,8 +84,21 @@ class SimulatorCosts:
     controller_rollout_s: ZeroOrMore = 0.0
     """With `cores`: processor seconds of the controller, and of messages in executors, per rollout."""
 
+    def decode_s(self, running: np.ndarray) -> np.ndarray:
+        """Seconds of a decode step of so many rollouts."""
+        return self.decode_base_s + self.decode_per_rollout_s * running
+
+    def train_s(self, tokens: float, gpus: int | np.ndarray) -> Any:
+        """Seconds of an optimizer step on so many tokens and GPUs."""
+        return self.train_base_s + self.train_token_gpu_s / gpus * tokens
+
+    def save_s(self, gpus: int) -> tuple[float, float]:
+        """Seconds of a checkpoint in which the trainer stands still, and in which it is written beside later steps."""
+        whole_s = self.save_bytes / (self.save_bandwidth * gpus)
+        return BLOCKED_SHARE * whole_s, (1 - BLOCKED_SHARE) * whole_s
+
     @classmethod
-    def from_plan(cls, plan: Plan) -> SimulatorCosts:
+    def from_plan(cls, plan: Plan) -> Costs:
         """What the planner's roofline says of the plan's layouts, as lines through two points."""
         request, generator, trainer = plan.request, plan.generator, plan.trainer
         two = np.ones(2, np.int64)
@@ -100,12 +123,13 @@ class SimulatorCosts:
             train_token_gpu_s=(trainer.busy_s - fixed_s - publish_s) * trainer.gpus / tokens,
             publish_s=publish_s,
             adopt_s=generator.time_parts["sync"],
+            save_bytes=SAVED_BYTES * request.model.num_parameters,
             prompt_tokens=request.prompt_tokens,
             response_tokens=request.lengths.mean_tokens,
         )
 
     @classmethod
-    def load(cls, path: str | Path) -> SimulatorCosts:
+    def load(cls, path: str | Path) -> Costs:
         """Costs from a JSON object with the fields of this record, or from the `costs` of a profile.
 
         What is missing keeps its default.
@@ -116,55 +140,10 @@ class SimulatorCosts:
         data = read_json(path, 'write {"decode_base_s": 0.012, ...}')
         if isinstance(data.get("costs"), dict):
             data = data["costs"]
+        if "save_s" in data:
+            raise ConfigError(f"`costs.save_s` of {path} is gone; give `save_bytes` and `save_bandwidth` instead")
         return make_record(cls, data, "costs", str(path))
 
     def save(self, path: str | Path) -> None:
         """Writes what `load` reads. Raises OSError."""
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
-
-
-class ResponseLengths:
-    """Length of each rollout, a function of (seed, group, index) alone: whoever generates it, and however often."""
-
-    def __init__(self, costs: SimulatorCosts, limit_tokens: int, seed: int) -> None:
-        self._measured = np.array(costs.response_lengths)
-        self._groups = costs.measured_groups
-        self._sigma = costs.response_sigma
-        self._mu = float(np.log(costs.response_tokens)) - self._sigma**2 / 2
-        self.limit_tokens = limit_tokens
-        self._seed = seed
-
-    def draw(self, group_id: int, group_size: int) -> list[int]:
-        """One length per rollout, in tokens, 1 to the limit."""
-        if self._groups:
-            return [min(max(tokens, 1), self.limit_tokens) for tokens, _ in self._chosen(group_id, group_size)]
-        random = keyed(self._seed, LENGTHS, group_id)
-        if len(self._measured):
-            lengths = random.choice(self._measured, group_size)
-        else:
-            lengths = np.exp(self._mu + self._sigma * random.standard_normal(group_size))
-        return np.clip(np.rint(lengths), 1, self.limit_tokens).astype(int).tolist()
-
-    def rewards(self, group_id: int, group_size: int) -> list[float] | None:
-        """The measured rewards of the same rollouts, 0 for those that the limit cuts; None when none were measured."""
-        if not self._groups:
-            return None
-        chosen = self._chosen(group_id, group_size)
-        return [reward if tokens <= self.limit_tokens else 0.0 for tokens, reward in chosen]
-
-    def _chosen(self, group_id: int, group_size: int) -> list[tuple[int, float]]:
-        """All of the measured group; a part of it, or some of it again, when the group has another size."""
-        group = self._groups[group_id % len(self._groups)]
-        if len(group) == group_size:
-            return list(group)
-        order = keyed(self._seed, LENGTHS, group_id).permutation(len(group))
-        return [group[order[number % len(group)]] for number in range(group_size)]
-
-
-LENGTHS, SCORES, FAULTS = 1, 2, 3
-"""Purposes of random numbers."""
-
-
-def keyed(seed: int, purpose: int, number: int) -> np.random.Generator:
-    """Random numbers that depend on the key alone, not on the order of events."""
-    return np.random.Generator(np.random.Philox(key=[(seed << 8) + purpose, number]))

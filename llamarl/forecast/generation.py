@@ -1,37 +1,23 @@
-"""Time and memory of generating one step's responses. Columns: L candidates, float64 or int64 [L]; C length cells.
-
-A generator replica is a tensor-parallel group of `tp` GPUs that decodes `slots` responses at once.
-"""
+"""Time and memory of generating one step's responses. Columns: L candidates, float64 or int64 [L]; C length cells."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
 import numpy as np
 
+from llamarl.forecast.candidates import Generators, sum_parts
 from llamarl.forecast.hardware import BF16, Pool
 from llamarl.forecast.links import collective_bandwidth, small_reduction_s
 from llamarl.forecast.request import Request, Rules
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Generators:
-    """Candidates, one per entry."""
+def token_flops(request: Request, context_tokens: float) -> float:
+    """FLOPs of one token behind so many others."""
+    return 2.0 * request.model.matmul_parameters + request.model.attention_flops(context_tokens)
 
-    tp_L: np.ndarray
-    replicas_L: np.ndarray
-    slots_L: np.ndarray
-    weight_bytes_L: np.ndarray
-    """Bytes per weight: 2 is bfloat16, 1 is fp8."""
 
-    @property
-    def gpus_L(self) -> np.ndarray:
-        """GPUs in use."""
-        return self.tp_L * self.replicas_L
-
-    def take(self, rows: np.ndarray) -> Generators:
-        """The candidates at `rows`."""
-        return Generators(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+def prompt_flops(request: Request) -> float:
+    """FLOPs to prefill one prompt."""
+    return request.prompt_tokens * token_flops(request, request.prompt_tokens / 2)
 
 
 def decode_parts(
@@ -54,8 +40,7 @@ def decode_parts(
     kv_bytes = model.num_layers * model.kv_width * BF16 / np.minimum(tp, model.num_kv_heads)
     kv = active * context_tokens * kv_bytes / bandwidth
     peak = np.where(weight_bytes == BF16, gpu.bf16_flops, gpu.fp8_flops or gpu.bf16_flops)
-    flops = active * (2.0 * model.matmul_parameters + model.attention_flops(1.0) * context_tokens)
-    compute = flops / tp / (peak * constants.prefill_efficiency)
+    compute = active * token_flops(request, context_tokens) / tp / (peak * constants.prefill_efficiency)
     bytes_moved = 2 * (tp - 1) / tp * active * model.hidden_size * BF16
     reduction = small_reduction_s(gpu, constants, tp) + bytes_moved / collective_bandwidth(gpu, constants, tp, inner=1)
     return {
@@ -65,11 +50,6 @@ def decode_parts(
         "tensor": 2 * model.num_layers * reduction,
         "overhead": np.broadcast_to(np.float64(constants.decode_overhead_s), np.shape(kv)),
     }
-
-
-def sum_parts(parts: dict[str, np.ndarray]) -> np.ndarray:
-    """Sum over causes, [L]."""
-    return np.sum(np.broadcast_arrays(*parts.values()), axis=0)
 
 
 def steady_context_tokens(request: Request) -> float:
@@ -121,8 +101,6 @@ def generation_parts(request: Request, pool: Pool, generators: Generators, rules
         drain = _by_state(request, pool, generators)
         stragglers = np.maximum(0.0, (per_replica / slots - 1) * mean * step + drain - decode)
     peak = np.where(generators.weight_bytes_L == BF16, gpu.bf16_flops, gpu.fp8_flops or gpu.bf16_flops)
-    prompt = request.prompt_tokens
-    flops = prompt * (2.0 * request.model.matmul_parameters + request.model.attention_flops(prompt / 2))
     prompts = (
         request.prompts_per_step / replicas if rules.partial_rollouts else np.ceil(request.prompts_per_step / replicas)
     )
@@ -132,7 +110,7 @@ def generation_parts(request: Request, pool: Pool, generators: Generators, rules
     return {
         "decode": decode,
         "stragglers": stragglers,
-        "prefill": prompts * flops / tp / (peak * constants.prefill_efficiency),
+        "prefill": prompts * prompt_flops(request) / tp / (peak * constants.prefill_efficiency),
         "sync": weights * (1 / (tp * network) + through_node),
     }
 

@@ -31,6 +31,11 @@ class Rules:
     direct_sync: bool = False
     """Weights go from shard to shard; otherwise through one node."""
 
+    @property
+    def one_layout(self) -> bool:
+        """Training and generation hold the same weights in the same groups."""
+        return not self.own_memory and not self.own_parallelism
+
 
 BASELINE = Rules()
 """The synchronous problem of the paper (DeepSpeed-Chat-like): everything shared."""

@@ -3,43 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from llamarl.forecast.candidates import admitted, generator_candidates, trainer_candidates
-from llamarl.forecast.generation import (
+from llamarl.forecast.candidates import (
     Generators,
-    generation_memory,
-    generation_parts,
-    steady_parts,
+    TrainerLayouts,
+    admitted,
+    generator_candidates,
     sum_parts,
+    trainer_candidates,
 )
-from llamarl.forecast.hardware import BF16, FP32, Pool
+from llamarl.forecast.generation import generation_memory, generation_parts, steady_parts
+from llamarl.forecast.hardware import Pool
 from llamarl.forecast.plan import GeneratorPlan, Plan, TrainerPlan
 from llamarl.forecast.request import ASYNCHRONOUS, SYNCHRONOUS, Request, Rules
-from llamarl.forecast.training import TrainerLayouts, training_memory, training_parts
+from llamarl.forecast.training import training_memory, training_parts
 
 STALENESS_GAIN = 0.01
 """One more step of staleness must shorten the step by more than this share."""
+Layouts = TypeVar("Layouts", TrainerLayouts, Generators)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Trainers:
-    layouts: TrainerLayouts
+class _Fitting(Generic[Layouts]):
+    """Candidates of one executor that fit with the memory to themselves."""
+
+    layouts: Layouts
     time_s_L: np.ndarray
-    state_L: np.ndarray
-    """Bytes that stay while generators work."""
+    kept_L: np.ndarray
+    """Bytes that stay while the other executor works: trainer state, or a generator's weights."""
     transient_L: np.ndarray
-    """Bytes of the training phase alone."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Generators:
-    candidates: Generators
-    time_s_L: np.ndarray
+    """Bytes of its own phase alone."""
     latency_s_L: np.ndarray
-    weights_L: np.ndarray
-    kv_L: np.ndarray
+    """Of the longest response; 0 for trainers."""
 
 
 def synchronous_plan(request: Request) -> Plan | None:
@@ -51,12 +49,9 @@ def synchronous_plan(request: Request) -> Plan | None:
 def asynchronous_plan(request: Request) -> Plan | None:
     """The best disaggregated plan over assignments of the pools and staleness, or None when nothing fits."""
     best: Plan | None = None
+    pairs = [(first, second) for first in request.pools for second in request.pools]
     for staleness in range(1, request.max_staleness + 1):
-        plans = [
-            solve(request, (first, second), ASYNCHRONOUS, staleness)
-            for first in request.pools
-            for second in request.pools
-        ]
+        plans = [solve(request, pair, ASYNCHRONOUS, staleness) for pair in pairs]
         plan = min((plan for plan in plans if plan), key=lambda plan: plan.step_s, default=None)
         if plan and (best is None or plan.step_s < best.step_s * (1 - STALENESS_GAIN)):
             best = plan
@@ -70,27 +65,21 @@ def solve(request: Request, pools: tuple[Pool, Pool], rules: Rules, staleness: i
         pools: of trainer and generators; the same object when they share it.
         staleness: S; 0 unless `rules.overlap`.
     """
-    trainer_pool, generator_pool = pools
-    trainers = _trainers(request, trainer_pool, rules)
-    generators = _generators(request, generator_pool, rules, staleness)
+    trainers, generators = _trainers(request, pools[0], rules), _generators(request, pools[1], rules, staleness)
     if not len(trainers.time_s_L) or not len(generators.time_s_L):
         return None
     if rules.overlap:
         found = _disaggregated(trainers, generators, pools, staleness, rules)
-    elif rules.own_parallelism:
-        found = _colocated(request, trainer_pool, trainers, generators, rules)
     else:
-        found = _shared(request, trainer_pool, trainers, generators, rules)
+        found = _in_turn(request.usable_bytes(pools[0]), trainers, generators, rules)
     if found is None:
         return None
     step_s, trainer, generator = found
     return Plan(
         request=request,
         rules=rules,
-        trainer=_trainer_plan(request, trainer_pool, trainers.layouts.take(np.array([trainer])), rules),
-        generator=_generator_plan(
-            request, generator_pool, generators.candidates.take(np.array([generator])), rules, staleness
-        ),
+        trainer=_trainer_plan(request, pools[0], trainers.layouts.take(np.array([trainer])), rules),
+        generator=_generator_plan(request, pools[1], generators.layouts.take(np.array([generator])), rules, staleness),
         staleness=staleness,
         step_s=step_s,
     )
@@ -98,51 +87,38 @@ def solve(request: Request, pools: tuple[Pool, Pool], rules: Rules, staleness: i
 
 def fastest_phases(request: Request, pools: tuple[Pool, Pool], staleness: int) -> tuple[float, float] | None:
     """Seconds of training and of generation when each is as fast as its own pool allows, or None."""
-    trainers = _trainers(request, pools[0], ASYNCHRONOUS)
-    generators = _generators(request, pools[1], ASYNCHRONOUS, staleness)
-    if not len(trainers.time_s_L) or not len(generators.time_s_L):
-        return None
-    return float(trainers.time_s_L.min()), float(generators.time_s_L.min())
+    trainers = _trainers(request, pools[0], ASYNCHRONOUS).time_s_L
+    generators = _generators(request, pools[1], ASYNCHRONOUS, staleness).time_s_L
+    return (float(trainers.min()), float(generators.min())) if len(trainers) and len(generators) else None
 
 
-def _time_parts(request: Request, pool: Pool, layouts: TrainerLayouts, rules: Rules) -> dict[str, np.ndarray]:
-    """With overlap also publishing: the rank's own shard is copied to where generators fetch it from."""
-    parts = training_parts(request, pool, layouts)
-    if rules.overlap:
-        rate = pool.gpu.memory_bandwidth * request.constants.bandwidth_efficiency
-        parts["publish"] = request.model.num_parameters * (FP32 + BF16) / layouts.gpus_L / rate
-    return parts
-
-
-def _trainers(request: Request, pool: Pool, rules: Rules) -> _Trainers:
-    """Layouts that fit with the memory to themselves."""
+def _trainers(request: Request, pool: Pool, rules: Rules) -> _Fitting[TrainerLayouts]:
     layouts = trainer_candidates(request, pool, rules)
     memory = training_memory(request, layouts)
     transient = memory["gathered"] * layouts.sharded + memory["activations"]
     rows = np.flatnonzero(memory["state"] + transient <= request.usable_bytes(pool))
     layouts = layouts.take(rows)
-    return _Trainers(
+    return _Fitting(
         layouts=layouts,
-        time_s_L=sum_parts(_time_parts(request, pool, layouts, rules)),
-        state_L=memory["state"][rows],
+        time_s_L=sum_parts(training_parts(request, pool, layouts, publishes=rules.overlap)),
+        kept_L=memory["state"][rows],
         transient_L=transient[rows],
+        latency_s_L=np.zeros(len(rows)),
     )
 
 
-def _generators(request: Request, pool: Pool, rules: Rules, staleness: int) -> _Generators:
-    """Candidates that fit with the memory to themselves."""
-    candidates = generator_candidates(request, pool, rules, staleness)
-    resident = not rules.own_memory and not rules.own_parallelism
-    memory = generation_memory(request, candidates, resident_weights=resident)
+def _generators(request: Request, pool: Pool, rules: Rules, staleness: int) -> _Fitting[Generators]:
+    layouts = generator_candidates(request, pool, rules, staleness)
+    memory = generation_memory(request, layouts, resident_weights=rules.one_layout)
     rows = np.flatnonzero(memory["weights"] + memory["kv"] <= request.usable_bytes(pool))
-    candidates = candidates.take(rows)
+    layouts = layouts.take(rows)
     longest = request.lengths.longest_tokens(request.num_samples)
-    return _Generators(
-        candidates=candidates,
-        time_s_L=sum_parts(generation_parts(request, pool, candidates, rules)),
-        latency_s_L=longest * sum_parts(steady_parts(request, pool, candidates)) if len(rows) else np.zeros(0),
-        weights_L=memory["weights"][rows],
-        kv_L=memory["kv"][rows],
+    return _Fitting(
+        layouts=layouts,
+        time_s_L=sum_parts(generation_parts(request, pool, layouts, rules)),
+        kept_L=memory["weights"][rows],
+        transient_L=memory["kv"][rows],
+        latency_s_L=longest * sum_parts(steady_parts(request, pool, layouts)),
     )
 
 
@@ -161,75 +137,58 @@ _Found = tuple[float, int, int]
 """Step time in seconds, row of the trainer, row of the generators."""
 
 
-def _pick(step_s: np.ndarray, trainer_rows: np.ndarray, generator_rows: np.ndarray | None = None) -> _Found | None:
-    if not len(step_s) or not np.isfinite(step_s.min()):
-        return None
-    best = int(step_s.argmin())
-    generator = best if generator_rows is None else int(generator_rows[best])
-    return float(step_s[best]), int(trainer_rows[best]), generator
-
-
 def _disaggregated(
-    trainers: _Trainers, generators: _Generators, pools: tuple[Pool, Pool], staleness: int, rules: Rules
+    trainers: _Fitting[TrainerLayouts],
+    generators: _Fitting[Generators],
+    pools: tuple[Pool, Pool],
+    staleness: int,
+    rules: Rules,
 ) -> _Found | None:
     """min over layouts of max(trainer, generators, (longest response + trainer) / (S + 1)).
 
     The third term is the staleness bound: a response admitted when step k - S - 1 is adopted must be done when step k
     starts, (S + 1) steps later less one train step.
     """
-    trainer_pool, generator_pool = pools
-    shares = trainer_pool is generator_pool
-    room = trainer_pool.count - generators.candidates.gpus_L * shares
+    room = pools[0].count - generators.layouts.gpus_L * (pools[0] is pools[1])
     train_s, rows = _best_below(trainers.layouts.gpus_L, trainers.time_s_L, room)
     latency_s = generators.latency_s_L * rules.partial_rollouts
     step_s = np.maximum(np.maximum(train_s, generators.time_s_L), (latency_s + train_s) / (staleness + 1))
-    if not np.isfinite(step_s.min()):
+    least_s = float(step_s.min())
+    if not np.isfinite(least_s):
         return None
     # Among equals the fewest GPUs: what does not shorten the step is better given back.
-    least_s = float(step_s.min())
-    generator = int(np.lexsort((generators.candidates.gpus_L, step_s))[0])
+    generator = int(np.lexsort((generators.layouts.gpus_L, step_s))[0])
     allowed_s = min(least_s, (staleness + 1) * least_s - latency_s[generator])
     fits = np.flatnonzero((trainers.layouts.gpus_L <= room[generator]) & (trainers.time_s_L <= allowed_s))
-    best = (
-        fits[np.lexsort((trainers.time_s_L[fits], trainers.layouts.gpus_L[fits]))] if len(fits) else rows[[generator]]
-    )
-    return least_s, int(best[0]), generator
+    best = fits[np.lexsort((trainers.time_s_L[fits], trainers.layouts.gpus_L[fits]))]
+    return least_s, int(best[0] if len(best) else rows[generator]), generator
 
 
-def _colocated(
-    request: Request, pool: Pool, trainers: _Trainers, generators: _Generators, rules: Rules
+def _in_turn(
+    usable: float, trainers: _Fitting[TrainerLayouts], generators: _Fitting[Generators], rules: Rules
 ) -> _Found | None:
-    """Phases in turn, layouts free. In one memory: state and both weight copies stay, the rest takes turns."""
-    if rules.own_memory:
-        best = int(trainers.time_s_L.argmin())
-        return _pick(trainers.time_s_L[best] + generators.time_s_L, np.full(len(generators.time_s_L), best))
-    usable = request.usable_bytes(pool)
-    found: _Found | None = None
-    for weights in np.unique(generators.weights_L):
-        fits = np.flatnonzero(trainers.state_L + trainers.transient_L + weights <= usable)
-        mine = np.flatnonzero(generators.weights_L == weights)
-        if not len(fits):
+    """With layouts of their own in one memory, trainer state and both weight copies stay and the rest takes
+    turns; with one layout, the groups are equal and everything is there at once."""
+    best: _Found | None = None
+    kind = generators.kept_L if rules.own_parallelism else generators.layouts.tp_L
+    for value in np.unique(kind):
+        mine, ours = np.flatnonzero(kind == value), np.arange(len(trainers.time_s_L))
+        filled, room = np.zeros(len(ours)), np.zeros(len(mine))
+        if not rules.own_memory:
+            room = usable - generators.kept_L[mine] - generators.transient_L[mine]
+            filled = trainers.kept_L + trainers.transient_L * (not rules.own_parallelism)
+        if not rules.own_parallelism:
+            ours = np.flatnonzero(trainers.layouts.tp_L == value)
+        elif not rules.own_memory:
+            ours = np.flatnonzero(trainers.kept_L + trainers.transient_L + value <= usable)
+        if not len(ours):
             continue
-        room = usable - weights - generators.kv_L[mine]
-        train_s, rows = _best_below(trainers.state_L[fits], trainers.time_s_L[fits], room)
-        option = _pick(train_s + generators.time_s_L[mine], fits[rows], mine)
-        found = min((one for one in (found, option) if one), default=None)
-    return found
-
-
-def _shared(request: Request, pool: Pool, trainers: _Trainers, generators: _Generators, rules: Rules) -> _Found | None:
-    """Phases in turn with one tensor-parallel size and equal groups; in one memory everything is there at once."""
-    usable = request.usable_bytes(pool)
-    found: _Found | None = None
-    for tp in np.intersect1d(trainers.layouts.tp_L, generators.candidates.tp_L):
-        ours = np.flatnonzero(trainers.layouts.tp_L == tp)
-        mine = np.flatnonzero(generators.candidates.tp_L == tp)
-        filled = trainers.state_L[ours] + trainers.transient_L[ours]
-        room = np.full(len(mine), np.inf) if rules.own_memory else usable - generators.kv_L[mine]
-        train_s, rows = _best_below(filled, trainers.time_s_L[ours], room)
-        option = _pick(train_s + generators.time_s_L[mine], ours[rows], mine)
-        found = min((one for one in (found, option) if one), default=None)
-    return found
+        train_s, rows = _best_below(filled[ours], trainers.time_s_L[ours], room)
+        step_s = train_s + generators.time_s_L[mine]
+        row = int(step_s.argmin())
+        found = float(step_s[row]), int(ours[rows[row]]), int(mine[row])
+        best = min(best, found) if best else found
+    return best if best and np.isfinite(best[0]) else None
 
 
 def _first(parts: dict[str, np.ndarray]) -> dict[str, float]:
@@ -242,12 +201,8 @@ def _trainer_plan(request: Request, pool: Pool, layouts: TrainerLayouts, rules: 
         memory.pop("gathered")
     return TrainerPlan(
         pool=pool,
-        tp=int(layouts.tp_L[0]),
-        cp=int(layouts.cp_L[0]),
-        pp=int(layouts.pp_L[0]),
-        dp=int(layouts.dp_L[0]),
-        microbatch_tokens=int(layouts.microbatch_tokens_L[0]),
-        time_parts=_first(_time_parts(request, pool, layouts, rules)),
+        **{name.removesuffix("_L"): int(column[0]) for name, column in layouts.columns().items()},
+        time_parts=_first(training_parts(request, pool, layouts, publishes=rules.overlap)),
         memory_parts=memory,
     )
 
@@ -258,20 +213,15 @@ def _generator_plan(
     times = _first(generation_parts(request, pool, generators, rules))
     step = _first(steady_parts(request, pool, generators))
     decode_s, step_s = times.pop("decode"), sum(step.values())
-    resident = not rules.own_memory and not rules.own_parallelism
-    memory = _first(generation_memory(request, generators, resident_weights=resident))
     more = replace(generators, slots_L=np.ceil(generators.slots_L * 1.12).astype(np.int64))
-    larger = _first(generation_memory(request, more, resident_weights=resident))
-    replicas, slots = int(generators.replicas_L[0]), int(generators.slots_L[0])
+    larger = _first(generation_memory(request, more, resident_weights=rules.one_layout))
+    sizes = {name.removesuffix("_L"): int(column[0]) for name, column in generators.columns().items()}
     return GeneratorPlan(
         pool=pool,
-        tp=int(generators.tp_L[0]),
-        replicas=replicas,
-        slots=slots,
-        weight_bytes=int(generators.weight_bytes_L[0]),
+        **sizes,
         time_parts={name: decode_s * part / step_s for name, part in step.items()} | times,
-        memory_parts=memory,
+        memory_parts=_first(generation_memory(request, generators, resident_weights=rules.one_layout)),
         latency_s=request.lengths.longest_tokens(request.num_samples) * step_s,
-        memory_full=slots < admitted(request, replicas, staleness, rules)
+        memory_full=sizes["slots"] < admitted(request, sizes["replicas"], staleness, rules)
         and sum(larger.values()) > request.usable_bytes(pool),
     )

@@ -1,49 +1,16 @@
-"""Time and memory of one optimizer step. Columns: L layouts; every array is float64 or int64 [L].
-
-A layout is tensor (tp) x context (cp) x pipeline (pp) x data (dp) parallel. Parameters and optimizer state are sharded
-over dp x cp (FSDP) when `sharded`. One microbatch has `microbatch_tokens` per data-parallel rank.
-"""
+"""Time and memory of one optimizer step. Columns: L layouts; every array is float64 or int64 [L]."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
 import numpy as np
 
-from llamarl.forecast.hardware import BF16, Pool
+from llamarl.forecast.candidates import TrainerLayouts
+from llamarl.forecast.hardware import BF16, FP32, Pool
 from llamarl.forecast.links import collective_bandwidth
 from llamarl.forecast.request import Request
 
 PASSES = 3
 """Weight gathers and activation reductions of one microbatch: forward, recomputed forward, backward."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerLayouts:
-    """Candidates, one per entry."""
-
-    tp_L: np.ndarray
-    cp_L: np.ndarray
-    pp_L: np.ndarray
-    dp_L: np.ndarray
-    microbatch_tokens_L: np.ndarray
-    sharded: bool
-    """Trainer state is sharded over dp x cp; otherwise each tp x pp group holds all of it."""
-
-    @property
-    def gpus_L(self) -> np.ndarray:
-        """GPUs in use."""
-        return self.tp_L * self.cp_L * self.pp_L * self.dp_L
-
-    @property
-    def shards_L(self) -> np.ndarray:
-        """Ranks that share one copy of a tensor-parallel shard."""
-        return self.dp_L * self.cp_L if self.sharded else np.ones_like(self.dp_L)
-
-    def take(self, rows: np.ndarray) -> TrainerLayouts:
-        """The candidates at `rows`."""
-        columns = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "sharded"}
-        return TrainerLayouts(**columns, sharded=self.sharded)
 
 
 def step_flops(request: Request) -> float:
@@ -59,7 +26,9 @@ def step_flops(request: Request) -> float:
     return request.num_samples * forward * (3 + request.constants.recompute)
 
 
-def training_parts(request: Request, pool: Pool, layouts: TrainerLayouts) -> dict[str, np.ndarray]:
+def training_parts(
+    request: Request, pool: Pool, layouts: TrainerLayouts, *, publishes: bool = False
+) -> dict[str, np.ndarray]:
     """Seconds of one optimizer step on `pool`, by cause; they add up.
 
     compute: FLOPs / (GPUs x peak x efficiency), efficiency falling with few tokens per GPU, for the rank with the most
@@ -68,7 +37,8 @@ def training_parts(request: Request, pool: Pool, layouts: TrainerLayouts) -> dic
     node and layer; what `fsdp_overlap` of compute cannot hide counts (arXiv 2304.11277). context: keys and values of
     the other ranks, `PASSES` + 1 times. pipeline: bubble (pp-1)/microbatches of the work (arXiv 2104.04473), and
     activations between stages.
-    overhead: host time per microbatch and per step. optimizer: bytes of AdamW / memory bandwidth.
+    overhead: host time per microbatch and per step. optimizer: bytes of AdamW / memory bandwidth. publish: the rank's
+    own shard is copied to where generators fetch it from.
     """
     model, constants, gpu = request.model, request.constants, pool.gpu
     tp, cp, pp, dp = layouts.tp_L, layouts.cp_L, layouts.pp_L, layouts.dp_L
@@ -96,17 +66,18 @@ def training_parts(request: Request, pool: Pool, layouts: TrainerLayouts) -> dic
     between_stages = 2 * (pp > 1) * activation_bytes / tp / (gpu.network_bandwidth * constants.link_efficiency)
     overhead = constants.step_overhead_s + microbatches * constants.microbatch_overhead_s
     state = model.num_parameters / (tp * pp * shards)
-    return {
+    memory_bandwidth = gpu.memory_bandwidth * constants.bandwidth_efficiency
+    parts = {
         "compute": compute,
         "fsdp": np.maximum(0.0, fsdp - constants.fsdp_overlap * compute),
         "tensor": tensor,
         "context": context,
         "pipeline": (pp - 1) / microbatches * (compute + tensor + context) + between_stages,
         "overhead": overhead,
-        "optimizer": constants.optimizer_traffic_bytes
-        * state
-        / (gpu.memory_bandwidth * constants.bandwidth_efficiency),
+        "optimizer": constants.optimizer_traffic_bytes * state / memory_bandwidth,
     }
+    published = {"publish": model.num_parameters * (FP32 + BF16) / layouts.gpus_L / memory_bandwidth}
+    return parts | (published if publishes else {})
 
 
 def training_memory(request: Request, layouts: TrainerLayouts) -> dict[str, np.ndarray]:

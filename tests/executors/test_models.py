@@ -276,12 +276,12 @@ def test_a_critic_that_cannot_be_cut_so_is_refused(
 
 
 def test_what_is_not_simulated_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
-    from llamarl.forecast.costs import SimulatorCosts
+    from llamarl.forecast.costs import Costs
     from llamarl.forecast.simulator.faults import Faults
     from llamarl.forecast.simulator.run import simulate
-    from llamarl.forecast.simulator.split import choose_layout
+    from llamarl.forecast.simulator.split import choose_split
 
-    config, costs = make_config(), SimulatorCosts()
-    layout = choose_layout(config, costs, None, None)
+    config, costs = make_config(), Costs()
+    layout = choose_split(config, costs, None, None)
     with pytest.raises(ConfigError, match=r"not reference, critic; leave them out"):
         simulate(config, costs, Faults.parse("", layout.replicas), layout, tmp_path / "metrics.jsonl")

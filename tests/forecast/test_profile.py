@@ -14,7 +14,7 @@ from benchmarks._predict import Prediction, predict_step
 from llamarl.cli.profile import main
 from llamarl.config import ConfigError, RunConfig
 from llamarl.forecast.constants import load_profile
-from llamarl.forecast.costs import SimulatorCosts
+from llamarl.forecast.costs import Costs
 from llamarl.forecast.hardware import Pool, find_gpu
 from llamarl.forecast.lengths import Lengths
 from llamarl.forecast.profile import make_profile, measure, robust_line, run_request
@@ -23,7 +23,7 @@ from llamarl.forecast.simulator.cores import SharedCores
 from llamarl.forecast.simulator.faults import Faults
 from llamarl.forecast.simulator.result import Simulation
 from llamarl.forecast.simulator.run import simulate
-from llamarl.forecast.simulator.split import choose_layout
+from llamarl.forecast.simulator.split import choose_split
 from llamarl.observability.spans import Span
 from tests.forecast.run_folder import COSTS, GROUP, PROMPT_TOKENS, PROMPTS, write_run
 
@@ -61,12 +61,12 @@ def test_file_goes_through_both_readers(run_folder: Path, tmp_path: Path, capsys
     path = tmp_path / "profile.json"
     assert main([str(run_folder), "--output", str(path), "--cores", "2"]) == 0
     assert "per computed token" in capsys.readouterr().out
-    run, costs, profile = read_run(run_folder), SimulatorCosts.load(path), load_profile(path)
+    run, costs, profile = read_run(run_folder), Costs.load(path), load_profile(path)
     assert costs.cores == 2 and costs.skips_equal_rewards and costs.trainer_gpus == 1
     assert costs.measured_groups[3] == tuple(run.groups[3])
     assert len(costs.measured_groups) == 30 * PROMPTS
     costs.save(tmp_path / "costs.json")
-    assert SimulatorCosts.load(tmp_path / "costs.json") == costs
+    assert Costs.load(tmp_path / "costs.json") == costs
     # The planner's formulas give back what was measured, for the work that was measured.
     found = _predicted(run_folder, path, staleness=8)  # large enough for no wait for the longest response
     inputs = float(run.counters["num_input_tokens"].mean())
@@ -109,14 +109,14 @@ def _simulated(run_folder: Path, tmp_path: Path, *, generator_device: str = "cpu
     run = read_run(run_folder)
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(make_profile(run, cores=2, gpu=None)))
-    costs = replace(SimulatorCosts.load(path), **{key: value for key, value in changes.items() if key not in ROLLOUT})
+    costs = replace(Costs.load(path), **{key: value for key, value in changes.items() if key not in ROLLOUT})
     data = run.config.model_dump(exclude_none=True)
     data["rollout"] |= {key: changes[key] for key in ROLLOUT if key in changes}
     data["generator"] |= {"device": generator_device}
     config = RunConfig.model_validate(data | {"steps": 12, "checkpoint": {"every_steps": 0}})
     metrics = tmp_path / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
-    simulation = simulate(config, costs, Faults(), choose_layout(config, costs, None, None), metrics)
+    simulation = simulate(config, costs, Faults(), choose_split(config, costs, None, None), metrics)
     steps = [json.loads(line)["step_s"] for line in metrics.read_text().splitlines()]
     assert steps == pytest.approx([step.step_s for step in simulation.steps])
     assert sum(steps) == pytest.approx(simulation.virtual_s, rel=0.05)
@@ -157,6 +157,17 @@ def test_shared_cores_stretch_the_clock() -> None:
     # A controller that always works is a third thread: two on two cores become three.
     busy = SharedCores({"trainer": [Span("train", 0.0, 4.0)]}, {"trainer": 2}, cores=2, controller_s=6.0)
     assert busy(4.0) == pytest.approx(6.0)
+
+
+def test_the_controller_works_in_the_loop_alone() -> None:
+    """However long the executors took to start, its seconds fall between the first work and the last."""
+    spans = {"trainer": [Span("train", 60.0, 64.0)]}
+    late, soon = (
+        SharedCores(spans, {"trainer": 2}, cores=2, controller_s=6.0, start_s=60.0),
+        SharedCores({"trainer": [Span("train", 0.0, 4.0)]}, {"trainer": 2}, cores=2, controller_s=6.0),
+    )
+    assert late(60.0) == pytest.approx(60.0)
+    assert late(64.0) - 60.0 == pytest.approx(soon(4.0)) == pytest.approx(6.0)
 
 
 def _break(run: Path, file: str, text: str | None) -> None:
@@ -208,5 +219,5 @@ def test_runs_on_gpus_need_the_kind(tmp_path: Path) -> None:
         main([str(run)])
     assert main([str(run), "--gpu", "h100-80g"]) == 0
     profile = load_profile(run / "profile.json")
-    assert profile.gpu == {} and SimulatorCosts.load(run / "profile.json").cores == 0
+    assert profile.gpu == {} and Costs.load(run / "profile.json").cores == 0
     assert profile.constants.decode_overhead_s == pytest.approx(COSTS["decode_base_s"], rel=0.1)

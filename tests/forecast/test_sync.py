@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from llamarl.forecast.costs import SimulatorCosts
+from llamarl.forecast.costs import Costs
 from llamarl.forecast.feasibility import plans
 from llamarl.forecast.report import render
 from llamarl.forecast.request import ASYNCHRONOUS, BASELINE
@@ -49,7 +49,7 @@ def test_a_plan_is_priced_by_its_own_copies() -> None:
     assert transfer.seconds == pytest.approx(searched.generator.time_parts["sync"], rel=0.1)
     assert asynchronous.step_s == pytest.approx(searched.step_s, rel=0.01)
     assert asynchronous.step_s >= max(trainer.busy_s, generator.busy_s)
-    assert SimulatorCosts.from_plan(asynchronous).adopt_s == transfer.seconds
+    assert Costs.from_plan(asynchronous).adopt_s == transfer.seconds
 
 
 def test_a_colocated_step_is_its_parts_and_weights_stay_on_their_hosts_where_they_can() -> None:

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec
 from llamarl.config import RunConfig
-from llamarl.forecast.costs import FAULTS, ResponseLengths, SimulatorCosts, keyed
+from llamarl.forecast.costs import Costs
+from llamarl.forecast.simulator.draws import FAULTS, ResponseLengths, keyed
 from llamarl.forecast.simulator.faults import Faults
 from llamarl.forecast.simulator.handles import SimulatedGenerator, SimulatedHandle, SimulatedTrainer, Stopwatch
 from llamarl.forecast.simulator.reward import SimulatedReward
@@ -16,7 +17,7 @@ from llamarl.forecast.simulator.reward import SimulatedReward
 class SimulatedCluster(Cluster):
     """Spawns by name: `trainer`, `reward`, `generator-0`, ..."""
 
-    def __init__(self, config: RunConfig, costs: SimulatorCosts, faults: Faults, trainer_gpus: int) -> None:
+    def __init__(self, config: RunConfig, costs: Costs, faults: Faults, trainer_gpus: int) -> None:
         self._config = config
         self._costs = costs
         self._faults = faults

@@ -23,13 +23,16 @@ Spans = Mapping[str, Sequence[Span]]
 class SharedCores:
     """Simulated seconds, mapped to those on shared cores."""
 
-    def __init__(self, spans: Spans, threads: Mapping[str, int], cores: float, controller_s: float) -> None:
+    def __init__(
+        self, spans: Spans, threads: Mapping[str, int], cores: float, controller_s: float, start_s: float = 0.0
+    ) -> None:
         """
         Args:
             spans: of every executor, in simulated seconds.
             threads: that each executor keeps busy while it works; 0 for one that does not use the cores.
             cores: of the machine, or a container's part of them.
-            controller_s: processor seconds of the controller over the whole run.
+            controller_s: processor seconds of the controller from `start_s` on.
+            start_s: of the loop; before it the controller waits.
         """
         changes = [
             (at_s, change * threads[name])
@@ -42,9 +45,10 @@ class SharedCores:
         wanted = np.cumsum([0, *(change for _, change in changes)])[:-1]
         lengths_s = np.diff(times_s)
         alone = np.maximum(1.0, wanted / cores)
-        beside = np.maximum(1.0, (wanted + 1) / cores) - alone
-        # With controller_s / T the controller's share of the time, T = sum(lengths * (alone + beside * share)).
-        without_s, with_s = float(lengths_s @ alone), float(lengths_s @ beside) * controller_s
+        beside = (np.maximum(1.0, (wanted + 1) / cores) - alone) * (times_s[:-1] >= start_s)
+        # With controller_s / T the controller's share of the loop, T = sum(lengths * (alone + beside * share)).
+        in_loop = np.diff(np.maximum(times_s, start_s))
+        without_s, with_s = float(in_loop @ alone), float(in_loop @ beside) * controller_s
         total_s = (without_s + math.sqrt(without_s**2 + 4 * with_s)) / 2
         share = min(1.0, controller_s / total_s) if total_s else 0.0
         self._simulated_s = times_s

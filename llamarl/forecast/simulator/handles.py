@@ -16,8 +16,9 @@ import numpy as np
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
 from llamarl.executors.replies import Adoption, Collected, Published
-from llamarl.forecast.costs import ResponseLengths, SimulatorCosts
+from llamarl.forecast.costs import Costs
 from llamarl.forecast.simulator.decoding import Attempt, Decoded, DecodeQueue
+from llamarl.forecast.simulator.draws import ResponseLengths
 from llamarl.forecast.simulator.records import repeated
 from llamarl.observability.spans import Span
 from llamarl.rollouts.segments import partials_of
@@ -41,7 +42,7 @@ class SimulatedHandle(ExecutorHandle):
     SPANS: ClassVar[dict[str, str]] = {}
     """Span name of each method that is work."""
 
-    def __init__(self, name: str, watch: Stopwatch, costs: SimulatorCosts) -> None:
+    def __init__(self, name: str, watch: Stopwatch, costs: Costs) -> None:
         self._loop = asyncio.get_running_loop()
         self._costs = costs
         self._watch = watch
@@ -154,7 +155,7 @@ class SimulatedGenerator(SimulatedHandle):
         self,
         name: str,
         watch: Stopwatch,
-        costs: SimulatorCosts,
+        costs: Costs,
         lengths: ResponseLengths,
         max_running: int,
         slowness: float,
@@ -314,12 +315,18 @@ class SimulatedTrainer(SimulatedHandle):
 
     SPANS: ClassVar[dict[str, str]] = {"step": "train", "publish": "weight_sync", "save": "checkpoint"}
 
-    def __init__(self, name: str, watch: Stopwatch, costs: SimulatorCosts, num_gpus: int) -> None:
+    def __init__(self, name: str, watch: Stopwatch, costs: Costs, num_gpus: int) -> None:
         super().__init__(name, watch, costs)
-        self._token_s = costs.train_token_gpu_s / num_gpus
+        self._num_gpus = num_gpus
         self._groups = dict[int, tuple[int, int, int]]()
         """Rollouts, response tokens and computed tokens of each group that was sent ahead."""
         self._version = 0
+
+    async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+        result = await super().call(method, *args, timeout_s=timeout_s, **kwargs)
+        if method == "save":  # copied; the answer comes when it is written
+            await asyncio.sleep(self._costs.save_s(self._num_gpus)[1])
+        return result
 
     def _answer(self, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
         match method:
@@ -334,7 +341,7 @@ class SimulatedTrainer(SimulatedHandle):
             case "publish":
                 return self._costs.publish_s, Published(version=args[0], address=None)
             case "save":
-                return self._costs.save_s, None
+                return self._costs.save_s(self._num_gpus)[0], None
             case "commit":
                 return 0.0, ""
         raise AssertionError(f"{self.name} has no method {method}")
@@ -350,7 +357,7 @@ class SimulatedTrainer(SimulatedHandle):
             metrics={"num_loss_tokens": loss_tokens, "importance_ratio_mean": 1, "grad_norm": 0, "learning_rate": 0},
             advantages={group_id: np.zeros(size[0]) for group_id, size in zip(group_ids, sizes, strict=True)},
         )
-        return self._costs.train_base_s + self._token_s * tokens, result
+        return self._costs.train_s(tokens, self._num_gpus), result
 
 
 def _size(group: RolloutGroup, skips_equal_rewards: bool) -> tuple[int, int, int]:

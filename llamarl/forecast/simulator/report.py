@@ -19,13 +19,13 @@ BAR = 40
 
 def summary(simulation: Simulation) -> dict[str, Any]:
     """Flat JSON. All but the last four are functions of settings and seed."""
-    steps_s, accounts, layout = simulation.step_s, simulation.accounts, simulation.layout
+    steps_s, accounts, split = simulation.step_s, simulation.accounts, simulation.split
     known = len(steps_s) > 0
     return {
         "end": simulation.end,
-        "gpus": layout.gpus,
-        "trainer_gpus": layout.trainer_gpus,
-        "generator_replicas": layout.replicas,
+        "gpus": split.gpus,
+        "trainer_gpus": split.trainer_gpus,
+        "generator_replicas": split.replicas,
         "steps": len(simulation.steps),
         "groups": simulation.num_groups,
         "virtual_s": simulation.virtual_s,
@@ -59,11 +59,11 @@ def write_simulation(path: Path, simulation: Simulation) -> None:
 
 def render(simulation: Simulation) -> str:
     """What the terminal shows."""
-    layout, steps_s = simulation.layout, simulation.step_s
+    split, steps_s = simulation.split, simulation.step_s
     invalid = float(np.mean([step.invalid_share for step in simulation.steps])) if simulation.steps else 0.0
     facts = {
-        "cluster": f"{layout.gpus:,} GPUs: {layout.trainer_gpus:,} for the trainer, {layout.replicas:,} generators of "
-        f"{layout.generator_gpus}",
+        "cluster": f"{split.gpus:,} GPUs: {split.trainer_gpus:,} for the trainer, {split.replicas:,} generators of "
+        f"{split.generator_gpus}",
         "end": f"{simulation.end} after {len(simulation.steps)} steps, {simulation.num_groups:,} groups and "
         f"{duration(simulation.virtual_s)} of virtual time",
         "idle": ", ".join(f"{role} {percent(1 - busy)}" for role, busy in simulation.accounts.role_share.items()),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamarl.forecast.simulator.split import Layout
+from llamarl.forecast.simulator.split import Split
 from llamarl.observability.accounting import Accounts, Verdict
 from llamarl.observability.metrics import StepMetrics
 from llamarl.observability.spans import Span
@@ -17,7 +17,7 @@ from llamarl.observability.spans import Span
 class Simulation:
     """A whole simulated run."""
 
-    layout: Layout
+    split: Split
     end: str
     """`finished`, or why it ended before."""
     steps: tuple[StepMetrics, ...]

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llamarl.executors.replies import Scored
-from llamarl.forecast.costs import SCORES, ResponseLengths, SimulatorCosts, keyed
+from llamarl.forecast.costs import Costs
+from llamarl.forecast.simulator.draws import SCORES, ResponseLengths, keyed
 from llamarl.forecast.simulator.handles import SimulatedHandle, Stopwatch
 from llamarl.types import Outcome, RewardResult, Rollout
 
@@ -22,7 +23,7 @@ class SimulatedReward(SimulatedHandle):
         self,
         name: str,
         watch: Stopwatch,
-        costs: SimulatorCosts,
+        costs: Costs,
         seed: int,
         timeout_share: float,
         lengths: ResponseLengths,

@@ -16,7 +16,7 @@ from llamarl.controller.controller import Controller, Executors, Problems, TooMa
 from llamarl.controller.specs import models_in_use
 from llamarl.controller.supervision import Stalled, Supervisor, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
-from llamarl.forecast.costs import SimulatorCosts
+from llamarl.forecast.costs import Costs
 from llamarl.forecast.simulator.clock import run_virtual
 from llamarl.forecast.simulator.cluster import SimulatedCluster
 from llamarl.forecast.simulator.cores import SharedCores
@@ -24,7 +24,7 @@ from llamarl.forecast.simulator.faults import Faults
 from llamarl.forecast.simulator.ledger import StalenessCounter, StepLog
 from llamarl.forecast.simulator.records import simulated_prompts
 from llamarl.forecast.simulator.result import Simulation
-from llamarl.forecast.simulator.split import Layout
+from llamarl.forecast.simulator.split import Split
 from llamarl.observability.accounting import Accounts, account, role_of, verdict
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.spans import Span
@@ -35,7 +35,7 @@ PROGRESS_S = 5.0
 """Least wall time between two progress lines."""
 
 
-def simulate(config: RunConfig, costs: SimulatorCosts, faults: Faults, layout: Layout, metrics: Path) -> Simulation:
+def simulate(config: RunConfig, costs: Costs, faults: Faults, split: Split, metrics: Path) -> Simulation:
     """Runs the real controller to `config.steps`, in virtual time; step metrics go to the file `metrics`.
 
     A failure that would end a real run ends this one; `Simulation.end` says which.
@@ -48,11 +48,11 @@ def simulate(config: RunConfig, costs: SimulatorCosts, faults: Faults, layout: L
             f"llamarl simulate knows generators, reward and a trainer of all weights, not {', '.join(unknown)}; "
             "leave them out"
         )
-    generator = config.generator.model_copy(update={"replicas": layout.replicas})
+    generator = config.generator.model_copy(update={"replicas": split.replicas})
     screen = config.screen.model_copy(update={"kind": "none"})
     config = config.model_copy(update={"generator": generator, "screen": screen})
     wall_s, cpu_s = time.monotonic(), time.process_time()
-    run = _Run(config, costs, faults, layout, metrics)
+    run = _Run(config, costs, faults, split, metrics)
     with rare_garbage_collections():  # as a real run does
         run_virtual(run.run())
     return run.result(time.monotonic() - wall_s, time.process_time() - cpu_s)
@@ -75,15 +75,15 @@ class _Progress(NullScreen):
 
 
 class _Run:
-    def __init__(self, config: RunConfig, costs: SimulatorCosts, faults: Faults, layout: Layout, metrics: Path) -> None:
+    def __init__(self, config: RunConfig, costs: Costs, faults: Faults, split: Split, metrics: Path) -> None:
         rollout = config.rollout
         self._config = config
         self._costs = costs
-        self._layout = layout
+        self._split = split
         self._bound = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
         self._staleness = StalenessCounter()
         self._log = StepLog(metrics)
-        self._cluster = SimulatedCluster(config, costs, faults, layout.trainer_gpus)
+        self._cluster = SimulatedCluster(config, costs, faults, split.trainer_gpus)
         self._problems = Problems(
             train=simulated_prompts(NUM_PROMPTS, costs.prompt_tokens),
             eval=simulated_prompts(config.eval.max_prompts if config.data.eval else 0, costs.prompt_tokens),
@@ -136,7 +136,7 @@ class _Run:
         trainer, reward, *generators = await asyncio.gather(
             self._spawn_one("trainer"),
             self._spawn_one("reward"),
-            *(self._spawn_one(f"generator-{number}") for number in range(self._layout.replicas)),
+            *(self._spawn_one(f"generator-{number}") for number in range(self._split.replicas)),
         )
         return Executors(
             trainer=trainer,
@@ -167,6 +167,7 @@ class _Run:
             {name: threads[role_of(name)] for name in spans},
             self._costs.cores,
             self._costs.controller_rollout_s * num_rollouts,
+            self._loop_s[0],
         )
 
     def _generator_busy_share(self, accounts: Accounts, clock: Callable[[float], float]) -> float:
@@ -194,7 +195,7 @@ class _Run:
         generator = self._generator_busy_share(accounts, clock)
         accounts = replace(accounts, role_share={**accounts.role_share, "generator": generator})
         return Simulation(
-            layout=self._layout,
+            split=self._split,
             end=self._end,
             steps=tuple(steps),
             accounts=accounts,

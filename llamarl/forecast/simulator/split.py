@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from llamarl.config import ConfigError, RunConfig
-from llamarl.forecast.costs import SimulatorCosts
+from llamarl.forecast.costs import Costs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class Split:
     """Who has how many GPUs."""
 
     trainer_gpus: int
@@ -24,7 +24,7 @@ class Layout:
         return self.trainer_gpus + self.replicas * self.generator_gpus
 
 
-def make_layout(config: RunConfig, costs: SimulatorCosts, gpus: int) -> Layout:
+def best_split(config: RunConfig, costs: Costs, gpus: int) -> Split:
     """The split of `gpus` with the shortest step, by `step_parts_s`. Raises ConfigError."""
     each = costs.generator_gpus
     most = (gpus - 1) // each
@@ -36,11 +36,11 @@ def make_layout(config: RunConfig, costs: SimulatorCosts, gpus: int) -> Layout:
     counts = np.arange(1, most + 1)
     generate_s, train_s = step_parts_s(config, costs, replicas=counts, trainer_gpus=gpus - counts * each)
     replicas = int(counts[np.argmin(np.maximum(generate_s, train_s))])
-    return Layout(trainer_gpus=gpus - replicas * each, replicas=replicas, generator_gpus=each)
+    return Split(trainer_gpus=gpus - replicas * each, replicas=replicas, generator_gpus=each)
 
 
 def step_parts_s(
-    config: RunConfig, costs: SimulatorCosts, *, replicas: np.ndarray, trainer_gpus: np.ndarray
+    config: RunConfig, costs: Costs, *, replicas: np.ndarray, trainer_gpus: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of generators and of the trainer for one step's rollouts, stragglers left out.
 
@@ -54,13 +54,12 @@ def step_parts_s(
         tokens = float(np.minimum(lengths, rollout.max_new_tokens).mean())
     prompts = rollout.prompts_per_step * costs.prompt_tokens
     running = np.clip((rollout.max_staleness + 1) * samples / replicas, 1, config.generator.max_running)
-    decode_s = samples * tokens / running * (costs.decode_base_s + costs.decode_per_rollout_s * running)
+    decode_s = samples * tokens / running * costs.decode_s(running)
     generate_s = (decode_s + prompts * costs.prefill_token_s) / replicas + costs.adopt_s
-    train_gpu_s = costs.train_token_gpu_s * (samples * tokens + prompts)
-    return generate_s, costs.train_base_s + costs.publish_s + train_gpu_s / trainer_gpus
+    return generate_s, costs.publish_s + costs.train_s(samples * tokens + prompts, trainer_gpus)
 
 
-def choose_layout(config: RunConfig, costs: SimulatorCosts, gpus: int | None, trainer_gpus: int | None) -> Layout:
+def choose_split(config: RunConfig, costs: Costs, gpus: int | None, trainer_gpus: int | None) -> Split:
     """What the command line asks for. Without `gpus` the run's own generators, and as much for the trainer.
 
     Raises:
@@ -72,13 +71,13 @@ def choose_layout(config: RunConfig, costs: SimulatorCosts, gpus: int | None, tr
             raise ConfigError(f"`--{name} {value}` is no cluster; give 1 or more")
     trainer_gpus = trainer_gpus or costs.trainer_gpus or None
     if gpus is None:
-        return Layout(trainer_gpus=trainer_gpus or replicas * each, replicas=replicas, generator_gpus=each)
+        return Split(trainer_gpus=trainer_gpus or replicas * each, replicas=replicas, generator_gpus=each)
     if trainer_gpus is None:
-        return make_layout(config, costs, gpus)
+        return best_split(config, costs, gpus)
     if gpus < trainer_gpus + each:
         raise ConfigError(
             f"`--trainer-gpus {trainer_gpus}` leaves {max(0, gpus - trainer_gpus)} of {gpus} GPUs, and one generator "
             f"takes {each} (generator_gpus of the costs); "
             + (f"give --trainer-gpus {gpus - each} or less" if gpus > each else f"give --gpus {each + 1} or more")
         )
-    return Layout(trainer_gpus=trainer_gpus, replicas=(gpus - trainer_gpus) // each, generator_gpus=each)
+    return Split(trainer_gpus=trainer_gpus, replicas=(gpus - trainer_gpus) // each, generator_gpus=each)

@@ -102,7 +102,7 @@ def write_png(path: Path, simulation: Simulation) -> None:
         time_axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=[COLORS[span.name] for span in spans])
     time_axes.set(yticks=range(len(rows)), yticklabels=list(rows), xlabel="virtual seconds", xlim=(0, end_s - start_s))
     time_axes.invert_yaxis()
-    time_axes.set_title(f"{simulation.layout.gpus:,} GPUs, steps in the middle of the run", loc="left")
+    time_axes.set_title(f"{simulation.split.gpus:,} GPUs, steps in the middle of the run", loc="left")
     patches = [Patch(color=color, label=kind) for kind, color in COLORS.items()]
     time_axes.legend(handles=patches, ncols=len(patches), loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     step_axes.hist(simulation.step_s, bins=30, color="#4c78a8")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from llamarl.config import RunConfig
-from llamarl.forecast.costs import SimulatorCosts
+from llamarl.forecast.costs import Costs
 from llamarl.forecast.simulator.faults import Faults
 from llamarl.forecast.simulator.result import Simulation
 from llamarl.forecast.simulator.run import simulate
-from llamarl.forecast.simulator.split import Layout
+from llamarl.forecast.simulator.split import Split
 
 Simulate = Callable[..., Simulation]
 
@@ -38,11 +38,11 @@ def simulated(tmp_path: Path) -> Simulate:
     """Runs `config` on `replicas` generators of one GPU and a trainer of one GPU."""
 
     def run(
-        config: RunConfig, *, replicas: int = 2, costs: SimulatorCosts | None = None, faults: Faults | None = None
+        config: RunConfig, *, replicas: int = 2, costs: Costs | None = None, faults: Faults | None = None
     ) -> Simulation:
-        layout = Layout(trainer_gpus=1, replicas=replicas, generator_gpus=1)
+        split = Split(trainer_gpus=1, replicas=replicas, generator_gpus=1)
         metrics = tmp_path / "metrics.jsonl"
         metrics.unlink(missing_ok=True)
-        return simulate(config, costs or SimulatorCosts(), faults or Faults(), layout, metrics)
+        return simulate(config, costs or Costs(), faults or Faults(), split, metrics)
 
     return run

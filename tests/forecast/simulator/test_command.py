@@ -11,10 +11,11 @@ import pytest
 
 from llamarl.cli.simulate import main
 from llamarl.config import ConfigError
-from llamarl.forecast.costs import ResponseLengths, SimulatorCosts
+from llamarl.forecast.costs import Costs
 from llamarl.forecast.hardware import find_gpu
+from llamarl.forecast.simulator.draws import ResponseLengths
 from llamarl.forecast.simulator.faults import Faults
-from llamarl.forecast.simulator.split import choose_layout, make_layout
+from llamarl.forecast.simulator.split import best_split, choose_split
 from tests.forecast.simulator.conftest import run_config
 
 RUN = """
@@ -59,7 +60,7 @@ def test_files_and_summary(run_file: str, tmp_path: Path, capsys: pytest.Capture
     assert [row["kind"] for row in rows].count("eval") == 29
     trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {"generate", "train", "score", "weight_sync", "checkpoint"} <= {event["name"] for event in trace}
-    assert SimulatorCosts.load(folder / "costs.json") == SimulatorCosts()
+    assert Costs.load(folder / "costs.json") == Costs()
     assert "<svg" in (folder / "timeline.html").read_text()
     assert "proved bound" in capsys.readouterr().out
 
@@ -77,7 +78,7 @@ def test_a_failed_run_exits_1(run_file: str) -> None:
 def test_costs_of_a_planned_model(run_file: str, tmp_path: Path) -> None:
     assert find_gpu("h100-80g")
     assert main([run_file, "--gpus", "256", "--model", "llama3-70b", "--rollout.prompts_per_step", "64"]) == 0
-    costs = SimulatorCosts.load(tmp_path / "runs" / "small-simulation" / "costs.json")
+    costs = Costs.load(tmp_path / "runs" / "small-simulation" / "costs.json")
     assert 0.001 < costs.decode_base_s < 0.1
     assert 1e-5 < costs.train_token_gpu_s < 1e-2
 
@@ -113,6 +114,7 @@ def test_bad_input(run_file: str, options: list[str], message: str) -> None:
     ("text", "message"),
     [
         ("[]", "holds no JSON object"),
+        ('{"save_s": 10}', "`costs.save_s` of .* is gone; give `save_bytes` and `save_bandwidth` instead"),
         ('{"decode_base": 1}', "did you mean `decode_base_s`"),
         ('{"decode_base_s": 0}', "`costs.decode_base_s = 0` of .*greater than 0"),
         ('{"adopt_s": -1}', "greater than or equal to 0"),
@@ -128,21 +130,21 @@ def test_bad_costs(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        SimulatorCosts.load(path)
+        Costs.load(path)
 
 
 def test_costs_survive_the_file(tmp_path: Path) -> None:
-    costs = SimulatorCosts(adopt_s=3.0, response_lengths=(3, 4))
+    costs = Costs(adopt_s=3.0, response_lengths=(3, 4))
     costs.save(tmp_path / "costs.json")
-    assert SimulatorCosts.load(tmp_path / "costs.json") == costs
+    assert Costs.load(tmp_path / "costs.json") == costs
 
 
 def test_lengths_depend_on_the_group_alone() -> None:
-    lengths = ResponseLengths(SimulatorCosts(response_tokens=200.0, response_sigma=0.5), 1000, seed=3)
+    lengths = ResponseLengths(Costs(response_tokens=200.0, response_sigma=0.5), 1000, seed=3)
     first = lengths.draw(17, 8)
     lengths.draw(18, 8)
     assert lengths.draw(17, 8) == first
-    assert ResponseLengths(SimulatorCosts(response_tokens=200.0, response_sigma=0.5), 1000, seed=4).draw(17, 8) != first
+    assert ResponseLengths(Costs(response_tokens=200.0, response_sigma=0.5), 1000, seed=4).draw(17, 8) != first
     many = [length for group in range(500) for length in lengths.draw(group, 8)]
     assert sum(many) / len(many) == pytest.approx(200, rel=0.03)
     assert max(many) <= 1000
@@ -150,9 +152,9 @@ def test_lengths_depend_on_the_group_alone() -> None:
 
 def test_layout_balances_trainer_and_generators() -> None:
     config = run_config(prompts_per_step=128, max_staleness=1)
-    layout = make_layout(config, SimulatorCosts(), 1024)
+    layout = best_split(config, Costs(), 1024)
     assert layout.gpus == 1024
-    more, fewer = choose_layout(config, SimulatorCosts(), 1024, 512), choose_layout(config, SimulatorCosts(), 1024, 64)
+    more, fewer = choose_split(config, Costs(), 1024, 512), choose_split(config, Costs(), 1024, 64)
     assert fewer.replicas == 120
     assert more.replicas == 64
 

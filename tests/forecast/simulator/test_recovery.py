@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from llamarl.config import RunConfig
-from llamarl.forecast.costs import SimulatorCosts
+from llamarl.forecast.costs import Costs
 from llamarl.forecast.simulator.faults import Faults
 from tests.forecast.simulator.conftest import Simulate, run_config
 
-COSTS = SimulatorCosts(response_lengths=(300, 500), train_token_gpu_s=1e-4, generator_start_s=20.0)
+COSTS = Costs(response_lengths=(300, 500), train_token_gpu_s=1e-4, generator_start_s=20.0)
 ONE_DEATH = Faults(deaths=((12.0, 1),))
 
 

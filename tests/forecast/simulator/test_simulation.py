@@ -9,14 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llamarl.forecast.costs import SimulatorCosts
+from llamarl.forecast.costs import Costs
 from llamarl.forecast.simulator.faults import Faults
 from llamarl.forecast.simulator.report import render, summary
 from llamarl.forecast.simulator.result import Simulation
 from llamarl.observability.metrics import StepMetrics
 from tests.forecast.simulator.conftest import Simulate, run_config
 
-EXACT = SimulatorCosts(
+EXACT = Costs(
     decode_base_s=0.01,
     decode_per_rollout_s=0.001,
     prefill_token_s=0.0,
@@ -46,7 +46,7 @@ def test_synchronous_step_is_slowest_generation_plus_train_plus_sync(simulated: 
 
 
 def test_synchronous_order_is_admission_order(simulated: Simulate) -> None:
-    costs = SimulatorCosts(response_sigma=1.0)
+    costs = Costs(response_sigma=1.0)
     found = simulated(run_config(max_staleness=0, window=4), costs=costs, replicas=3)
     assert list(found.group_ids) == list(range(24)), "each step takes exactly the groups that were admitted for it"
 
@@ -60,7 +60,7 @@ def test_trainer_bound_step_is_train_plus_publish(simulated: Simulate) -> None:
 def test_generator_bound_step_is_generation(simulated: Simulate) -> None:
     """One generator with all 72 rollouts of nine steps in flight; adoption is the only interruption."""
     config = run_config(steps=60, **LARGE)
-    costs = SimulatorCosts(**{field: getattr(EXACT, field) for field in EXACT.__slots__} | {"train_token_gpu_s": 0.0})
+    costs = Costs(**{field: getattr(EXACT, field) for field in EXACT.__slots__} | {"train_token_gpu_s": 0.0})
     found = simulated(config, costs=costs, replicas=1)
     token_s = (0.01 + 0.001 * 72) / 72
     assert mean_step_s(found) == pytest.approx(8 * 400 * token_s + 0.25, rel=0.03)
@@ -84,7 +84,7 @@ def test_a_slow_generator_costs_nothing_while_the_others_have_time(simulated: Si
 
 def test_asynchrony_hides_stragglers(simulated: Simulate) -> None:
     """The longest of eight lognormal responses decides each synchronous step, but only few asynchronous ones."""
-    costs = SimulatorCosts(response_sigma=1.0, train_token_gpu_s=1e-4, score_s=0.0)
+    costs = Costs(response_sigma=1.0, train_token_gpu_s=1e-4, score_s=0.0)
     synchronous, asynchronous = (
         mean_step_s(simulated(run_config(steps=80, max_new_tokens=60_000, **rollout), costs=costs))
         for rollout in ({"max_staleness": 0}, LARGE)
@@ -148,7 +148,7 @@ def test_every_group_once_and_none_too_old(
         joins=joins,
         reward_timeout_share=timeout_share,
     )
-    found = simulated(config, replicas=3, faults=faults, costs=SimulatorCosts(generator_start_s=5.0))
+    found = simulated(config, replicas=3, faults=faults, costs=Costs(generator_start_s=5.0))
     assert len(set(found.group_ids)) == len(found.group_ids) == 4 * len(found.steps)
     assert max(found.staleness, default=0) <= found.staleness_bound
     if found.end == "finished":
@@ -156,6 +156,20 @@ def test_every_group_once_and_none_too_old(
     else:
         assert found.end.startswith("MeshFailed")
         assert found.num_deaths > 0
+
+
+def test_a_checkpoint_blocks_the_trainer_for_a_twentieth_and_is_written_beside_the_steps(simulated: Simulate) -> None:
+    """Trainer-bound: 100 s of writing, of which 5 s show in the step that waits for the copy."""
+    config, costs = run_config(steps=40, **LARGE), replace(EXACT, save_bytes=200.0, save_bandwidth=2.0)
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every_steps": 25})})
+    found = simulated(config, costs=costs, replicas=8)
+    longer_s = {step.step: step.step_s - (TRAIN_S + 0.5) for step in found.steps[5:]}
+    assert {step for step, seconds in longer_s.items() if seconds > 1e-6} == {26}
+    assert longer_s[26] == pytest.approx(5.0 + EXACT.adopt_s), "a step that is saved has been adopted"
+    (copied,) = [span for span in found.spans["trainer"] if span.name == "checkpoint"][:1]
+    assert copied.end_s - copied.start_s == pytest.approx(5.0)
+    assert costs.save_s(1) == pytest.approx((5.0, 95.0))
+    assert costs.save_s(10) == pytest.approx((0.5, 9.5)), "every GPU of the trainer writes its share"
 
 
 def test_reward_timeouts_make_rollouts_invalid(simulated: Simulate) -> None:
@@ -199,7 +213,7 @@ def test_segments_survive_deaths(simulated: Simulate) -> None:
         steps=20, max_staleness=2, window=6, segment_tokens=50, cluster={"on_generator_failure": "respawn"}
     )
     deaths = Faults(deaths=((12.0, 1), (12.1, 2), (40.0, 0)))
-    found = simulated(config, replicas=3, faults=deaths, costs=SimulatorCosts(generator_start_s=5.0))
+    found = simulated(config, replicas=3, faults=deaths, costs=Costs(generator_start_s=5.0))
     assert (found.end, found.num_deaths) == ("finished", 3)
     assert sorted(found.group_ids) == list(range(80))
     assert max(found.staleness) <= found.staleness_bound
