@@ -65,7 +65,7 @@ class AdapterMerger:
                     quantize_rows(weight_O_I, spec.dtype, out=(spare[name], spare[f"{name}.scale"]))
                 else:
                     spare[name].copy_(weight_O_I)
-        return spare
+        return self._model.hold(spare)
 
 
 def _smallest(weight: Tensor) -> Tensor:

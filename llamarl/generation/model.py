@@ -15,7 +15,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -24,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.config.errors import ConfigError
-from llamarl.kernels import linear
-from llamarl.kernels.linear import Linear
+from llamarl.generation.network import Layer, Network, linears_of
+from llamarl.kernels.linear import Linear, Room
 from llamarl.kernels.ops import rms_norm, rotate, silu_mul
 from llamarl.models.folder import load_shape
 from llamarl.models.hf import EMBEDDING, HEAD, load_model
@@ -39,8 +38,6 @@ from llamarl.weight_sync.layout import TensorSpec, lay_out
 
 Precision = Literal["float32", "bfloat16", "int8", "fp8"]
 _QUANTIZED = {"int8": "int8", "fp8": "float8_e4m3fn"}
-_ARGUMENTS = {"weight": "values_N_K", "weight.scale": "scales_N", "bias": "bias_N"}
-"""What a module's tensors are to `Linear`."""
 
 
 class TensorParallel(Protocol):
@@ -59,19 +56,6 @@ class TensorParallel(Protocol):
     def all_gather_vocab(self, logits_N_V: Tensor) -> Tensor:
         """The ranks' parts of the vocabulary side by side, [N, V]."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Layer:
-    input_norm_D: Tensor
-    qkv: tuple[Linear, ...]
-    """One for all three, or three."""
-    qk_norms: tuple[Tensor, Tensor] | None
-    o: Linear
-    post_norm_D: Tensor
-    gate_up: tuple[Linear, ...]
-    """One for both, or two."""
-    down: Linear
 
 
 class GeneratorModel:
@@ -114,7 +98,10 @@ class GeneratorModel:
         self._gate_up_sizes = [boxes[_name(0, "mlp.gate_proj.weight")].shape[0]] * 2
         self._first_id = boxes[EMBEDDING].starts[0]
         self._rope = Rope(shape)
+        self._head_name = EMBEDDING if shape.tie_embeddings else HEAD
         self._used: Mapping[str, Tensor] = {}
+        self._network = Network()
+        self._rooms = [Room(), Room()]
         self._spare: Mapping[str, Tensor] | None = None
         self.weights_at = 0
         """Another number when the weights in use lie elsewhere."""
@@ -126,9 +113,17 @@ class GeneratorModel:
 
     @property
     def multiplies_by(self) -> str:
-        """What computes the projections, for the log: `torch`, or the kernel's instructions."""
-        weights = getattr(torch, _QUANTIZED.get(self.precision, self.precision))
-        return linear.path(weights, self.device)
+        """What computes the projections, for the log: paths of `kernels/paths.py` and the shapes of weights."""
+        shapes = dict[str, dict[str, None]]()
+        for one in self._network.linears():
+            shapes.setdefault(one.path, {})["x".join(map(str, one.shape))] = None
+        names = ", ".join(f"{path} ({', '.join(of_it)})" for path, of_it in shapes.items())
+        return names + (f", packed in 2 x {self.packed_bytes / 1e6:.3g} MB" if self.packed_bytes else "")
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of one packed copy of the weights; there are two at most."""
+        return self._network.room.num_bytes
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """The tensors of this rank, in the order in which they must lie in one buffer to be used as they are."""
@@ -157,14 +152,15 @@ class GeneratorModel:
 
     def hold(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What `use` takes: the same tensors where they are on this model's device, else copies, which stay until the
-        next call but one. While the model computes, another thread may call this."""
-        if self._are_here(tensors):
-            return tensors
-        spare = self.spare()
-        with device_stream(self.device):
-            for key, tensor in tensors.items():
-                spare[key].copy_(tensor)
-        return spare
+        next call but one; packed as the kernels want them, until the next call. Another thread may call this while the
+        model computes."""
+        if not self._are_here(tensors):
+            spare = self.spare()
+            with device_stream(self.device):
+                for key, tensor in tensors.items():
+                    spare[key].copy_(tensor)
+            tensors = spare
+        return self._built(tensors)
 
     def spare(self) -> Mapping[str, Tensor]:
         """Tensors to write into and then to `use`: a copy of those in use, or those of before with their values."""
@@ -189,35 +185,42 @@ class GeneratorModel:
         Views of one flat buffer laid out by `lay_out(specs())` give joined projections; others are multiplied one by
         one.
         """
+        network = tensors if isinstance(tensors, Network) else self._built(tensors)
+        assert network.built == network.room.begun, "later weights took the room of these"
+        if self._spare is not None and network[EMBEDDING] is self._spare[EMBEDDING]:
+            self._spare = self._used
+        self._used = self._network = network
+        self.weights_at = hash(tuple(network[key].data_ptr() for key in self._shapes))
+
+    def _built(self, tensors: Mapping[str, Tensor]) -> Network:
+        """In the room that the weights in use do not have."""
         for key, shape in self._shapes.items():
             assert tensors[key].shape == shape, f"{key} is not {shape}"
-        if tensors is self._spare:
-            self._spare = self._used
-        self._used, self.weights_at = tensors, hash(tuple(tensors[key].data_ptr() for key in self._shapes))
-        self._layers = [self._layer(tensors, index) for index in range(self.shape.num_layers)]
-        self._embedding_V_D = tensors[EMBEDDING]
-        self._norm_D = tensors["model.norm.weight"]
-        self._head_weight_V_D = tensors[EMBEDDING if self.shape.tie_embeddings else HEAD]
-        self._head = Linear(self._head_weight_V_D)
+        network = Network(tensors)
+        network.room = self._rooms[bool(self._used) and self._network.room is self._rooms[0]]
+        network.built = network.room.begin()
+        network.layers = [self._layer(network, index) for index in range(self.shape.num_layers)]
+        network.head = Linear(network[self._head_name], room=network.room)
+        return network
 
     def __call__(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the final norm, [N, D]."""
         x_N_D, eps = self._embed(token_ids_N), self.shape.rms_norm_eps
         rotation = self._rope(positions_N, self.dtype)
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self._network.layers):
             q, k, v = self._heads(layer, rms_norm(x_N_D, layer.input_norm_D, eps), rotation)
             out_N_H_K = attend(index, q, k, v)
             self._add(layer.o, out_N_H_K.flatten(-2).contiguous(), x_N_D)
             gate_N_F, up_N_F = _project(layer.gate_up, rms_norm(x_N_D, layer.post_norm_D, eps), self._gate_up_sizes)
             self._add(layer.down, silu_mul(gate_N_F, up_N_F), x_N_D)
-        return rms_norm(x_N_D, self._norm_D, eps)
+        return rms_norm(x_N_D, self._used["model.norm.weight"], eps)
 
     def logits(self, hidden_N_D: Tensor) -> Tensor:
         """[N, V], float32."""
         if self.dtype == torch.bfloat16:  # torch rounds the sums of a bfloat16 product unless told otherwise
-            logits_N_V = torch.mm(hidden_N_D, self._head_weight_V_D.t(), out_dtype=torch.float32)
+            logits_N_V = torch.mm(hidden_N_D, self._used[self._head_name].t(), out_dtype=torch.float32)
         else:
-            logits_N_V = self._head(hidden_N_D)
+            logits_N_V = self._network.head(hidden_N_D)
         return self._parallel.all_gather_vocab(logits_N_V) if self._parallel else logits_N_V
 
     def _check_device(self) -> None:
@@ -232,14 +235,14 @@ class GeneratorModel:
             return _QUANTIZED.get(self.precision, self.precision)
         return _dtype_name(self.head_dtype if name in (EMBEDDING, HEAD) else self.dtype)
 
-    def _layer(self, tensors: Mapping[str, Tensor], index: int) -> _Layer:
+    def _layer(self, tensors: Network, index: int) -> Layer:
         def get(name: str) -> Tensor:
             return tensors[_name(index, name)]
 
         def linears(*modules: str) -> tuple[Linear, ...]:
-            return _linears(tensors, [_name(index, module) for module in modules])
+            return linears_of(tensors, [_name(index, module) for module in modules], tensors.room)
 
-        return _Layer(
+        return Layer(
             input_norm_D=get("input_layernorm.weight"),
             qkv=linears("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             qk_norms=(get("self_attn.q_norm.weight"), get("self_attn.k_norm.weight")) if self.shape.qk_norm else None,
@@ -250,14 +253,15 @@ class GeneratorModel:
         )
 
     def _embed(self, token_ids_N: Tensor) -> Tensor:
+        embedding_V_D = self._used[EMBEDDING]
         if self._parallel is None:
-            return F.embedding(token_ids_N, self._embedding_V_D).to(self.dtype)
+            return F.embedding(token_ids_N, embedding_V_D).to(self.dtype)
         local_N = token_ids_N - self._first_id
-        elsewhere_N = (local_N < 0) | (local_N >= len(self._embedding_V_D))
-        x_N_D = F.embedding(local_N.masked_fill(elsewhere_N, 0), self._embedding_V_D).to(self.dtype)
+        elsewhere_N = (local_N < 0) | (local_N >= len(embedding_V_D))
+        x_N_D = F.embedding(local_N.masked_fill(elsewhere_N, 0), embedding_V_D).to(self.dtype)
         return self._parallel.all_reduce(x_N_D.masked_fill_(elsewhere_N[:, None], 0.0))
 
-    def _heads(self, layer: _Layer, x_N_D: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, layer: Layer, x_N_D: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Normed and rotated queries and keys, and values."""
         flats = _project(layer.qkv, x_N_D, self._qkv_sizes)
         q, k, v = (flat.unflatten(-1, (-1, self.shape.head_dim)) for flat in flats)
@@ -313,29 +317,6 @@ def _groups(names: Iterable[str]) -> list[list[str]]:
         key = re.sub(r"self_attn\.[qkv]_proj", "qkv", re.sub(r"(gate|up)_proj", "gate_up", name))
         groups.setdefault(key, []).append(name)
     return list(groups.values())
-
-
-def _linears(tensors: Mapping[str, Tensor], modules: Sequence[str]) -> tuple[Linear, ...]:
-    """One where the weights of the modules, and what belongs to them, lie side by side; else one for each."""
-    kinds = [kind for kind in _ARGUMENTS if f"{modules[0]}.{kind}" in tensors]
-    parts = {_ARGUMENTS[kind]: [tensors[f"{module}.{kind}"] for module in modules] for kind in kinds}
-    joined = {argument: whole for argument, each in parts.items() if (whole := _joined(each)) is not None}
-    if len(joined) == len(parts):
-        return (Linear(**joined),)
-    return tuple(Linear(**dict(zip(parts, one, strict=True))) for one in zip(*parts.values(), strict=True))
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """One view over tensors that follow each other in one buffer; None where they do not."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
-    for part in parts:
-        if part.data_ptr() != end or part.untyped_storage().data_ptr() != storage:
-            return None
-        end += part.nbytes
-    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 def _project(projections: tuple[Linear, ...], x_N_D: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:

@@ -4,6 +4,8 @@ The files use no header of torch or Python: a kernel is a C function on raw poin
 and calls need no binding code. A machine without a compiler, or whose compiler refuses a file, gets None and the
 reason; callers then take their torch path and say so. Compiled files lie in the user's cache folder, named after the
 source, the compiler and the processor, so a changed one of these is compiled anew.
+
+`LLAMARL_KERNELS` pins the instructions: `amx`, `avx512`, `avx2`, or `torch` for no kernels at all.
 """
 
 from __future__ import annotations
@@ -19,8 +21,17 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-DISABLE_VARIABLE = "LLAMARL_NO_KERNELS"
-"""Set to 1 to run on torch alone."""
+from llamarl.config.errors import ConfigError
+
+VARIABLE, FORMER_VARIABLE = "LLAMARL_KERNELS", "LLAMARL_NO_KERNELS"
+_NEEDS = {
+    "amx": {"avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8"},
+    "avx512": {"avx512f", "avx512bw"},
+    "avx2": {"avx2", "fma"},
+}
+"""Instructions -> flags of the processor."""
+_LIMITS = {"avx512": ("-mno-amx-tile",), "avx2": ("-mno-avx512f",)}
+"""What keeps the compiler from using more."""
 COMPILE_TIMEOUT_S = 120
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-Wall")
 """Sums may be reordered to fill vector registers; NaN and infinity keep their meaning."""
@@ -35,17 +46,44 @@ class Kernel:
     """Empty when it is there."""
 
 
+def offered() -> tuple[str, ...]:
+    """What `LLAMARL_KERNELS` can be on this processor, the widest first."""
+    flags = set(processor().split())
+    return (*(name for name, needs in _NEEDS.items() if needs <= flags), "torch")
+
+
+def pinned() -> str:
+    """What `LLAMARL_KERNELS` asks for; empty when measurements decide.
+
+    Raises:
+        ConfigError: this processor does not have it.
+    """
+    if FORMER_VARIABLE in os.environ:
+        raise ConfigError(f"{FORMER_VARIABLE} is gone: set {VARIABLE}=torch, or unset it")
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", *offered()):
+        raise ConfigError(f"{VARIABLE}={asked}: this processor offers {', '.join(offered())}; unset it to measure them")
+    return asked
+
+
 @functools.cache
-def load(name: str) -> Kernel:
-    """The kernels of `<name>.cpp`, compiled at the first call on this machine. Never raises for want of a compiler."""
-    if os.environ.get(DISABLE_VARIABLE) == "1":
-        return Kernel(library=None, reason=f"{DISABLE_VARIABLE}=1")
+def load(name: str, instructions: str = "") -> Kernel:
+    """The kernels of `<name>.cpp`, compiled at the first call on this machine. Never raises for want of a compiler.
+
+    Args:
+        instructions: of `offered()`; by default those that are pinned, or all that the processor has.
+
+    Raises:
+        ConfigError: `LLAMARL_KERNELS` asks for what there is not.
+    """
+    if pinned() == "torch":
+        return Kernel(library=None, reason=f"{VARIABLE}=torch")
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler is None:
         return Kernel(library=None, reason="no C++ compiler (g++ or clang++) on PATH")
     source = Path(__file__).with_name(f"{name}.cpp")
     try:
-        path = _compiled(compiler, source)
+        path = _compiled(compiler, source, _LIMITS.get(instructions or pinned(), ()))
         return Kernel(library=ctypes.CDLL(str(path)), reason="")
     except (OSError, subprocess.SubprocessError) as error:
         output = (getattr(error, "stderr", None) or str(error)).strip()
@@ -59,10 +97,17 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamarl"
 
 
-def _compiled(compiler: str, source: Path) -> Path:
+def source_text(name: str) -> str:
+    """Of a kernel and of what it includes."""
+    folder = Path(__file__).parent
+    return "\0".join(path.read_text() for path in (folder / f"{name}.cpp", *sorted(folder.glob("*.h"))))
+
+
+def _compiled(compiler: str, source: Path, limits: tuple[str, ...]) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=10).stdout
-    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
-    key = hashlib.sha256("\0".join((*texts, version, _processor(), "-c", *FLAGS)).encode()).hexdigest()[:16]
+    flags = (*FLAGS, *limits)
+    texts = source_text(source.stem), version, processor(), "-c", *flags
+    key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
     target = cache_folder() / f"{source.stem}-{key}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +116,7 @@ def _compiled(compiler: str, source: Path) -> Path:
             object_file, made = Path(folder) / "object.o", Path(folder) / target.name
             # Linked without -ffast-math, with which loading the library would flush the process's denormals to zero.
             for command in (
-                [compiler, *FLAGS, "-c", str(source), "-o", str(object_file)],
+                [compiler, *flags, "-c", str(source), "-o", str(object_file)],
                 [compiler, "-shared", str(object_file), "-o", str(made)],
             ):
                 subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
@@ -79,10 +124,12 @@ def _compiled(compiler: str, source: Path) -> Path:
     return target
 
 
-def _processor() -> str:
-    """What `-march=native` depends on: a cache folder may be shared by different machines."""
+@functools.cache
+def processor() -> str:
+    """What `-march=native` and speed depend on: a cache folder may be shared by different machines."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    return next((line for line in lines if line.startswith("flags")), platform.machine())
+    found = [next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags")]
+    return " ".join(found).strip() or platform.machine()

@@ -13,6 +13,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from llamarl.kernels.build import Kernel, load
 
@@ -91,6 +92,7 @@ def _run(
     size, source_size = target.element_size(), source.element_size()
     (rows, target_row, source_row, whole_row), (columns, *_) = dims[-2:]
     start = sum(a * b for a, b in zip(starts, whole_strides, strict=True))
+    increment_version(target)
     total = 0
     for outer in range(math.prod(dim[0] for dim in dims[:-2])):
         to, at, where = 0, 0, start

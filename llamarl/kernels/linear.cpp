@@ -8,14 +8,13 @@
 // int8: x is quantized per row by its largest magnitude. VNNI multiplies bytes: x has 8 bits. Without it int8 would
 // have to be multiplied as int16 anyway (vpmaddubsw saturates), so x keeps as many bits as the int32 sums hold: 16 up
 // to K = 511, 14 at K = 2047. Integer sums are exact and never saturate on either path.
+//
+// What multiplies bfloat16 and bytes faster, in AVX-512 and AMX, is in `packed.cpp`.
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#include "rows.h"
 
 namespace {
 
@@ -26,7 +25,6 @@ constexpr int kVectorBytes = 32;
 #endif
 constexpr int kBlockBytes = 1536;  // of one row of a block of K
 constexpr int kPanel = 16;         // weight rows; a widened panel takes half of L1
-constexpr int kChunk = 256;        // rows of x per pass over the weights
 
 template <class T>
 struct VectorOf {
@@ -43,7 +41,6 @@ struct Float {
     using Element = float;
     using Sum = float;
     static constexpr int kTile = kVectorBytes == 64 ? 4 : 2;
-    static constexpr const char* kName = kVectorBytes == 64 ? "avx512" : "fma";
     static void widen(const float* from, float* to, int64_t count) { std::memcpy(to, from, count * sizeof(float)); }
     static void widen(const uint16_t* from, float* to, int64_t count) {
         for (int64_t i = 0; i < count; ++i) {
@@ -62,41 +59,20 @@ struct Float {
     }
 };
 
-#if defined(__AVX512BF16__)
-struct Bf16 {
-    using Source = uint16_t;
-    using Element = uint16_t;
-    using Sum = float;
-    static constexpr int kTile = 4;
-    static constexpr const char* kName = "avx512-bf16";
-    static void widen(const uint16_t* from, uint16_t* to, int64_t count) { std::memcpy(to, from, count * 2); }
-    static Floats step(Floats sum, VectorOf<uint16_t>::type x, VectorOf<uint16_t>::type w) {
-        return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w);
-    }
-};
-#else
-using Bf16 = Float<uint16_t>;
-#endif
-
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-#define LLAMARL_VNNI 1
+#if defined(__AVXVNNI__) && !defined(__AVX512F__)
 struct Int8 {
     using Source = int8_t;
     using Element = uint8_t;  // w + 128, and x as int8
     using Sum = int32_t;
-    static constexpr int kTile = kVectorBytes == 64 ? 4 : 2;
-    static constexpr const char* kName = kVectorBytes == 64 ? "avx512-vnni" : "avx-vnni";
+    static constexpr int kTile = 2;
+    static constexpr const char* kSuffix = "-vnni";
     static constexpr int kOffset = 128;
     static int32_t limit(int64_t) { return 127; }
     static void widen(const int8_t* from, uint8_t* to, int64_t count) {
         for (int64_t i = 0; i < count; ++i) to[i] = uint8_t(from[i]) ^ 0x80;
     }
     static Ints step(Ints sum, VectorOf<uint8_t>::type x, VectorOf<uint8_t>::type w) {
-#if defined(__AVX512VNNI__)
-        return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
-#else
         return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
-#endif
     }
 };
 #else
@@ -105,7 +81,7 @@ struct Int8 {
     using Element = int16_t;
     using Sum = int32_t;
     static constexpr int kTile = kVectorBytes == 64 ? 4 : 2;
-    static constexpr const char* kName = kVectorBytes == 64 ? "avx512-int16" : "int16";
+    static constexpr const char* kSuffix = "-int16";
     static constexpr int kOffset = 0;
     static int32_t limit(int64_t k) {
         const int64_t most = INT32_MAX / (128 * (k + 1));
@@ -164,20 +140,6 @@ inline void add_totals(const Vector* v, Sum* to, bool first) {
 }
 #endif
 
-constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-
-// Working memory of a thread, kept between calls.
-class Scratch {
-  public:
-    template <class T>
-    T* get(int64_t count) {
-        bytes_.resize(count * sizeof(T) + 64 > bytes_.size() ? count * sizeof(T) + 64 : bytes_.size());
-        return (T*)round_up((int64_t)bytes_.data(), 64);
-    }
-
-  private:
-    std::vector<char> bytes_;
-};
 thread_local Scratch x_scratch, panel_scratch, sums_scratch;
 
 template <class P>
@@ -299,25 +261,6 @@ struct Gemm {
     }
 };
 
-inline void to_element(const float* from, float* to, int64_t count) { std::memcpy(to, from, count * sizeof(float)); }
-
-// To bfloat16, nearest even; NaN stays NaN.
-inline void to_element(const float* from, uint16_t* to, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, from + i, 4);
-        const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-        to[i] = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
-    }
-}
-
-inline void write(float* y, const float* bias, int64_t rows, bool accumulate, const float* values) {
-    for (int64_t n = 0; n < rows; ++n) {
-        const float value = values[n] + (bias ? bias[n] : 0.0f);
-        y[n] = accumulate ? y[n] + value : value;
-    }
-}
-
 template <class P>
 void linear_float(
     const float* x, const typename P::Source* w, const float* bias, float* y, int64_t num_m, int64_t num_n, int64_t k,
@@ -326,36 +269,13 @@ void linear_float(
     for (int64_t first = 0; first < num_m; first += kChunk, x += kChunk * k, y += kChunk * num_n) {
         const int64_t chunk = num_m - first < kChunk ? num_m - first : kChunk;
         const auto* packed = G::pack(chunk, k, [&](int64_t m, int64_t start, int64_t count, auto* to) {
-            to_element(x + m * k + start, to, count);
+            std::memcpy(to, x + m * k + start, count * sizeof(float));
         });
         G::run(packed, w, chunk, num_n, k, [&](int64_t m, int64_t n, int64_t rows, const float* sums) __attribute__((always_inline)) {
             write(y + m * num_n + n, bias ? bias + n : nullptr, rows, accumulate, sums);
         });
     }
 }
-
-// Largest magnitude, at least `least`; NaN if any value is NaN or infinite: as integers, the bits of magnitudes order
-// like the magnitudes, and those of infinity and NaN are above all others.
-inline float absmax(const float* row, int64_t count, float least) {
-    int32_t most = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        int32_t bits;
-        std::memcpy(&bits, row + i, 4);
-        bits &= 0x7fffffff;
-        most = bits > most ? bits : most;
-    }
-    if (most >= 0x7f800000) return NAN;
-    float value;
-    std::memcpy(&value, &most, 4);
-    return value > least ? value : least;
-}
-
-constexpr float kLeast = 1e-30f;  // a row below it becomes zeros; its inverse scale is still finite
-
-// The dividend's type makes the quotient exact where the compiler may use reciprocals of floats.
-inline float quotient(double a, float b) { return float(a / double(b)); }
-
-inline int32_t to_int(float value) { return int32_t(std::nearbyint(value)); }
 
 // float8_e4m3fn of |value| <= 448, nearest even. Added to a power of two 2^20 above it (2^14 for subnormals), a
 // magnitude is rounded to its 3 bits of mantissa, which then are the lowest bits of the sum.
@@ -398,9 +318,17 @@ int64_t quantize(
 
 extern "C" {
 
-const char* path_float32() { return Float<float>::kName; }
-const char* path_bfloat16() { return Bf16::kName; }
-const char* path_int8() { return Int8::kName; }
+// What it was compiled for, and how int8 is multiplied.
+const char* instructions() {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+    return "avx512";
+#elif defined(__AVX2__) && defined(__FMA__)
+    return "avx2";
+#else
+    return "generic";
+#endif
+}
+const char* suffix_int8() { return Int8::kSuffix; }
 
 void linear_float32(
     const float* x, const float* w, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int accumulate) {
@@ -409,30 +337,23 @@ void linear_float32(
 
 void linear_bfloat16(
     const float* x, const uint16_t* w, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int accumulate) {
-    linear_float<Bf16>(x, w, bias, y, m, n, k, accumulate);
+    linear_float<Float<uint16_t>>(x, w, bias, y, m, n, k, accumulate);
 }
 
 void linear_int8(
     const float* x, const int8_t* w, const float* scales, const float* bias, float* y, int64_t num_m, int64_t num_n,
     int64_t k, int accumulate) {
     using G = Gemm<Int8>;
-    const int32_t limit = Int8::limit(k);
-    float row_scale[kChunk], inverse[kChunk];
+    RowScale scale[kChunk];
     int32_t offset[kChunk];
     for (int64_t first = 0; first < num_m; first += kChunk, x += kChunk * k, y += kChunk * num_n) {
         const int64_t chunk = num_m - first < kChunk ? num_m - first : kChunk;
-        for (int64_t m = 0; m < chunk; ++m) {
-            const float largest = absmax(x + m * k, k, kLeast);
-            row_scale[m] = quotient(largest, limit);
-            // The integers of a row that is not finite must not depend on how NaN converts.
-            inverse[m] = largest != largest ? 0.0f : quotient(limit, largest);
-            offset[m] = 0;
-        }
+        for (int64_t m = 0; m < chunk; ++m) scale[m] = RowScale(x + m * k, k, Int8::limit(k)), offset[m] = 0;
         const auto* packed = G::pack(chunk, k, [&](int64_t m, int64_t start, int64_t count, auto* to) {
             const float* row = x + m * k + start;
             int32_t sum = 0;
             for (int64_t i = 0; i < count; ++i) {
-                const int32_t q = to_int(row[i] * inverse[m]);
+                const int32_t q = to_int(row[i] * scale[m].inverse);
                 to[i] = G::Element(q);
                 sum += q;
             }
@@ -440,7 +361,7 @@ void linear_int8(
         });
         G::run(packed, w, chunk, num_n, k, [&](int64_t m, int64_t n, int64_t rows, const int32_t* sums) __attribute__((always_inline)) {
             float values[kPanel];
-            for (int64_t i = 0; i < rows; ++i) values[i] = float(sums[i] - offset[m]) * (row_scale[m] * scales[n + i]);
+            for (int64_t i = 0; i < rows; ++i) values[i] = float(sums[i] - offset[m]) * (scale[m].scale * scales[n + i]);
             write(y + m * num_n + n, bias ? bias + n : nullptr, rows, accumulate, values);
         });
     }

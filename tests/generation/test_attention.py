@@ -102,9 +102,9 @@ def test_the_path_is_chosen_with_the_cache_and_has_a_name(
         assert isinstance(plan_attention(engine._cache, 4, rows, [], nowhere, nowhere), KernelAttention)
     assert backend_name(small_cache(head_dim=12)) == "torch (head_dim = 12 is no multiple of 8)"
     assert backend_name(small_cache(device=torch.device("meta"))) == "torch (meta device)"
-    monkeypatch.setenv(build.DISABLE_VARIABLE, "1")
+    monkeypatch.setenv(build.VARIABLE, "torch")
     build.load.cache_clear()
     attention.kernel.cache_clear()
     off = small_cache()
-    assert backend_name(off) == "torch (LLAMARL_NO_KERNELS=1)"
+    assert backend_name(off) == "torch (LLAMARL_KERNELS=torch)"
     assert isinstance(plan_attention(off, 4, rows, [], nowhere, nowhere), TorchAttention)

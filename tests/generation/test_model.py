@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llamarl.generation.model import GeneratorModel
-from llamarl.kernels import build, linear, ops
+from llamarl.kernels import linear
 from llamarl.models.attention import causal_attend
 from llamarl.models.hf import new_model
 from llamarl.models.quantize import NonFiniteWeights, dequantize_rows, quantize_rows
@@ -18,6 +19,7 @@ from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.weight_sync.base import views
 from llamarl.weight_sync.layout import lay_out
+from tests.kernels.engines import ENGINES, engine, rounded
 
 SHAPE = ModelShape(
     family="qwen3",
@@ -80,16 +82,10 @@ def logits(model, lengths=LENGTHS, first: int = 0) -> Tensor:
     return model.logits(model(torch.cat(documents), positions, causal_attend(lengths)))
 
 
-@pytest.fixture(params=["kernel", "torch"])
-def computed_by(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setenv(build.DISABLE_VARIABLE, "1")
-    caches = build.load, linear.kernels, linear.path, ops.kernels
-    for cache in caches:
-        cache.cache_clear()
-    yield request.param
-    for cache in caches:
-        cache.cache_clear()
+@pytest.fixture(params=ENGINES)
+def computed_by(request):
+    with engine(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -100,27 +96,57 @@ def test_float32_equals_the_trainer(computed_by, name):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
+def reference(generator: GeneratorModel, model: Transformer) -> Transformer:
+    """In float32, with the weights that the values stand for and the activations that the paths multiply."""
+    exact, given = Transformer(model.shape), dict(model.named_parameters())
+    head = Rounding(generator._network.head.path)
+    layer = generator._network.layers[0]
+    paths = {"q_proj": layer.qkv[0], "k_proj": layer.qkv[-1], "v_proj": layer.qkv[-1], "o_proj": layer.o}
+    paths |= {"gate_proj": layer.gate_up[0], "up_proj": layer.gate_up[-1], "down_proj": layer.down}
+    with torch.no_grad():
+        for name, parameter in exact.named_parameters():
+            if generator.precision == "int8" and name.endswith("_proj.weight"):
+                parameter.copy_(dequantize_rows(*quantize_rows(given[name], "int8")))
+            else:
+                parameter.copy_(given[name].bfloat16() if parameter.ndim == 2 else given[name])
+    for name, module in exact.named_modules():
+        if name.split(".")[-1] in paths:
+            module.register_forward_pre_hook(Rounding(paths[name.split(".")[-1]].path))
+    unrounded = exact.logits
+    exact.logits = lambda hidden: unrounded(head(None, (hidden,))[0])
+    return exact
+
+
+class Rounding:
+    """Of a projection's input."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self, _module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        return (rounded(self.path, inputs[0]).float(),)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_lower_precisions_compute_with_the_rounded_weights(computed_by, name):
-    """Against float32 with the weights that the values stand for: what is left is the rounding of activations."""
+    """And with activations as the paths round them. What is left are sums in float32, and what follows from them where
+    an activation lies between two roundings: it goes the other way, by 2^-8 of itself (bfloat16) or 1 / 127 of its
+    row's largest (int8: about 3 times the mean magnitude, so 0.3 % of a row of 64); such a row changes all later ones
+    of its sequence a little. Against the weights that were not rounded, rounding to 8 bits adds noise of a step /
+    sqrt(12), which is 0.7 to 1 % for each of the 9 products on the way and 3 % for all, as much as that of the weights;
+    half of the variance is theirs."""
     model = trainer(SHAPES[name])
-    for precision in ("bfloat16", "int8"):
-        rounded = Transformer(model.shape)
-        with torch.no_grad():
-            for parameter, (key, source) in zip(rounded.parameters(), model.named_parameters(), strict=True):
-                if precision == "int8" and key.endswith("_proj.weight"):
-                    parameter.copy_(dequantize_rows(*quantize_rows(source, "int8")))
-                else:
-                    parameter.copy_(source.bfloat16() if source.ndim == 2 else source)
-        ours, exact = logits(loaded(model, precision)), logits(rounded)
+    for precision, tolerance in (("bfloat16", 2e-3), ("int8", 5e-3)):
+        generator = loaded(model, precision)
+        ours, exact = logits(generator), logits(reference(generator, model))
         assert ours.dtype == torch.float32
-        assert (ours - exact).norm() < 0.02 * exact.norm(), precision
+        assert (ours - exact).norm() < tolerance * exact.norm(), precision
         assert (ours - logits(model)).norm() < 0.1 * exact.norm(), precision
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_sequence_has_the_same_bits_whatever_lies_beside_it(precision):
-    if linear.kernels().library is None:
+def test_a_sequence_has_the_same_bits_whatever_lies_beside_it(computed_by, precision):
+    if computed_by == "torch" or linear.kernels().library is None:
         pytest.skip("torch's matmul depends on the number of rows")
     model = loaded(trainer(SHAPE), precision)
     together = logits(model).split(LENGTHS)
@@ -129,7 +155,27 @@ def test_a_sequence_has_the_same_bits_whatever_lies_beside_it(precision):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_use_changes_pointers_only(precision):
+def test_held_weights_serve_when_they_are_used(computed_by, precision):
+    """Packed beside those in use, in memory that is used again; those that others replaced cannot be used."""
+    models = [trainer(SHAPE, seed) for seed in range(3)]
+    generator = loaded(models[0], precision)
+    expected, slots = [logits(loaded(one, precision)) for one in models], [slot(generator, one) for one in models]
+    for index in (1, 2, 0, 1):
+        before, dropped = logits(generator), generator.hold(slots[index - 1])
+        held = generator.hold(slots[index])
+        assert torch.equal(logits(generator), before)
+        with pytest.raises(AssertionError, match="later weights"):
+            generator.use(dropped)
+        generator.use(held)
+        assert torch.equal(logits(generator), expected[index])
+    rooms = {room.num_bytes for room in generator._rooms}
+    packs = any(one._packed is not None for one in generator._network.linears())
+    assert rooms == {generator.packed_bytes} and bool(generator.packed_bytes) == packs
+    assert generator._network.head.path in generator.multiplies_by
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_weights_in_use_are_those_that_were_given(computed_by, precision):
     first, second = trainer(SHAPE, 0), trainer(SHAPE, 1)
     model = GeneratorModel(SHAPE, precision, "cpu")
     slots = [slot(model, first), slot(model, second)]
@@ -147,10 +193,10 @@ def test_joined_and_single_projections_agree(precision):
     model = GeneratorModel(SHAPES["qwen2"], precision, "cpu")
     tensors = slot(model, trainer(SHAPES["qwen2"]))
     model.use(tensors)
-    layer, expected = model._layers[0], logits(model)
+    layer, expected = model._network.layers[0], logits(model)
     assert (len(layer.qkv), len(layer.gate_up)) == (1, 1)
     model.use({key: tensor.clone() for key, tensor in tensors.items()})
-    assert (len(model._layers[0].qkv), len(model._layers[0].gate_up)) == (3, 2)
+    assert (len(model._network.layers[0].qkv), len(model._network.layers[0].gate_up)) == (3, 2)
     assert (logits(model) - expected).abs().max() < 1e-5
 
 
@@ -234,7 +280,12 @@ class Rank:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3_tied"])
 def test_two_ranks_equal_one(name, precision):
-    """With one kv head for both ranks, cut biases, and either head. Int8 scales are those of each rank's columns."""
+    """With one kv head for both ranks, cut biases, and either head.
+
+    Int8 scales are those of each rank's columns: 2 % for other weights. Where activations get 8 bits, those of the four
+    cut inputs (o, down) are rounded to other steps on either side: eight times noise of 0.7 to 1 % (a step / sqrt(12)),
+    2.6 % together.
+    """
     model, meeting = trainer(SHAPES[name]), Meeting(2)
     ranks = [loaded(model, precision, tensor_parallel=Rank(meeting, rank)) for rank in range(2)]
     assert ranks[0].shape.num_heads == 2 and ranks[0].shape.num_kv_heads == 1
@@ -246,7 +297,8 @@ def test_two_ranks_equal_one(name, precision):
         thread.join(timeout=30)
     expected = logits(loaded(model, precision))
     assert torch.equal(found[0], found[1])
-    tolerance = {"float32": 1e-6, "bfloat16": 1e-6, "int8": 0.02}[precision]
+    has_8_bits = ranks[0]._network.layers[0].o.path.endswith(("-int8", "-vnni"))
+    tolerance = {"float32": 1e-6, "bfloat16": 1e-6, "int8": math.hypot(0.02, 0.026 * has_8_bits)}[precision]
     assert (found[0] - expected).norm() <= tolerance * expected.norm()
 
 

@@ -4,10 +4,11 @@ import os
 
 import pytest
 
+from llamarl.config import ConfigError
 from llamarl.kernels import build
 
 needs_compiling = pytest.mark.skipif(
-    os.environ.get(build.DISABLE_VARIABLE) == "1", reason=f"{build.DISABLE_VARIABLE}=1: nothing is compiled"
+    os.environ.get(build.VARIABLE) == "torch", reason=f"{build.VARIABLE}=torch: nothing is compiled"
 )
 
 
@@ -66,5 +67,17 @@ def test_without_a_compiler_there_is_a_reason(monkeypatch, tmp_path):
 
 
 def test_kernels_can_be_turned_off(monkeypatch):
-    monkeypatch.setenv(build.DISABLE_VARIABLE, "1")
-    assert build.load("attention").reason == "LLAMARL_NO_KERNELS=1"
+    monkeypatch.setenv(build.VARIABLE, "torch")
+    assert build.load("attention").reason == "LLAMARL_KERNELS=torch"
+
+
+def test_what_cannot_be_pinned_is_refused(monkeypatch):
+    monkeypatch.setattr(build, "processor", lambda: "model name : x flags : avx2 fma avx512f avx512bw")
+    assert build.offered() == ("avx512", "avx2", "torch")
+    monkeypatch.setenv(build.VARIABLE, "amx")
+    with pytest.raises(ConfigError, match="LLAMARL_KERNELS=amx: this processor offers avx512, avx2, torch"):
+        build.load("attention")
+    monkeypatch.delenv(build.VARIABLE)
+    monkeypatch.setenv("LLAMARL_NO_KERNELS", "1")
+    with pytest.raises(ConfigError, match="LLAMARL_KERNELS=torch"):
+        build.load("attention")

@@ -1,0 +1,219 @@
+"""Which code multiplies weights here: every path that the processor offers is checked and timed, the fastest serves.
+
+A path is one arithmetic for all numbers of rows, with float32 results, in which a row's bits depend on nothing beside
+it; torch's matmul is not, so it serves only where nothing else does. The choice is made once per processor, type and
+shape, at decode and prefill sizes, and kept in the cache folder: replicas, those that replace them and runs that go on
+compute alike.
+
+Shape suffixes: M rows of x, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import math
+import os
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llamarl.config.errors import ConfigError
+from llamarl.kernels import build
+from llamarl.kernels.build import Kernel
+
+_P, _I = ctypes.c_void_p, ctypes.c_int64
+KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
+ROWS = (32, 128, 512)
+"""Of decode and prefill steps, at which paths are timed."""
+_TIMED_ELEMENTS = 1 << 22
+"""Of weights at most: more than the caches next to the core hold."""
+_MARGIN = 1.2
+"""The path with the widest instructions serves unless another is this much faster: near ties fall alike everywhere."""
+_TOLERANCES = {"float32": 1e-5, "bfloat16": 4e-3, "int8": 1.2e-2}
+"""Of a product, relative to float64. bfloat16 rounds x by 2^-9 at most, int8 by half a step of a 127th of the row's
+largest, 0.7 % of its norm where that is three times the root mean square; sums in float32 add 1e-6."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Path:
+    """One way to multiply weights of one type."""
+
+    name: str
+    """Begins with the instructions, as in `LLAMARL_KERNELS`."""
+    multiply: Any
+    """C function of (x, w, int8: scales, bias or None, y, M, N, K, add to y)."""
+    pack: Any = None
+    """C function of (w, N, K, out) that writes the copy which `multiply` takes in place of w; None: it takes w."""
+    library: ctypes.CDLL | None = None
+    """Of a path that packs."""
+    depth: int = 0
+    """To a multiple of so much K is packed."""
+
+    def packed_bytes(self, n: int, k: int) -> int:
+        """Of the copy."""
+        assert self.library is not None
+        return self.library.packed_bytes(n, k, self.depth)
+
+    def packed(self, values_N_K: Tensor) -> Tensor:
+        """What `multiply` takes, new memory where it packs."""
+        if self.pack is None:
+            return values_N_K
+        out = torch.empty(self.packed_bytes(*values_N_K.shape), dtype=torch.uint8)
+        self.pack(values_N_K.data_ptr(), *values_N_K.shape, out.data_ptr())
+        return out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What serves the weights of one shape."""
+
+    path: str
+    measured_us: dict[str, list[float]]
+    """Path -> microseconds of a product of `ROWS`; empty where there was nothing to choose from."""
+
+
+@functools.cache
+def offered(kind: str) -> tuple[Path, ...]:
+    """The paths for weights of one type that reproduce float64 here, the widest instructions first."""
+    pin, here = build.pinned(), build.offered()
+    found = list[Path]()
+    if pin != "avx2" and "avx512" in here:
+        found += packed_paths(build.load("packed"), kind)
+    native = row_major_path(build.load("linear"), kind)
+    found += native
+    if native and native[0].name.startswith("avx512") and not pin:
+        found += row_major_path(build.load("linear", "avx2"), kind)
+    found = [path for path in found if error_of(path, kind) <= _TOLERANCES[kind]]
+    tiles = [path for path in found if path.name.startswith("amx")]
+    if pin == "amx" and kind != "float32" and not tiles:
+        raise ConfigError(f"{build.VARIABLE}=amx: Linux or a check refuses its tiles; unset it, or use avx512")
+    if pin == "amx":
+        found = tiles or found
+    return tuple(path for path in found if pin != "avx512" or not path.name.startswith("amx"))
+
+
+@functools.cache
+def chosen(kind: str, n: int, k: int) -> Path | None:
+    """The path that serves weights of a shape; None: torch, as `linear.kernels().reason` says why."""
+    paths = {path.name: path for path in offered(kind)}
+    if len(paths) < 2:
+        _choices[f"{kind} {n}x{k}"] = Choice(path=next(iter(paths), "torch"), measured_us={})
+        return next(iter(paths.values()), None)
+    parts = build.processor(), build.source_text("packed"), build.source_text("linear"), *paths
+    folder = build.cache_folder() / f"paths-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}"
+    file = folder / f"{kind}-{n}x{k}.json"
+    if not file.exists():
+        measured_us = _measured_us(list(paths.values()), kind, n, k)
+        choice = Choice(path=_fastest(measured_us), measured_us=measured_us)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8") as made:
+            made.write(json.dumps(asdict(choice)))
+            made.flush()
+            with suppress(FileExistsError):  # another process chose meanwhile, and its choice holds
+                os.link(made.name, file)
+    choice = _choices[f"{kind} {n}x{k}"] = Choice(**json.loads(file.read_text(encoding="utf-8")))
+    return paths[choice.path]
+
+
+_choices: dict[str, Choice] = {}
+
+
+def record() -> dict[str, Choice]:
+    """`<type> <N>x<K>` -> what serves such weights in this process."""
+    return dict(_choices)
+
+
+def row_major_path(loaded: Kernel, kind: str) -> list[Path]:
+    """Of `linear.cpp`; none where that is missing."""
+    library = loaded.library
+    if library is None:
+        return []
+    library.instructions.restype = library.suffix_int8.restype = ctypes.c_char_p
+    name = library.instructions().decode() + (library.suffix_int8().decode() if kind == "int8" else "")
+    return [Path(name=name, multiply=_linear(library, f"linear_{kind}", kind))]
+
+
+def packed_paths(loaded: Kernel, kind: str) -> list[Path]:
+    """Of `packed.cpp`: what it was compiled with and Linux lets run."""
+    library = loaded.library
+    if library is None or not hasattr(library, f"pack_{kind}"):
+        return []
+    library.packed_bytes.argtypes, library.packed_bytes.restype = (_I, _I, _I), _I
+    pack = getattr(library, f"pack_{kind}")
+    pack.argtypes, pack.restype = (_P, _I, _I, _P), None
+    suffixes = {"bfloat16": ("bf16", "bf16", 32), "int8": ("int8", "vnni", 64)}
+    amx, avx512, depth = suffixes[kind]
+    names = {f"amx_{kind}": f"amx-{amx}"} if hasattr(library, "amx_enable") and library.amx_enable() == 0 else {}
+    names |= {f"avx512_{kind}": f"avx512-{avx512}"}
+    return [
+        Path(name=name, multiply=_linear(library, symbol, kind), pack=pack, library=library, depth=depth)
+        for symbol, name in names.items()
+    ]
+
+
+def error_of(path: Path, kind: str) -> float:
+    """Relative to float64, on odd sizes that span two blocks of K."""
+    m, n, k = 7, 21, 1700
+    generator = torch.Generator().manual_seed(0)
+    x, w, bias = (torch.randn(size, generator=generator) for size in ((m, k), (n, k), (n,)))
+    scales = torch.full((n,), 1 / 32)
+    values = (w * 32).round().clamp(-127, 127).to(torch.int8) if kind == "int8" else w.to(getattr(torch, kind))
+    exact = x.double() @ (values.double() / (32 if kind == "int8" else 1)).T + bias + 1
+    y, packed = torch.ones(m, n), path.packed(values)
+    vectors = [scales, bias] if kind == "int8" else [bias]
+    path.multiply(*(tensor.data_ptr() for tensor in (x, packed, *vectors, y)), m, n, k, 1)
+    error = ((y - exact).norm() / exact.norm()).item()
+    return float("inf") if math.isnan(error) else error
+
+
+def seconds_of(path: Path, kind: str, m: int, n: int, k: int, repeats: int) -> float:
+    """CPU time of a product on this thread, the least of some."""
+    w = torch.ones(n, k, dtype=getattr(torch, kind))
+    x, y, packed = torch.ones(m, k), torch.empty(m, n), path.packed(w)
+    vectors = [torch.ones(n).data_ptr(), None] if kind == "int8" else [None]
+    least = float("inf")
+    for _ in range(repeats):
+        start = time.thread_time()
+        path.multiply(x.data_ptr(), packed.data_ptr(), *vectors, y.data_ptr(), m, n, k, 0)
+        least = min(least, time.thread_time() - start)
+    return least
+
+
+def _measured_us(paths: list[Path], kind: str, n: int, k: int) -> dict[str, list[float]]:
+    # Several such matrices below each other, or a part of a large one: as in a model, weights come from afar.
+    wide = max(32, min(4 * n, _TIMED_ELEMENTS // k))
+
+    def times_us(path: Path, repeats: int) -> list[float]:
+        return [round(seconds_of(path, kind, m, wide, k, repeats) * 1e6 * n / wide, 1) for m in ROWS]
+
+    times = {path.name: times_us(path, 2) for path in paths}
+    near = [path for path in paths if _cost(times[path.name], times) < 1.5 ** len(ROWS)]
+    return times | {path.name: times_us(path, 6) for path in near if len(near) > 1}
+
+
+def _cost(times: list[float], of_all: dict[str, list[float]]) -> float:
+    """Product of the factors to the fastest at each size."""
+    cost = 1.0
+    for index, own in enumerate(times):
+        cost *= own / max(min(each[index] for each in of_all.values()), 1e-3)
+    return cost
+
+
+def _fastest(measured_us: dict[str, list[float]]) -> str:
+    costs = {name: _cost(times, measured_us) for name, times in measured_us.items()}
+    return next(name for name, cost in costs.items() if cost <= min(costs.values()) * _MARGIN ** len(ROWS))
+
+
+def _linear(library: ctypes.CDLL, symbol: str, kind: str) -> Any:
+    function = getattr(library, symbol)
+    function.argtypes = (*[_P] * (5 if kind == "int8" else 4), _I, _I, _I, ctypes.c_int)
+    function.restype = None
+    return function

@@ -1,0 +1,70 @@
+// Rows of activations and of results, for every kernel that multiplies.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int kChunk = 256;  // rows of x per pass over the weights
+
+constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// Working memory of a thread, kept between calls; on a cache line.
+class Scratch {
+  public:
+    template <class T>
+    T* get(int64_t count) {
+        bytes_.resize(count * sizeof(T) + 64 > bytes_.size() ? count * sizeof(T) + 64 : bytes_.size());
+        return (T*)round_up((int64_t)bytes_.data(), 64);
+    }
+
+  private:
+    std::vector<char> bytes_;
+};
+
+inline void write(float* y, const float* bias, int64_t count, bool accumulate, const float* values) {
+    for (int64_t n = 0; n < count; ++n) {
+        const float value = values[n] + (bias ? bias[n] : 0.0f);
+        y[n] = accumulate ? y[n] + value : value;
+    }
+}
+
+// Largest magnitude, at least `least`; NaN if any value is NaN or infinite: as integers, the bits of magnitudes order
+// like the magnitudes, and those of infinity and NaN are above all others.
+inline float absmax(const float* row, int64_t count, float least) {
+    int32_t most = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        int32_t bits;
+        std::memcpy(&bits, row + i, 4);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    if (most >= 0x7f800000) return NAN;
+    float value;
+    std::memcpy(&value, &most, 4);
+    return value > least ? value : least;
+}
+
+constexpr float kLeast = 1e-30f;  // a row below it becomes zeros; its inverse scale is still finite
+
+// The dividend's type makes the quotient exact where the compiler may use reciprocals of floats.
+inline float quotient(double a, float b) { return float(a / double(b)); }
+
+inline int32_t to_int(float value) { return int32_t(std::nearbyint(value)); }
+
+// How a row of x becomes integers of at most `limit`, and back.
+struct RowScale {
+    float scale, inverse;
+    RowScale(const float* row, int64_t k, int32_t limit) {
+        const float largest = absmax(row, k, kLeast);
+        scale = quotient(largest, limit);
+        // The integers of a row that is not finite must not depend on how NaN converts.
+        inverse = largest != largest ? 0.0f : quotient(limit, largest);
+    }
+    RowScale() = default;
+};
+
+}  // namespace
