@@ -34,7 +34,7 @@ from _paper import (
 )
 
 from llamarl.forecast.constants import Constants
-from llamarl.forecast.plots import new_figure
+from llamarl.forecast.pictures import new_figure
 from llamarl.forecast.request import ASYNCHRONOUS, BASELINE
 from llamarl.forecast.solver import synchronous_plan
 
@@ -65,7 +65,9 @@ def _speedup_plot(path: Path, series: Mapping[str, Sequence[tuple[float, float]]
     Args:
         series: name -> points (parameters in billions, speed-up).
     """
-    figure, axes = new_figure()
+    figure = new_figure()
+    axes = figure.add_subplot()
+    axes.grid(visible=True, alpha=0.3)
     for name, points in series.items():
         axes.plot([size for size, _ in points], [gain for _, gain in points], marker="o", label=name)
     axes.set(xscale="log", yscale="log", xlabel="parameters, billions", ylabel="synchronous / asynchronous step time")

@@ -29,8 +29,8 @@ from llamarl.cluster.api import ExecutorSpec, open_cluster
 from llamarl.config import RunConfig
 from llamarl.executors.replies import Collected, Scored
 from llamarl.forecast.costs import Costs
+from llamarl.forecast.report import render_simulation, summary
 from llamarl.forecast.simulator.faults import Faults
-from llamarl.forecast.simulator.report import render, summary
 from llamarl.forecast.simulator.run import simulate
 from llamarl.forecast.simulator.split import best_split
 from llamarl.types import (
@@ -71,7 +71,7 @@ def simulated(faults_text: str, steps: int) -> dict[str, Any]:
     faults = Faults.parse(faults_text, split.replicas)
     with tempfile.TemporaryDirectory() as folder:
         simulation = simulate(config, costs, faults, split, Path(folder) / "metrics.jsonl")
-    print(render(simulation), flush=True)
+    print(render_simulation(simulation), flush=True)
     assert sorted(simulation.group_ids) == list(range(steps * config.rollout.prompts_per_step)), "a group was lost"
     return summary(simulation) | {"faults": faults_text}
 

@@ -14,8 +14,8 @@ from llamarl.forecast.constants import load_profile
 from llamarl.forecast.feasibility import plans
 from llamarl.forecast.hardware import Pool, find_gpu
 from llamarl.forecast.lengths import Lengths
-from llamarl.forecast.plots import plot_request
-from llamarl.forecast.report import choose, render
+from llamarl.forecast.pictures import plot_request
+from llamarl.forecast.report import choose, render_plans
 from llamarl.forecast.request import Request
 from llamarl.forecast.run_file import run_toml
 from llamarl.forecast.shapes import find_model
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     base = load_config(options.config) if options.config else None
     request = _request(options, base)
     synchronous, asynchronous = plans(request)
-    print(render(request, synchronous, asynchronous))
+    print(render_plans(request, synchronous, asynchronous))
     plan = choose(synchronous, asynchronous)
     if options.output:
         model_path = options.model or (base.model.path if base else "")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llamarl.cli.main import FAILURE
@@ -32,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--costs", metavar="FILE", help="how long things take, a JSON file")
     add("--model", metavar="NAME", help="let the planner say how long things take for this model, e.g. llama3-405b")
     add("--gpu", metavar="KIND", help="with --model: the kind of GPU (h100-80g)")
-    add("--png", action="store_true", help="draw timeline.png too (needs matplotlib)")
+    add("--png", nargs="?", const="", metavar="FILE", help="draw it too, to timeline.png or FILE (needs matplotlib)")
     return parser
 
 
@@ -43,12 +45,13 @@ def main(arguments: Sequence[str]) -> int:
 
     from llamarl.controller.run_folder import prepare_run_folder
     from llamarl.forecast.costs import Costs
+    from llamarl.forecast.pictures import TRACE_GENERATORS, chosen, write_html, write_png
+    from llamarl.forecast.report import render_simulation, summary
     from llamarl.forecast.simulator.faults import Faults
-    from llamarl.forecast.simulator.report import render, write_simulation
     from llamarl.forecast.simulator.run import simulate
     from llamarl.forecast.simulator.split import choose_split
-    from llamarl.forecast.simulator.timeline import TRACE_GENERATORS, chosen, write_html, write_png
     from llamarl.observability.accounting import write_trace
+    from llamarl.observability.files import write_atomically
 
     if options.gpu and not options.model:
         raise ConfigError("--gpu chooses the kind of GPU for the planner; give --model NAME, or --gpus N for a number")
@@ -62,13 +65,13 @@ def main(arguments: Sequence[str]) -> int:
     config = config.model_copy(update={"name": f"{config.name}-simulation"})
     folder = prepare_run_folder(config, resume=False, overwrite=True)
     simulation = simulate(config, costs, faults, split, folder.metrics)
-    print(render(simulation))
-    write_simulation(folder.summary, simulation)
+    print(render_simulation(simulation))
+    write_atomically(folder.summary, json.dumps(summary(simulation), indent=2) + "\n")
     write_trace(folder.trace, chosen(simulation.spans, TRACE_GENERATORS))
     costs.save(folder.path / "costs.json")
     write_html(folder.path / "timeline.html", simulation)
-    if options.png:
-        write_png(folder.path / "timeline.png", simulation)
+    if options.png is not None:
+        write_png(Path(options.png or folder.path / "timeline.png"), simulation)
     names = sorted(path.name for path in folder.path.iterdir() if path.is_file())
     print(f"files        {folder.path}: {', '.join(names)}")
     return 0 if simulation.end == "finished" else FAILURE

@@ -15,7 +15,7 @@ from llamarl.forecast.feasibility import plans
 from llamarl.forecast.generation import generation_memory, generation_parts, steady_parts, sum_parts
 from llamarl.forecast.hardware import BF16, FP32, GPUS, Pool
 from llamarl.forecast.plan import Plan
-from llamarl.forecast.report import choose, render, verdict
+from llamarl.forecast.report import choose, render_plans, verdict
 from llamarl.forecast.request import ASYNCHRONOUS, BASELINE, SYNCHRONOUS, Request, Rules
 from llamarl.forecast.solver import asynchronous_plan, solve, synchronous_plan
 from llamarl.forecast.training import training_memory, training_parts
@@ -130,7 +130,7 @@ def test_synchronous_wins_on_a_cluster_too_small_to_share() -> None:
     assert synchronous
     assert asynchronous is None
     assert choose(synchronous, asynchronous) is synchronous
-    assert "do not fit on GPUs of their own" in render(alone, synchronous, asynchronous)
+    assert "do not fit on GPUs of their own" in render_plans(alone, synchronous, asynchronous)
 
 
 def test_synchronous_wins_when_the_integers_are_coarse() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from llamarl.forecast.costs import Costs
 from llamarl.forecast.feasibility import plans
-from llamarl.forecast.report import render
+from llamarl.forecast.report import render_plans
 from llamarl.forecast.request import ASYNCHRONOUS, BASELINE
 from llamarl.forecast.shapes import MODELS
 from llamarl.forecast.solver import asynchronous_plan, solve
@@ -44,7 +44,7 @@ def test_a_plan_is_priced_by_its_own_copies() -> None:
     )
     assert generator.time_parts["sync"] == transfer.seconds
     assert asynchronous.sync == reason
-    assert reason in render(request, synchronous, asynchronous)
+    assert reason in render_plans(request, synchronous, asynchronous)
     # Embedding and head stay bfloat16; what else the search leaves out is small.
     assert transfer.seconds == pytest.approx(searched.generator.time_parts["sync"], rel=0.1)
     assert asynchronous.step_s == pytest.approx(searched.step_s, rel=0.01)

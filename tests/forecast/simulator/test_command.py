@@ -67,6 +67,10 @@ def test_files_and_summary(run_file: str, tmp_path: Path, capsys: pytest.Capture
 
 def test_png(run_file: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
+    assert main([run_file, "--png", str(tmp_path / "chosen.png")]) == 0
+    assert (tmp_path / "chosen.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="cannot draw"):
+        main([run_file, "--png", str(tmp_path / "nowhere" / "chosen.png")])
     assert main([run_file, "--png"]) == 0
     assert (tmp_path / "runs" / "small-simulation" / "timeline.png").read_bytes().startswith(b"\x89PNG")
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llamarl.forecast.costs import Costs
+from llamarl.forecast.report import render_simulation, summary
 from llamarl.forecast.simulator.faults import Faults
-from llamarl.forecast.simulator.report import render, summary
 from llamarl.forecast.simulator.result import Simulation
 from llamarl.observability.metrics import StepMetrics
 from tests.forecast.simulator.conftest import Simulate, run_config
@@ -190,7 +190,7 @@ def test_a_stalled_run_says_who_waits(simulated: Simulate) -> None:
     assert found.end.startswith("Stalled: nothing finished for 3 s")
     assert "8 are in flight" in found.end
     assert "generator-1 (pid 0): work for 3 s" in found.end
-    assert "after 0 steps" in render(found)
+    assert "after 0 steps" in render_simulation(found)
 
 
 def test_segments_change_who_decodes_but_not_what(simulated: Simulate) -> None:
