@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from llamarl.cli.options import command_parser, write_output
-from llamarl.config import ConfigError, RunConfig, load_config
-from llamarl.config.schema import RolloutConfig
+from llamarl.config import ConfigError, Ref, RunConfig, load_config
+from llamarl.config.schema import DataConfig, RolloutConfig
 from llamarl.forecast.constants import load_profile
 from llamarl.forecast.feasibility import plans
 from llamarl.forecast.hardware import Pool, find_gpu
@@ -24,8 +24,8 @@ EXAMPLE = """Without --mean-response-tokens or --rollouts, responses are 30 % of
 A profile is a JSON file {"constants": {...}, "gpu": {...}} whose numbers replace the built-in ones."""
 DEFAULTS = RolloutConfig(prompts_per_step=256, group_size=8, max_staleness=4, max_new_tokens=4096)
 """Work of a step without a run file."""
-MEAN_SHARE = 0.3
-"""Mean response as a share of the limit when nothing better is known."""
+WORK = ("prompt_tokens", "prompts_per_step", "group_size", "max_staleness")
+"""Options that replace what a run file says of a step's work."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,15 +97,16 @@ def _request(options: argparse.Namespace, base: RunConfig | None) -> Request:
             raise ConfigError(f"{price} US dollars per GPU-hour is no price; use 0 or more")
         pools.append(Pool(gpu=gpu if price is None else replace(gpu, price=price), count=count))
     rollout = base.rollout if base else DEFAULTS
-    request = Request(
+    given = {name: getattr(options, name) for name in WORK if getattr(options, name) is not None}
+    limit = options.response_tokens if options.response_tokens is not None else rollout.max_new_tokens
+    request = Request.of_run(
+        base.data if base else DataConfig(train=Ref(name="jsonl"), max_prompt_tokens=512),
+        rollout,
         model=find_model(model),
-        prompt_tokens=_first(options.prompt_tokens, base.data.max_prompt_tokens if base else 512),
-        lengths=_lengths(options, _first(options.response_tokens, rollout.max_new_tokens)),
-        prompts_per_step=_first(options.prompts_per_step, rollout.prompts_per_step),
-        group_size=_first(options.group_size, rollout.group_size),
-        max_staleness=_first(options.max_staleness, rollout.max_staleness or 1),
+        lengths=_lengths(options, limit),
         pools=tuple(pools),
         constants=profile.constants,
+        **given,
     )
     request.check()
     return request
@@ -118,9 +119,4 @@ def _lengths(options: argparse.Namespace, limit: int) -> Lengths:
         raise ConfigError(f"`--response-tokens {limit}` asks for nothing; use 1 or more")
     if not 0 <= options.response_sigma < 10:
         raise ConfigError(f"`--response-sigma {options.response_sigma}` is no log-deviation; use 0 to 3")
-    mean = options.mean_response_tokens if options.mean_response_tokens is not None else max(1.0, MEAN_SHARE * limit)
-    return Lengths.lognormal(mean_tokens=mean, sigma=options.response_sigma, limit_tokens=limit)
-
-
-def _first(option: int | None, otherwise: int) -> int:
-    return otherwise if option is None else option
+    return Lengths.lognormal(mean_tokens=options.mean_response_tokens, sigma=options.response_sigma, limit_tokens=limit)

@@ -79,26 +79,22 @@ def main(arguments: Sequence[str]) -> int:
 
 def _planned(options: argparse.Namespace, config: RunConfig) -> tuple[RunConfig, Costs]:
     """The planner's costs for the model, and its number of rollouts that a generator decodes at once."""
-    from llamarl.cli.plan import MEAN_SHARE
     from llamarl.forecast.constants import Constants
     from llamarl.forecast.costs import Costs
     from llamarl.forecast.feasibility import plans
     from llamarl.forecast.hardware import Pool, find_gpu
-    from llamarl.forecast.lengths import Lengths
+    from llamarl.forecast.lengths import SIGMA, Lengths
     from llamarl.forecast.request import Request
     from llamarl.forecast.shapes import find_model
 
     if options.gpus is None:
         raise ConfigError("--model asks the planner, which needs the size of the cluster; give --gpus N")
-    rollout, sigma = config.rollout, 0.7
-    limit = rollout.max_new_tokens
-    request = Request(
+    rollout = config.rollout
+    request = Request.of_run(
+        config.data,
+        rollout,
         model=find_model(options.model),
-        prompt_tokens=config.data.max_prompt_tokens,
-        lengths=Lengths.lognormal(mean_tokens=max(1.0, MEAN_SHARE * limit), sigma=sigma, limit_tokens=limit),
-        prompts_per_step=rollout.prompts_per_step,
-        group_size=rollout.group_size,
-        max_staleness=max(1, rollout.max_staleness),
+        lengths=Lengths.lognormal(limit_tokens=rollout.max_new_tokens),
         pools=(Pool(gpu=find_gpu(options.gpu or "h100-80g"), count=options.gpus),),
         constants=Constants(),
     )
@@ -107,5 +103,5 @@ def _planned(options: argparse.Namespace, config: RunConfig) -> tuple[RunConfig,
     if plan is None:
         raise ConfigError(f"no asynchronous split of {options.model} fits {options.gpus} GPUs; see llamarl plan")
     generator = config.generator.model_copy(update={"max_running": plan.generator.slots})
-    costs = replace(Costs.from_plan(plan), response_sigma=sigma)
+    costs = replace(Costs.from_plan(plan), response_sigma=SIGMA)
     return config.model_copy(update={"generator": generator}), costs

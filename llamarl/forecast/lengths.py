@@ -11,6 +11,8 @@ import numpy as np
 from llamarl.config import ConfigError, read_rows
 
 NUM_CELLS = 128
+MEAN_SHARE, SIGMA = 0.3, 0.7
+"""Mean response as a share of the limit, and log-deviation, when nothing better is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,12 +55,14 @@ class Lengths:
         return min(float(self.limit_tokens), max(self.square_tokens / (2 * self.mean_tokens), together))
 
     @classmethod
-    def lognormal(cls, *, mean_tokens: float, sigma: float, limit_tokens: int) -> Lengths:
+    def lognormal(cls, *, limit_tokens: int, mean_tokens: float | None = None, sigma: float = SIGMA) -> Lengths:
         """min(X, limit) with X lognormal of log-deviation `sigma`, shifted so that the mean is `mean_tokens`.
 
         Raises:
             ConfigError: the mean cannot be reached below the limit.
         """
+        if mean_tokens is None:
+            mean_tokens = max(1.0, MEAN_SHARE * limit_tokens)
         if not 0 < mean_tokens <= limit_tokens:
             raise ConfigError(
                 f"a mean response of {mean_tokens:g} tokens is not within 1 and the limit of {limit_tokens}; "

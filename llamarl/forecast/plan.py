@@ -26,44 +26,49 @@ CAUSES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerPlan:
-    """The trainer's part."""
+class ExecutorPlan:
+    """What trainer and generators have in common."""
 
     pool: Pool
     tp: int
-    cp: int
-    pp: int
-    dp: int
-    microbatch_tokens: int
     time_parts: dict[str, float]
-    """Seconds per optimizer step, by cause."""
+    """Seconds per step, by cause; of generators with the decode step split up."""
     memory_parts: dict[str, float]
     """Bytes per GPU, by part."""
-
-    @property
-    def gpus(self) -> int:
-        return self.tp * self.cp * self.pp * self.dp
 
     @property
     def busy_s(self) -> float:
         """Seconds of work per step."""
         return sum(self.time_parts.values())
 
+    @property
+    def binds(self) -> str:
+        """What the time is mostly made of."""
+        return CAUSES[max(self.time_parts, key=lambda name: self.time_parts[name])]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GeneratorPlan:
+class TrainerPlan(ExecutorPlan):
+    """The trainer's part."""
+
+    cp: int
+    pp: int
+    dp: int
+    microbatch_tokens: int
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GeneratorPlan(ExecutorPlan):
     """The generators' part."""
 
-    pool: Pool
-    tp: int
     replicas: int
     slots: int
     """Responses that one replica decodes at once."""
     weight_bytes: int
-    time_parts: dict[str, float]
-    """Seconds per step, by cause, the decode step split up."""
-    memory_parts: dict[str, float]
-    """Bytes per GPU, by part."""
     latency_s: float
     """Seconds from the first to the last token of the longest response of a step."""
     memory_full: bool
@@ -72,11 +77,6 @@ class GeneratorPlan:
     @property
     def gpus(self) -> int:
         return self.tp * self.replicas
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds of work per step."""
-        return sum(self.time_parts.values())
 
     @property
     def precision(self) -> str:
@@ -93,10 +93,17 @@ class Plan:
     generator: GeneratorPlan
     staleness: int
     """S that the run needs; 0 is synchronous."""
-    step_s: float
-    """Predicted seconds per optimizer step."""
     sync: str = ""
     """Way of the weights from trainer to generators, and why; empty until they have been priced."""
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds per optimizer step, see `solver`."""
+        train_s, generate_s = self.trainer.busy_s, self.generator.busy_s
+        if not self.rules.overlap:
+            return train_s + generate_s
+        latency_s = self.generator.latency_s if self.rules.partial_rollouts else 0.0
+        return max(train_s, generate_s, (latency_s + train_s) / (self.staleness + 1))
 
     @property
     def samples_per_s(self) -> float:
@@ -131,17 +138,6 @@ class Plan:
         return self.dollars_per_hour / 3600 * 1e6 / self.samples_per_s
 
     @property
-    def trainer_binds(self) -> str:
-        """What the trainer's time is mostly made of."""
-        return _largest(self.trainer.time_parts)
-
-    @property
-    def generator_binds(self) -> str:
-        """What the generators' time is mostly made of."""
-        text = _largest(self.generator.time_parts)
-        return f"{text}; memory size caps its {self.generator.slots} slots" if self.generator.memory_full else text
-
-    @property
     def step_binds(self) -> str:
         """What decides the step time."""
         if not self.rules.overlap:
@@ -149,7 +145,3 @@ class Plan:
         if self.step_s > 1.001 * max(self.trainer.busy_s, self.generator.busy_s):
             return f"staleness {self.staleness}: the longest response takes {self.generator.latency_s:.1f} s"
         return "trainer" if self.trainer.busy_s >= self.generator.busy_s else "generators"
-
-
-def _largest(parts: dict[str, float]) -> str:
-    return CAUSES[max(parts, key=lambda name: parts[name])]

@@ -140,15 +140,13 @@ def planner_constants(
 
 def run_request(run: RecordedRun, constants: Constants, pools: tuple[Pool, ...] = ()) -> Request:
     """The run's own work as the planner sees it."""
-    rollout = run.config.rollout
     tokens = np.array([tokens for group in run.groups for tokens, _ in group], dtype=np.float64)
-    return Request(
+    return Request.of_run(
+        run.config.data,
+        run.config.rollout,
         model=find_model(run.config.model.path),
         prompt_tokens=_prompt_tokens(run),
         lengths=Lengths.measured(tokens),
-        prompts_per_step=rollout.prompts_per_step,
-        group_size=rollout.group_size,
-        max_staleness=max(1, rollout.max_staleness),
         pools=pools,
         constants=constants,
     )

@@ -50,14 +50,14 @@ def render_plans(request: Request, synchronous: Plan | None, asynchronous: Plan 
     """Both plans side by side, in detail, and which one to use."""
     model, lengths = request.model, request.lengths
     pools = " + ".join(f"{pool.count} x {pool.gpu.name}" for pool in request.pools)
-    lines = [
+    head = (
         f"{model.name}: {model.num_parameters / 1e9:.1f}B parameters on {pools}\n"
         f"step: {request.prompts_per_step} prompts x {request.group_size} responses, prompt {request.prompt_tokens} "
         f"tokens, response {lengths.mean_tokens:.0f} on average, {lengths.limit_tokens} at most\n\n"
         f"{'':<18}{'synchronous':>14}{'asynchronous':>14}"
-    ]
+    )
     columns = [_column(plan) if plan else {} for plan in (synchronous, asynchronous)]
-    lines += [
+    lines = [head] + [
         f"{name:<18}" + "".join(f"{column.get(name, '-'):>14}" for column in columns)
         for name in columns[0] or columns[1]
     ]
@@ -85,13 +85,14 @@ def _details(name: str, plan: Plan) -> list[str]:
     trained += f", microbatch {trainer.microbatch_tokens} tokens, bfloat16"
     generated = f"{generator.replicas} replicas of tp {generator.tp}, {generator.slots} responses at once each, "
     lines = [f"{name}; bound by {plan.step_binds}"]
-    for role, one, layout, binds in (
-        ("trainer    ", trainer, trained, plan.trainer_binds),
-        ("generators ", generator, generated + generator.precision, plan.generator_binds),
+    full = f"; memory size caps its {generator.slots} slots" if generator.memory_full else ""
+    for role, one, layout, cap in (
+        ("trainer    ", trainer, trained, ""),
+        ("generators ", generator, generated + generator.precision, full),
     ):
         lines += [
             f"  {role} {one.gpus} x {one.pool.gpu.name}: {layout}",
-            f"    bound by  {binds}",
+            f"    bound by  {one.binds}{cap}",
             f"    time, s   {_parts(one.time_parts, 1.0)}",
             f"    GB/GPU    {_parts(one.memory_parts, 1e9)}",
         ]

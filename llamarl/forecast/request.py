@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from llamarl.config import ConfigError
+from llamarl.config.schema import DataConfig, RolloutConfig
 from llamarl.forecast.constants import Constants
 from llamarl.forecast.hardware import BF16, Pool
 from llamarl.forecast.lengths import Lengths
@@ -63,6 +65,17 @@ class Request:
     pools: tuple[Pool, ...]
     """Machines. With two pools, trainer and generators may each use either."""
     constants: Constants
+
+    @classmethod
+    def of_run(cls, data: DataConfig, rollout: RolloutConfig, **others: Any) -> Request:
+        """The work of a run's step; `others` are the fields that settings do not have, or that differ from them."""
+        settings: dict[str, Any] = {
+            "prompt_tokens": data.max_prompt_tokens,
+            "prompts_per_step": rollout.prompts_per_step,
+            "group_size": rollout.group_size,
+            "max_staleness": max(1, rollout.max_staleness),
+        }
+        return cls(**settings | others)
 
     @property
     def num_samples(self) -> int:

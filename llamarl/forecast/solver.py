@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -74,14 +75,13 @@ def solve(request: Request, pools: tuple[Pool, Pool], rules: Rules, staleness: i
         found = _in_turn(request.usable_bytes(pools[0]), trainers, generators, rules)
     if found is None:
         return None
-    step_s, trainer, generator = found
+    trainer, generator = found
     return Plan(
         request=request,
         rules=rules,
         trainer=_trainer_plan(request, pools[0], trainers.layouts.take(np.array([trainer])), rules),
         generator=_generator_plan(request, pools[1], generators.layouts.take(np.array([generator])), rules, staleness),
         staleness=staleness,
-        step_s=step_s,
     )
 
 
@@ -133,17 +133,13 @@ def _best_below(key_L: np.ndarray, time_s_L: np.ndarray, limits: np.ndarray) -> 
     return np.where(found, running[position], np.inf), np.where(found, rows[position], 0)
 
 
-_Found = tuple[float, int, int]
-"""Step time in seconds, row of the trainer, row of the generators."""
-
-
 def _disaggregated(
     trainers: _Fitting[TrainerLayouts],
     generators: _Fitting[Generators],
     pools: tuple[Pool, Pool],
     staleness: int,
     rules: Rules,
-) -> _Found | None:
+) -> tuple[int, int] | None:
     """min over layouts of max(trainer, generators, (longest response + trainer) / (S + 1)).
 
     The third term is the staleness bound: a response admitted when step k - S - 1 is adopted must be done when step k
@@ -161,15 +157,15 @@ def _disaggregated(
     allowed_s = min(least_s, (staleness + 1) * least_s - latency_s[generator])
     fits = np.flatnonzero((trainers.layouts.gpus_L <= room[generator]) & (trainers.time_s_L <= allowed_s))
     best = fits[np.lexsort((trainers.time_s_L[fits], trainers.layouts.gpus_L[fits]))]
-    return least_s, int(best[0] if len(best) else rows[generator]), generator
+    return int(best[0] if len(best) else rows[generator]), generator
 
 
 def _in_turn(
     usable: float, trainers: _Fitting[TrainerLayouts], generators: _Fitting[Generators], rules: Rules
-) -> _Found | None:
+) -> tuple[int, int] | None:
     """With layouts of their own in one memory, trainer state and both weight copies stay and the rest takes
     turns; with one layout, the groups are equal and everything is there at once."""
-    best: _Found | None = None
+    best = math.inf, 0, 0
     kind = generators.kept_L if rules.own_parallelism else generators.layouts.tp_L
     for value in np.unique(kind):
         mine, ours = np.flatnonzero(kind == value), np.arange(len(trainers.time_s_L))
@@ -186,9 +182,8 @@ def _in_turn(
         train_s, rows = _best_below(filled[ours], trainers.time_s_L[ours], room)
         step_s = train_s + generators.time_s_L[mine]
         row = int(step_s.argmin())
-        found = float(step_s[row]), int(ours[rows[row]]), int(mine[row])
-        best = min(best, found) if best else found
-    return best if best and np.isfinite(best[0]) else None
+        best = min(best, (float(step_s[row]), int(ours[rows[row]]), int(mine[row])))
+    return best[1:] if math.isfinite(best[0]) else None
 
 
 def _first(parts: dict[str, np.ndarray]) -> dict[str, float]:

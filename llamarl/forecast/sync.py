@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from llamarl.forecast.hardware import FP8
-from llamarl.forecast.plan import GeneratorPlan, Plan, TrainerPlan
+from llamarl.forecast.plan import Plan
 from llamarl.forecast.shapes import Decoder
 from llamarl.sharding.parallel_layout import generator_layout, trainer_layout
 from llamarl.sharding.transfer_time import Links, Transfer, fastest
@@ -57,49 +57,28 @@ def weight_transfer(
 
 
 def priced(plan: Plan) -> Plan:
-    """The plan with weight sync as long as its own copies take, and the step accordingly.
+    """The plan with weight sync as long as its own copies take.
 
     Without direct sync there are no copies from shard to shard, and the plan stays as it is.
     """
     if not plan.rules.direct_sync:
         return plan
     trainer, generator = plan.trainer, plan.generator
+    gpus, share = (trainer.pool.gpu, generator.pool.gpu), plan.request.constants.link_efficiency
+    shards, host_size = trainer.dp * trainer.cp, generator.pool.gpu.node_gpus
+    first = trainer.gpus if plan.rules.overlap else 0
+    if trainer.pool is not generator.pool:  # machines of another kind are hosts of their own
+        first = -(-first // host_size) * host_size
     transfer, reason = weight_transfer(
         plan.request.model,
-        _links(plan),
-        _trainer_mesh(trainer, is_sharded=plan.rules.own_parallelism),
+        Links(
+            network=share * min(gpu.network_bandwidth for gpu in gpus),
+            host=share * min(gpu.node_bandwidth for gpu in gpus),
+        ),
+        (trainer.pp, *((1, shards) if plan.rules.own_parallelism else (shards, 1)), trainer.tp),
         (generator.replicas, generator.tp, generator.weight_bytes),
-        _first_device(plan),
-        generator.pool.gpu.node_gpus,
+        first,
+        host_size,
     )
-    generator = replace(generator, time_parts=generator.time_parts | {"sync": transfer.seconds})
-    return replace(plan, generator=generator, step_s=_step_s(plan, generator), sync=reason)
-
-
-def _links(plan: Plan) -> Links:
-    """Of the slower machines where they differ."""
-    gpus, share = (plan.trainer.pool.gpu, plan.generator.pool.gpu), plan.request.constants.link_efficiency
-    return Links(
-        network=share * min(gpu.network_bandwidth for gpu in gpus), host=share * min(gpu.node_bandwidth for gpu in gpus)
-    )
-
-
-def _trainer_mesh(trainer: TrainerPlan, *, is_sharded: bool) -> tuple[int, int, int, int]:
-    shards = trainer.dp * trainer.cp
-    return (trainer.pp, 1, shards, trainer.tp) if is_sharded else (trainer.pp, shards, 1, trainer.tp)
-
-
-def _first_device(plan: Plan) -> int:
-    """Behind the trainer's devices, on a host of their own if they are of another kind; the same ones if shared."""
-    if not plan.rules.overlap:
-        return 0
-    host_size, first = plan.generator.pool.gpu.node_gpus, plan.trainer.gpus
-    return first if plan.trainer.pool is plan.generator.pool else -(-first // host_size) * host_size
-
-
-def _step_s(plan: Plan, generator: GeneratorPlan) -> float:
-    train_s = plan.trainer.busy_s
-    if not plan.rules.overlap:
-        return train_s + generator.busy_s
-    latency_s = generator.latency_s if plan.rules.partial_rollouts else 0.0
-    return max(train_s, generator.busy_s, (latency_s + train_s) / (plan.staleness + 1))
+    time_parts = generator.time_parts | {"sync": transfer.seconds}
+    return replace(plan, generator=replace(generator, time_parts=time_parts), sync=reason)

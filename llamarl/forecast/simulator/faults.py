@@ -14,19 +14,13 @@ HELP = (
 )
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 _FORMS = {
-    "slow": rf"{_NUMBER}x{_NUMBER}",
-    "die": rf"(\d+)@{_NUMBER}",
-    "deaths": _NUMBER,
-    "join": rf"(\d+)@{_NUMBER}",
-    "reward_timeouts": _NUMBER,
+    "slow": (rf"{_NUMBER}x{_NUMBER}", "slow=0.01x4 (1 % of the replicas, four times slower)"),
+    "die": (rf"(\d+)@{_NUMBER}", "die=3@600 (generator-3 after 600 s)"),
+    "deaths": (_NUMBER, "deaths=2 (per hour)"),
+    "join": (rf"(\d+)@{_NUMBER}", "join=8@600 (eight generators after 600 s)"),
+    "reward_timeouts": (_NUMBER, "reward_timeouts=0.001 (of all responses)"),
 }
-_EXAMPLES = {
-    "slow": "slow=0.01x4 (1 % of the replicas, four times slower)",
-    "die": "die=3@600 (generator-3 after 600 s)",
-    "deaths": "deaths=2 (per hour)",
-    "join": "join=8@600 (eight generators after 600 s)",
-    "reward_timeouts": "reward_timeouts=0.001 (of all responses)",
-}
+"""Value and example of each fault."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,40 +49,41 @@ class Faults:
     @classmethod
     def parse(cls, text: str, num_replicas: int) -> Faults:
         """`slow=0.01x4,deaths=2`. Raises ConfigError, with the right form of the part that is wrong."""
-        values = {name: list[tuple[float, ...]]() for name in _FORMS}
-        for part in filter(None, (part.strip() for part in text.split(","))):
-            name, _, value = part.partition("=")
-            if name not in _FORMS:
-                raise ConfigError(f"--faults: `{name}` is no fault; {did_you_mean(name, _FORMS)} Write {HELP}")
-            found = re.fullmatch(_FORMS[name], value)
-            if not found:
-                raise ConfigError(f"--faults: `{part}` cannot be read; write {_EXAMPLES[name]}")
-            values[name].append(tuple(float(group) for group in found.groups()))
-        for name in ("slow", "deaths", "reward_timeouts"):
-            if len(values[name]) > 1:
-                raise ConfigError(f"--faults: `{name}` is given {len(values[name])} times; give it once")
-        faults = cls(
-            **_pair(values["slow"]),
-            deaths=tuple((at_s, int(replica)) for replica, at_s in values["die"]),
-            deaths_per_hour=values["deaths"][0][0] if values["deaths"] else 0.0,
-            joins=tuple((at_s, int(count)) for count, at_s in values["join"]),
-            reward_timeout_share=values["reward_timeouts"][0][0] if values["reward_timeouts"] else 0.0,
-        )
-        faults._check(num_replicas)
-        return faults
-
-    def _check(self, num_replicas: int) -> None:
-        for name, share in (("slow", self.slow_share), ("reward_timeouts", self.reward_timeout_share)):
+        values = _read(text)
+        ((slow_share, slow_factor),) = values["slow"] or [(0.0, 1.0)]
+        ((per_hour,),), ((timeouts,),) = (values[name] or [(0.0,)] for name in ("deaths", "reward_timeouts"))
+        for name, share in (("slow", slow_share), ("reward_timeouts", timeouts)):
             if share > 1:
                 raise ConfigError(f"--faults: `{name}` = {share:g} is a share of all; give at most 1")
-        if self.slow_factor < 1:
-            raise ConfigError(f"--faults: slow generators are {self.slow_factor:g} times slower; give at least 1")
-        for _, replica in self.deaths:
+        if slow_factor < 1:
+            raise ConfigError(f"--faults: slow generators are {slow_factor:g} times slower; give at least 1")
+        for replica, _ in values["die"]:
             if replica >= num_replicas:
                 raise ConfigError(
-                    f"--faults: `die={replica}` names no generator; there are {num_replicas}, 0 to {num_replicas - 1}"
+                    f"--faults: `die={replica:g}` names no generator; there are {num_replicas}, 0 to {num_replicas - 1}"
                 )
+        return cls(
+            slow_share=slow_share,
+            slow_factor=slow_factor,
+            deaths=tuple((at_s, int(replica)) for replica, at_s in values["die"]),
+            deaths_per_hour=per_hour,
+            joins=tuple((at_s, int(count)) for count, at_s in values["join"]),
+            reward_timeout_share=timeouts,
+        )
 
 
-def _pair(slow: list[tuple[float, ...]]) -> dict[str, float]:
-    return {"slow_share": slow[0][0], "slow_factor": slow[0][1]} if slow else {}
+def _read(text: str) -> dict[str, list[tuple[float, ...]]]:
+    """The numbers of each fault, by name. Raises ConfigError."""
+    values = {name: list[tuple[float, ...]]() for name in _FORMS}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition("=")
+        if name not in _FORMS:
+            raise ConfigError(f"--faults: `{name}` is no fault; {did_you_mean(name, _FORMS)} Write {HELP}")
+        found = re.fullmatch(_FORMS[name][0], value)
+        if not found:
+            raise ConfigError(f"--faults: `{part}` cannot be read; write {_FORMS[name][1]}")
+        values[name].append(tuple(float(group) for group in found.groups()))
+    for name in ("slow", "deaths", "reward_timeouts"):
+        if len(values[name]) > 1:
+            raise ConfigError(f"--faults: `{name}` is given {len(values[name])} times; give it once")
+    return values
