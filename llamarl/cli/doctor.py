@@ -30,9 +30,17 @@ def main(arguments: Sequence[str]) -> int:
 
     import torch
 
-    from llamarl.kernels.build import load
+    from llamarl.config import ConfigError
+    from llamarl.kernels import attention, build, paths
 
-    print(f"C++ kernels: {load('attention').reason or 'compiled'}")
+    try:
+        reason = attention.kernel().reason
+    except ConfigError as error:
+        print(error)
+        return 1
+    print(f"C++ kernels: {reason or 'compiled'}; {build.VARIABLE} can be {', '.join(build.offered())}")
+    for kind in paths.KINDS.values():
+        print(f"{kind} weights: {paths.reached(kind)}")
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     print(f"GPUs: {', '.join(gpus) or 'none, CPU only'}")
     print(f"free disk here: {shutil.disk_usage('.').free / 1e9:.0f} GB")

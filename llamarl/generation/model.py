@@ -116,8 +116,8 @@ class GeneratorModel:
         """What computes the projections, for the log: paths of `kernels/paths.py` and the shapes of weights."""
         shapes = dict[str, dict[str, None]]()
         for one in self._network.linears():
-            shapes.setdefault(one.path, {})["x".join(map(str, one.shape))] = None
-        names = ", ".join(f"{path} ({', '.join(of_it)})" for path, of_it in shapes.items())
+            shapes.setdefault(one.path, {})[one.describe()] = None
+        names = ", ".join(f"{path} ({'; '.join(of_it)})" for path, of_it in shapes.items())
         return names + (f", packed in 2 x {self.packed_bytes / 1e6:.3g} MB" if self.packed_bytes else "")
 
     @property

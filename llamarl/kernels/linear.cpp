@@ -277,6 +277,19 @@ void linear_float(
     }
 }
 
+// Tiles with all operands in L1; how many products of two numbers these were.
+template <class P>
+int64_t peak(int64_t count) {
+    using G = Gemm<P>;
+    auto* x = x_scratch.get<typename G::Element>(4 * G::kBlock);
+    auto* w = panel_scratch.get<typename G::Element>(4 * G::kBlock);
+    auto* sums = sums_scratch.get<typename G::Sum>(4 * kPanel);
+    std::memset((void*)x, 0, 4 * kBlockBytes);
+    std::memset((void*)w, 0, 4 * kBlockBytes);
+    for (int64_t i = 0; i < count; ++i) G::template tiles<P::kTile>(x, G::kBlock, w, 4, sums, true);
+    return count * P::kTile * 4 * G::kBlock;
+}
+
 // float8_e4m3fn of |value| <= 448, nearest even. Added to a power of two 2^20 above it (2^14 for subnormals), a
 // magnitude is rounded to its 3 bits of mantissa, which then are the lowest bits of the sum.
 inline int32_t to_float8(float value) {
@@ -329,6 +342,10 @@ const char* instructions() {
 #endif
 }
 const char* suffix_int8() { return Int8::kSuffix; }
+
+int64_t linear_float32_peak(int64_t count) { return peak<Float<float>>(count); }
+int64_t linear_bfloat16_peak(int64_t count) { return peak<Float<uint16_t>>(count); }
+int64_t linear_int8_peak(int64_t count) { return peak<Int8>(count); }
 
 void linear_float32(
     const float* x, const float* w, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int accumulate) {

@@ -105,6 +105,12 @@ class Linear:
         """What multiplies: `torch`, or the name of a path."""
         return self._path.name if self._path else "torch"
 
+    def describe(self) -> str:
+        """The shape of the weights, and what their path reaches where it was chosen."""
+        kind = paths.KINDS.get(self._values_N_K.dtype, "")
+        choice = paths.record().get(f"{kind} {self.shape[0]}x{self.shape[1]}", paths.Choice(path="", measured_us={}))
+        return choice.describe(kind, *self.shape)
+
     def __call__(self, x_M_K: Tensor, add_to_M_N: Tensor | None = None) -> Tensor:
         """The product; with `add_to_M_N`, that tensor with the product added in place."""
         if self._path is None:

@@ -300,6 +300,21 @@ void linear_int8(
     }
 }
 
+// Blocks of 32 rows with all operands in L1; how many products of two numbers these were.
+template <class Way, class T>
+int64_t peak(int64_t count) {
+    thread_local Scratch w_scratch;
+    constexpr int64_t kSteps = 6, kBytes = kSteps * 2 * kTileBytes;
+    char *x = x_scratch.get<char>(kBytes), *w = w_scratch.get<char>(kBytes);
+    alignas(64) typename T::Sum c[32 * kPanel];
+    std::memset(x, 0, kBytes);
+    std::memset(w, 0, kBytes);
+    Way::begin();
+    for (int64_t i = 0; i < count; ++i) Way::template block<T>(x, kSteps, 32, w, w, 0, c);
+    Way::end();
+    return count * 32 * kPanel * kSteps * T::kDepth;
+}
+
 }  // namespace
 
 // A function that is missing says that its instructions are.
@@ -310,11 +325,13 @@ int64_t packed_bytes(int64_t n, int64_t k, int64_t depth) {
 }
 
 #define LLAMARL_LINEAR_BFLOAT16(name, Way)                                                                            \
+    int64_t name##_peak(int64_t count) { return peak<Way, Bf16>(count); }                                             \
     void name(                                                                                                        \
         const float* x, const char* w, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int accumulate) { \
         linear_bfloat16<Way>(x, w, bias, y, m, n, k, accumulate);                                                      \
     }
 #define LLAMARL_LINEAR_INT8(name, Way)                                                                                 \
+    int64_t name##_peak(int64_t count) { return peak<Way, Int8>(count); }                                              \
     void name(                                                                                                        \
         const float* x, const char* w, const float* scales, const float* bias, float* y, int64_t m, int64_t n,         \
         int64_t k, int accumulate) {                                                                                   \

@@ -56,6 +56,8 @@ class Path:
     """Of a path that packs."""
     depth: int = 0
     """To a multiple of so much K is packed."""
+    peak: Any = None
+    """C function that repeats a product with operands in L1 so many times; the number of multiplications it did."""
 
     def packed_bytes(self, n: int, k: int) -> int:
         """Of the copy."""
@@ -78,6 +80,17 @@ class Choice:
     path: str
     measured_us: dict[str, list[float]]
     """Path -> microseconds of a product of `ROWS`; empty where there was nothing to choose from."""
+    peak_gflops: float = 0.0
+    """Of the path that serves, with operands in L1."""
+
+    def describe(self, kind: str, n: int, k: int) -> str:
+        """The shape, and what the path reached, for the log."""
+        shape = f"{n}x{k}"
+        if not self.measured_us:
+            return shape
+        decode_us, _, prefill_us = self.measured_us[self.path]
+        gflops, gb_s = 2e-3 * ROWS[-1] * n * k / prefill_us, 1e-3 * n * k * getattr(torch, kind).itemsize / decode_us
+        return f"{shape} at {gflops:.0f} GFLOP/s = {gflops / self.peak_gflops:.0%} of its peak, {gb_s:.1f} GB/s"
 
 
 @functools.cache
@@ -112,7 +125,8 @@ def chosen(kind: str, n: int, k: int) -> Path | None:
     file = folder / f"{kind}-{n}x{k}.json"
     if not file.exists():
         measured_us = _measured_us(list(paths.values()), kind, n, k)
-        choice = Choice(path=_fastest(measured_us), measured_us=measured_us)
+        name = _fastest(measured_us)
+        choice = Choice(path=name, measured_us=measured_us, peak_gflops=peak_gflops(paths[name]))
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8") as made:
             made.write(json.dumps(asdict(choice)))
@@ -138,7 +152,7 @@ def row_major_path(loaded: Kernel, kind: str) -> list[Path]:
         return []
     library.instructions.restype = library.suffix_int8.restype = ctypes.c_char_p
     name = library.instructions().decode() + (library.suffix_int8().decode() if kind == "int8" else "")
-    return [Path(name=name, multiply=_linear(library, f"linear_{kind}", kind))]
+    return [Path(name=name, **_functions(library, f"linear_{kind}", kind))]
 
 
 def packed_paths(loaded: Kernel, kind: str) -> list[Path]:
@@ -154,7 +168,7 @@ def packed_paths(loaded: Kernel, kind: str) -> list[Path]:
     names = {f"amx_{kind}": f"amx-{amx}"} if hasattr(library, "amx_enable") and library.amx_enable() == 0 else {}
     names |= {f"avx512_{kind}": f"avx512-{avx512}"}
     return [
-        Path(name=name, multiply=_linear(library, symbol, kind), pack=pack, library=library, depth=depth)
+        Path(name=name, **_functions(library, symbol, kind), pack=pack, library=library, depth=depth)
         for symbol, name in names.items()
     ]
 
@@ -187,6 +201,33 @@ def seconds_of(path: Path, kind: str, m: int, n: int, k: int, repeats: int) -> f
     return least
 
 
+def reached(kind: str) -> str:
+    """What serves weights of a type that caches do not hold, what it reaches, and what this thread can at most."""
+    n, k, numbers = 4096, 4096, torch.ones(1 << 25)
+    path = chosen(kind, n, k)
+    if path is None:
+        return "torch"
+    many_s, one_s = seconds_of(path, kind, 128, n, k, 4), seconds_of(path, kind, 1, n, k, 4)
+    start = time.thread_time()
+    torch.dot(numbers, numbers)
+    memory, peak = 1e-9 * numbers.nbytes / (time.thread_time() - start), peak_gflops(path)
+    gflops, gb_s = 2e-9 * 128 * n * k / many_s, 1e-9 * n * k * getattr(torch, kind).itemsize / one_s
+    return (
+        f"{path.name}, {gflops:.0f} GFLOP/s of 128 rows ({gflops / peak:.0%} of {peak:.0f} in cache), "
+        f"{gb_s:.1f} GB/s of one ({gb_s / memory:.0%} of {memory:.1f} in memory)"
+    )
+
+
+def peak_gflops(path: Path) -> float:
+    """Of this thread, with operands in L1."""
+    fastest = 0.0
+    for _ in range(5):
+        start = time.thread_time()
+        done = path.peak(200)
+        fastest = max(fastest, 2e-9 * done / (time.thread_time() - start))
+    return fastest
+
+
 def _measured_us(paths: list[Path], kind: str, n: int, k: int) -> dict[str, list[float]]:
     # Several such matrices below each other, or a part of a large one: as in a model, weights come from afar.
     wide = max(32, min(4 * n, _TIMED_ELEMENTS // k))
@@ -212,8 +253,9 @@ def _fastest(measured_us: dict[str, list[float]]) -> str:
     return next(name for name, cost in costs.items() if cost <= min(costs.values()) * _MARGIN ** len(ROWS))
 
 
-def _linear(library: ctypes.CDLL, symbol: str, kind: str) -> Any:
-    function = getattr(library, symbol)
-    function.argtypes = (*[_P] * (5 if kind == "int8" else 4), _I, _I, _I, ctypes.c_int)
-    function.restype = None
-    return function
+def _functions(library: ctypes.CDLL, symbol: str, kind: str) -> dict[str, Any]:
+    multiply, peak = getattr(library, symbol), getattr(library, f"{symbol}_peak")
+    multiply.argtypes = (*[_P] * (5 if kind == "int8" else 4), _I, _I, _I, ctypes.c_int)
+    multiply.restype = None
+    peak.argtypes, peak.restype = (_I,), _I
+    return {"multiply": multiply, "peak": peak}

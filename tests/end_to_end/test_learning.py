@@ -186,5 +186,5 @@ def test_help(command: str) -> None:
 def test_doctor() -> None:
     done = llamarl_here("doctor")
     assert done.returncode == 0, done.stderr
-    for part in ("python 3.", "torch 2.", "torchmonarch 0.", "GPUs: ", "free disk here: "):
+    for part in ("python 3.", "torch 2.", "torchmonarch 0.", "bfloat16 weights: ", "GPUs: ", "free disk here: "):
         assert part in done.stdout

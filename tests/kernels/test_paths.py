@@ -21,6 +21,7 @@ def two_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[
     seconds = {"wide": 1e-6, "other": 1e-6}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(paths, "offered", lambda kind: tuple(paths.Path(name=name, multiply=None) for name in seconds))
+    monkeypatch.setattr(paths, "peak_gflops", lambda path: 2.0)
     monkeypatch.setattr(paths, "seconds_of", lambda path, kind, m, n, k, repeats: m * seconds[path.name])
     paths.chosen.cache_clear()
     yield seconds
@@ -37,6 +38,8 @@ def test_the_fastest_serves_and_near_ties_fall_to_the_first(two_paths: dict[str,
     assert found.path == "other"
     assert found.measured_us.keys() == two_paths.keys()
     assert all(len(times) == len(paths.ROWS) for times in found.measured_us.values())
+    # Four such matrices: 512 rows of one take 512 * 0.7 / 4 us, 32 rows 5.6 us for 1260 bytes.
+    assert found.describe("int8", 42, 30) == "42x30 at 14 GFLOP/s = 720% of its peak, 0.2 GB/s"
 
 
 def test_a_choice_holds_for_later_processes(two_paths: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +71,7 @@ def test_tiles_that_linux_refuses_are_no_path(monkeypatch: pytest.MonkeyPatch) -
         """Compiled for AMX, in a container that may not use it."""
 
         def __init__(self) -> None:
-            self.pack_int8 = self.packed_bytes = self.avx512_int8 = self.amx_int8 = lambda *_: None
+            self.pack_int8 = self.packed_bytes = self.avx512_int8 = self.avx512_int8_peak = lambda *_: None
             self.amx_enable = lambda: -1
 
     loaded = build.Kernel(library=Refused(), reason="")  # pyrefly: ignore
