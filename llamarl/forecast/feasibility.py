@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from llamarl.config import ConfigError
-from llamarl.forecast.candidates import trainer_candidates
-from llamarl.forecast.generation import Generators, generation_memory, sum_parts
-from llamarl.forecast.hardware import BF16, FP8, Pool
+from llamarl.forecast.candidates import generator_candidates, sum_parts, trainer_candidates
+from llamarl.forecast.generation import generation_memory
+from llamarl.forecast.hardware import Pool
 from llamarl.forecast.plan import Plan
 from llamarl.forecast.request import ASYNCHRONOUS, Request
 from llamarl.forecast.solver import asynchronous_plan, synchronous_plan
@@ -43,7 +41,8 @@ def explain(request: Request) -> str:
     total = sum_parts(parts)
     best = int(total.argmin())
     split = ", ".join(f"{name} {values[best] / 1e9:.1f}" for name, values in parts.items())
-    generator = _least_generator(request, pool)
+    generators = generator_candidates(request, pool, ASYNCHRONOUS, 1)
+    generator = float(sum_parts(generation_memory(request, generators, resident_weights=False)).min())
     if total[best] > usable:
         short = f"the trainer needs at least {total[best] / 1e9:.1f} GB per GPU ({split})"
         over = total[best] - usable
@@ -56,16 +55,6 @@ def explain(request: Request) -> str:
         f"{request.model.name} fits in no layout on {pool.count} x {pool.gpu.name}: {short}, {over / 1e9:.1f} GB more "
         f"than the {usable / 1e9:.1f} GB usable; {_nearest(request)}"
     )
-
-
-def _least_generator(request: Request, pool: Pool) -> float:
-    """Bytes per GPU of the most finely split generator with one slot."""
-    tp = 1 << (min(pool.count, request.model.num_heads).bit_length() - 1)
-    smallest = FP8 if pool.gpu.fp8_flops else BF16
-    one = Generators(
-        tp_L=np.array([tp]), replicas_L=np.array([1]), slots_L=np.array([1]), weight_bytes_L=np.array([smallest])
-    )
-    return float(sum_parts(generation_memory(request, one, resident_weights=False))[0])
 
 
 def _nearest(request: Request) -> str:

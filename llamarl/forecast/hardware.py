@@ -38,10 +38,6 @@ class Gpu:
     price: ZeroOrMore
     """US dollars per GPU-hour, a round on-demand figure; override it with your own."""
 
-    def flops(self, scalar_bytes: int) -> float:
-        """Peak FLOPs per second with weights of `scalar_bytes`."""
-        return self.fp8_flops if scalar_bytes == FP8 else self.bf16_flops
-
     @property
     def scalar_bytes(self) -> tuple[int, ...]:
         """Weight sizes that the device multiplies natively."""

@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-SPLIT_STEPS = 200
-"""Golden-section steps of the one-dimensional search over m; each keeps 62 % of the interval."""
+SEARCH_STEPS = 150
+"""Steps of the one-dimensional search over m; each keeps two thirds of the interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,7 @@ def synchronous(
     """(T, m, b_t, b_g) of least (B0 / G0)(f_t(b_t, m) + f_g(b_g, m)) with c_t W0 + A b_t + K b_g <= m M0.
 
     For given m the memory x = m M0 - c_t W0 is split so that A b_t : K b_g = sqrt(a_t w_t A) : sqrt(a_g w_g K), with
-    w_k = 1 + g_k (m - 1) (Cauchy-Schwarz); the rest is convex in m and searched by golden section.
+    w_k = 1 + g_k (m - 1) (Cauchy-Schwarz); the rest is convex in m and searched by thirds.
 
     Raises:
         ValueError: the trainer's state fills all GPUs.
@@ -97,22 +97,14 @@ def synchronous(
         trained, generated = batches(group)
         return trainer.gpu_seconds(trained, group) + generator.gpu_seconds(generated, group)
 
-    group = _golden_section(cost, low, gpus)
+    group = _valley(cost, low, gpus)
     return samples / gpus * cost(group), group, *batches(group)
 
 
-def _golden_section(cost: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function of one valley is least on [low, high]."""
-    ratio = (math.sqrt(5) - 1) / 2
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
-    cost_left, cost_right = cost(left), cost(right)
-    for _ in range(SPLIT_STEPS):
-        if cost_left <= cost_right:
-            high, right, cost_right = right, left, cost_left
-            left = high - ratio * (high - low)
-            cost_left = cost(left)
-        else:
-            low, left, cost_left = left, right, cost_right
-            right = low + ratio * (high - low)
-            cost_right = cost(right)
-    return min((low, high, left, right), key=cost)
+def _valley(function: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function of one valley is least on [low, high]: each step drops a third of the interval."""
+    ends = low, high
+    for _ in range(SEARCH_STEPS):
+        left, right = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (low, right) if function(left) <= function(right) else (left, high)
+    return min((low, high, *ends), key=function)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec
+from llamarl.cluster.api import ExecutorHandle
 from llamarl.config import RunConfig
 from llamarl.forecast.costs import Costs
 from llamarl.forecast.simulator.draws import FAULTS, ResponseLengths, keyed
@@ -14,7 +14,7 @@ from llamarl.forecast.simulator.handles import SimulatedGenerator, SimulatedHand
 from llamarl.forecast.simulator.reward import SimulatedReward
 
 
-class SimulatedCluster(Cluster):
+class SimulatedCluster:
     """Spawns by name: `trainer`, `reward`, `generator-0`, ..."""
 
     def __init__(self, config: RunConfig, costs: Costs, faults: Faults, trainer_gpus: int) -> None:
@@ -30,12 +30,17 @@ class SimulatedCluster(Cluster):
         self.num_dropped = 0
         """Rollouts that were lost with their generator."""
 
-    async def spawn(self, spec: ExecutorSpec, timeout_s: float) -> ExecutorHandle:
-        handle = self._make(spec.name)
+    async def spawn(self, name: str) -> ExecutorHandle:
+        """Starts an executor."""
+        handle = self._make(name)
         if isinstance(handle, SimulatedGenerator):
             self.generators.append(handle)
             await asyncio.sleep(self._costs.generator_start_s)
         return handle
+
+    async def spawn_generator(self) -> ExecutorHandle:
+        """Under the next free number: both replacements and joins come through here."""
+        return await self.spawn(f"generator-{len(self.generators)}")
 
     def _make(self, name: str) -> SimulatedHandle:
         if name == "trainer":

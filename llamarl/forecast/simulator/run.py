@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from llamarl.cluster.api import ExecutorError, ExecutorHandle, ExecutorSpec
+from llamarl.cluster.api import ExecutorError
 from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.controller import Controller, Executors, Problems, TooManyInvalid
@@ -129,29 +129,19 @@ class _Run:
 
     async def _join(self) -> None:
         """One more generator than the run began with."""
-        await self._controller.add_generator(await self._spawn_generator())
+        await self._controller.add_generator(await self._cluster.spawn_generator())
         self._num_joins += 1
 
     async def _spawn(self) -> Executors:
-        trainer, reward, *generators = await asyncio.gather(
-            self._spawn_one("trainer"),
-            self._spawn_one("reward"),
-            *(self._spawn_one(f"generator-{number}") for number in range(self._split.replicas)),
-        )
+        generators = [f"generator-{number}" for number in range(self._split.replicas)]
+        names = ("trainer", "reward", *generators)
+        trainer, reward, *handles = await asyncio.gather(*map(self._cluster.spawn, names))
         return Executors(
             trainer=trainer,
             reward=reward,
-            generators=generators,
-            spawn_generator=lambda _: self._spawn_generator(),
+            generators=handles,
+            spawn_generator=lambda _: self._cluster.spawn_generator(),
         )
-
-    async def _spawn_generator(self) -> ExecutorHandle:
-        """Under the next free number: both replacements and joins come through here."""
-        return await self._spawn_one(f"generator-{len(self._cluster.generators)}")
-
-    async def _spawn_one(self, name: str) -> ExecutorHandle:
-        spec = ExecutorSpec(name=name, target="")
-        return await self._cluster.spawn(spec, self._config.cluster.start_timeout_s)
 
     def _shared_cores(self, spans: dict[str, list[Span]]) -> SharedCores:
         """How the executors on `cpu` get in each other's way."""
