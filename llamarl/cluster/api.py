@@ -7,21 +7,17 @@ Three things happen to a call: it returns a value, it raises in the executor (`R
 from __future__ import annotations
 
 import asyncio
-import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 from llamarl.config.errors import ConfigError
 from llamarl.observability.spans import Span
 
-MAX_PAYLOAD_BYTES = 1 << 20
+MAX_PAYLOAD_BYTES = 64 << 20
 """Cap on the pickled arguments, and on the pickled result, of one call: weights do not pass through calls."""
-
-Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +87,7 @@ class CallTimeout(ExecutorError):
 
 
 class PayloadTooLarge(ExecutorError):
-    """Arguments or a result above `MAX_PAYLOAD_BYTES`: split them with `chunks`, or use a channel."""
+    """Arguments or a result above `MAX_PAYLOAD_BYTES`."""
 
     def __init__(self, executor: str, what: str, size_bytes: int) -> None:
         super().__init__(executor, what, size_bytes)
@@ -102,29 +98,8 @@ class PayloadTooLarge(ExecutorError):
     def __str__(self) -> str:
         return (
             f"{self.executor}: {self.what} is {self.size_bytes:,} bytes when pickled, over the cap of "
-            f"{MAX_PAYLOAD_BYTES:,}; split it with llamarl.cluster.api.chunks"
+            f"{MAX_PAYLOAD_BYTES:,}; weights travel by a transport, and other records in several calls"
         )
-
-
-def chunks(items: Iterable[Record], max_bytes: int = MAX_PAYLOAD_BYTES * 3 // 4) -> Iterator[list[Record]]:
-    """Splits picklable records, in order, into lists of at most `max_bytes` when pickled.
-
-    The default leaves a quarter of the cap to the other arguments of the call.
-    Raises PayloadTooLarge for a single record above `max_bytes`.
-    """
-    chunk: list[Record] = []
-    chunk_bytes = 0
-    for index, item in enumerate(items):
-        size_bytes = len(pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL))
-        if size_bytes > max_bytes:
-            raise PayloadTooLarge("chunks", f"record {index}", size_bytes)
-        if chunk and chunk_bytes + size_bytes > max_bytes:
-            yield chunk
-            chunk, chunk_bytes = [], 0
-        chunk.append(item)
-        chunk_bytes += size_bytes
-    if chunk:
-        yield chunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, ExecutorSpec, HostStatus, MeshFailed
-from llamarl.cluster.host import PEEK, READY, STATUS
-from llamarl.cluster.payload import Reply, pack, value_of
+from llamarl.cluster.host import PART, PEEK, READY, REST, STATUS
+from llamarl.cluster.payload import Reply, pack, parts, value_of
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class BaseHandle(ExecutorHandle):
 
     async def call_each(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
         payload = pack((args, kwargs), self.name, f"the argument list of {method}")
-        replies = await self._ask(method, payload, timeout_s)
+        replies = await self._whole(await self._ask(method, payload, timeout_s), timeout_s)
         return [value_of(reply, self.name) for reply in replies]
 
     async def status(self, timeout_s: float) -> HostStatus:
@@ -85,7 +85,10 @@ class BaseHandle(ExecutorHandle):
         """The replies of all ranks, whatever they report. Raises MeshFailed, RemoteError (failed) or CallTimeout."""
         if self._ended.done():
             raise _again(self._ended.result())
-        replies = self._send(method, payload, timeout_s - min(_MARGIN_S, timeout_s / 10))
+        *first, last = parts(payload)
+        for part in first:  # without a wait in between, so that no other call comes between the parts
+            self._send(PART, part, timeout_s).add_done_callback(_retrieve)
+        replies = self._send(method, last, timeout_s - min(_MARGIN_S, timeout_s / 10))
         replies.add_done_callback(_retrieve)
         await asyncio.wait((replies, self._ended), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         answered = replies.done() and replies.exception() is None
@@ -97,6 +100,16 @@ class BaseHandle(ExecutorHandle):
             raise _again(self._ended.result())
         doing = "has not said yet what it does" if method == PEEK else await self._doing()
         raise CallTimeout(self.name, method.removeprefix("@"), timeout_s, doing)
+
+    async def _whole(self, replies: list[Reply], timeout_s: float) -> list[Reply]:
+        """The replies with what is left of long results."""
+        while rest_of := max(reply.rest_of for reply in replies):
+            more = await self._ask(REST, pickle.dumps(rest_of), timeout_s)
+            replies = [
+                reply._replace(value=reply.value + part.value, rest_of=part.rest_of)
+                for reply, part in zip(replies, more, strict=True)
+            ]
+        return replies
 
     async def _lost(self, error: BaseException | None) -> ExecutorError:
         """What it means that the transport raised `error`; only a transport that can fail needs its own answer."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from llamarl.cluster.api import ExecutorSpec, HostStatus
 from llamarl.cluster.executor import Executor
-from llamarl.cluster.payload import Reply, error_reply, pack
+from llamarl.cluster.payload import Reply, error_reply, pack, parts
 from llamarl.observability.spans import Span, SpanLog, now_s
 
 READY = "@ready"
@@ -27,6 +27,10 @@ STATUS = "@status"
 """Answered at once, with a HostStatus that takes the spans."""
 PEEK = "@peek"
 """As STATUS; leaves the spans."""
+PART = "@part"
+"""A part of the arguments of the next call; answered at once."""
+REST = "@rest"
+"""Answered with the next part of a long result, which the first part's `rest_of` names."""
 CLOSE = "@close"
 """Refuses further calls; answered once the running method has ended and `close()` has run."""
 
@@ -40,6 +44,8 @@ class _Call:
     """The pickled (args, kwargs)."""
     deadline_s: float
     """On the monotonic clock: nobody waits for the answer after this."""
+    number: int
+    """In the order of the calls, from 1; the same on all ranks."""
     reply: Future[Reply]
 
 
@@ -56,6 +62,11 @@ class ExecutorHost:
         """Answer to every call once the executor has failed or closes."""
         self._deferred: list[tuple[_Call, Future[Any]]] = []
         """Calls whose method answered with a future; used on the executor's thread only."""
+        self._arriving: list[bytes] = []
+        """The first parts of a call's arguments."""
+        self._num_calls = 0
+        self._leaving: dict[int, list[bytes]] = {}
+        """What is left of long results, by call."""
         self._closing = threading.Event()
         self._ready, self._failure, self._closed = _promise(), _promise(), _promise()
         self._span_log = SpanLog()
@@ -77,8 +88,16 @@ class ExecutorHost:
             self._closing.set()
             self._queue.put(None)
             return self._closed
-        call = _Call(method, payload, time.monotonic() + timeout_s, _promise())
         with self._lock:
+            if method == PART:
+                self._arriving.append(payload)
+                return _answered(Reply())
+            if method == REST:
+                return _answered(self._next_part(pickle.loads(payload)))
+            payload = b"".join((*self._arriving, payload))
+            self._arriving.clear()
+            self._num_calls += 1
+            call = _Call(method, payload, time.monotonic() + timeout_s, self._num_calls, _promise())
             if self._refusal is not None:
                 return _answered(self._refusal)
             self._open.add(call)
@@ -197,11 +216,22 @@ class ExecutorHost:
         ]
 
     def _answer(self, call: _Call, reply: Reply) -> None:
+        first, *others = parts(reply.value)
         with self._lock:
             if call not in self._open:
                 return
             self._open.remove(call)
+            if others:
+                self._leaving[call.number] = others
+                reply = reply._replace(value=first, rest_of=call.number)
         call.reply.set_result(reply)
+
+    def _next_part(self, number: int) -> Reply:
+        """Of a long result; with the lock held. Nothing where this rank's result is shorter than another's."""
+        left = self._leaving.pop(number, [])
+        if len(left) > 1:
+            self._leaving[number] = left[1:]
+        return Reply(value=left[0] if left else b"", rest_of=number if len(left) > 1 else 0)
 
     def _fail(self, reply: Reply) -> None:
         self._begin("failed")

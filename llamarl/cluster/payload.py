@@ -1,4 +1,7 @@
-"""Arguments and results as bytes: what crosses between controller and executor, on every backend."""
+"""Arguments and results as bytes: what crosses between controller and executor, on every backend.
+
+The only place that knows how large one message may be: longer arguments and results travel as several.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,17 @@ from typing import Any, NamedTuple
 
 from llamarl.cluster.api import MAX_PAYLOAD_BYTES, ExecutorError, PayloadTooLarge, RemoteError
 
+MAX_MESSAGE_BYTES = 1 << 20
+"""Of one message of a backend; short messages pass between the parts of a long one."""
+
 
 class Reply(NamedTuple):
     """Answer of one rank to one call."""
 
     value: bytes = b""
-    """The pickled result; empty after an error."""
+    """The pickled result, or its first part; empty after an error."""
+    rest_of: int = 0
+    """The call whose result goes on after this part; 0: this is all of it."""
     method: str = ""
     """What raised: the method called, or `work` when the executor has failed."""
     remote_traceback: str = ""
@@ -30,6 +38,12 @@ def pack(value: Any, executor: str, what: str) -> bytes:
     if len(data) > MAX_PAYLOAD_BYTES:
         raise PayloadTooLarge(executor, what, len(data))
     return data
+
+
+def parts(data: bytes) -> list[bytes]:
+    """`data` in pieces that fit into a message each; at least one, which may be empty."""
+    starts = range(0, len(data), MAX_MESSAGE_BYTES) or (0,)
+    return [data[start : start + MAX_MESSAGE_BYTES] for start in starts]
 
 
 def error_reply(error: BaseException, method: str, caught: bool = True) -> Reply:

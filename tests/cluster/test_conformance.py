@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from llamarl.cluster.api import (
     MeshFailed,
     PayloadTooLarge,
     RemoteError,
-    chunks,
     open_cluster,
 )
+from llamarl.cluster.payload import MAX_MESSAGE_BYTES
 from llamarl.config import ConfigError
 from tests.cluster.harness import CALL_S, SPAWN_S, Kind, echo, run
 
@@ -141,19 +142,37 @@ def test_an_exception_in_work_fails_the_executor(kind: Kind, tmp_path: Path) -> 
     run(main, kind)
 
 
+def test_long_arguments_and_results_travel_in_parts(kind: Kind) -> None:
+    async def main(cluster: Cluster) -> None:
+        handle = await cluster.spawn(echo(), SPAWN_S)
+        long = os.urandom(3 * MAX_MESSAGE_BYTES + 5)
+        values = [long[: 7 * MAX_MESSAGE_BYTES // 2], b"short", long[5:], long[:MAX_MESSAGE_BYTES], b""]
+        replies = [handle.call("echo", value, timeout_s=CALL_S) for value in values]
+        assert await asyncio.gather(*replies) == values, "parts of one call are not taken for another's"
+        await asyncio.gather(*(handle.call("remember", value, timeout_s=CALL_S) for value in values))
+        assert await handle.call("remembered", timeout_s=CALL_S) == values, "calls stay in order"
+
+    run(main, kind)
+
+
+def test_ranks_may_answer_at_different_length() -> None:
+    async def main(cluster: Cluster) -> None:
+        two = ExecutorSpec(name="two", target="executors:Echo", num_ranks=2, code_paths=echo().code_paths)
+        handle = await cluster.spawn(two, SPAWN_S)
+        lengths = [len(value) for value in await handle.call_each("zeros_of_rank", MAX_MESSAGE_BYTES, timeout_s=CALL_S)]
+        assert lengths == [0, 3 * MAX_MESSAGE_BYTES]
+
+    run(main, "monarch")
+
+
 def test_payload_cap(kind: Kind) -> None:
     async def main(cluster: Cluster) -> None:
         handle = await cluster.spawn(echo(), SPAWN_S)
-        assert len(await handle.call("zeros", MAX_PAYLOAD_BYTES - 1000, timeout_s=CALL_S)) == MAX_PAYLOAD_BYTES - 1000
-        with pytest.raises(PayloadTooLarge, match=r"echo: the result of zeros is 1,048,\d\d\d bytes"):
+        with pytest.raises(PayloadTooLarge, match=r"echo: the result of zeros is 67,108,\d\d\d bytes"):
             await handle.call("zeros", MAX_PAYLOAD_BYTES, timeout_s=CALL_S)
         with pytest.raises(PayloadTooLarge, match="the argument list of echo"):
             await handle.call("echo", bytes(MAX_PAYLOAD_BYTES), timeout_s=CALL_S)
-        records = [bytes(index * 1000) for index in range(100)]
-        received: list[bytes] = []
-        for chunk in chunks(records):
-            received += await handle.call("echo", chunk, timeout_s=CALL_S)
-        assert received == records
+        assert await handle.call("echo", 1, timeout_s=CALL_S) == 1
 
     run(main, kind)
 
@@ -203,13 +222,3 @@ def test_unknown_cluster_and_inline_ranks_are_config_errors() -> None:
             await cluster.spawn(ExecutorSpec(name="two", target="executors:Echo", num_ranks=2), SPAWN_S)
 
     run(main, "inline")
-
-
-def test_chunks_keep_order_and_stay_below_the_cap() -> None:
-    records = [bytes(size) for size in (10, 400, 400, 400, 10, 900)]
-    split = list(chunks(records, max_bytes=1000))
-    assert [record for chunk in split for record in chunk] == records
-    assert all(sum(map(len, chunk)) <= 1000 for chunk in split)
-    assert list(chunks([], max_bytes=1000)) == []
-    with pytest.raises(PayloadTooLarge, match="record 1"):
-        list(chunks([b"", bytes(2000)], max_bytes=1000))
