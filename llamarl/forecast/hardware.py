@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -29,14 +29,14 @@ class Gpu:
     """Peak FLOPs per second."""
     fp8_flops: ZeroOrMore
     """Peak FLOPs per second; 0 when the device has no 8-bit floating point."""
-    node_gpus: Count
-    """GPUs that `node_bandwidth` joins."""
     node_bandwidth: Positive
     """Bytes per second between GPUs of a node: NVLink, or PCIe where there is none."""
     network_bandwidth: Positive
     """Bytes per second per GPU between nodes: InfiniBand or RoCE."""
     price: ZeroOrMore
     """US dollars per GPU-hour, a round on-demand figure; override it with your own."""
+    node_gpus: Count = 8
+    """GPUs that `node_bandwidth` joins."""
 
     @property
     def scalar_bytes(self) -> tuple[int, ...]:
@@ -44,41 +44,25 @@ class Gpu:
         return (BF16, FP8) if self.fp8_flops else (BF16,)
 
 
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        # NVIDIA H100 SXM5 data sheet; NVLink 4: 900 GB/s both ways; ConnectX-7: 400 Gb/s per GPU.
-        Gpu(
-            name="h100-80g", memory_bytes=80e9, memory_bandwidth=3.35e12, bf16_flops=989e12, fp8_flops=1979e12,
-            node_gpus=8, node_bandwidth=450e9, network_bandwidth=50e9, price=3.0,
-        ),
-        # NVIDIA H200 SXM data sheet.
-        Gpu(
-            name="h200-141g", memory_bytes=141e9, memory_bandwidth=4.8e12, bf16_flops=989e12, fp8_flops=1979e12,
-            node_gpus=8, node_bandwidth=450e9, network_bandwidth=50e9, price=3.8,
-        ),
-        # NVIDIA A100 SXM4 80GB data sheet; NVLink 3: 600 GB/s both ways; ConnectX-6: 200 Gb/s per GPU.
-        Gpu(
-            name="a100-80g", memory_bytes=80e9, memory_bandwidth=2.039e12, bf16_flops=312e12, fp8_flops=0.0,
-            node_gpus=8, node_bandwidth=300e9, network_bandwidth=25e9, price=1.8,
-        ),
-        # NVIDIA L40S data sheet; PCIe 4.0 x16: 64 GB/s both ways; two 200 Gb/s adapters per eight GPUs.
-        Gpu(
-            name="l40s-48g", memory_bytes=48e9, memory_bandwidth=0.864e12, bf16_flops=362e12, fp8_flops=733e12,
-            node_gpus=8, node_bandwidth=32e9, network_bandwidth=6.25e9, price=1.0,
-        ),
-        # NVIDIA DGX B200 data sheet (per GPU); NVLink 5: 1.8 TB/s both ways; ConnectX-7: 400 Gb/s per GPU.
-        Gpu(
-            name="b200", memory_bytes=180e9, memory_bandwidth=8.0e12, bf16_flops=2250e12, fp8_flops=4500e12,
-            node_gpus=8, node_bandwidth=900e9, network_bandwidth=50e9, price=5.5,
-        ),
-        # One core of a server CPU with AVX2 and its share of the memory: orders of magnitude, for a profile to replace.
-        Gpu(
-            name="cpu-core", memory_bytes=4e9, memory_bandwidth=10e9, bf16_flops=50e9, fp8_flops=0.0,
-            node_gpus=8, node_bandwidth=5e9, network_bandwidth=5e9, price=0.05,
-        ),
-    )
-}  # fmt: skip
+_COLUMNS = (
+    *("name", "memory_bytes", "memory_bandwidth", "bf16_flops", "fp8_flops"),
+    *("node_bandwidth", "network_bandwidth", "price"),
+)
+_TABLE: tuple[tuple[Any, ...], ...] = (
+    # NVIDIA H100 SXM5 data sheet; NVLink 4: 900 GB/s both ways; ConnectX-7: 400 Gb/s per GPU.
+    ("h100-80g", 80e9, 3.35e12, 989e12, 1979e12, 450e9, 50e9, 3.0),
+    # NVIDIA H200 SXM data sheet.
+    ("h200-141g", 141e9, 4.8e12, 989e12, 1979e12, 450e9, 50e9, 3.8),
+    # NVIDIA A100 SXM4 80GB data sheet; NVLink 3: 600 GB/s both ways; ConnectX-6: 200 Gb/s per GPU.
+    ("a100-80g", 80e9, 2.039e12, 312e12, 0.0, 300e9, 25e9, 1.8),
+    # NVIDIA L40S data sheet; PCIe 4.0 x16: 64 GB/s both ways; two 200 Gb/s adapters per eight GPUs.
+    ("l40s-48g", 48e9, 0.864e12, 362e12, 733e12, 32e9, 6.25e9, 1.0),
+    # NVIDIA DGX B200 data sheet (per GPU); NVLink 5: 1.8 TB/s both ways; ConnectX-7: 400 Gb/s per GPU.
+    ("b200", 180e9, 8.0e12, 2250e12, 4500e12, 900e9, 50e9, 5.5),
+    # One core of a server CPU with AVX2 and its share of the memory: orders of magnitude, for a profile to replace.
+    ("cpu-core", 4e9, 10e9, 50e9, 0.0, 5e9, 5e9, 0.05),
+)
+GPUS = {row[0]: Gpu(**dict(zip(_COLUMNS, row, strict=True))) for row in _TABLE}
 """Known devices."""
 CPU = "cpu-core"
 """The one of them that is no GPU."""

@@ -99,36 +99,21 @@ class Decoder(DecoderSizes):
         )
 
 
-MODELS = {
-    model.name: model
-    for model in (
-        # Llama 3.1 (arXiv 2407.21783, table 3)
-        Decoder(
-            name="llama3-8b", hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
-            intermediate_size=14_336, vocab_size=128_256, max_position_embeddings=131_072,
-        ),
-        Decoder(
-            name="llama3-70b", hidden_size=8192, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128,
-            intermediate_size=28_672, vocab_size=128_256, max_position_embeddings=131_072,
-        ),
-        Decoder(
-            name="llama3-405b", hidden_size=16_384, num_layers=126, num_heads=128, num_kv_heads=8, head_dim=128,
-            intermediate_size=53_248, vocab_size=128_256, max_position_embeddings=131_072,
-        ),
-        # huggingface.co/mistralai/Mixtral-8x7B-v0.1, config.json
-        Decoder(
-            name="mixtral-8x7b", hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
-            intermediate_size=14_336, vocab_size=32_000, max_position_embeddings=32_768,
-            num_experts=8, experts_per_token=2,
-        ),
-        # huggingface.co/Qwen/Qwen3-235B-A22B, config.json
-        Decoder(
-            name="qwen3-235b-a22b", hidden_size=4096, num_layers=94, num_heads=64, num_kv_heads=4, head_dim=128,
-            intermediate_size=1536, vocab_size=151_936, max_position_embeddings=40_960,
-            num_experts=128, experts_per_token=8,
-        ),
-    )
-}  # fmt: skip
+_COLUMNS = (
+    *("name", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"),
+    *("vocab_size", "max_position_embeddings", "num_experts", "experts_per_token"),
+)
+_TABLE: tuple[tuple[Any, ...], ...] = (
+    # Llama 3.1 (arXiv 2407.21783, table 3)
+    ("llama3-8b", 4096, 32, 32, 8, 128, 14_336, 128_256, 131_072, 1, 1),
+    ("llama3-70b", 8192, 80, 64, 8, 128, 28_672, 128_256, 131_072, 1, 1),
+    ("llama3-405b", 16_384, 126, 128, 8, 128, 53_248, 128_256, 131_072, 1, 1),
+    # huggingface.co/mistralai/Mixtral-8x7B-v0.1, config.json
+    ("mixtral-8x7b", 4096, 32, 32, 8, 128, 14_336, 32_000, 32_768, 8, 2),
+    # huggingface.co/Qwen/Qwen3-235B-A22B, config.json
+    ("qwen3-235b-a22b", 4096, 94, 64, 4, 128, 1536, 151_936, 40_960, 128, 8),
+)
+MODELS = {row[0]: Decoder(**dict(zip(_COLUMNS, row, strict=True))) for row in _TABLE}
 """Built-in shapes."""
 
 
