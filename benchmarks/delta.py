@@ -29,13 +29,13 @@ from _record import write_result
 from torch import Tensor
 
 from llamarl.config import RunConfig, build, load_config
-from llamarl.controller.prepare import prepare
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.generation.engine import Engine
 from llamarl.generation.model import GeneratorModel, Precision
 from llamarl.models.hf import load_model
 from llamarl.models.quantize import QUANTIZED_DTYPES, dequantize_rows, quantize_rows
 from llamarl.rewards._build import build_reward
+from llamarl.run.prepare import prepare
 from llamarl.training.trainer import Trainer
 from llamarl.types import GenerationRequest, Prompt, RewardItem, Rollout, RolloutGroup, SamplingParams
 from llamarl.weight_sync.delta import DENSE, to_message

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 import llamarl
-from llamarl.cluster.api import ExecutorSpec, open_cluster
+from llamarl.cluster.api import ExecutorSpec
+from llamarl.cluster.open import open_cluster
 from llamarl.config import RunConfig
 from llamarl.executors.replies import Collected, Scored
 from llamarl.forecast.costs import Costs
@@ -87,9 +88,11 @@ def transport_s_per_group(response_tokens: int, group_size: int, repeats: int = 
         Rollout(
             group_id=0,
             index=index,
-            token_ids_T=np.zeros(response_tokens, np.int32),
-            behavior_logprobs_T=np.zeros(response_tokens, np.float32),
-            policy_versions_T=np.zeros(response_tokens, np.int32),
+            columns={
+                "token_ids": np.zeros(response_tokens, np.int32),
+                "behavior_logprobs": np.zeros(response_tokens, np.float32),
+                "policy_versions": np.zeros(response_tokens, np.int32),
+            },
             finish_reason=FinishReason.STOP,
         )
         for index in range(group_size)
@@ -101,10 +104,7 @@ def transport_s_per_group(response_tokens: int, group_size: int, repeats: int = 
     request = GenerationRequest(
         group_id=0, prompt_token_ids_T=prompt_T, group_size=group_size, sampling=SamplingParams()
     )
-    replies = [
-        pickle.dumps(Collected(rollouts=[rollout], num_running=1, num_waiting=1, generated_tokens=1), protocol=5)
-        for rollout in rollouts
-    ]
+    replies = [pickle.dumps(Collected(rollouts=[rollout]), protocol=5) for rollout in rollouts]
     answer = pickle.dumps(scored, protocol=5)
     start_s = time.process_time()
     for _ in range(repeats):

@@ -83,13 +83,17 @@ def group(group_id: int, prompt_T: np.ndarray, lengths: list[int], vocab_size: i
     rng = np.random.default_rng(group_id)
     rollouts = tuple(
         Rollout(
-            group_id=group_id, index=index, finish_reason=FinishReason.STOP,
-            token_ids_T=rng.integers(0, vocab_size, length).astype(np.int32),
-            behavior_logprobs_T=np.full(length, -np.log(vocab_size), np.float32),
-            policy_versions_T=np.zeros(length, np.int32),
+            group_id=group_id,
+            index=index,
+            finish_reason=FinishReason.STOP,
+            columns={
+                "token_ids": rng.integers(0, vocab_size, length).astype(np.int32),
+                "behavior_logprobs": np.full(length, -np.log(vocab_size), np.float32),
+                "policy_versions": np.zeros(length, np.int32),
+            },
         )
         for index, length in enumerate(lengths)
-    )  # fmt: skip
+    )
     return RolloutGroup(
         group_id=group_id, prompt=Prompt(prompt_id="", text="", token_ids_T=prompt_T, answer=""), rollouts=rollouts,
         results=tuple(RewardResult(outcome=Outcome.SCORE, value=float(n % 2)) for n in range(len(lengths))),
@@ -125,18 +129,18 @@ def trainer_of(model: Transformer, device: torch.device = CPU, **config: Any) ->
 def padded_step(trainer: Trainer, samples: list[SampleGroup]) -> None:
     """The same step with a row per rollout, as long as the longest of its microbatch."""
     model, loss, pairs = trainer.model, trainer.loss, [(g.prompt_token_ids_T, s) for g in samples for s in g.samples]
-    lengths = [len(prompt) + len(sample.response_token_ids_T) for prompt, sample in pairs]
+    lengths = [len(prompt) + len(sample.token_ids_T) for prompt, sample in pairs]
     rows = max(1, trainer.config.microbatch_tokens // max(lengths))
-    num_loss_tokens = sum(len(sample.response_token_ids_T) for _, sample in pairs)
+    num_loss_tokens = sum(len(sample.token_ids_T) for _, sample in pairs)
     for start in range(0, len(pairs), rows):
         part, width = pairs[start : start + rows], max(lengths[start : start + rows])
         ids_B_T = torch.zeros(len(part), width, dtype=torch.long)
         predictors, sequence = list[Tensor](), list[Tensor]()
         for row, (prompt, sample) in enumerate(part):
-            tokens = np.concatenate((prompt, sample.response_token_ids_T))
+            tokens = np.concatenate((prompt, sample.token_ids_T))
             ids_B_T[row, : len(tokens)] = torch.from_numpy(tokens)
             predictors.append(torch.arange(len(prompt) - 1, len(tokens) - 1) + row * width)
-            sequence.append(torch.full((len(sample.response_token_ids_T),), row))
+            sequence.append(torch.full((len(sample.token_ids_T),), row))
 
         def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor, num_rows: int = len(part)) -> Tensor:
             q, k, v = (x.unflatten(0, (num_rows, -1)).transpose(1, 2) for x in (q, k, v))

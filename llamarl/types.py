@@ -9,9 +9,10 @@ Life of a record::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -19,8 +20,124 @@ _NOTHING = np.empty(0, np.float32)
 """Shared, so that a message carries it once."""
 
 
-def _nothing() -> np.ndarray:
-    return _NOTHING
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """One number for each token of a response, from where it is made to where it is used.
+
+    A row in `COLUMNS` is all that a new one needs: it is parked, resumed, packed, recorded and handed to the loss by
+    what the row says.
+    """
+
+    name: str
+    dtype: Any
+    filled_by: str
+    """`generator`, as tokens are sampled; an executor that scores whole rollouts (`reference`, `critic`); or `trainer`,
+    when it makes a batch."""
+    default: float | bool | None = None
+    """Of tokens that are sampled after the column was begun, and of rollouts without the column. None: there must be a
+    number for each token."""
+    is_recorded: bool = False
+    """Written to `rollouts.jsonl`."""
+
+
+COLUMNS: dict[str, Column] = {
+    column.name: column
+    for column in (
+        # Generated tokens, the stop token included.
+        Column(name="token_ids", dtype=np.int32, filled_by="generator", is_recorded=True),
+        # Natural-log probability under the distribution that the token was sampled from.
+        Column(name="behavior_logprobs", dtype=np.float32, filled_by="generator", is_recorded=True),
+        # Policy version that sampled the token; falls only where an older generator resumed the rollout.
+        Column(name="policy_versions", dtype=np.int32, filled_by="generator", is_recorded=True),
+        # Natural-log probability under the frozen reference.
+        Column(name="reference_logprobs", dtype=np.float32, filled_by="reference"),
+        # What the critic expected of the token and those after it, before it was known.
+        Column(name="values", dtype=np.float32, filled_by="critic"),
+        # 0 where nothing is to be learnt.
+        Column(name="advantages", dtype=np.float32, filled_by="trainer"),
+        # False for tokens that nobody learns from.
+        Column(name="loss_mask", dtype=np.bool_, filled_by="trainer", default=True),
+    )
+}
+"""Every per-token column, by name."""
+
+
+def add_column(column: Column) -> None:
+    """For columns of modules outside this package, where they are imported. Raises ValueError: the name is taken."""
+    if COLUMNS.setdefault(column.name, column) != column:
+        raise ValueError(f"a column {column.name!r} exists, with another meaning; choose another name")
+
+
+Columns = dict[str, np.ndarray]
+"""Arrays of one length T, by the name of their column."""
+
+
+def continued(before: Columns, sampled: Columns) -> Columns:
+    """The columns of a response of which `sampled` came after `before`; what one of them lacks gets its default."""
+    lengths = len(before["token_ids"]), len(sampled["token_ids"])
+    if not lengths[0]:
+        return sampled
+    return {
+        name: np.concatenate(
+            [_filled(part, name, length) for part, length in zip((before, sampled), lengths, strict=True)]
+        )
+        for name in before | sampled
+    }
+
+
+def packed_columns(responses: Sequence[Columns]) -> Columns:
+    """The columns of several responses, end to end; what one of them lacks gets its default."""
+    names = dict.fromkeys(name for columns in responses for name in columns)
+    return {
+        name: np.concatenate([_filled(columns, name, len(columns["token_ids"])) for columns in responses])
+        for name in names
+    }
+
+
+def _filled(columns: Columns, name: str, length: int) -> np.ndarray:
+    if name in columns:
+        return columns[name]
+    column = COLUMNS[name]
+    assert column.default is not None, f"{name} is missing, and has no default"
+    return np.full(length, column.default, column.dtype)
+
+
+class _PerToken(Protocol):
+    """Views of the columns that this package knows, [T] each; empty where there is none."""
+
+    __slots__ = ()
+
+    @property
+    def columns(self) -> Columns: ...
+
+    @property
+    def token_ids_T(self) -> np.ndarray:
+        """int32."""
+        return self.columns["token_ids"]
+
+    @property
+    def behavior_logprobs_T(self) -> np.ndarray:
+        """float32."""
+        return self.columns.get("behavior_logprobs", _NOTHING)
+
+    @property
+    def policy_versions_T(self) -> np.ndarray:
+        """int32."""
+        return self.columns["policy_versions"]
+
+    @property
+    def reference_logprobs_T(self) -> np.ndarray:
+        """float32."""
+        return self.columns.get("reference_logprobs", _NOTHING)
+
+    @property
+    def values_T(self) -> np.ndarray:
+        """float32."""
+        return self.columns.get("values", _NOTHING)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.columns["token_ids"])
 
 
 class FinishReason(StrEnum):
@@ -36,6 +153,11 @@ class FinishReason(StrEnum):
     """`segment_tokens` were sampled; any generator can go on from its tokens."""
     FAILED = "failed"
     """The engine could not generate it; `Rollout.error` says why."""
+
+    @property
+    def is_final(self) -> bool:
+        """No generator goes on with it."""
+        return self not in (FinishReason.PARKED, FinishReason.ABORTED)
 
 
 class Outcome(StrEnum):
@@ -102,34 +224,45 @@ class GenerationRequest:
     """A rollout is parked after so many new tokens; 0: never."""
     partials: tuple[Rollout, ...] = ()
     """Parked or aborted rollouts of this group to go on with; when there are some, only their indices are generated."""
+    purpose: Literal["train", "eval", "greedy"] = "train"
+    """What its rollouts are for: to learn from, to measure the policy, or as the baseline of the group."""
+
+    def starts(self) -> Sequence[Rollout]:
+        """What each rollout that is asked for begins with."""
+        return self.partials or [Rollout.empty(self.group_id, index) for index in range(self.group_size)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rollout:
+class Rollout(_PerToken):
     """One generated attempt at a prompt."""
 
     group_id: int
     """The request that it answers."""
     index: int
     """Position in its group, 0 to group_size - 1."""
-    token_ids_T: np.ndarray
-    """Generated tokens, the stop token included, int32 [T]."""
-    behavior_logprobs_T: np.ndarray
-    """Natural-log probability of each token under the distribution it was sampled from, float32 [T]."""
-    policy_versions_T: np.ndarray
-    """Policy version that sampled each token, int32 [T]; falls only where an older generator resumed it."""
+    columns: Columns
+    """Of its tokens; those that the generator fills are always there."""
     finish_reason: FinishReason
     error: str = ""
     """Set when `finish_reason` is FAILED."""
-    reference_logprobs_T: np.ndarray = field(default_factory=_nothing)
-    """Natural-log probability of each token under the frozen reference, float32 [T]; empty without one."""
-    values_T: np.ndarray = field(default_factory=_nothing)
-    """What the critic expected of each token and those after it, before it was known, float32 [T]; empty without
-    one."""
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids_T)
+    @classmethod
+    def empty(cls, group_id: int, index: int, reason: FinishReason = FinishReason.PARKED, error: str = "") -> Rollout:
+        """One without a token: not begun yet, or failed."""
+        nothing = {c.name: np.empty(0, c.dtype) for c in COLUMNS.values() if c.filled_by == "generator"}
+        return cls(group_id=group_id, index=index, columns=nothing, finish_reason=reason, error=error)
+
+    def with_only(self, *names: str) -> Rollout:
+        """With these columns alone: what is not read need not travel."""
+        columns = {name: self.columns[name] for name in names}
+        # `replace` takes five times as long, and this runs once per rollout.
+        return Rollout(
+            group_id=self.group_id,
+            index=self.index,
+            columns=columns,
+            finish_reason=self.finish_reason,
+            error=self.error,
+        )
 
     @property
     def oldest_version(self) -> int:
@@ -189,23 +322,21 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainSample:
+class TrainSample(_PerToken):
     """One trainable token sequence: a prompt shared by its group and one response."""
 
-    response_token_ids_T: np.ndarray
-    """int32 [T]."""
-    behavior_logprobs_T: np.ndarray
-    """float32 [T]."""
-    policy_versions_T: np.ndarray
-    """int32 [T]."""
-    advantages_T: np.ndarray
-    """float32 [T]; 0 where nothing is to be learnt."""
-    loss_mask_T: np.ndarray
-    """bool [T]; False for tokens of invalid or failed rollouts."""
-    reference_logprobs_T: np.ndarray = field(default_factory=_nothing)
-    """float32 [T]; empty without a reference."""
-    values_T: np.ndarray = field(default_factory=_nothing)
-    """float32 [T]; empty without a critic."""
+    columns: Columns
+    """With `advantages` and `loss_mask`."""
+
+    @property
+    def advantages_T(self) -> np.ndarray:
+        """float32."""
+        return self.columns["advantages"]
+
+    @property
+    def loss_mask_T(self) -> np.ndarray:
+        """bool."""
+        return self.columns["loss_mask"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

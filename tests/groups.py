@@ -27,12 +27,14 @@ def make_group() -> MakeGroup:
             Rollout(
                 group_id=group_id,
                 index=index,
-                token_ids_T=np.array(tokens, np.int32),
+                columns={
+                    "token_ids": np.array(tokens, np.int32),
+                    "behavior_logprobs": np.array(
+                        [-(group_id + index / 64 + t / 4096) for t in range(len(tokens))], np.float32
+                    ),
+                    "policy_versions": np.array([group_id + t // 2 for t in range(len(tokens))], np.int32),
+                },
                 # A name for every token: group, rollout and position.
-                behavior_logprobs_T=np.array(
-                    [-(group_id + index / 64 + t / 4096) for t in range(len(tokens))], np.float32
-                ),
-                policy_versions_T=np.array([group_id + t // 2 for t in range(len(tokens))], np.int32),
                 finish_reason=reason,
             )
             for index, (tokens, reason) in enumerate(zip(responses, finish, strict=True))

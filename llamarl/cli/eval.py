@@ -19,6 +19,7 @@ from llamarl.config.schema import (
     DataConfig,
     EvalConfig,
     GeneratorConfig,
+    ModelConfig,
     RewardConfig,
     RolloutConfig,
 )
@@ -52,26 +53,26 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     options = _parser().parse_args(arguments)
     from llamarl.cluster.api import ExecutorError
-    from llamarl.controller.eval_run import EvalSettings, evaluate_checkpoint
     from llamarl.controller.supervision import Stalled
     from llamarl.observability.screen import eval_facts
+    from llamarl.run.evaluate import evaluate_checkpoint
 
     run = load_config(options.config) if options.config else None
     temperature = options.temperature if options.temperature is not None else float(options.samples > 1)
-    settings = EvalSettings(
-        model_path=options.model,
+    config = RunConfig(
+        model=ModelConfig(path=options.model),
         data=_data(options, run),
+        rollout=checked(RolloutConfig, max_new_tokens=_max_new_tokens(options, run)),
         eval=checked(EvalConfig, max_prompts=options.max_prompts, samples=options.samples, temperature=temperature),
         reward=_reward(options, run),
         generator=checked(GeneratorConfig, threads=options.threads),
         cluster=ClusterConfig(kind="inline"),
-        max_new_tokens=checked(RolloutConfig, max_new_tokens=_max_new_tokens(options, run)).max_new_tokens,
         seed=options.seed,
     )
     with Progress(TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task("", total=None)
         try:
-            result = evaluate_checkpoint(settings, lambda done, total: bar.update(task, completed=done, total=total))
+            result = evaluate_checkpoint(config, lambda done, total: bar.update(task, completed=done, total=total))
         except (ExecutorError, Stalled) as error:
             print(f"llamarl eval: {type(error).__name__}: {error}", file=sys.stderr)
             return FAILURE

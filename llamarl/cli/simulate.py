@@ -43,7 +43,6 @@ def main(arguments: Sequence[str]) -> int:
     options, overrides = _parser().parse_known_args(arguments)
     config = load_config(options.config, overrides)
 
-    from llamarl.controller.run_folder import prepare_run_folder
     from llamarl.forecast.costs import Costs
     from llamarl.forecast.pictures import TRACE_GENERATORS, chosen, write_html, write_png
     from llamarl.forecast.report import render_simulation, summary
@@ -52,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     from llamarl.forecast.simulator.split import choose_split
     from llamarl.observability.accounting import write_trace
     from llamarl.observability.files import write_atomically
+    from llamarl.run.folder import prepare_run_folder
 
     if options.gpu and not options.model:
         raise ConfigError("--gpu chooses the kind of GPU for the planner; give --model NAME, or --gpus N for a number")

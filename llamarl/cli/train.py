@@ -29,14 +29,15 @@ def main(arguments: Sequence[str]) -> int:
     config = load_config(options.config, overrides)
 
     from llamarl.cluster.api import ExecutorError, MeshFailed
-    from llamarl.controller.controller import NotSaved, TooManyInvalid
-    from llamarl.controller.prepare import check_layout, check_parts, prepare
-    from llamarl.controller.run import run
-    from llamarl.controller.run_folder import check_run_folder, prepare_run_folder
+    from llamarl.controller.admission import TooManyInvalid
+    from llamarl.controller.saving import NotSaved
     from llamarl.controller.supervision import Interrupted, Stalled
     from llamarl.controller.sync import WeightsWrong
-    from llamarl.controller.warm_start import ensure_base_model
     from llamarl.observability.report import render_summary
+    from llamarl.run.folder import check_run_folder, prepare_run_folder
+    from llamarl.run.prepare import check_layout, check_parts, prepare
+    from llamarl.run.train import run
+    from llamarl.run.warm_start import ensure_base_model
     from llamarl.training.result import NonFiniteStep
 
     check_parts(config)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from llamarl.config.errors import ConfigError
 from llamarl.observability.spans import Span
 
 MAX_PAYLOAD_BYTES = 64 << 20
@@ -179,20 +177,3 @@ class Cluster(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.shutdown(timeout_s=15.0)
-
-
-def open_cluster(kind: Literal["monarch", "inline"], log_folder: Path | None = None) -> Cluster:
-    """The cluster named by the setting `cluster.kind`.
-
-    With `log_folder`, the standard output and error of each worker go to `<log_folder>/<executor>.log`
-    (`<executor>.<rank>.log` above one rank). Raises ConfigError.
-    """
-    if kind == "inline":
-        from llamarl.cluster.inline import InlineCluster
-
-        return InlineCluster()
-    if kind == "monarch":
-        from llamarl.cluster.monarch import MonarchCluster
-
-        return MonarchCluster(log_folder)
-    raise ConfigError(f"cluster.kind = {kind!r} is unknown; use 'monarch' or 'inline'")

@@ -11,11 +11,6 @@ from llamarl.config.roles import CriticConfig, ReferenceConfig, RewardModelConfi
 from llamarl.config.section import Section
 from llamarl.config.trainer import TrainerConfig
 
-MAX_SEGMENT_TOKENS = 60_000
-"""Tokens, with log-probabilities and versions, that fit into one message from a generator."""
-MAX_SEQUENCE_TOKENS = 190_000
-"""Token ids that fit into one message to a generator or to the reward."""
-
 
 class ModelConfig(Section):
     path: str
@@ -50,9 +45,9 @@ class RolloutConfig(Section):
     """Groups generated per group that is trained on, at most: one whose rewards are all equal teaches nothing and is
     replaced by another prompt (dynamic sampling, DAPO). A step that has tried this many takes what is there; 1: no
     replacements."""
-    max_new_tokens: int = Field(default=256, ge=1, le=MAX_SEQUENCE_TOKENS)
-    """Longest response, in tokens, over all its segments; above 60000 it needs `segment_tokens`."""
-    segment_tokens: int = Field(default=0, ge=0, le=MAX_SEGMENT_TOKENS)
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Longest response, in tokens, over all its segments."""
+    segment_tokens: int = Field(default=0, ge=0)
     """A response is parked after so many new tokens and goes on wherever most is free; 0: never. Short segments balance
     the generators and lose less with one that dies; each costs a prefill of what came before."""
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
@@ -272,22 +267,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"trainer.decay = {trainer.decay!r} with trainer.decay_steps = {trainer.decay_steps} ends before it "
                 f"begins, after trainer.warmup_steps = {trainer.warmup_steps}; set decay_steps, as to `steps`"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _lengths(self) -> RunConfig:
-        rollout = self.rollout
-        if not rollout.segment_tokens and rollout.max_new_tokens > MAX_SEGMENT_TOKENS:
-            raise ValueError(
-                f"rollout.max_new_tokens = {rollout.max_new_tokens} is more than one message carries "
-                f"({MAX_SEGMENT_TOKENS}); set rollout.segment_tokens to cut responses"
-            )
-        if rollout.segment_tokens and rollout.max_new_tokens + self.data.max_prompt_tokens > MAX_SEQUENCE_TOKENS:
-            raise ValueError(
-                f"rollout.max_new_tokens = {rollout.max_new_tokens} and data.max_prompt_tokens = "
-                f"{self.data.max_prompt_tokens} together are more than one message carries ({MAX_SEQUENCE_TOKENS}); "
-                "lower one of them"
             )
         return self
 

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from llamarl.config import RunConfig
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.data.sampler import PromptSampler
+from llamarl.executors.replies import ControllerState
 from llamarl.training.packing import is_flat
-from llamarl.types import GenerationRequest, Prompt, RolloutGroup, SamplingParams
+from llamarl.types import GenerationRequest, Outcome, Prompt, RolloutGroup, SamplingParams
 
 
 class StalenessViolated(AssertionError):
     """A group was older than the proved bound when it was consumed: a bug in the controller."""
 
 
+class TooManyInvalid(RuntimeError):
+    """Most rewards of a step could not be computed: the grader is broken, not the policy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problems:
+    """What a run trains and is evaluated on, and the tokens that end a response."""
+
+    train: Sequence[Prompt]
+    eval: Sequence[Prompt]
+    stop_token_ids: tuple[int, ...]
+
+
 class Admission:
     """The data position and the buffer that bounds staleness; both go into checkpoints."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        prompts: Sequence[Prompt],
-        stop_token_ids: tuple[int, ...],
-        state: dict[str, Any] | None,
-    ) -> None:
+    def __init__(self, config: RunConfig, problems: Problems, state: ControllerState | None) -> None:
         """`state` is that of a checkpoint to go on from."""
         rollout = config.rollout
         self.sampling = SamplingParams(
@@ -34,19 +42,19 @@ class Admission:
             top_k=rollout.top_k,
             min_p=rollout.min_p,
             max_new_tokens=rollout.max_new_tokens,
-            stop_token_ids=stop_token_ids,
+            stop_token_ids=problems.stop_token_ids,
             stop_strings=tuple(rollout.stop_strings),
             seed=config.seed,
         )
         self._group_size = rollout.group_size
-        self._prompts = prompts
-        self._sampler = PromptSampler(len(prompts), config.seed)
+        self._prompts = problems.train or problems.eval
+        self._sampler = PromptSampler(len(self._prompts), config.seed)
         self._prompt_of = dict[int, int]()
         """Prompt index of each unconsumed group. Those of a resumed checkpoint start from the beginning, under their
         numbers: sampling noise depends on these."""
         if state:
             self._sampler.restore(state["sampler"])
-            self._prompt_of |= map(tuple, state["unconsumed"])
+            self._prompt_of |= dict(state["unconsumed"])
         first_group_id = state["next_group_id"] if state else 0
         max_dropped = (rollout.max_attempts - 1) * rollout.prompts_per_step
         self.buffer = RolloutBuffer(
@@ -55,8 +63,10 @@ class Admission:
         )  # fmt: skip
         self.num_left = (config.steps - (state["step"] if state else 0)) * rollout.prompts_per_step
         """Groups that the steps to come will consume."""
-        self._replaces_flat = rollout.max_attempts > 1
+        self._max_attempts = rollout.max_attempts
         self._mask_truncated = config.shaping.mask_truncated
+        self._max_invalid_share = config.reward.max_invalid_share
+        self._told_of_flat_groups = False
 
     @property
     def num_admissible(self) -> int:
@@ -71,7 +81,7 @@ class Admission:
         """These are scored. Returns groups that are ready now, and how many were dropped, for others to be admitted."""
         all_ready, num_dropped = list[RolloutGroup](), 0
         for group in groups:
-            ready, dropped = self.buffer.put(group, is_flat=self._replaces_flat and self.is_flat(group))
+            ready, dropped = self.buffer.put(group, is_flat=self._max_attempts > 1 and self.is_flat(group))
             for group_id in dropped:
                 del self._prompt_of[group_id]
             all_ready += ready
@@ -106,9 +116,32 @@ class Admission:
                     f"group {group.group_id} is {staleness} steps old, the bound is {self.buffer.staleness_limit}"
                 )
 
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint: after a resume nothing is trained twice or skipped."""
+    def check(self, groups: Sequence[RolloutGroup], step: int) -> str:
+        """Whether `step` can learn from these groups; once, a warning that `rollout.max_attempts` did not fill it.
+
+        Raises:
+            TooManyInvalid: more than `reward.max_invalid_share`.
+        """
+        results = [result for group in groups for result in group.results]
+        reasons = [result.reason for result in results if result.outcome is Outcome.INVALID]
+        if len(reasons) > self._max_invalid_share * len(results):
+            raise TooManyInvalid(
+                f"{len(reasons)} of {len(results)} rewards of step {step} are invalid "
+                f"(reward.max_invalid_share = {self._max_invalid_share:g}); the first says: {reasons[0]}"
+            )
+        count = sum(map(self.is_flat, groups)) if self._max_attempts > 1 and not self._told_of_flat_groups else 0
+        if not count:
+            return ""
+        self._told_of_flat_groups = True
+        return (
+            f"step {step} takes {count} groups whose rewards are all equal, as {self._max_attempts} attempts found "
+            "no others (rollout.max_attempts); problems of another difficulty, or a larger group_size, teach more"
+        )
+
+    def state(self, step: int) -> ControllerState:
+        """For a checkpoint of `step`: after a resume nothing is trained twice or skipped."""
         return {
+            "step": step,
             "sampler": self._sampler.state(),
             "next_group_id": self.buffer.next_group_id,
             "unconsumed": sorted(self._prompt_of.items()),

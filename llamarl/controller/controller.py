@@ -1,84 +1,55 @@
-"""The loops of an asynchronous run.
+"""The loops of an asynchronous run, in the order in which data meets them.
 
 ::
 
-    prompts -> [admission: at most (S+1)*P groups active] -> generators -> reward -> ready window -> trainer
-                   ^                                           ^    |    (reward model,         |       |
-                   |                                           +----+  reference, critic <------+)      |
-                   |                                     parked rollouts go on   learns the same steps  |
-                   +----- slots freed when generators adopt ----------------- weight sync <-- publish --+
+    prompts -> [1 admission: at most (S+1)*P groups active] -> generators -> [2 collect] -> [3 score] -> ready window
+                   ^                                             ^    |    (reward, models)                |
+                   |                                             +----+                                    v
+                   |                                     parked rollouts go on                      [4 train, critic]
+                   |                                                                                       |
+                   +----- slots freed when generators adopt <- [6 adopt, one per generator] <- [5 sync] <- publish
 
 Every loop's docstring says what it consumes, waits for, produces, and what unblocks it. With S = 0 all slots are taken
 until the generators have adopted the weights trained on them, so generation and training take turns: the synchronous
-mode is this same code.
+mode is this same code. Without a trainer it evaluates.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from llamarl.algorithms.advantages._base import Advantage
-from llamarl.channels.channel import Channel
-from llamarl.cluster.api import ExecutorError, ExecutorHandle, RemoteError, chunks
+from llamarl.cluster.port import port
 from llamarl.config import RunConfig, build
-from llamarl.controller.admission import Admission
-from llamarl.controller.evaluation import EvalResult
-from llamarl.controller.generators import Generators
-from llamarl.controller.pipeline import Pipeline
-from llamarl.controller.recovery import Recovery, SpawnGenerator
-from llamarl.controller.steps import Steps
-from llamarl.controller.supervision import StallWatch, Supervisor
-from llamarl.controller.sync import WeightSync
-from llamarl.controller.sync_report import SyncReport
+from llamarl.controller.admission import Admission, Problems
+from llamarl.controller.evaluation import EvalResult, Evaluation
+from llamarl.controller.groups import FIRST_EVAL_ID, PendingGroup, Scoring, greedy_request
+from llamarl.controller.ports import CriticPort, Executors, TrainerPort
+from llamarl.controller.recovery import Recovery
+from llamarl.controller.replicas import NO_VERSION, Replica, Replicas
+from llamarl.controller.saving import Checkpoints
+from llamarl.controller.steps import Step
+from llamarl.controller.supervision import Signal, StallWatch, Supervisor
+from llamarl.controller.sync import (
+    MAX_FAILURES,
+    RETRY_S,
+    SyncReport,
+    WeightsWrong,
+    adopted_and_probed,
+    choose_transport,
+    wanted_layouts,
+)
 from llamarl.controller.telemetry import Telemetry
-from llamarl.rollouts.pieces import pieces
-from llamarl.types import Outcome, Prompt, Rollout, RolloutGroup
-
-
-class NotSaved(RuntimeError):
-    """The disk refuses a checkpoint; the last good one stands."""
-
-
-class TooManyInvalid(RuntimeError):
-    """Most rewards of a step could not be computed: the grader is broken, not the policy."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Executors:
-    """Handles of a run's executors."""
-
-    generators: Sequence[ExecutorHandle]
-    reward: ExecutorHandle
-    trainer: ExecutorHandle
-    models: Mapping[str, ExecutorHandle] = field(default_factory=dict)
-    """`reward-model`, `reference` and `critic`, those that the config asks for."""
-    spawn_generator: SpawnGenerator | None = None
-    """Replaces a dead generator; needed for `cluster.on_generator_failure = "respawn"`."""
-
-    def __iter__(self) -> Iterator[ExecutorHandle]:
-        return iter((*self.generators, *self.irreplaceable))
-
-    @property
-    def irreplaceable(self) -> Sequence[ExecutorHandle]:
-        """Those whose death ends the run."""
-        return (self.reward, *self.models.values(), self.trainer)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problems:
-    """What a run trains and is evaluated on, and the tokens that end a response."""
-
-    train: Sequence[Prompt]
-    eval: Sequence[Prompt]
-    stop_token_ids: tuple[int, ...]
+from llamarl.executors.replies import Adoption, ControllerState, Published
+from llamarl.training.result import StepResult
+from llamarl.types import GenerationRequest, Prompt, RolloutGroup
 
 
 class Controller:
-    """Runs the admission and the train loop over the parts that do the work; never touches a tensor."""
+    """Orders the executors; never touches a tensor."""
 
     def __init__(
         self,
@@ -87,101 +58,160 @@ class Controller:
         executors: Executors,
         supervisor: Supervisor,
         telemetry: Telemetry,
-        state: dict[str, Any] | None = None,
+        state: ControllerState | None = None,
     ) -> None:
-        rollout, timeout_s = config.rollout, config.cluster.call_timeout_s
-        self._config = config
-        self._problems = problems
-        self._supervisor = supervisor
-        self._telemetry = telemetry
-        self._call_trainer = partial(executors.trainer.call, timeout_s=timeout_s)
-        self._admission = Admission(config, problems.train, problems.stop_token_ids, state)
-        self._buffer = self._admission.buffer
-        self._changed = asyncio.Condition()
-        """Notified when the buffer changes."""
-        self._told_of_flat_groups = False
-        self._watch = StallWatch(config.cluster.stall_timeout_s, self._who_waits)
-        collected = Channel[Rollout]("collected rollouts", capacity=4 * self._buffer.capacity * rollout.group_size)
-        policy = config.cluster.on_generator_failure
-        self.generators = Generators(
-            executors.generators,
-            collected,
-            supervisor,
-            timeout_s,
-            segment_tokens=rollout.segment_tokens,
-            survives_deaths=policy != "stop",
-            progress=self._watch.progress,
-        )
-        advantage: Advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
-        model = config.reward.model
-        self._pipeline = Pipeline(
-            self.generators,
-            collected,
-            executors.reward,
-            self._watch,
-            timeout_s,
-            models=executors.models,
-            model_weight=model.weight if model else 0.0,
-            needs_greedy=advantage.NEEDS_GREEDY,
-        )
-        critic = executors.models.get("critic")
-        self._call_critic = partial(critic.call, timeout_s=timeout_s) if critic else None
-        version = state["step"] if state else 0
-        self._steps = Steps(version, self._call_trainer, self._call_critic, supervisor, telemetry)
-        self._saving: asyncio.Task[None] | None = None
-        """A periodic checkpoint, beside the next steps; the trainer copies its weights before it begins with them."""
-        self._sync = WeightSync(
-            config.weight_sync, self.generators, self._call_trainer, supervisor, telemetry, self._steps.has_weights,
-            is_inline=config.cluster.kind == "inline",
-        )  # fmt: skip
-        self.recovery = Recovery(
-            policy, self.generators, supervisor, telemetry, self.add_generator, executors.spawn_generator
-        )
-
-    @property
-    def version(self) -> int:
+        timeout_s = config.cluster.call_timeout_s
+        self._config, self._problems = config, problems
+        self._supervisor, self._telemetry = supervisor, telemetry
+        self.version = state["step"] if state else 0
         """Completed optimizer steps."""
-        return self._steps.version
+        critic = executors.models.get("critic")
+        self._critic = port(CriticPort, critic, timeout_s) if critic else None
+        self._trains = executors.trainer is not None
+        if executors.trainer:
+            self._trainer = port(TrainerPort, executors.trainer, timeout_s)
+            self._checkpoints = Checkpoints(self._trainer, self._critic, supervisor, telemetry)
+        self._watch = StallWatch(config.cluster.stall_timeout_s, self._who_waits)
+        self._admission = Admission(config, problems, state)
+        self._buffer = self._admission.buffer
+        self._groups_changed = Signal()
+        """The buffer has changed."""
+        advantage: Advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
+        self._needs_greedy = advantage.NEEDS_GREEDY
+        policy = config.cluster.on_generator_failure
+        self.replicas = Replicas(executors.generators, supervisor, timeout_s, survives_deaths=policy != "stop")
+        self._pending = dict[int, PendingGroup]()
+        """By the ids of their requests."""
+        self._to_score = asyncio.Queue[PendingGroup]()
+        model = config.reward.model
+        self._score = Scoring(executors.reward, executors.models, model.weight if model else 0.0, timeout_s)
+        self._evaluations = dict[int, Evaluation]()
+        """By group id."""
+        self._under_way: Step | None = None
+        self._unreported: Step | None = None
+        self._newest: Published | None = None
+        """None while the trainer publishes, as it may overwrite what was the newest before."""
+        self._published = Signal()
+        self._num_resyncs = 0
+        self._told_of_late = set[Replica]()
+        self.recovery = Recovery(
+            policy, self.replicas, supervisor, telemetry, self._follow_weights, self._collect, executors.spawn_generator
+        )
 
     async def start(self) -> None:
         """Brings the generators to the trainer's version and starts the background loops."""
-        for replica in self.generators.replicas:
+        replicas = list(self.replicas.alive)
+        for replica in replicas:
             self.recovery.watch(replica)
-        await self._sync.start(self.version, self._config.cluster.call_timeout_s)
+        if self._trains:
+            self.replicas.layouts = await wanted_layouts(self._trainer, replicas)
+            if any(self.replicas.layouts):  # simulated generators receive nothing
+                is_inline = self._config.cluster.kind == "inline"
+                found = await choose_transport(self._config.weight_sync, self._trainer, self.replicas, is_inline)
+                self._telemetry.chose_transport(found)
+            for replica in replicas:
+                replica.adopting = self._follow_weights(replica)
+            await self._sync(self.version, patience_s=self._config.cluster.call_timeout_s)
         self._watch.progress()
-        self._pipeline.start(self._supervisor, self._deliver)
+        for replica in replicas:
+            self._collect(replica)
+        self._supervisor.start(self._score_loop(), "score")
         self._supervisor.start(self._watch.loop(), "stall watch")
         self._supervisor.start(self.recovery.silence_loop(), "silence watch")
 
-    async def add_generator(self, handle: ExecutorHandle) -> None:
-        """Brings a new generator to the newest weights, and into service. Raises MeshFailed when it dies before."""
-        self._telemetry.joined(handle)
-        try:
-            replica = await self._sync.bring(handle)
-        except ExecutorError:
-            self._telemetry.left(handle)
-            raise
-        self.recovery.watch(replica)
-        self._sync.follow(replica)
-        self.generators.collect_from(replica)
+    # 1. Admission
 
-    async def remove_generator(self, name: str) -> None:
-        """Stops a generator; the others go on with its unfinished rollouts.
+    async def _admission_loop(self) -> None:
+        """Consumes free slots and prompts; waits for slots; produces requests to generators; unblocked by releases, and
+        by groups that are dropped."""
+        admission = self._admission
+        while admission.num_left:
+            await self._groups_changed.until(lambda: admission.num_admissible > 0 or not admission.num_left)
+            if requests := admission.admit():  # none when the last step has what it needs
+                await self._submit(requests)
 
-        Raises:
-            ValueError: no generator that is up has this name, or it is the only one.
-            ExecutorError: it does not give its rollouts back, or fails while it stops.
+    async def _submit(self, requests: Sequence[tuple[GenerationRequest, Prompt]]) -> None:
+        """Sends requests to the generators, of which one is in service or will be."""
+        sent, greedy = list[GenerationRequest](), list[GenerationRequest]()
+        for request, prompt in requests:
+            of_group = [replace(request, segment_tokens=self._config.rollout.segment_tokens)]
+            if self._needs_greedy and request.purpose == "train":
+                greedy.append(greedy_request(of_group[0]))
+                of_group.append(greedy[-1])
+            sent.append(of_group[0])
+            pending = PendingGroup(tuple(of_group), prompt)
+            self._pending.update((one.group_id, pending) for one in of_group)
+        await self.replicas.submit(sent)
+        if greedy:
+            await self.replicas.submit(greedy)
+
+    # 2. Rollouts
+
+    def _collect(self, replica: Replica) -> None:
+        self._supervisor.start(self._collect_loop(replica), f"collect {replica.name}")
+
+    async def _collect_loop(self, replica: Replica) -> None:
+        """Consumes what `replica` finishes or parks while it is there; waits for requests to be owed, then for the
+        replica; produces whole groups to score, and requests to go on with what is parked; unblocked by `submit`."""
+        while True:
+            await replica.busy.wait()
+            collected = None if replica.is_gone else await self.replicas.unless_dead(replica, replica.port.collect())
+            if collected is None or replica.is_gone:
+                return
+            finished, to_go_on = replica.deliver(collected)
+            self.replicas.num_resumed += sum(len(request.partials) for request in to_go_on)
+            self.replicas.resume(to_go_on)
+            self.replicas.changed.notify()
+            for rollout in finished:
+                pending = self._pending[rollout.group_id]
+                if pending.add(rollout):
+                    self._to_score.put_nowait(pending)
+            self._watch.progress()
+
+    # 3. Rewards
+
+    async def _score_loop(self) -> None:
+        """Consumes whole groups, all that are there; waits for reward and models; produces scored groups, for the
+        window or for an evaluation; unblocked by the collect loops."""
+        while True:
+            batch = [await self._to_score.get()]
+            while not self._to_score.empty():
+                batch.append(self._to_score.get_nowait())
+            groups = await self._score(batch)
+            for pending, group in zip(batch, groups, strict=True):
+                for request in pending.requests:
+                    del self._pending[request.group_id]
+                if not pending.is_trained_on:
+                    self._evaluations.pop(group.group_id).add(group)
+            self._deliver([group for pending, group in zip(batch, groups, strict=True) if pending.is_trained_on])
+            self._watch.progress()
+
+    def _deliver(self, groups: Sequence[RolloutGroup]) -> None:
+        """Scored groups go into the window, and ahead of the step to trainer and critic; it then only names them.
+
+        Nobody waits for the trainer to take them, as it may be busy with a step; calls reach it in order.
         """
-        staying = [one for one in self.generators.replicas if one.follower is not None and not one.is_leaving]
-        replica = next((one for one in staying if one.handle.name == name), None)
-        if replica is None or len(staying) == 1:
-            reason = "unknown" if replica is None else "the only generator"
-            raise ValueError(f"{name} cannot be removed: it is {reason}")
-        await self.generators.drain(replica)
-        if not replica.is_gone:
-            self.generators.lose(replica)
-            self._telemetry.left(replica.handle)
-            await replica.handle.stop(self._config.cluster.shutdown_timeout_s)
+        ready, num_dropped = self._admission.put(groups)
+        if ready:
+            self._supervisor.start(self._trainer.add_groups(ready), "add groups")
+        if ready and self._critic:
+            self._supervisor.start(self._critic.add_groups(ready), "add groups to the critic")
+        self._groups_changed.notify()
+        self._telemetry.groups_ready(self._buffer.num_ready, num_dropped)
+
+    async def evaluate(self) -> EvalResult:
+        """Answers the held-out prompts with the generators' current weights; training goes on meanwhile."""
+        # A later evaluation that overlaps an earlier one needs ids of its own.
+        first_id = max(self._evaluations, default=FIRST_EVAL_ID - 1) + 1
+        sampling, progress = self._admission.sampling, self._telemetry.eval_progress
+        evaluation = Evaluation(self._config.eval, sampling, self._problems.eval, self.version, progress, first_id)
+        self._evaluations.update((request.group_id, evaluation) for request, _ in evaluation.requests)
+        await self._submit(evaluation.requests)
+        result = await evaluation.result()
+        self._telemetry.evaluated(result)
+        return result
+
+    # 4. Optimizer steps
 
     async def train(self) -> None:
         """The train loop: runs to `config.steps`.
@@ -192,165 +222,178 @@ class Controller:
         admission = self._supervisor.start(self._admission_loop(), "admission")
         evaluations = list[asyncio.Task[EvalResult]]()
         while self.version < self._config.steps:
-            self._steps.begin(await self._next_batch())
+            self._begin_step(await self._next_batch())
             await self._report()  # bookkeeping of the last step, while the trainer works on this one
-            await self._steps.end(self._sync_and_release)
-            self._watch.progress()
+            await self._end_step(syncs=True)
             saves = self._is_due(self._config.checkpoint.every_steps)
             evaluates = bool(self._problems.eval) and self._is_due(self._config.eval.every_steps)
             if saves or evaluates:
                 await self._report()  # a step that is saved is on record, and one that is evaluated has been adopted
             if saves:
-                await self._saved()
-                saving = self._save_and_go_on(self.version, self._copies())
-                self._saving = self._supervisor.start(saving, f"checkpoint of step {self.version}")
+                await self._checkpoints.save_beside(self.version, self._admission.state(self.version))
             if evaluates:
                 evaluations.append(self._supervisor.start(self.evaluate(), f"evaluation at step {self.version}"))
         await self._report()
         await asyncio.gather(admission, *evaluations)
 
-    async def wind_down(self) -> None:
-        """After an interruption: ends and reports the step under way, without syncing it, and saves a checkpoint."""
-        await self._report()
-        if self._steps.is_under_way:
-            await self._steps.end(sync=None)
-            await self._report()
-        await self.save()
-
-    async def _admission_loop(self) -> None:
-        """Consumes free slots and prompts; waits for slots; produces requests to generators; unblocked by releases, and
-        by groups that are dropped."""
-        while self._admission.num_left:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._admission.num_admissible or not self._admission.num_left)
-                requests = self._admission.admit()
-            if requests:  # none when the last step has what it needs
-                await self._pipeline.submit(requests)
-
-    async def _deliver(self, groups: Sequence[RolloutGroup]) -> None:
-        """Scored groups go to trainer and critic ahead of the step, which then only needs their names, and into the
-        window.
-
-        Nobody waits for the trainer to take them, as it may be busy with a step; calls reach it in order.
-        """
-        async with self._changed:
-            ready, num_dropped = self._admission.put(groups)
-            for part in chunks(piece for group in ready for piece in pieces(group)):
-                self._supervisor.start(self._call_trainer("add_groups", part), "add groups")
-                if self._call_critic:
-                    self._supervisor.start(self._call_critic("add_groups", part), "add groups to the critic")
-            self._changed.notify_all()
-        self._telemetry.groups_ready(self._buffer.num_ready, num_dropped)
-
-    async def _next_batch(self) -> list[RolloutGroup]:
-        async with self._changed:
-            while (groups := self._buffer.take()) is None:
-                await self._changed.wait()
-            self._admission.consumed(groups, self.version)
-            self._changed.notify_all()
-        self._check_invalid(groups)
-        self._tell_of_flat_groups(groups)
-        return groups
-
-    def _tell_of_flat_groups(self, groups: Sequence[RolloutGroup]) -> None:
-        """Once: `rollout.max_attempts` did not fill a step, which takes what is there."""
-        attempts = self._config.rollout.max_attempts
-        if attempts == 1 or self._told_of_flat_groups or not (count := sum(map(self._admission.is_flat, groups))):
-            return
-        self._told_of_flat_groups = True
-        self._telemetry.warn(
-            f"step {self.version + 1} takes {count} groups whose rewards are all equal, as {attempts} attempts found "
-            "no others (rollout.max_attempts); problems of another difficulty, or a larger group_size, teach more"
-        )
-
-    def _check_invalid(self, groups: Sequence[RolloutGroup]) -> None:
-        results = [result for group in groups for result in group.results]
-        reasons = [result.reason for result in results if result.outcome is Outcome.INVALID]
-        limit = self._config.reward.max_invalid_share
-        if len(reasons) > limit * len(results):
-            raise TooManyInvalid(
-                f"{len(reasons)} of {len(results)} rewards of step {self.version + 1} are invalid "
-                f"(reward.max_invalid_share = {limit:g}); the first says: {reasons[0]}"
-            )
-
-    async def _sync_and_release(self, version: int, num_groups: int) -> SyncReport:
-        """Brings a new version to the generators, then frees the slots of the groups that it was trained on."""
-        report = await self._sync.sync(version)
-        self._watch.progress()
-        async with self._changed:
-            self._buffer.release(num_groups)
-            self._changed.notify_all()
-        return report
-
-    async def _report(self) -> None:
-        await self._steps.report(lambda: self._buffer.num_ready)
-
-    async def evaluate(self) -> EvalResult:
-        """Answers the held-out prompts with the generators' current weights; training goes on meanwhile."""
-        result = await self._pipeline.evaluate(
-            self._config.eval,
-            self._admission.sampling,
-            self._problems.eval,
-            self.version,
-            self._telemetry.eval_progress,
-        )
-        self._telemetry.evaluated(result)
-        return result
-
-    async def save(self) -> None:
-        """Saves trainer and data position together: after a resume nothing is trained twice or skipped.
-
-        Rollouts in flight, partial ones included, start again from their prompts.
-
-        Raises:
-            NotSaved: the disk refuses.
-        """
-        await self._saved()
-        await self._save(self.version, self._copies())
-
-    def _copies(self) -> Sequence[asyncio.Future[Any]]:
-        """Trainer and critic copy their weights before whatever they are asked for next, and write beside that."""
-        calls = [self._call_trainer("save", self._state())]
-        if self._call_critic:
-            calls.append(self._call_critic("save", self.version))
-        return [asyncio.ensure_future(call) for call in calls]
-
-    def _state(self) -> dict[str, Any]:
-        return {"step": self.version} | self._admission.state()
-
-    async def _save(self, step: int, copies: Sequence[asyncio.Future[Any]]) -> None:
-        """The critic comes first: where there is a trainer's checkpoint, there is the critic's of the same step."""
-        try:
-            await asyncio.gather(*copies)
-            if self._call_critic:
-                await self._call_critic("commit")
-            await self._call_trainer("commit")
-        except RemoteError as error:
-            if isinstance(error.__cause__, OSError):
-                raise NotSaved(f"no checkpoint at step {step}: {error.__cause__}; make room on the disk") from None
-            raise
-
-    async def _save_and_go_on(self, step: int, copies: Sequence[asyncio.Future[Any]]) -> None:
-        """A periodic checkpoint that the disk refuses costs a warning, not the run; the last good one stands."""
-        try:
-            await self._save(step, copies)
-        except NotSaved as error:
-            self._telemetry.warn(f"{error}, the run goes on")
-
-    async def _saved(self) -> None:
-        """Waits for the checkpoint that is being written; its error is the supervisor's."""
-        if self._saving is not None:
-            await asyncio.wait({self._saving})
-
     def _is_due(self, every_steps: int) -> bool:
         return every_steps > 0 and self.version % every_steps == 0 and self.version < self._config.steps
 
+    async def _next_batch(self) -> list[RolloutGroup]:
+        while (groups := self._buffer.take()) is None:
+            await self._groups_changed.wait()
+        self._admission.consumed(groups, self.version)
+        self._groups_changed.notify()
+        if warning := self._admission.check(groups, self.version + 1):
+            self._telemetry.warn(warning)
+        return groups
+
+    def _begin_step(self, groups: list[RolloutGroup]) -> None:
+        """Trainer and critic are asked for a step on these groups, which they have."""
+        step, ids = self.version + 1, [group.group_id for group in groups]
+        result = self._supervisor.start(self._trainer.step(ids), f"step {step}")
+        learnt = None
+        if self._critic:
+            learnt = self._supervisor.start(self._learn(self._critic, step, ids), f"the critic's step {step}")
+        self._under_way = Step(groups=groups, result=result, critic=learnt)
+
+    async def _learn(self, critic: CriticPort, step: int, group_ids: list[int]) -> StepResult:
+        """Consumes a step's groups, a microbatch per call: between them the critic values new rollouts, on all of its
+        ranks at the same place; produces the critic's step, at most one behind the trainer's; unblocked by the train
+        loop."""
+        await critic.learn(step, group_ids)
+        while (result := await critic.learn_on(step)) is None:
+            pass
+        return result
+
+    async def _end_step(self, syncs: bool) -> None:
+        """Waits for the step under way; then the sync of its version starts."""
+        step = self._under_way
+        assert step is not None
+        assert self._unreported is None, "the step before must be reported first"
+        self.version = (await asyncio.shield(step.result)).policy_version  # an interrupted run still wants it
+        self._under_way, self._unreported, step.mark = None, step, self._telemetry.mark()
+        if syncs:
+            sync = self._sync(self.version, len(step.groups))
+            step.sync = self._supervisor.start(sync, f"sync version {self.version}")
+        self._watch.progress()
+
+    async def _report(self) -> None:
+        """Records the last completed step, once its weights have been released and the critic has learnt from it."""
+        if self._unreported:
+            await self._unreported.record(self._telemetry, self._buffer.num_ready)
+            self._unreported = None
+
+    async def save(self) -> None:
+        """Saves trainer, critic and data position. Raises NotSaved."""
+        await self._checkpoints.save(self.version, self._admission.state(self.version))
+
+    async def wind_down(self) -> None:
+        """After an interruption: ends and reports the step under way, without syncing it, and saves a checkpoint."""
+        await self._report()
+        if self._under_way:
+            await self._end_step(syncs=False)
+            await self._report()
+        await self.save()
+
+    # 5. Weights to all generators
+
+    async def _sync(self, version: int, num_groups: int = 0, patience_s: float | None = None) -> SyncReport:
+        """Publishes what the trainer has now as `version`; waits until the generators in service have adopted it, and
+        those that can catch up, but no longer than for `weight_sync.patience_s`; releases it and frees the slots of the
+        groups it was trained on."""
+        clock, replicas = asyncio.get_running_loop(), self.replicas
+        start_s = clock.time()
+        await self._publish(version)
+        report = SyncReport(publish_s=clock.time() - start_s)
+        patience_s = patience_s or self._config.weight_sync.patience_s
+        awaited = [one for one in replicas.alive if one.version < version and replicas.can_follow(one, patience_s)]
+        try:
+            async with asyncio.timeout(patience_s):
+                await replicas.changed.until(lambda: all(one.version >= version or one.is_gone for one in awaited))
+        except TimeoutError:
+            late = {one for one in awaited if one.version < version and not one.is_gone} - self._told_of_late
+            self._told_of_late |= late
+            self._telemetry.warn_of_late([one.name for one in late], version)
+        replicas.release(version)
+        for replica in awaited:
+            if replica.version >= version and replica.answer:
+                report.add(*replica.answer)
+        report.sync_s = clock.time() - start_s
+        report.num_late = sum(not replicas.serves(one) for one in replicas.alive)
+        report.num_resyncs, self._num_resyncs = self._num_resyncs, 0
+        self._watch.progress()
+        self._buffer.release(num_groups)
+        self._groups_changed.notify()
+        return report
+
+    async def _publish(self, version: int) -> None:
+        """The call leaves before the first wait in here: the trainer may take its next step right after."""
+        self._newest = None
+        in_use = {version for one in self.replicas.alive for version in (one.version, one.fetching)} - {NO_VERSION}
+        published = await self._trainer.publish(version, tuple(sorted(in_use)))
+        assert published.version == version, f"asked for version {version}, published {published.version}"
+        # A newer version may have been asked for meanwhile; its answer comes later.
+        if self._newest is None or self._newest.version <= version:
+            self._newest = published
+        self._published.notify()
+
+    # 6. Weights to one generator
+
+    def _follow_weights(self, replica: Replica) -> asyncio.Task[None]:
+        return self._supervisor.start(self._adoption_loop(replica), f"weights of {replica.name}")
+
+    async def _adoption_loop(self, replica: Replica) -> None:
+        """Consumes published versions, always the newest; waits until `replica` has fetched it and its probe shows that
+        it is the right one; produces adoptions; unblocked by `_publish`."""
+        clock = asyncio.get_running_loop()
+        try:
+            while True:
+                await self._published.until(lambda: self._is_news(replica))
+                published = self._newest
+                assert published is not None
+                replica.tried, replica.fetching, replica.fetching_since_s = published, published.version, clock.time()
+                fetch = adopted_and_probed(replica, published, self._config.weight_sync.max_mismatch)
+                answer = await self.replicas.unless_dead(replica, fetch)
+                if answer is None:
+                    return
+                fetched_s, adoption = clock.time() - replica.fetching_since_s, answer[0]
+                replica.fetching, replica.fetching_since_s = NO_VERSION, math.inf
+                if adoption.outcome == "adopted":
+                    replica.adopt_s, replica.num_failures, replica.answer = fetched_s, 0, answer
+                    self._telemetry.adopted(adoption.stall_s)
+                    self.replicas.adopted(replica, published.version)
+                elif adoption.outcome != "superseded":  # which waits for the next version
+                    await self._retry(replica, published, adoption)
+        finally:
+            self.replicas.changed.notify()
+
+    def _is_news(self, replica: Replica) -> bool:
+        newest = self._newest
+        return newest is not None and newest is not replica.tried and newest.version > replica.version
+
+    async def _retry(self, replica: Replica, published: Published, adoption: Adoption) -> None:
+        """After a failure the same is fetched again, after a mismatch it is sent again."""
+        replica.num_failures += 1
+        is_mismatch = adoption.outcome == "mismatch"
+        if (is_mismatch and self._config.weight_sync.on_mismatch == "stop") or replica.num_failures >= MAX_FAILURES:
+            raise WeightsWrong(f"{replica.name} could not adopt version {published.version}: {adoption.reason}")
+        self._telemetry.warn(f"{replica.name} tries again to adopt weights: {adoption.reason}")
+        self._num_resyncs += 1
+        if not is_mismatch:
+            await asyncio.sleep(RETRY_S)
+            replica.tried = None
+        elif published is self._newest and self.version == published.version and not self._under_way:
+            await self._publish(published.version)
+        # Otherwise a step is under way, and its version comes next.
+
     async def _who_waits(self) -> str:
         """What everybody is doing, for the stall report."""
-        buffer = self._buffer
+        buffer, pending = self._buffer, {id(one): one for one in self._pending.values()}.values()
+        oldest = min(pending, key=lambda one: one.group_id, default=None)
         facts = [
             f"step {self.version + 1} takes {buffer.prompts_per_step} groups (window {buffer.window}, oldest first)",
             f"{buffer.num_ready} are ready",
-            f"{self._pipeline.describe_pending()}, {buffer.num_free} slots are free",
+            f"{oldest.describe(len(pending)) if oldest else 'none is in flight'}, {buffer.num_free} slots are free",
         ]
-        return "; ".join([*facts, *self.generators.debts(), *(await self._telemetry.describe_executors())])
+        return "; ".join([*facts, *self.replicas.debts(), *(await self._telemetry.describe_executors())])

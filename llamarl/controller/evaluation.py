@@ -14,9 +14,6 @@ from llamarl.config.schema import EvalConfig
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.types import GenerationRequest, Prompt, RolloutGroup, SamplingParams
 
-EVAL_GROUPS = 1 << 40
-"""Group ids from here on belong to evaluations; training starts at 0."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalResult:
@@ -40,7 +37,7 @@ class Evaluation:
         prompts: Sequence[Prompt],
         version: int,
         progress: Callable[[int, int], None],
-        first_group_id: int = EVAL_GROUPS,
+        first_group_id: int,
     ) -> None:
         self._config = config
         self._version = version
@@ -58,6 +55,7 @@ class Evaluation:
                     prompt_token_ids_T=prompt.token_ids_T,
                     group_size=config.samples,
                     sampling=sampling,
+                    purpose="eval",
                 ),
                 prompt,
             )

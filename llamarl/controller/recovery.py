@@ -9,42 +9,45 @@ take over its work after a while, and it goes on when it answers again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Literal
 
 from llamarl.cluster.api import ExecutorError, ExecutorHandle, MeshFailed
-from llamarl.controller.generators import Generators, Replica
+from llamarl.controller.ports import SpawnGenerator
+from llamarl.controller.replicas import Replica, Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
 
 SILENT_S = 10.0
 """A generator that has not said for so long what it does stands still; its host answers while it computes."""
 
-SpawnGenerator = Callable[[int], Awaitable[ExecutorHandle]]
-"""Starts the generator of this number."""
-
 
 class Recovery:
-    """Watches the generators, loses dead ones and lets new ones in."""
+    """Watches the generators, loses dead ones, replaces them, and lets others come and go."""
 
     def __init__(
         self,
         policy: Literal["stop", "drop", "respawn"],
-        generators: Generators,
+        replicas: Replicas,
         supervisor: Supervisor,
         telemetry: Telemetry,
-        admit: Callable[[ExecutorHandle], Awaitable[None]],
+        follow: Callable[[Replica], asyncio.Task[None]],
+        collect: Callable[[Replica], None],
         spawn: SpawnGenerator | None,
     ) -> None:
-        """`admit` brings a new generator up to date and into service; it calls `watch` for it."""
+        """
+        Args:
+            follow: starts the loop that keeps a replica's weights up to date, which ends when it dies.
+            collect: starts the loop that takes what it generates.
+        """
         assert policy != "respawn" or spawn is not None, "nobody can start generators"
         self._policy = policy
-        self._generators = generators
+        self._replicas = replicas
         self._supervisor = supervisor
         self._telemetry = telemetry
-        self._admit = admit
+        self._follow, self._collect = follow, collect
         self._spawn = spawn
-        self._num_spawned = len(generators.replicas)
+        self._num_spawned = len(replicas.alive)
         self._num_starting = 0
         self.num_resubmitted = 0
         """Groups that others went on with."""
@@ -58,19 +61,55 @@ class Recovery:
                 lambda failed: None if failed.cancelled() else self._died(replica, failed.result())
             )
 
+    async def add(self, handle: ExecutorHandle) -> None:
+        """Brings a new generator to the newest weights, and into service. Raises MeshFailed when it dies before."""
+        self._telemetry.joined(handle)
+        replica = self._replicas.add(handle)
+        try:
+            assert await replica.port.weight_specs() == self._replicas.layouts, f"{handle.name} wants other weights"
+            adopting = self._follow(replica)
+            await self._replicas.changed.until(lambda: self._replicas.serves(replica) or adopting.done())
+            if adopting.done():
+                raise MeshFailed(handle.name, (0,), "died before it had weights")
+        except ExecutorError:
+            self._replicas.lose(replica)
+            self._telemetry.left(handle)
+            raise
+        replica.adopting = adopting
+        self.watch(replica)
+        self._collect(replica)
+
+    async def remove(self, name: str, timeout_s: float) -> None:
+        """Stops a generator; the others go on with its unfinished rollouts.
+
+        Raises:
+            ValueError: no generator that is up has this name, or it is the only one.
+            ExecutorError: it does not give its rollouts back, or fails while it stops.
+        """
+        staying = [one for one in self._replicas.alive if one.adopting is not None and not one.is_leaving]
+        replica = next((one for one in staying if one.name == name), None)
+        if replica is None or len(staying) == 1:
+            reason = "unknown" if replica is None else "the only generator"
+            raise ValueError(f"{name} cannot be removed: it is {reason}")
+        await self._replicas.drain(replica)
+        if not replica.is_gone:
+            self._replicas.lose(replica)
+            self._telemetry.left(replica.handle)
+            await replica.handle.stop(timeout_s)
+
     async def silence_loop(self) -> None:
         """Consumes the ages of the generators' statuses; produces requests to others; unblocked by time alone."""
         while True:
             await asyncio.sleep(SILENT_S / 4)
-            silent = [one for one in self._generators.replicas if self._telemetry.silent_s(one.handle) > SILENT_S]
-            answers = any(self._generators.serves(one) for one in self._generators.replicas if one not in silent)
+            silent = [one for one in self._replicas.alive if self._telemetry.silent_s(one.handle) > SILENT_S]
+            answers = any(self._replicas.serves(one) for one in self._replicas.alive if one not in silent)
             for replica in (one for one in silent if one.requests and answers):
-                requests = self._generators.withdraw(replica)
+                requests = self._replicas.withdraw(replica)
                 self._telemetry.warn(
-                    f"{replica.handle.name} does not answer for {SILENT_S:g} s; "
+                    f"{replica.name} does not answer for {SILENT_S:g} s; "
                     f"{len(requests)} unfinished groups go to the others until it does"
                 )
-                self._generators.resume(requests)
+                self._replicas.resume(requests)
 
     def _died(self, replica: Replica, error: ExecutorError) -> None:
         if replica.is_gone:  # it was removed, and ends
@@ -78,29 +117,29 @@ class Recovery:
         if not isinstance(error, MeshFailed):  # its code raised: what is in its place would raise too
             self._supervisor.fail(error)
             return
-        requests = self._generators.lose(replica)
+        requests = self._replicas.lose(replica)
         self.num_resubmitted += len(requests)
         self._telemetry.left(replica.handle)
         # One that dies before it has finished anything would be replaced for ever.
         is_replaced = self._policy == "respawn" and replica.has_delivered
         if is_replaced:
             self._num_starting += 1
-            self._supervisor.start(self._replace(), f"replacement of {replica.handle.name}")
-        elif not self._generators.replicas and not self._num_starting:
+            self._supervisor.start(self._replace(), f"replacement of {replica.name}")
+        elif not self._replicas.alive and not self._num_starting:
             self._supervisor.fail(error)
             return
-        follows = "a new generator starts" if is_replaced else f"{len(self._generators.replicas)} generators are left"
+        follows = "a new generator starts" if is_replaced else f"{len(self._replicas.alive)} generators are left"
         self._telemetry.warn(f"{error}; {len(requests)} unfinished groups go to the others and {follows}")
-        self._generators.resume(requests)
+        self._replicas.resume(requests)
 
     async def _replace(self) -> None:
         """Starts a generator in place of a dead one. Raises when that fails and no other is left."""
         assert self._spawn is not None
         number, self._num_spawned = self._num_spawned, self._num_spawned + 1
         try:
-            await self._admit(await self._spawn(number))
+            await self.add(await self._spawn(number))
         except (ExecutorError, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) or not self._generators.replicas:
+            if isinstance(error, asyncio.CancelledError) or not self._replicas.alive:
                 raise
             self._telemetry.warn(f"no replacement, the run goes on with the other generators: {error}")
         finally:

@@ -47,7 +47,11 @@ class Signal:
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits for `condition`; somebody else's deadline holds."""
         while not condition():
-            await self._event.wait()
+            await self.wait()
+
+    async def wait(self) -> None:
+        """Waits for the next change."""
+        await self._event.wait()
 
 
 class Supervisor:

@@ -14,9 +14,9 @@ import numpy as np
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
 from llamarl.config import RunConfig
 from llamarl.controller.evaluation import EvalResult
-from llamarl.controller.generators import Generators
-from llamarl.controller.sync_report import SyncReport
-from llamarl.executors.replies import DecodingWork
+from llamarl.controller.replicas import Replicas
+from llamarl.controller.sync import SyncReport
+from llamarl.executors.replies import GeneratorStats
 from llamarl.observability.accounting import Accounts, account, verdict
 from llamarl.observability.metrics import StepMetrics
 from llamarl.observability.recorder import RolloutRecorder
@@ -43,14 +43,11 @@ class StepMark:
     """When a step ended, and what the generators had done by then."""
 
     ended_s: float
-    generated_tokens: int
     resumed_segments: int
     """Partial rollouts that went on."""
-    work: DecodingWork
+    generators: GeneratorStats
     controller_cpu_s: float
     """Processor seconds of this process since its start."""
-    waiting_rollouts: int
-    running_rollouts: int
     dropped_groups: int
     """Replaced by others, as their rewards were all equal."""
 
@@ -75,7 +72,7 @@ class Telemetry:
         self._recorder = recorder
         self._staleness_limit = staleness_limit
         self._handles = list[ExecutorHandle]()
-        self._generators: Generators | None = None
+        self._replicas: Replicas | None = None
         self._status = dict[str, tuple[HostStatus, float]]()
         self.transport = Selection(transport="", measurements=())
         """How weights travel."""
@@ -95,10 +92,10 @@ class Telemetry:
         self._shows_work = config.screen.kind not in ("lines", "none")
         """Somebody looks at busy shares; with a thousand executors they cost a tenth of a second each time."""
 
-    def attach(self, handles: Sequence[ExecutorHandle], generators: Generators) -> None:
+    def attach(self, handles: Sequence[ExecutorHandle], replicas: Replicas) -> None:
         """The executors are up."""
         self._handles = list(handles)
-        self._generators = generators
+        self._replicas = replicas
         self.spans = {handle.name: deque(maxlen=MAX_SPANS) for handle in handles}
 
     def chose_transport(self, selection: Selection) -> None:
@@ -174,15 +171,12 @@ class Telemetry:
 
     def mark(self) -> StepMark:
         """Now, as the end of a step."""
-        assert self._generators is not None
+        assert self._replicas is not None
         return StepMark(
             ended_s=self._clock(),
-            generated_tokens=self._generators.generated_tokens,
-            resumed_segments=self._generators.num_resumed,
-            work=self._generators.work,
+            resumed_segments=self._replicas.num_resumed,
+            generators=self._replicas.stats,
             controller_cpu_s=time.process_time(),
-            waiting_rollouts=self._generators.num_waiting,
-            running_rollouts=self._generators.num_running,
             dropped_groups=self._dropped_groups,
         )
 
@@ -212,6 +206,14 @@ class Telemetry:
         """Something that the user should know, now and in the summary."""
         self.warnings.append(text)
         self._screen.warn(text)
+
+    def warn_of_late(self, names: Sequence[str], version: int) -> None:
+        """These generators are left behind."""
+        for name in sorted(names):
+            self.warn(
+                f"{name} has not adopted version {version} after {self._config.weight_sync.patience_s:g} s "
+                "(weight_sync.patience_s); the run goes on without it until it has caught up"
+            )
 
     def skipped(self, step: int, cause: str, whose: str = "") -> None:
         """A step changed no weights."""
@@ -258,7 +260,7 @@ class Telemetry:
             wall_s=mark.ended_s - self.started_s,
             step_s=step_s,
             samples_per_s=len(rollouts) / step_s,
-            generated_tokens_per_s=(mark.generated_tokens - previous.generated_tokens) / step_s,
+            generated_tokens_per_s=(mark.generators.generated_tokens - previous.generators.generated_tokens) / step_s,
             reward_mean=float(np.mean(judged)) if judged else float("nan"),
             solve_rate=right / max(len(judged), 1),
             invalid_share=1 - len(judged) / len(rollouts),
@@ -276,14 +278,14 @@ class Telemetry:
             loss=measured.pop("loss", 0.0),
             grad_norm=measured.pop("grad_norm"),
             learning_rate=measured.pop("learning_rate"),
-            waiting_rollouts=mark.waiting_rollouts,
-            running_rollouts=mark.running_rollouts,
+            waiting_rollouts=mark.generators.num_waiting,
+            running_rollouts=mark.generators.num_running,
             ready_groups=ready_groups,
             busy_share=self._recent_busy_share(mark.ended_s),
             sync_s=sync.sync_s,
             fingerprint=sync.fingerprint or None,
             extra=measured
-            | mark.work.since(previous.work)
+            | mark.generators.since(previous.generators)
             | sync.measured()
             | {
                 "resumed_segments": mark.resumed_segments - previous.resumed_segments,
@@ -334,11 +336,11 @@ class Telemetry:
         accounts = self.accounts(marks[0].ended_s, end_s) if is_due else None
         if accounts is not None and accounts.window_s > 1:
             changes["verdict"] = verdict(accounts)
-        if self._generators is not None and len(marks) > 1:
-            tokens = marks[-1].generated_tokens - marks[0].generated_tokens
+        if self._replicas is not None and len(marks) > 1:
+            tokens = marks[-1].generators.generated_tokens - marks[0].generators.generated_tokens
             changes["generated_tokens_per_s"] = tokens / (marks[-1].ended_s - marks[0].ended_s)
-            changes["running_rollouts"] = self._generators.num_running
-            changes["waiting_rollouts"] = self._generators.num_waiting
+            stats = self._replicas.stats
+            changes["running_rollouts"], changes["waiting_rollouts"] = stats.num_running, stats.num_waiting
         changes["executors"] = tuple(
             ExecutorView(
                 name=name,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from llamarl.config.errors import ConfigError
@@ -30,7 +28,7 @@ class PromptSampler:
         self._position += 1
         return index
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, int]:
         """Where the sampler is: plain JSON, for `restore`."""
         return {
             "num_prompts": self._num_prompts,
@@ -39,7 +37,7 @@ class PromptSampler:
             "position": self._position,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, int]) -> None:
         """Goes on exactly where `state()` was taken.
 
         Raises:

@@ -10,15 +10,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from llamarl.cluster.api import chunks
 from llamarl.cluster.executor import Executor
 from llamarl.config.schema import GeneratorConfig
 from llamarl.config.trainer import LoraConfig
 from llamarl.executors.adoption import Adoptions
 from llamarl.executors.backends import open_native, open_vllm
-from llamarl.executors.replies import Adoption, Collected, DecodingWork
+from llamarl.executors.replies import Adoption, Collected, GeneratorStats
 from llamarl.generation.vllm_server import VllmSettings
-from llamarl.rollouts.segments import cut_out, padded
 from llamarl.types import GenerationRequest, Rollout
 from llamarl.weight_sync.layout import Address, TensorSpec
 
@@ -56,11 +54,9 @@ class GeneratorExecutor(Executor):
         sys.stdout.write(f"{opened.description}\n")  # into the executor's log
         self._adoptions = Adoptions(self._adopter, self._engine)
         self._finished = list[Rollout]()
-        self._resumed_at = dict[tuple[int, int], int]()
-        """Tokens that resumed rollouts came with, by group and index."""
         self._reply: Future[Collected] | None = None
         self._replied_s = 0.0
-        self._work = DecodingWork()
+        self._work = GeneratorStats()
         self._left_s: float | None = None
         """End of the last forward on the work clock; None when there was nothing to do since."""
 
@@ -73,16 +69,14 @@ class GeneratorExecutor(Executor):
         self._adopter.try_sample(version, address)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queues requests; their rollouts come out of `collect`. Partial ones come as token ids alone."""
+        """Queues requests; their rollouts come out of `collect`."""
         if self._follower is None:
-            for request in requests:
-                self._resumed_at.update(((one.group_id, one.index), one.num_tokens) for one in request.partials)
-            self._engine.submit([padded(request) for request in requests])
+            self._engine.submit(requests)
 
     def abort(self, group_ids: Iterable[int]) -> None:
         """Ends these groups; their partial rollouts come out of `collect`."""
         if self._follower is None:
-            self._take(self._engine.abort(group_ids))
+            self._finished += self._engine.abort(group_ids)
             self._hand_over()
 
     def collect(self) -> Future[Collected] | None:
@@ -122,11 +116,11 @@ class GeneratorExecutor(Executor):
             self._left_s = None
             return False
         if self._work_clock is None:  # forwards are not ours to count
-            self._take(self._engine.step())
+            self._finished += self._engine.step()
             self._hand_over()
             return True
         before, start_s = self._engine.stats(), self._work_clock() - between_s
-        self._take(self._engine.step())
+        self._finished += self._engine.step()
         self._hand_over()
         after, end_s = self._engine.stats(), self._work_clock()
         self._left_s = end_s
@@ -140,12 +134,6 @@ class GeneratorExecutor(Executor):
         if self._close is not None:
             self._close()
 
-    def _take(self, rollouts: Iterable[Rollout]) -> None:
-        """What the engine gives back; of resumed rollouts only the new tokens travel."""
-        self._finished += [
-            cut_out(rollout, self._resumed_at.pop((rollout.group_id, rollout.index), 0)) for rollout in rollouts
-        ]
-
     def _hand_over(self) -> None:
         now = time.monotonic()
         due = now - self._replied_s >= REPLY_INTERVAL_S or not self._engine.has_work
@@ -153,16 +141,15 @@ class GeneratorExecutor(Executor):
             return
         reply, self._reply, self._replied_s = self._reply, None, now
         if reply.set_running_or_notify_cancel():  # a caller that gave up gets nothing, and nothing is lost
-            rollouts = next(chunks(self._finished))
-            self._finished = self._finished[len(rollouts) :]
+            rollouts, self._finished = self._finished, []
             stats = self._engine.stats()
             reply.set_result(
                 Collected(
                     rollouts=rollouts,
-                    num_running=stats.running,
-                    num_waiting=stats.waiting,
-                    generated_tokens=stats.decode_tokens,
-                    work=self._work._replace(
+                    stats=self._work._replace(
+                        num_running=stats.running,
+                        num_waiting=stats.waiting,
+                        generated_tokens=stats.decode_tokens,
                         background_s=time.process_time() - time.thread_time(),
                         recomputed_tokens=stats.recomputed_tokens,
                         recompute_s=stats.recompute_s,

@@ -14,7 +14,6 @@ from llamarl.config.roles import CriticConfig
 from llamarl.config.trainer import TrainerConfig
 from llamarl.distributed.mesh import join_mesh
 from llamarl.distributed.runtime import set_up_device
-from llamarl.rollouts.pieces import joined
 from llamarl.training.critic import Critic
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
@@ -54,9 +53,8 @@ class Learner(Executor):
         self._mesh.close()
 
     def add_groups(self, groups: Iterable[RolloutGroup]) -> None:
-        """Keeps scored groups, or consecutive pieces of them, for a later step."""
-        for group in groups:
-            self._groups[group.group_id] = joined(self._groups.get(group.group_id), group)
+        """Keeps scored groups for a later step."""
+        self._groups.update((group.group_id, group) for group in groups)
 
     def commit(self) -> Future[str] | None:
         """Makes what was saved last the newest checkpoint; its folder. Raises OSError when the disk is full."""

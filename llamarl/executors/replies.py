@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 
 import numpy as np
 
 from llamarl.types import RewardResult, Rollout
+from llamarl.weight_sync.layout import Address
 
 
-class DecodingWork(NamedTuple):
-    """What a generator has done since its start, as sums over its forwards: a line through (rows, seconds) is in them.
+class GeneratorStats(NamedTuple):
+    """What a generator does, and has done since its start: sums over its forwards, so that a line through (rows,
+    seconds) is in them.
 
     Seconds are processor time on a CPU, where others may use the core too, and wall time on other devices.
     """
 
+    num_running: int = 0
+    """Rollouts being decoded now."""
+    num_waiting: int = 0
+    """Rollouts queued or parked now."""
+    generated_tokens: int = 0
+    """Tokens sampled."""
     decode_steps: float = 0
     """Forwards without prefill."""
     decode_rows: float = 0
@@ -41,22 +49,41 @@ class DecodingWork(NamedTuple):
     recompute_s: float = 0.0
     """Seconds of that; they are in `prefill_s` too."""
 
-    def forward(self, rows: int, prefill_tokens: int, seconds: float) -> DecodingWork:
+    def forward(self, rows: int, prefill_tokens: int, seconds: float) -> GeneratorStats:
         """One forward more."""
         if prefill_tokens:
-            return self.plus(DecodingWork(0, 0, 0, 0.0, 0.0, 1, rows, prefill_tokens, seconds))
-        return self.plus(DecodingWork(1, rows, rows * rows, seconds, rows * seconds))
+            new = GeneratorStats(
+                prefill_steps=1, prefill_rows=rows, prefill_tokens=prefill_tokens, prefill_s=seconds
+            )  # fmt: skip
+        else:
+            new = GeneratorStats(
+                decode_steps=1, decode_rows=rows, decode_rows_squared=rows * rows, decode_s=seconds,
+                decode_rows_s=rows * seconds,
+            )  # fmt: skip
+        return self.plus(new)
 
-    def plus(self, other: DecodingWork) -> DecodingWork:
+    def plus(self, other: GeneratorStats) -> GeneratorStats:
         """Both together."""
-        return DecodingWork(*(a + b for a, b in zip(self, other, strict=True)))
+        return GeneratorStats._make(a + b for a, b in zip(self, other, strict=True))
 
-    def since(self, start: DecodingWork) -> dict[str, float]:
-        """What came after `start`, by name."""
-        return {name: float(a - b) for name, a, b in zip(self._fields, self, start, strict=True)}
+    def since(self, start: GeneratorStats) -> dict[str, float]:
+        """What forwards did after `start`, by name."""
+        return {name: float(a - b) for name, a, b in list(zip(self._fields, self, start, strict=True))[3:]}
 
 
-NO_WORK = DecodingWork()
+NO_STATS = GeneratorStats()
+
+
+class ControllerState(TypedDict):
+    """What a checkpoint keeps of the controller: plain JSON."""
+
+    step: int
+    """Completed optimizer steps."""
+    sampler: dict[str, int]
+    """`PromptSampler.state`."""
+    next_group_id: int
+    unconsumed: list[tuple[int, int]]
+    """Group id and prompt index of each group that was admitted and not trained on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,14 +91,8 @@ class Collected:
     """Finished, parked and aborted rollouts of a generator, and where it stands."""
 
     rollouts: list[Rollout]
-    """Of a resumed rollout only the tokens sampled since."""
-    num_running: int
-    """Rollouts being decoded."""
-    num_waiting: int
-    """Rollouts queued or parked."""
-    generated_tokens: int
-    """Tokens sampled since the start."""
-    work: DecodingWork = NO_WORK
+    """Whole: of a resumed one, with the tokens that it came with."""
+    stats: GeneratorStats = NO_STATS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +111,7 @@ class Published:
 
     version: int
     """Optimizer steps of the weights."""
-    address: Any
+    address: Address
     """Where it is; the transport's own."""
     probe: Probe | None = None
     """By the same weights; None where this version is not to be probed."""
@@ -115,6 +136,18 @@ class Adoption:
     """That came, of all ranks: changes only, where those are sent."""
     fingerprint: str = ""
     """Of the weights that serve now, over all tensors and ranks, in hexadecimal digits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch:
+    """Distance between a generator's and the trainer's log-probabilities of the same tokens by the same weights."""
+
+    kl: float
+    """Estimate of KL(generator || trainer) per token, in nats."""
+    largest: float
+    """Largest absolute difference, in nats."""
+    mean: float
+    """Mean absolute difference, in nats."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

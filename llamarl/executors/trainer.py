@@ -17,7 +17,7 @@ from llamarl.algorithms.kl import penalty
 from llamarl.checkpoint.store import CRITIC
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.executors.learner import Learner
-from llamarl.executors.replies import Probe, Published
+from llamarl.executors.replies import ControllerState, Probe, Published
 from llamarl.models.hf import open_model
 from llamarl.models.lora import add_adapters
 from llamarl.training.meter import check_memory, device_seconds, peak_flops, peak_memory_bytes, rates
@@ -80,9 +80,9 @@ class TrainerExecutor(Learner):
         self._probe_every_steps = sync.probe_every_steps
         self._probed = list[np.ndarray]()
         """Sequences of the last step."""
-        self._resumed: tuple[dict[str, Any] | None, list[str]] = self._resume() if resume else (None, [])
+        self._resumed: tuple[ControllerState | None, list[str]] = self._resume() if resume else (None, [])
 
-    def _resume(self) -> tuple[dict[str, Any] | None, list[str]]:
+    def _resume(self) -> tuple[ControllerState | None, list[str]]:
         beside = [self._store.beside(CRITIC)] if isinstance(self._trainer.advantage, ValueAdvantage) else []
         checkpoint, damaged = self._store.load_newest(beside)
         if checkpoint is None:
@@ -91,9 +91,9 @@ class TrainerExecutor(Learner):
             load_training_state(self._trainer, checkpoint.shapes, checkpoint.read, checkpoint.state)
         except StateMismatch as error:
             raise ConfigError(f"--resume: {error}") from None
-        return checkpoint.state, damaged
+        return checkpoint.state["controller"], damaged
 
-    def resumed(self) -> tuple[dict[str, Any] | None, list[str]]:
+    def resumed(self) -> tuple[ControllerState | None, list[str]]:
         """The controller's state in the checkpoint that was resumed (None: fresh), and what was found damaged."""
         return self._resumed
 
@@ -161,6 +161,6 @@ class TrainerExecutor(Learner):
                 publisher.close()
         super().close()
 
-    def save(self, controller_state: dict[str, Any]) -> Future[dict[str, Any] | OSError]:
+    def save(self, state: ControllerState) -> Future[dict[str, Any] | OSError]:
         """Copies what a checkpoint needs and writes it beside the next steps; after the answer comes `commit`."""
-        return self._save(self._trainer, training_state(self._trainer) | {"controller": controller_state})
+        return self._save(self._trainer, training_state(self._trainer) | {"controller": state})

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import RunConfig, dump_toml, validated
-from llamarl.config.schema import MAX_SEGMENT_TOKENS
 from llamarl.forecast.hardware import CPU, Pool
 from llamarl.forecast.plan import Plan
 
@@ -27,7 +26,6 @@ def run_toml(plan: Plan, *, model_path: str, data_path: str, base: RunConfig | N
     data: dict[str, Any] = {"name": Path(request.model.name).name, "data": {"train": train}}
     data = base.model_dump(exclude_none=True) if base else data
     limit = request.lengths.limit_tokens
-    cut = {"segment_tokens": MAX_SEGMENT_TOKENS} if limit > MAX_SEGMENT_TOKENS else {}
     planned: dict[str, dict[str, Any]] = {
         "model": {"path": model_path},
         "data": {"max_prompt_tokens": request.prompt_tokens},
@@ -36,7 +34,6 @@ def run_toml(plan: Plan, *, model_path: str, data_path: str, base: RunConfig | N
             "group_size": request.group_size,
             "max_staleness": plan.staleness,
             "max_new_tokens": limit,
-            **cut,
         },
         "generator": {
             "replicas": generator.replicas,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from llamarl.rollouts.segments import UNFINISHED, not_begun
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 
 
@@ -18,11 +17,7 @@ def response_limit(request: GenerationRequest, context: int) -> int:
 
 def failed(request: GenerationRequest, index: int, error: str) -> Rollout:
     """A rollout that cannot be generated."""
-    none = np.empty(0, np.int32)
-    return Rollout(
-        group_id=request.group_id, index=index, token_ids_T=none, behavior_logprobs_T=none.astype(np.float32),
-        policy_versions_T=none, finish_reason=FinishReason.FAILED, error=error,
-    )  # fmt: skip
+    return Rollout.empty(request.group_id, index, FinishReason.FAILED, error)
 
 
 def accept(
@@ -36,7 +31,7 @@ def accept(
     Returns:
         Rollouts to go on with: the partials, or without any, empty ones. And those refused, as FAILED.
     """
-    partials = request.partials or tuple(not_begun(request.group_id, index) for index in range(request.group_size))
+    partials = request.starts()
     indices = {partial.index for partial in partials} or {0}
     error = _request_error(request, context, vocab_size, can_decode)
     if len(indices) < len(partials):
@@ -90,10 +85,11 @@ def _partial_error(request: GenerationRequest, partial: Rollout, context: int, v
         return f"{name} is of group {partial.group_id}, not {request.group_id}"
     if not 0 <= partial.index < request.group_size:
         return f"{name} is not in a group of {request.group_size}"
-    if partial.finish_reason not in UNFINISHED:
+    if partial.finish_reason.is_final:
         return f"{name} ended with {partial.finish_reason}; only parked and aborted ones go on"
-    if not partial.num_tokens == len(partial.behavior_logprobs_T) == len(partial.policy_versions_T):
-        return f"{name} has {partial.num_tokens} tokens, but not as many log-probabilities and versions"
+    if any(len(values_T) != partial.num_tokens for values_T in partial.columns.values()):
+        lengths = ", ".join(f"{len(values_T)} {column}" for column, values_T in partial.columns.items())
+        return f"{name} has columns of different lengths: {lengths}"
     if partial.num_tokens >= limit:
         return f"{name} has {partial.num_tokens} tokens already, and {limit} is the limit"
     if error := unknown_id(partial.token_ids_T, vocab_size):

@@ -9,6 +9,7 @@ import numpy as np
 
 from llamarl.generation.sampler import SamplingRows, noise_key
 from llamarl.generation.sequence import Sequence
+from llamarl.types import COLUMNS, continued
 
 
 class Rows:
@@ -23,9 +24,11 @@ class Rows:
         self.limit_R = np.zeros(capacity, np.int64)
         self.sampling = SamplingRows(capacity)
         self.blocks_R_M = np.full((capacity, 1), -1, np.int64)
-        self.token_ids_R_T = np.zeros((capacity, 1), np.int32)
-        self.logprobs_R_T = np.zeros((capacity, 1), np.float32)
-        self.versions_R_T = np.zeros((capacity, 1), np.int32)
+        self.columns_R_T = {
+            column.name: np.zeros((capacity, 1), column.dtype)
+            for column in COLUMNS.values()
+            if column.filled_by == "generator"
+        }
         self.stop_R_S = np.full((capacity, 1), -1, np.int64)
         self.has_strings_R = np.zeros(capacity, bool)  # stop strings
 
@@ -49,17 +52,15 @@ class Rows:
         self.has_strings_R[row] = group.stop_strings is not None
         self.blocks_R_M[row] = -1
         self.blocks_R_M[row, : len(sequence.own.blocks)] = sequence.own.blocks
-        self.token_ids_R_T[row, :length] = sequence.token_ids_T
-        self.logprobs_R_T[row, :length] = sequence.logprobs_T
-        self.versions_R_T[row, :length] = sequence.versions_T
+        for name, values_R_T in self.columns_R_T.items():
+            values_R_T[row, :length] = sequence.columns[name]
 
     def remove(self, sequence: Sequence) -> None:
         """A rollout leaves with its tokens; the last row takes its place."""
         row, last = sequence.row, len(self.sequences) - 1
-        length = self.length_R[row]
-        sequence.token_ids_T = self.token_ids_R_T[row, :length].copy()
-        sequence.logprobs_T = self.logprobs_R_T[row, :length].copy()
-        sequence.versions_T = self.versions_R_T[row, :length].copy()
+        start, length = len(sequence.token_ids_T), self.length_R[row]
+        sampled = {name: values_R_T[row, start:length].copy() for name, values_R_T in self.columns_R_T.items()}
+        sequence.columns = continued(sequence.columns, sampled)
         sequence.row = -1
         moved = self.sequences.pop()
         if row == last:
@@ -72,8 +73,8 @@ class Rows:
             self.has_strings_R,
         ):  # fmt: skip
             array_R[row] = array_R[last]
-        for array_R_T in (self.token_ids_R_T, self.logprobs_R_T, self.versions_R_T):
-            array_R_T[row, :length] = array_R_T[last, :length]
+        for values_R_T in self.columns_R_T.values():
+            values_R_T[row, :length] = values_R_T[last, :length]
         self.sampling.move(last, row)
 
     def grow(self, sequence: Sequence) -> None:
@@ -85,9 +86,9 @@ class Rows:
         """Each row gets its sampled token; returns which rows are done, bool [B, 2]: (stop token or string, limit)."""
         count = len(self.sequences)
         rows_B, length_B = np.arange(count), self.length_R[:count]
-        self.token_ids_R_T[rows_B, length_B] = token_ids_B
-        self.logprobs_R_T[rows_B, length_B] = logprobs_B
-        self.versions_R_T[rows_B, length_B] = version
+        sampled = {"token_ids": token_ids_B, "behavior_logprobs": logprobs_B, "policy_versions": version}
+        for name, values_R_T in self.columns_R_T.items():
+            values_R_T[rows_B, length_B] = sampled.get(name, COLUMNS[name].default)
         self.input_R[:count] = token_ids_B
         self.position_R[:count] += 1
         length_B += 1
@@ -95,15 +96,13 @@ class Rows:
         for row in np.flatnonzero(self.has_strings_R[:count]):
             stop_strings = self.sequences[row].group.stop_strings
             assert stop_strings is not None
-            stopped_B[row] |= stop_strings.completed(self.token_ids_R_T[row, : length_B[row]])
+            stopped_B[row] |= stop_strings.completed(self.columns_R_T["token_ids"][row, : length_B[row]])
         return np.stack((stopped_B, length_B >= self.limit_R[:count]), axis=1)
 
     def _widen(self, limit: int, num_stop: int) -> None:
         """Room for `limit` tokens, which need as many own tokens, and `num_stop` stop tokens."""
         num_blocks = -(-limit // self.block_size)
-        self.token_ids_R_T = _widened(self.token_ids_R_T, limit, 0)
-        self.logprobs_R_T = _widened(self.logprobs_R_T, limit, 0)
-        self.versions_R_T = _widened(self.versions_R_T, limit, 0)
+        self.columns_R_T = {name: _widened(values_R_T, limit, 0) for name, values_R_T in self.columns_R_T.items()}
         self.blocks_R_M = _widened(self.blocks_R_M, num_blocks, -1)
         self.stop_R_S = _widened(self.stop_R_S, num_stop, -1)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from llamarl.generation.stop import StopStrings
-from llamarl.types import FinishReason, GenerationRequest, Rollout
+from llamarl.types import Columns, FinishReason, GenerationRequest, Rollout
 
 
 @dataclass(slots=True)
@@ -72,18 +72,20 @@ class Sequence:
     """It decodes one token per step."""
     row: int = -1
     """Its row in `Rows`; -1 when it has none."""
-    token_ids_T: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    logprobs_T: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    versions_T: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    columns: Columns = field(default_factory=dict)
+    """Of its tokens so far."""
 
     @classmethod
     def of(cls, group: Group, start: Rollout) -> Sequence:
         """A rollout that goes on from the tokens of `start`, perhaps none."""
         segment_tokens = group.request.segment_tokens or group.limit
-        return cls(
-            group=group, index=start.index, limit=min(group.limit, start.num_tokens + segment_tokens),
-            token_ids_T=start.token_ids_T, logprobs_T=start.behavior_logprobs_T, versions_T=start.policy_versions_T,
-        )  # fmt: skip
+        limit = min(group.limit, start.num_tokens + segment_tokens)
+        return cls(group=group, index=start.index, limit=limit, columns=start.columns)
+
+    @property
+    def token_ids_T(self) -> np.ndarray:
+        """The response so far, int32; valid while it is not running."""
+        return self.columns["token_ids"]
 
     @property
     def own_tokens(self) -> int:
@@ -99,9 +101,7 @@ class Sequence:
         return Rollout(
             group_id=self.group.request.group_id,
             index=self.index,
-            token_ids_T=self.token_ids_T,
-            behavior_logprobs_T=self.logprobs_T,
-            policy_versions_T=self.versions_T,
+            columns=self.columns,
             finish_reason=reason,
             error=error,
         )

@@ -39,7 +39,7 @@ from llamarl.generation.vllm_server import (
 from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
-from llamarl.types import FinishReason, GenerationRequest, Rollout
+from llamarl.types import FinishReason, GenerationRequest, Rollout, continued
 from llamarl.weight_sync.base import Subscriber
 from llamarl.weight_sync.layout import Address, TensorSpec
 
@@ -99,12 +99,15 @@ class _Job:
         versions_T = np.repeat([int(s["version"]) for s in spans], [s["end"] - s["start"] for s in spans])
         failed_T = np.flatnonzero(logprobs_T <= NO_LOGPROB)
         count = failed_T[0] if len(failed_T) else len(tokens_T)
+        sampled = {
+            "token_ids": tokens_T,
+            "behavior_logprobs": logprobs_T,
+            "policy_versions": versions_T.astype(np.int32),
+        }
         partial = self.partial
         whole = replace(
             partial,
-            token_ids_T=np.concatenate((partial.token_ids_T, tokens_T[:count])),
-            behavior_logprobs_T=np.concatenate((partial.behavior_logprobs_T, logprobs_T[:count])),
-            policy_versions_T=np.concatenate((partial.policy_versions_T, versions_T[:count].astype(np.int32))),
+            columns=continued(partial.columns, {name: values_T[:count] for name, values_T in sampled.items()}),
             finish_reason=FinishReason.FAILED,
             error="",
         )

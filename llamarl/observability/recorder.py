@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llamarl.observability.sinks import JsonlSink, SinkFailure
-from llamarl.types import RolloutGroup
+from llamarl.observability.sinks import RowLog
+from llamarl.types import COLUMNS, RolloutGroup
 
 
-class RolloutRecorder:
-    """Appends to `rollouts.jsonl`. A full disk loses rows and says so once; it never ends the run."""
-
-    def __init__(self, path: Path, on_failure: Callable[[SinkFailure], None]) -> None:
-        self._sink = JsonlSink(path)
-        self._on_failure = on_failure
-        self._failed = False
+class RolloutRecorder(RowLog):
+    """`rollouts.jsonl`.: a line per rollout that was trained on."""
 
     def record(self, step: int, groups: Sequence[RolloutGroup], advantages: Mapping[int, np.ndarray]) -> None:
         """The groups that optimizer step `step` consumed, with the advantage of each rollout."""
         for group in groups:
             for index in range(len(group.rollouts)):
-                failure = self._sink.write(_row(step, group, index, float(advantages[group.group_id][index])))
-                if failure and not self._failed:
-                    self._failed = True
-                    self._on_failure(failure)
-
-    def drop_after(self, step: int) -> None:
-        """Takes back the rows of later steps: a resumed run does those steps again. Raises OSError."""
-        self._sink.drop_after(step)
-
-    def close(self) -> None:
-        if failure := self._sink.close():
-            self._on_failure(failure)
+                self.write(_row(step, group, index, float(advantages[group.group_id][index])))
 
 
 def _row(step: int, group: RolloutGroup, index: int, advantage: float) -> dict[str, Any]:
@@ -58,7 +41,14 @@ def _row(step: int, group: RolloutGroup, index: int, advantage: float) -> dict[s
         "finish_reason": rollout.finish_reason.value,
         "error": rollout.error,
         "policy_versions": [[version, len(list(run))] for version, run in groupby(versions)],  # [version, tokens]
-        "token_ids": rollout.token_ids_T.tolist(),
-        # Nine digits always give back the same float32.
-        "behavior_logprobs": [float(f"{value:.9g}") for value in rollout.behavior_logprobs_T.tolist()],
+    } | {
+        name: _plain(values_T)
+        for name, values_T in rollout.columns.items()
+        if COLUMNS[name].is_recorded and name != "policy_versions"
     }
+
+
+def _plain(values_T: np.ndarray) -> list[Any]:
+    if values_T.dtype != np.float32:
+        return values_T.tolist()
+    return [float(f"{value:.9g}") for value in values_T.tolist()]  # always gives back the same float32

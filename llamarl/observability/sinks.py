@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from llamarl.observability.metrics import EvalMetrics, Row, StepMetrics
 
@@ -27,22 +26,6 @@ class SinkFailure:
     def __str__(self) -> str:
         rows = "1 row" if self.rows_lost == 1 else f"{self.rows_lost} rows"
         return f"metrics: {rows} lost at {self.sink} ({self.reason}); the run goes on"
-
-
-class Sink(Protocol):
-    """Keeps rows."""
-
-    def write(self, row: Row) -> SinkFailure | None:
-        """Keep one row, or say why not."""
-        ...
-
-    def drop_after(self, step: int) -> None:
-        """Take back the rows of later steps: a resumed run does those steps again."""
-        ...
-
-    def close(self) -> SinkFailure | None:
-        """Make all rows durable. Says how many rows were lost in all, if any."""
-        ...
 
 
 class JsonlSink:
@@ -114,29 +97,34 @@ def _size_of_whole_lines(path: Path) -> int:
     return path.read_bytes().rfind(b"\n") + 1
 
 
-class MetricsLog:
-    """Hands each record to every sink. `on_failure` hears of a sink once when it first fails, and once at the end."""
+class RowLog:
+    """A file of rows. `on_failure` hears once when it first fails, and once at the end; it never ends a run."""
 
-    def __init__(self, sinks: Sequence[Sink], on_failure: Callable[[SinkFailure], None]) -> None:
-        self._sinks = tuple(sinks)
+    def __init__(self, path: Path | None, on_failure: Callable[[SinkFailure], None]) -> None:
+        """None: nothing is kept. Raises OSError: the file cannot be opened."""
+        self._sink = JsonlSink(path) if path else None
         self._on_failure = on_failure
-        self._failed: set[int] = set()
+        self._failed = False
 
-    def log(self, record: StepMetrics | EvalMetrics) -> None:
-        row = record.to_json()
-        for number, sink in enumerate(self._sinks):
-            failure = sink.write(row)
-            if failure and number not in self._failed:
-                self._failed.add(number)
-                self._on_failure(failure)
+    def write(self, row: Row) -> None:
+        """Keeps one row."""
+        failure = self._sink.write(row) if self._sink else None
+        if failure and not self._failed:
+            self._failed = True
+            self._on_failure(failure)
 
     def drop_after(self, step: int) -> None:
-        """Every sink takes back the rows of later steps. Raises OSError."""
-        for sink in self._sinks:
-            sink.drop_after(step)
+        """Takes back the rows of later steps: a resumed run does those steps again. Raises OSError."""
+        if self._sink:
+            self._sink.drop_after(step)
 
     def close(self) -> None:
-        for sink in self._sinks:
-            failure = sink.close()
-            if failure:
-                self._on_failure(failure)
+        if self._sink and (failure := self._sink.close()):
+            self._on_failure(failure)
+
+
+class MetricsLog(RowLog):
+    """`metrics.jsonl`: a line per step and evaluation."""
+
+    def log(self, record: StepMetrics | EvalMetrics) -> None:
+        self.write(record.to_json())

@@ -39,7 +39,7 @@ def shared_prefix_attend(
     device: torch.device,
     cp: Axis = ALONE.cp,
 ) -> Attend:
-    """Causal attention for the layout of `rollouts.packing`: group after group, a prompt and then its responses.
+    """Causal attention for the layout of `packing`: group after group, a prompt and then its responses.
 
     The responses of a group are padded to the longest of them for one batched call. Padding sits behind every valid
     query, so the causal mask alone keeps it out; its outputs are never read.

@@ -34,7 +34,7 @@ def step_cost(shape: ModelShape, groups: Sequence[SampleGroup], lora: LoraConfig
     for group in groups:
         if not group.samples:
             continue
-        prompt, lengths = len(group.prompt_token_ids_T), [len(sample.response_token_ids_T) for sample in group.samples]
+        prompt, lengths = len(group.prompt_token_ids_T), [len(sample.token_ids_T) for sample in group.samples]
         inputs = [length - 1 for length in lengths]
         tokens, targets = tokens + prompt + sum(inputs), targets + sum(lengths)
         pairs += prompt * (prompt + 1) // 2 + sum(length * prompt + length * (length + 1) // 2 for length in inputs)

@@ -13,11 +13,20 @@ Shape suffixes: N packed input tokens, R response tokens (targets), G samples of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llamarl.types import FinishReason, Outcome, RolloutGroup, SampleGroup, TrainSample
+from llamarl.types import (
+    COLUMNS,
+    Columns,
+    FinishReason,
+    Outcome,
+    RolloutGroup,
+    SampleGroup,
+    TrainSample,
+    packed_columns,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,18 +47,33 @@ class Microbatch:
     """int64."""
     sequence_R: np.ndarray
     """Which response each target belongs to, counted over the microbatch, int64."""
-    behavior_logprobs_R: np.ndarray
-    """float32."""
-    policy_versions_R: np.ndarray
-    """int32."""
-    advantages_R: np.ndarray
-    """float32."""
-    loss_mask_R: np.ndarray
-    """bool."""
-    reference_logprobs_R: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    """float32; empty without a reference."""
-    values_R: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-    """float32; empty without a critic."""
+    columns_R: Columns
+    """Of the targets, all but `token_ids`."""
+
+    @property
+    def behavior_logprobs_R(self) -> np.ndarray:
+        """float32."""
+        return self.columns_R["behavior_logprobs"]
+
+    @property
+    def policy_versions_R(self) -> np.ndarray:
+        """int32."""
+        return self.columns_R["policy_versions"]
+
+    @property
+    def advantages_R(self) -> np.ndarray:
+        """float32."""
+        return self.columns_R["advantages"]
+
+    @property
+    def loss_mask_R(self) -> np.ndarray:
+        """bool."""
+        return self.columns_R["loss_mask"]
+
+    @property
+    def values_R(self) -> np.ndarray:
+        """float32."""
+        return self.columns_R["values"]
 
 
 EMPTY = Microbatch(
@@ -60,10 +84,7 @@ EMPTY = Microbatch(
     predictors_R=np.zeros(0, np.int64),
     targets_R=np.zeros(0, np.int64),
     sequence_R=np.zeros(0, np.int64),
-    behavior_logprobs_R=np.zeros(0, np.float32),
-    policy_versions_R=np.zeros(0, np.int32),
-    advantages_R=np.zeros(0, np.float32),
-    loss_mask_R=np.zeros(0, bool),
+    columns_R={column.name: np.zeros(0, column.dtype) for column in COLUMNS.values()},
 )
 """Of no group at all."""
 
@@ -117,13 +138,9 @@ def to_sample_group(
     valid_G = valid_rollouts(group) if valid_G is None else valid_G
     samples = tuple(
         TrainSample(
-            response_token_ids_T=rollout.token_ids_T,
-            behavior_logprobs_T=rollout.behavior_logprobs_T,
-            policy_versions_T=rollout.policy_versions_T,
-            advantages_T=np.full(rollout.num_tokens, advantage, np.float32),
-            loss_mask_T=np.ones(rollout.num_tokens, bool),
-            reference_logprobs_T=rollout.reference_logprobs_T,
-            values_T=rollout.values_T,
+            columns={"loss_mask": np.ones(rollout.num_tokens, bool)}
+            | rollout.columns
+            | {"advantages": np.full(rollout.num_tokens, advantage, np.float32)}
         )
         for rollout, advantage, valid in zip(group.rollouts, advantages, valid_G, strict=True)
         if valid
@@ -157,7 +174,7 @@ def pack(groups: Sequence[SampleGroup], microbatch_tokens: int) -> list[Microbat
 
 
 def _num_inputs(group: SampleGroup) -> int:
-    return len(group.prompt_token_ids_T) + sum(len(sample.response_token_ids_T) - 1 for sample in group.samples)
+    return len(group.prompt_token_ids_T) + sum(len(sample.token_ids_T) - 1 for sample in group.samples)
 
 
 def _split(groups: Sequence[SampleGroup], microbatch_tokens: int) -> Iterator[SampleGroup]:
@@ -165,7 +182,7 @@ def _split(groups: Sequence[SampleGroup], microbatch_tokens: int) -> Iterator[Sa
     for group in groups:
         prompt, part, room = group.prompt_token_ids_T, list[TrainSample](), 0
         for sample in group.samples:
-            size = len(sample.response_token_ids_T) - 1
+            size = len(sample.token_ids_T) - 1
             if part and size > max(room, 0):
                 yield SampleGroup(prompt_token_ids_T=prompt, samples=tuple(part))
                 part = []
@@ -187,26 +204,20 @@ def _pack(groups: Sequence[SampleGroup]) -> Microbatch:
         positions.append(np.arange(len(prompt)))
         start += len(prompt)
         for sample in group.samples:
-            inputs = sample.response_token_ids_T[:-1]
+            inputs = sample.token_ids_T[:-1]
             token_ids.append(inputs)
             positions.append(np.arange(len(prompt), len(prompt) + len(inputs)))
             predictors += [np.array([last_of_prompt]), np.arange(start, start + len(inputs))]
             start += len(inputs)
     samples = [sample for group in groups for sample in group.samples]
+    columns_R = packed_columns([sample.columns for sample in samples])
     return Microbatch(
         token_ids_N=np.concatenate(token_ids).astype(np.int64),
         positions_N=np.concatenate(positions),
         prompt_lengths=tuple(len(group.prompt_token_ids_T) for group in groups),
-        response_lengths=tuple(
-            tuple(len(sample.response_token_ids_T) - 1 for sample in group.samples) for group in groups
-        ),
+        response_lengths=tuple(tuple(len(sample.token_ids_T) - 1 for sample in group.samples) for group in groups),
         predictors_R=np.concatenate(predictors),
-        targets_R=np.concatenate([sample.response_token_ids_T for sample in samples]).astype(np.int64),
-        sequence_R=np.repeat(np.arange(len(samples)), [len(sample.response_token_ids_T) for sample in samples]),
-        behavior_logprobs_R=np.concatenate([sample.behavior_logprobs_T for sample in samples]),
-        policy_versions_R=np.concatenate([sample.policy_versions_T for sample in samples]),
-        advantages_R=np.concatenate([sample.advantages_T for sample in samples]),
-        loss_mask_R=np.concatenate([sample.loss_mask_T for sample in samples]),
-        reference_logprobs_R=np.concatenate([sample.reference_logprobs_T for sample in samples]),
-        values_R=np.concatenate([sample.values_T for sample in samples]),
+        targets_R=columns_R.pop("token_ids").astype(np.int64),
+        sequence_R=np.repeat(np.arange(len(samples)), [sample.num_tokens for sample in samples]),
+        columns_R=columns_R,
     )

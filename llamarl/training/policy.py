@@ -108,8 +108,7 @@ def own_share(groups: Sequence[SampleGroup], mesh: RankMesh, microbatch_tokens: 
 def shares(groups: Sequence[SampleGroup], num: int) -> list[list[SampleGroup]]:
     """`groups` dealt to `num` ranks with about as many tokens each, the largest first to whoever has the fewest."""
     tokens = [
-        len(group.prompt_token_ids_T) + sum(len(sample.response_token_ids_T) for sample in group.samples)
-        for group in groups
+        len(group.prompt_token_ids_T) + sum(len(sample.token_ids_T) for sample in group.samples) for group in groups
     ]
     loads, found = [0] * num, [list[int]() for _ in range(num)]
     for index in sorted(range(len(groups)), key=lambda index: -tokens[index]):

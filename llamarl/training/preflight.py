@@ -113,12 +113,14 @@ def _groups(num: int, vocab_size: int) -> list[SampleGroup]:
 
     def sample(length: int) -> TrainSample:
         return TrainSample(
-            response_token_ids_T=rng.integers(0, vocab_size, length).astype(np.int32),
-            behavior_logprobs_T=(-rng.random(length)).astype(np.float32),
-            policy_versions_T=np.zeros(length, np.int32),
-            advantages_T=np.full(length, rng.normal(), np.float32),
-            loss_mask_T=np.ones(length, bool),
-            values_T=rng.normal(size=length).astype(np.float32),
+            columns={
+                "token_ids": rng.integers(0, vocab_size, length).astype(np.int32),
+                "behavior_logprobs": (-rng.random(length)).astype(np.float32),
+                "policy_versions": np.zeros(length, np.int32),
+                "advantages": np.full(length, rng.normal(), np.float32),
+                "loss_mask": np.ones(length, bool),
+                "values": rng.normal(size=length).astype(np.float32),
+            },
         )
 
     return [

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +43,7 @@ def per_response(
     """
     packed = list[Microbatch]()
     for prompt, rollouts in groups:
-        samples = tuple(_sample(one.token_ids_T) for one in rollouts if _is_computed(one))
+        samples = tuple(TrainSample(columns={"token_ids": one.token_ids_T}) for one in rollouts if _is_computed(one))
         packed += pack([SampleGroup(prompt_token_ids_T=prompt.token_ids_T, samples=samples)], max_tokens)
     found = chain.from_iterable(map(_split, packed, compute(packed)))
     return [
@@ -60,13 +59,3 @@ def _is_computed(rollout: Rollout) -> bool:
 def _split(batch: Microbatch, computed_R: np.ndarray) -> Iterable[np.ndarray]:
     lengths = [inputs + 1 for responses in batch.response_lengths for inputs in responses]
     return np.split(computed_R, np.cumsum(lengths)[:-1])
-
-
-def _sample(token_ids_T: np.ndarray) -> TrainSample:
-    nothing: dict[str, Any] = dict.fromkeys(("behavior_logprobs_T", "advantages_T"), np.zeros(0, np.float32))
-    return TrainSample(
-        response_token_ids_T=token_ids_T,
-        policy_versions_T=np.zeros(0, np.int32),
-        loss_mask_T=np.zeros(0, bool),
-        **nothing,
-    )

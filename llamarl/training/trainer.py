@@ -195,21 +195,22 @@ class Trainer:
         """Sum over one microbatch; adds to what is logged."""
         if not len(microbatch.targets_R):
             return logprobs_R.sum()
-        reference_R = microbatch.reference_logprobs_R
+        columns_R = {name: self._tensor(values_R) for name, values_R in microbatch.columns_R.items()}
         inputs = LossInputs(
             logprobs_N=logprobs_R,
-            behavior_logprobs_N=self._tensor(microbatch.behavior_logprobs_R),
-            advantages_N=self._tensor(microbatch.advantages_R),
-            loss_mask_N=self._tensor(microbatch.loss_mask_R),
+            behavior_logprobs_N=columns_R["behavior_logprobs"],
+            advantages_N=columns_R["advantages"],
+            loss_mask_N=columns_R["loss_mask"],
             sequence_N=self._tensor(microbatch.sequence_R),
             num_sequences=sum(map(len, microbatch.response_lengths)),
             proximal_logprobs_N=proximal_R,
-            reference_logprobs_N=self._tensor(reference_R) if len(reference_R) else None,
+            reference_logprobs_N=columns_R.get("reference_logprobs"),
+            columns_N=columns_R,
             kl=self.kl_in_loss,
         )
         output = self.loss(inputs)
         at_first = proximal_R is None
-        is_stale_R = self._tensor(microbatch.policy_versions_R) < self.policy_version
+        is_stale_R = columns_R["policy_versions"] < self.policy_version
         # Later passes move away from the behavior policy by themselves, which is neither staleness nor mismatch.
         ages = age_sums(logprobs_R, inputs.behavior_logprobs_N, inputs.loss_mask_N, is_stale_R) if at_first else {}
         for name, value in {"loss": output.loss, **output.sums, **ages}.items():

@@ -94,3 +94,33 @@ def test_tests_mirror_the_package() -> None:
 def _is_right_home(folder: Path) -> bool:
     target = PACKAGE / folder
     return folder.parts[:1] in OWN_HOMES or target.is_dir() or target.with_suffix(".py").exists()
+
+
+def test_no_files_import_each_other() -> None:
+    """Not even inside functions, and not for types alone."""
+    files = {module_of(path): path for path in python_files("llamarl")}
+    graph = {module: _imported(path) & files.keys() - {module} for module, path in files.items()}
+    done, on_path = set[str](), list[str]()
+
+    def visit(module: str) -> None:
+        assert module not in on_path, " -> ".join([*on_path[on_path.index(module) :], module])
+        if module in done:
+            return
+        on_path.append(module)
+        for other in sorted(graph[module]):
+            visit(other)
+        done.add(on_path.pop())
+
+    for module in graph:
+        visit(module)
+
+
+def _imported(path: Path) -> set[str]:
+    """Modules that a file imports; from a package its submodules, not the package itself."""
+    found = set[str]()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found

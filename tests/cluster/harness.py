@@ -11,8 +11,8 @@ from typing import Any, Literal
 from llamarl.cluster.api import (
     Cluster,
     ExecutorSpec,
-    open_cluster,
 )
+from llamarl.cluster.open import open_cluster
 
 Kind = Literal["monarch", "inline"]
 HERE = Path(__file__).parent

@@ -17,8 +17,8 @@ from llamarl.cluster.api import (
     MeshFailed,
     PayloadTooLarge,
     RemoteError,
-    open_cluster,
 )
+from llamarl.cluster.open import open_cluster
 from llamarl.cluster.payload import MAX_MESSAGE_BYTES
 from llamarl.config import ConfigError
 from tests.cluster.harness import CALL_S, SPAWN_S, Kind, echo, run

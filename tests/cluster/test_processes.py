@@ -150,7 +150,7 @@ def test_many_rounds_in_one_process() -> None:
 
 CONTROLLER = """
 import asyncio, sys
-from llamarl.cluster.api import ExecutorSpec, open_cluster
+from llamarl.cluster.api import ExecutorSpec
 
 async def main(code_path, folder):
     def spec(name):

@@ -12,7 +12,6 @@ import numpy as np
 
 from llamarl.cluster.api import RemoteError
 from llamarl.executors.replies import Probe, Published
-from llamarl.rollouts.pieces import joined
 from llamarl.training.result import StepResult
 from llamarl.types import RolloutGroup
 
@@ -38,8 +37,7 @@ class Trainer:
     _groups: dict[int, RolloutGroup] = field(default_factory=dict)
 
     async def add_groups(self, groups: list[RolloutGroup]) -> None:
-        for group in groups:
-            self._groups[group.group_id] = joined(self._groups.get(group.group_id), group)
+        self._groups.update((group.group_id, group) for group in groups)
 
     async def step(self, group_ids: list[int]) -> StepResult:
         clock = asyncio.get_running_loop()

@@ -20,17 +20,18 @@ import numpy as np
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
 from llamarl.config import RunConfig
+from llamarl.controller.admission import Problems
 from llamarl.controller.buffer import RolloutBuffer
-from llamarl.controller.controller import Controller, Executors, Problems
+from llamarl.controller.controller import Controller
+from llamarl.controller.ports import Executors
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import Adoption, Collected, Scored
 from llamarl.forecast.simulator.clock import run_virtual
 from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.screen import NullScreen
-from llamarl.observability.sinks import JsonlSink, MetricsLog
-from llamarl.rollouts.segments import partials_of
-from llamarl.types import FinishReason, GenerationRequest, Outcome, Prompt, RewardResult, Rollout
+from llamarl.observability.sinks import MetricsLog
+from llamarl.types import FinishReason, GenerationRequest, Outcome, Prompt, RewardResult, Rollout, continued
 from tests.controller.fake_trainer import Trainer
 
 RIGHT = RewardResult(outcome=Outcome.SCORE, value=1.0)
@@ -170,15 +171,14 @@ class Generator:
     async def submit(self, requests: list[GenerationRequest]) -> None:
         for request in requests:
             assert request.group_id not in self._tasks.values(), "engines take one request of a group at a time"
-            for partial in partials_of(request):
-                assert not len(partial.policy_versions_T), "only token ids travel"
-                task = asyncio.ensure_future(self._decode(request, partial.index, partial.num_tokens))
+            for partial in request.starts():
+                task = asyncio.ensure_future(self._decode(request, partial))
                 self._tasks[task] = request.group_id
                 task.add_done_callback(self._tasks.pop)
         await asyncio.sleep(0)  # a task that is cancelled before it begins says nothing
 
-    async def _decode(self, request: GenerationRequest, index: int, start: int) -> None:
-        clock = asyncio.get_running_loop()
+    async def _decode(self, request: GenerationRequest, partial: Rollout) -> None:
+        clock, index, start = asyncio.get_running_loop(), partial.index, partial.num_tokens
         begin_s, group_id = clock.time(), request.group_id
         length = self.num_tokens(group_id, index)
         stop = min(length, start + request.segment_tokens) if request.segment_tokens else length
@@ -200,9 +200,14 @@ class Generator:
             Rollout(
                 group_id=group_id,
                 index=index,
-                token_ids_T=np.array(ids, np.int32),
-                behavior_logprobs_T=np.array(ids, np.float32),
-                policy_versions_T=np.array(versions, np.int32),
+                columns=continued(
+                    partial.columns,
+                    {
+                        "token_ids": np.array(ids, np.int32),
+                        "behavior_logprobs": np.array(ids, np.float32),
+                        "policy_versions": np.array(versions, np.int32),
+                    },
+                ),
                 finish_reason=reason,
             )
         )
@@ -221,7 +226,7 @@ class Generator:
         await self._some.wait()
         self._some.clear()
         rollouts, self._finished = self._finished, []
-        return Collected(rollouts=rollouts, num_running=0, num_waiting=0, generated_tokens=0)
+        return Collected(rollouts=rollouts)
 
     async def adopt(self, version: int, slot: int) -> Adoption:
         seconds = self.adopt_s if isinstance(self.adopt_s, float) else self.adopt_s(version)
@@ -305,7 +310,7 @@ class Run:
         self.supervisor = supervisor = Supervisor()
         rollout = self.config.rollout
         limit = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
-        log = MetricsLog([JsonlSink(self.metrics_file)], self._lost)
+        log = MetricsLog(self.metrics_file, self._lost)
         recorder = RolloutRecorder(self.rollouts_file, self._lost)
         screen = NullScreen()
         screen.warn = self.warnings.append
@@ -314,7 +319,7 @@ class Run:
         for handle in executors.irreplaceable:
             supervisor.watch(handle)
         self.controller = controller = Controller(self.config, self.problems, executors, supervisor, telemetry, state)
-        telemetry.attach(list(executors), controller.generators)
+        telemetry.attach(list(executors), controller.replicas)
         if state:
             telemetry.resume_at(controller.version)
         supervisor.start(telemetry.poll_loop(), "status")
@@ -342,7 +347,7 @@ class Run:
         generator.source = self.trainer
         self.generators.append(generator)
         self.handles[name] = FakeHandle(name, generator)
-        await self.controller.add_generator(self.handles[name])
+        await self.controller.recovery.add(self.handles[name])
 
     def _lost(self, failure: object) -> None:
         raise AssertionError(failure)

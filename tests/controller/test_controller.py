@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.controller.controller import TooManyInvalid
+from llamarl.controller.admission import TooManyInvalid
 from llamarl.controller.supervision import Stalled
 from llamarl.data.sampler import PromptSampler
 from llamarl.types import RewardResult, Rollout
@@ -186,9 +186,9 @@ def test_prompts_come_in_the_sampler_s_order(tmp_path: Path) -> None:
 
 def test_the_controller_imports_no_torch() -> None:
     code = (
-        "import sys, llamarl.controller.run, llamarl.controller.eval_run, llamarl.cli.train; "
-        "import llamarl.controller.prepare; from llamarl.config import load_config; "
-        "llamarl.controller.prepare.check_parts(load_config('configs/demo.toml')); "
+        "import sys, llamarl.run.train, llamarl.run.evaluate, llamarl.cli.train; "
+        "import llamarl.run.prepare; from llamarl.config import load_config; "
+        "llamarl.run.prepare.check_parts(load_config('configs/demo.toml')); "
         "sys.exit('torch' in sys.modules)"
     )
     root = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.cluster.api import CallTimeout, MeshFailed, RemoteError
-from llamarl.controller.controller import NotSaved
+from llamarl.controller.saving import NotSaved
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.data.sampler import PromptSampler
 from llamarl.forecast.simulator.clock import run_virtual

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from llamarl.cluster.api import MeshFailed
-from llamarl.controller.evaluation import EVAL_GROUPS
-from llamarl.rollouts.pieces import joined
+from llamarl.controller.groups import FIRST_EVAL_ID
 from llamarl.training.result import StepResult
 from llamarl.types import Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 from tests.controller.fakes import Generator, Run, Trainer, config
@@ -49,7 +48,7 @@ class Model:
 
     async def add_groups(self, groups: list[RolloutGroup]) -> None:
         for group in groups:
-            self._groups[group.group_id] = joined(self._groups.get(group.group_id), group)
+            self._groups[group.group_id] = group
 
     async def learn(self, step: int, group_ids: list[int]) -> None:
         groups = [self._groups.pop(group_id) for group_id in group_ids]
@@ -172,7 +171,7 @@ def test_evaluations_ask_none_of_them(tmp_path: Path) -> None:
         num_eval=3, models={"reference": reference},
     ).train()  # fmt: skip
     assert len(run.evals) == 2
-    assert reference.asked and max(reference.asked) < EVAL_GROUPS
+    assert reference.asked and max(reference.asked) < FIRST_EVAL_ID
 
 
 @pytest.mark.parametrize("name", ["reference", "critic", "reward-model"])
@@ -189,8 +188,7 @@ def test_the_death_of_one_ends_the_run_with_its_name(tmp_path: Path, name: str) 
         Run(config(tmp_path, steps=50), tmp_path, models={name: model}).train(strike=kill)
 
 
-def test_a_group_in_pieces_keeps_what_was_said(tmp_path: Path) -> None:
-    """Longer than one call carries."""
+def test_long_rollouts_keep_what_was_said(tmp_path: Path) -> None:
     critic, lengths = Model(values), (25_000, 2)
     generators = [Generator(num_tokens=lambda _, index: lengths[index])]
     run = Run(config(tmp_path, steps=1), tmp_path, generators, models={"critic": critic}).train()

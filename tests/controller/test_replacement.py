@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from llamarl.controller.groups import FIRST_GREEDY_ID, PendingGroup, greedy_request
 from llamarl.data.sampler import PromptSampler
-from llamarl.types import GenerationRequest, Outcome, RewardResult, Rollout
-from tests.controller.fakes import RIGHT, WRONG, Generator, Reward, Run, Trainer, config
+from llamarl.executors.replies import Scored
+from llamarl.types import FinishReason, GenerationRequest, Outcome, RewardResult, Rollout, SamplingParams
+from tests.controller.fakes import RIGHT, WRONG, Generator, Reward, Run, Trainer, config, prompts
 from tests.controller.test_controller import random_durations
 
 P = 4
@@ -118,7 +119,7 @@ def test_a_group_comes_with_the_reward_of_one_greedy_response(tmp_path: Path, se
         eval={"every_steps": 3, "max_prompts": 2},
     )
     half = RewardResult(outcome=Outcome.SCORE, value=0.5)
-    reward = Reward(lambda rollout: half if rollout.index == 2 else RIGHT)
+    reward = Reward(lambda rollout: half if rollout.group_id >= FIRST_GREEDY_ID else RIGHT)
     greedy = Greedy(num_tokens=lambda group_id, index: 5, duration_s=random_durations(0).duration_s)
     run = Run(settings, tmp_path, [greedy], reward, num_eval=2).train()
     assert [group.baseline for group in run.trainer.consumed] == [half] * 12
@@ -131,22 +132,19 @@ def test_a_group_comes_with_the_reward_of_one_greedy_response(tmp_path: Path, se
         for temperature in (0.0, 1.0)
     }
     assert by_temperature[1.0] == set(range(12))
-    trained = {group_id for group_id in by_temperature[0.0] if group_id >= 1 << 41}
-    assert {group_id - (1 << 41) for group_id in trained} == set(range(12))
+    trained = {group_id for group_id in by_temperature[0.0] if group_id >= FIRST_GREEDY_ID}
+    assert {group_id - (FIRST_GREEDY_ID) for group_id in trained} == set(range(12))
     assert len(by_temperature[0.0] - trained) == 2, "two held-out prompts, which are greedy themselves"
     assert not run.complaints
 
 
 def test_a_greedy_response_that_failed_is_no_baseline() -> None:
-    from llamarl.controller.pipeline import _Pending
-    from llamarl.executors.replies import Scored
-    from llamarl.rollouts.segments import not_begun
-    from llamarl.types import FinishReason, Prompt
-
-    prompt = Prompt(prompt_id="p", text="", token_ids_T=np.array([1], np.int32), answer="")
-    rollouts = {index: not_begun(3, index) for index in range(2)}
-    rollouts[1] = replace(rollouts[1], finish_reason=FinishReason.FAILED, error="too long")
-    scored = [Scored(response="", result=RIGHT)] * 2
-    group = _Pending(prompt, 2, has_greedy=True, rollouts=rollouts, scored=scored).group()
+    request = GenerationRequest(
+        group_id=3, prompt_token_ids_T=np.array([1], np.int32), group_size=1, sampling=SamplingParams()
+    )
+    pending = PendingGroup((request, greedy := greedy_request(request)), prompts(1)[0])
+    assert not pending.add(Rollout.empty(greedy.group_id, 0, FinishReason.FAILED, "too long")), "it may come first"
+    assert pending.add(Rollout.empty(3, 0))
+    group = pending.scored(pending.in_order(), [Scored(response="", result=RIGHT)] * 2)
     assert group.baseline == RewardResult(outcome=Outcome.INVALID, value=0.0, reason="too long")
     assert len(group.rollouts) == len(group.results) == len(group.responses) == 1

@@ -46,14 +46,14 @@ async def happen(run: Run, dice: random.Random, num_events: int) -> None:
     """Generators die, leave, come and stand still; generator-0 stays."""
     for number in range(num_events):
         await asyncio.sleep(dice.uniform(0, 12))
-        present = [one.handle.name for one in run.controller.generators.replicas if one.follower]
+        present = [one.handle.name for one in run.controller.replicas.alive if one.adopting]
         others = [name for name in present if name != "generator-0"]
         match dice.choice(["die", "leave", "join", "freeze"]):
             case "die" if others:
                 run.handles[dice.choice([*others, *(name for name in run.handles if name.startswith("late"))])].die()
             case "leave" if others:
                 name = dice.choice(others)
-                await run.controller.remove_generator(name)
+                await run.controller.recovery.remove(name, timeout_s=5.0)
                 assert run.handles[name].is_stopped
             case "freeze" if others:
                 run.supervisor.start(freeze(run, dice.choice(others), dice.uniform(1, 60)), "freeze")
@@ -209,7 +209,7 @@ def test_partial_rollouts_go_on_from_their_tokens(tmp_path: Path, policy: str) -
         if policy == "drop":
             run.handles["generator-1"].die()
         else:
-            await run.controller.remove_generator("generator-1")
+            await run.controller.recovery.remove("generator-1", timeout_s=5.0)
 
     run.train(strike=strike)
     gone = run.left["generator-1"]
@@ -227,7 +227,7 @@ def test_the_last_generator_cannot_be_removed(tmp_path: Path) -> None:
         await asyncio.sleep(1.0)
         for name, reason in (("generator-0", "the only generator"), ("generator-7", "unknown")):
             with pytest.raises(ValueError, match=f"{name} cannot be removed: it is {reason}"):
-                await run.controller.remove_generator(name)
+                await run.controller.recovery.remove(name, timeout_s=5.0)
 
     assert Run(config(tmp_path), tmp_path).train(strike=strike).version == 6
 
@@ -242,7 +242,7 @@ def test_a_generator_that_keeps_its_rollouts_is_named(tmp_path: Path) -> None:
 
     async def strike(run: Run) -> None:
         await asyncio.sleep(1.0)
-        await run.controller.remove_generator("generator-1")
+        await run.controller.recovery.remove("generator-1", timeout_s=5.0)
 
     with pytest.raises(CallTimeout, match=r"generator-1.abort had no answer after 50 s; generator-1 still owes \d+"):
         run.train(strike=strike)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import RunConfig
-from llamarl.controller.prepare import prepare
-from llamarl.controller.run import run
-from llamarl.controller.run_folder import RunFolder, prepare_run_folder
+from llamarl.run.folder import RunFolder, prepare_run_folder
+from llamarl.run.prepare import prepare
+from llamarl.run.train import run
 from tests.end_to_end.tiny import rows
 
 

@@ -18,13 +18,13 @@ import torch
 from llamarl.algorithms.advantages.gae import Gae
 from llamarl.algorithms.losses.ppo_clip import PpoClip
 from llamarl.config import ConfigError, RunConfig
-from llamarl.controller.prepare import prepare
-from llamarl.controller.run_folder import RunFolder
 from llamarl.data.tokenizer import Tokenizer, train_byte_bpe
 from llamarl.executors.critic import CriticExecutor
 from llamarl.executors.reference import ReferenceExecutor
 from llamarl.executors.reward_model import RewardModelExecutor
 from llamarl.models.hf import load_model
+from llamarl.run.folder import RunFolder
+from llamarl.run.prepare import prepare
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.trainer import Trainer
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
@@ -49,9 +49,11 @@ def group(model: Path) -> RolloutGroup:
         Rollout(
             group_id=0,
             index=index,
-            token_ids_T=rng.integers(0, 200, length).astype(np.int32),
-            behavior_logprobs_T=np.zeros(length, np.float32),
-            policy_versions_T=np.zeros(length, np.int32),
+            columns={
+                "token_ids": rng.integers(0, 200, length).astype(np.int32),
+                "behavior_logprobs": np.zeros(length, np.float32),
+                "policy_versions": np.zeros(length, np.int32),
+            },
             finish_reason=end,
         )
         for index, (length, end) in enumerate(zip(lengths, ends, strict=True))
@@ -132,7 +134,7 @@ class TestRewardModel:
         self, make_config: MakeConfig, classifier: Path, group: RolloutGroup
     ) -> None:
         config = make_config(reward={"model": {"path": str(classifier)}})
-        long = replace(group.rollouts[0], token_ids_T=np.ones(300, np.int32))
+        long = replace(group.rollouts[0], columns=group.rollouts[0].columns | {"token_ids": np.ones(300, np.int32)})
         ((result, fine),) = judge(config).score([(group.prompt, (long, group.rollouts[2]))])
         assert result.outcome is Outcome.INVALID and "the reward model reads 1 to 256" in result.reason
         assert fine.outcome is Outcome.SCORE
@@ -148,7 +150,11 @@ def finished(critic: CriticExecutor, group: RolloutGroup, step: int) -> dict[str
 def learn(critic: CriticExecutor, group: RolloutGroup, step: int) -> None:
     values = critic.score([(group.prompt, group.rollouts)])[0]
     rollouts = tuple(
-        replace(one, group_id=step, values_T=values_T, reference_logprobs_T=np.zeros(one.num_tokens, np.float32))
+        replace(
+            one,
+            group_id=step,
+            columns=one.columns | {"values": values_T, "reference_logprobs": np.zeros(one.num_tokens, np.float32)},
+        )
         for one, values_T in zip(group.rollouts, values, strict=True)
     )
     critic.add_groups([replace(group, group_id=step, rollouts=rollouts)])

@@ -16,7 +16,6 @@ from llamarl.controller.sync import mismatch_of
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.replies import Published
 from llamarl.executors.trainer import TrainerExecutor
-from llamarl.rollouts.segments import continued, ids_only, not_begun, partials_of
 from llamarl.training import meter
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.result import StepResult
@@ -225,23 +224,23 @@ def test_an_aborted_group_comes_back_with_its_tokens(generator: GeneratorExecuto
     assert all(rollout.num_tokens > 0 for rollout in aborted)
 
 
-def test_parked_rollouts_go_on_from_their_token_ids(trainer: TrainerExecutor, generator: GeneratorExecutor) -> None:
-    """Cut into segments, with only ids on the way there and only new tokens on the way back, they are the same."""
+def test_parked_rollouts_go_on_where_they_were(trainer: TrainerExecutor, generator: GeneratorExecutor) -> None:
+    """Cut into segments they are the same."""
     synced(trainer, generator, 0, in_use=())
     asked = requests(700)
     generator.submit(asked)
     expected = {(one.group_id, one.index): one for one in collected(generator, 4 * GROUP)}
-    whole = {key: not_begun(*key) for key in expected}
+    whole, lengths = dict[tuple[int, int], Rollout](), dict.fromkeys(expected, 0)
     todo = [replace(request, segment_tokens=7) for request in asked]
     while todo:
         generator.submit(todo)
         parked = dict[int, list[Rollout]]()
-        for rest in collected(generator, sum(len(partials_of(request)) for request in todo)):
-            assert rest.num_tokens <= 7
-            key = rest.group_id, rest.index
-            whole[key] = continued(whole[key], rest)
-            if rest.finish_reason is FinishReason.PARKED:
-                parked.setdefault(rest.group_id, []).append(ids_only(whole[key]))
+        for rollout in collected(generator, sum(len(request.starts()) for request in todo)):
+            key = rollout.group_id, rollout.index
+            assert lengths[key] < rollout.num_tokens <= lengths[key] + 7
+            whole[key], lengths[key] = rollout, rollout.num_tokens
+            if rollout.finish_reason is FinishReason.PARKED:
+                parked.setdefault(rollout.group_id, []).append(rollout)
         todo = [replace(one, partials=tuple(parked[one.group_id])) for one in todo if one.group_id in parked]
     for key, rollout in expected.items():
         assert whole[key].token_ids_T.tolist() == rollout.token_ids_T.tolist()

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from llamarl.cluster.api import ExecutorHandle, RemoteError, open_cluster
+from llamarl.cluster.api import ExecutorHandle, RemoteError
+from llamarl.cluster.open import open_cluster
 from llamarl.config import ConfigError, RunConfig
-from llamarl.controller.spawn import spawn_all
-from llamarl.controller.specs import executor_spec
 from llamarl.distributed.groups import RanksLost
+from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 from tests.end_to_end.tiny import ROOT
 
@@ -29,11 +29,17 @@ def group(number: int) -> RolloutGroup:
     ids_T = np.arange(4, dtype=np.int32) + number
     rollouts = tuple(
         Rollout(
-            group_id=number, index=index, token_ids_T=ids_T, behavior_logprobs_T=np.full(4, -1.0, np.float32),
-            policy_versions_T=np.zeros(4, np.int32), finish_reason=FinishReason.STOP,
+            group_id=number,
+            index=index,
+            columns={
+                "token_ids": ids_T,
+                "behavior_logprobs": np.full(4, -1.0, np.float32),
+                "policy_versions": np.zeros(4, np.int32),
+            },
+            finish_reason=FinishReason.STOP,
         )
         for index in range(2)
-    )  # fmt: skip
+    )
     return RolloutGroup(
         group_id=number,
         prompt=Prompt(prompt_id=f"p-{number}", text="", token_ids_T=ids_T, answer=""),

@@ -21,9 +21,11 @@ def group(tokenizer: Tokenizer, *responses: str) -> tuple[Prompt, list[Rollout]]
         Rollout(
             group_id=0,
             index=index,
-            token_ids_T=np.append(tokenizer.encode(text), end).astype(np.int32),
-            behavior_logprobs_T=np.zeros(1, np.float32),
-            policy_versions_T=np.zeros(1, np.int32),
+            columns={
+                "token_ids": np.append(tokenizer.encode(text), end).astype(np.int32),
+                "behavior_logprobs": np.zeros(1, np.float32),
+                "policy_versions": np.zeros(1, np.int32),
+            },
             finish_reason=FinishReason.STOP,
         )
         for index, text in enumerate(responses)

@@ -16,14 +16,14 @@ from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import RunConfig
 from llamarl.config.schema import GeneratorConfig
-from llamarl.controller.prepare import prepare
-from llamarl.controller.run import run
-from llamarl.controller.run_folder import prepare_run_folder
 from llamarl.data.sampler import PromptSampler
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.generation.engine import Engine
 from llamarl.generation.model import GeneratorModel
 from llamarl.models.hf import load_model
+from llamarl.run.folder import prepare_run_folder
+from llamarl.run.prepare import prepare
+from llamarl.run.train import run
 from llamarl.training.trainer import Trainer
 from llamarl.types import GenerationRequest, Prompt, RewardItem, Rollout, RolloutGroup, SamplingParams
 from tests.end_to_end.tiny import rows

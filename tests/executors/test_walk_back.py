@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import ConfigError, RunConfig
-from llamarl.controller.run_folder import RunFolder
+from llamarl.run.folder import RunFolder
 from tests.end_to_end.tiny import rows
 from tests.executors.runs import learnt, tiny_config, train
 

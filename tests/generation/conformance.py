@@ -282,9 +282,15 @@ def check_score(start: Start) -> None:
 def _bad_requests() -> list[GenerationRequest]:
     good = make_requests(1, GREEDY)[0]
     partial = Rollout(
-        group_id=0, index=0, token_ids_T=np.zeros(3, np.int32), behavior_logprobs_T=np.zeros(3, np.float32),
-        policy_versions_T=np.zeros(3, np.int32), finish_reason=FinishReason.PARKED,
-    )  # fmt: skip
+        group_id=0,
+        index=0,
+        columns={
+            "token_ids": np.zeros(3, np.int32),
+            "behavior_logprobs": np.zeros(3, np.float32),
+            "policy_versions": np.zeros(3, np.int32),
+        },
+        finish_reason=FinishReason.PARKED,
+    )
     prompts = [[], [1] * CONTEXT, [1, VOCAB], [-1]]
     samplings = [
         replace(GREEDY, temperature=-1.0),
@@ -298,8 +304,8 @@ def _bad_requests() -> list[GenerationRequest]:
     partials = [
         replace(partial, group_id=1),
         replace(partial, index=2),
-        replace(partial, token_ids_T=np.array([0, VOCAB, 0], np.int32)),
-        replace(partial, behavior_logprobs_T=np.zeros(2, np.float32)),
+        replace(partial, columns=partial.columns | {"token_ids": np.array([0, VOCAB, 0], np.int32)}),
+        replace(partial, columns=partial.columns | {"behavior_logprobs": np.zeros(2, np.float32)}),
         replace(partial, finish_reason=FinishReason.STOP),
     ]
     bad = [replace(good, prompt_token_ids_T=np.array(prompt, np.int32)) for prompt in prompts]

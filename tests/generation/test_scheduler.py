@@ -60,7 +60,7 @@ class Driver:
         self._check(plan)
         self._compute(plan)
         for sequence in list(scheduler.running):
-            sequence.token_ids_T = np.zeros(len(sequence.token_ids_T) + 1, np.int32)
+            sequence.columns = {"token_ids": np.zeros(len(sequence.token_ids_T) + 1, np.int32)}
             if len(sequence.token_ids_T) == sequence.limit:
                 self.finished.append((sequence.group.request.group_id, sequence.index))
                 scheduler.remove([sequence])

@@ -126,11 +126,8 @@ def test_only_the_partials_given_go_on(model: Transformer, make_requests: Reques
     request = replace(make_requests(3, GREEDY)[2], segment_tokens=8)
     whole = run(make_engine(model), [replace(request, segment_tokens=0)])
     parked = run(make_engine(model, version=4), [request])
-    fresh = Rollout(
-        group_id=12, index=2, token_ids_T=np.empty(0, np.int32), behavior_logprobs_T=np.empty(0, np.float32),
-        policy_versions_T=np.empty(0, np.int32), finish_reason=FinishReason.ABORTED,
-    )  # fmt: skip
-    bad = replace(parked[12, 1], token_ids_T=parked[12, 1].token_ids_T + 40)
+    fresh = Rollout.empty(12, 2, FinishReason.ABORTED)
+    bad = replace(parked[12, 1], columns=parked[12, 1].columns | {"token_ids": parked[12, 1].token_ids_T + 40})
     again = replace(request, segment_tokens=0, partials=(parked[12, 0], bad, fresh))
     rollouts = run(make_engine(model, version=3), [again])
     assert (
@@ -140,6 +137,20 @@ def test_only_the_partials_given_go_on(model: Transformer, make_requests: Reques
     assert_same(rollouts, {key: whole[key] for key in ((12, 0), (12, 2))})
     assert rollouts[12, 0].policy_versions_T.tolist() == [4] * 8 + [3] * 16
     assert rollouts[12, 0].oldest_version == 3
+
+
+def test_columns_of_a_partial_go_on_with_their_default(model: Transformer, make_requests: Requests) -> None:
+    """Whatever a rollout was parked with comes back, parked again in between."""
+    request = replace(make_requests(3, GREEDY)[2], segment_tokens=8)
+    parked = run(make_engine(model), [request])
+    marked = tuple(
+        replace(one, columns=one.columns | {"loss_mask": np.zeros(one.num_tokens, bool)}) for one in parked.values()
+    )
+    for engine in (make_engine(model), make_engine(model, max_running=1)):
+        again = run(engine, [replace(request, partials=marked)])
+        for rollout in again.values():
+            assert rollout.columns["loss_mask"].tolist() == [False] * 8 + [True] * (rollout.num_tokens - 8)
+            assert rollout.columns["loss_mask"].dtype == bool
 
 
 def test_tokens_that_rounding_changes() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
 from llamarl.config.ref import find, members
-from llamarl.controller.prepare import check_parts
 from llamarl.recipes._base import layered
+from llamarl.run.prepare import check_parts
 
 FAMILY = "llamarl.recipes"
 MINIMAL = """

@@ -74,9 +74,11 @@ def make_groups() -> MakeGroups:
                 Rollout(
                     group_id=group_id,
                     index=index,
-                    token_ids_T=rng.integers(0, SHAPE["vocab_size"], length).astype(np.int32),
-                    behavior_logprobs_T=(-rng.random(length) * 5).astype(np.float32),
-                    policy_versions_T=np.zeros(length, np.int32),
+                    columns={
+                        "token_ids": rng.integers(0, SHAPE["vocab_size"], length).astype(np.int32),
+                        "behavior_logprobs": (-rng.random(length) * 5).astype(np.float32),
+                        "policy_versions": np.zeros(length, np.int32),
+                    },
                     finish_reason=FinishReason.STOP,
                 )
                 for index, length in enumerate(responses)

@@ -27,7 +27,10 @@ def valued(critic: Critic, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]
     values = critic.values([(group.prompt, group.rollouts) for group in groups])
     return [
         replace(
-            group, rollouts=tuple(replace(r, values_T=v) for r, v in zip(group.rollouts, of_group, strict=True))
+            group,
+            rollouts=tuple(
+                replace(r, columns=r.columns | {"values": v}) for r, v in zip(group.rollouts, of_group, strict=True)
+            ),
         )
         for group, of_group in zip(groups, values, strict=True)
     ]  # fmt: skip

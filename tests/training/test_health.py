@@ -164,7 +164,7 @@ class TestCause:
 
         def alone(some: Sequence[SampleGroup]) -> tuple[dict[str, float], float]:
             asked.append(sum(len(part.samples) for part in some))
-            is_first = some[0].samples[0].response_token_ids_T is groups[0].rollouts[0].token_ids_T
+            is_first = some[0].samples[0].token_ids_T is groups[0].rollouts[0].token_ids_T
             return {"loss": 0.0 if is_first and len(some[0].samples) == 3 else NAN}, 1.0
 
         said = find_cause(groups, computed, alone)

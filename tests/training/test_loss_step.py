@@ -37,7 +37,12 @@ def groups(make_groups: MakeGroups) -> list[RolloutGroup]:
     def judged(group: RolloutGroup) -> RolloutGroup:
         draws = [(-rng.random(rollout.num_tokens) * 5).astype(np.float32) for rollout in group.rollouts]
         rollouts = zip(group.rollouts, draws, strict=True)
-        return replace(group, rollouts=tuple(replace(one, reference_logprobs_T=drawn) for one, drawn in rollouts))
+        return replace(
+            group,
+            rollouts=tuple(
+                replace(one, columns=one.columns | {"reference_logprobs": drawn}) for one, drawn in rollouts
+            ),
+        )
 
     return [judged(group) for group in made]
 
@@ -57,7 +62,7 @@ def whole(groups: list[RolloutGroup]) -> Microbatch:
 def expected_loss(kind: type[Loss], batch: Microbatch, logprobs_R: Tensor, coefficient: float) -> Tensor:
     mu_R, advantages_R, reference_R = (
         torch.from_numpy(array).double()
-        for array in (batch.behavior_logprobs_R, batch.advantages_R, batch.reference_logprobs_R)
+        for array in (batch.behavior_logprobs_R, batch.advantages_R, batch.columns_R["reference_logprobs"])
     )
     sequence_R = torch.from_numpy(batch.sequence_R)
     lengths_R = torch.bincount(sequence_R)[sequence_R].double()

@@ -24,13 +24,15 @@ def sample_group(prompt_tokens: int, lengths: list[int], names: list[int]) -> Sa
     def sample(length: int) -> TrainSample:
         ids = np.array([names.pop() for _ in range(length)])
         return TrainSample(
-            response_token_ids_T=ids.astype(np.int32),
-            behavior_logprobs_T=-ids.astype(np.float32),
-            policy_versions_T=ids.astype(np.int32) + 1,
-            advantages_T=ids.astype(np.float32) / 2,
-            loss_mask_T=ids % 3 > 0,
-            reference_logprobs_T=-ids.astype(np.float32) / 4,
-            values_T=ids.astype(np.float32) / 8,
+            columns={
+                "token_ids": ids.astype(np.int32),
+                "behavior_logprobs": -ids.astype(np.float32),
+                "policy_versions": ids.astype(np.int32) + 1,
+                "advantages": ids.astype(np.float32) / 2,
+                "loss_mask": ids % 3 > 0,
+                "reference_logprobs": -ids.astype(np.float32) / 4,
+                "values": ids.astype(np.float32) / 8,
+            },
         )
 
     prompt = np.array([names.pop() for _ in range(prompt_tokens)], np.int32)
@@ -68,26 +70,26 @@ def test_any_layout(layout: list[tuple[int, list[int]]], budget: int) -> None:
         taken = 0
         for sequence, (rows, predictors) in enumerate(sequences):
             prompt, sample = expected[position]
-            tokens = np.concatenate((prompt, sample.response_token_ids_T))
+            tokens = np.concatenate((prompt, sample.token_ids_T))
             position += 1
             np.testing.assert_array_equal(batch.token_ids_N[rows], tokens[:-1])
             np.testing.assert_array_equal(batch.positions_N[rows], np.arange(len(tokens) - 1))
             own = slice(taken, taken + len(predictors))
             taken += len(predictors)
-            np.testing.assert_array_equal(batch.targets_R[own], sample.response_token_ids_T)
+            np.testing.assert_array_equal(batch.targets_R[own], sample.token_ids_T)
             assert (batch.sequence_R[own] == sequence).all()
             np.testing.assert_array_equal(batch.behavior_logprobs_R[own], sample.behavior_logprobs_T)
             np.testing.assert_array_equal(batch.policy_versions_R[own], sample.policy_versions_T)
             np.testing.assert_array_equal(batch.advantages_R[own], sample.advantages_T)
             np.testing.assert_array_equal(batch.loss_mask_R[own], sample.loss_mask_T)
-            np.testing.assert_array_equal(batch.reference_logprobs_R[own], sample.reference_logprobs_T)
+            np.testing.assert_array_equal(batch.columns_R["reference_logprobs"][own], sample.reference_logprobs_T)
             np.testing.assert_array_equal(batch.values_R[own], sample.values_T)
             # The predictor of token t stands right before it in the sample's own sequence.
             np.testing.assert_array_equal(
                 batch.positions_N[predictors] + 1, np.arange(len(prompt), len(tokens)), "a predictor is misplaced"
             )
-        lengths = {len(getattr(batch, name)) for name in type(batch).__slots__ if name.endswith("_R")}
-        assert lengths == {taken}
+        lengths = {len(array) for array in (batch.predictors_R, batch.targets_R, batch.sequence_R)}
+        assert lengths | {len(array) for array in batch.columns_R.values()} == {taken}
     assert position == len(expected), "a sample was lost"
 
 
@@ -113,18 +115,20 @@ def test_no_room_is_wasted(layout: list[tuple[int, list[int]]], budget: int) -> 
 
 def test_types() -> None:
     (batch,) = pack(sample_groups([(2, [3, 1])]), 100)
-    assert {name: getattr(batch, name).dtype.name for name in type(batch).__slots__ if name[-2:] in ("_N", "_R")} == {
+    arrays = {name: getattr(batch, name) for name in type(batch).__slots__ if name[-2:] in ("_N", "_R")}
+    arrays |= arrays.pop("columns_R")
+    assert {name: array.dtype.name for name, array in arrays.items()} == {
         "token_ids_N": "int64",
         "positions_N": "int64",
         "predictors_R": "int64",
         "targets_R": "int64",
         "sequence_R": "int64",
-        "behavior_logprobs_R": "float32",
-        "policy_versions_R": "int32",
-        "advantages_R": "float32",
-        "loss_mask_R": "bool",
-        "reference_logprobs_R": "float32",
-        "values_R": "float32",
+        "behavior_logprobs": "float32",
+        "policy_versions": "int32",
+        "advantages": "float32",
+        "loss_mask": "bool",
+        "reference_logprobs": "float32",
+        "values": "float32",
     }
 
 
@@ -169,7 +173,7 @@ class TestToSampleGroup:
         )
         np.testing.assert_array_equal(valid_rollouts(group), [True, True, False, False, False, True])
         samples = to_sample_group(group, np.array([0.5, -0.5, 9, 9, 9, 0.25])).samples
-        assert [sample.response_token_ids_T.tolist() for sample in samples] == [[4, 5], [6], [12]]
+        assert [sample.token_ids_T.tolist() for sample in samples] == [[4, 5], [6], [12]]
         assert [sample.advantages_T.tolist() for sample in samples] == [[0.5, 0.5], [-0.5], [0.25]]
         for sample, index in zip(samples, (0, 1, 5), strict=True):
             rollout = group.rollouts[index]
@@ -189,7 +193,7 @@ class TestToSampleGroup:
             to_sample_group(make_group(), np.zeros(2)),
         ]
         kept = with_advantage(groups)
-        assert [[sample.response_token_ids_T.tolist() for sample in group.samples] for group in kept] == [
+        assert [[sample.token_ids_T.tolist() for sample in group.samples] for group in kept] == [
             [[4, 5], [7, 8]],
             [],
         ]

@@ -48,7 +48,7 @@ def test_truncated_responses_are_left_out_and_counted(group: RolloutGroup) -> No
     earned = masked.rewards(group)
     assert earned.valid_G.tolist() == [True, True, False]
     samples = to_sample_group(group, np.ones(3), earned.valid_G).samples
-    assert [len(sample.response_token_ids_T) for sample in samples] == [2, 8]
+    assert [len(sample.token_ids_T) for sample in samples] == [2, 8]
     assert masked.metrics([group]) == {"masked_truncated_share": pytest.approx(1 / 3)}
     assert valid_rollouts(group).all()
 
@@ -81,7 +81,15 @@ def test_leaving_the_reference_costs_where_it_happens(make_group) -> None:
     (rollout,) = (group := make_group(responses=[(4, 5, 6)])).rollouts
     said = rollout.behavior_logprobs_T - np.array([0.5, 0.0, -1.0], np.float32)
     values = np.array([0.1, 0.2, 0.3], np.float32)
-    group = replace(group, rollouts=(replace(rollout, reference_logprobs_T=said, values_T=values),))
+    group = replace(
+        group,
+        rollouts=(
+            replace(
+                rollout,
+                columns=rollout.columns | {"reference_logprobs": said, "values": values},
+            ),
+        ),
+    )
     earned = Shaping(ShapingConfig(), 10, KlPenalty(coefficient=0.1, estimator="k1")).rewards(group)
     np.testing.assert_allclose(earned.token_rewards[0], [-0.05, 0, group.results[0].value + 0.1], atol=1e-7)
     assert np.array_equal(earned.values[0], values)

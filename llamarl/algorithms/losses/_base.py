@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from llamarl.algorithms.kl import MAX_LOG_RATIO, KlPenalty, estimate
@@ -38,6 +39,8 @@ class LossInputs:
     as it is with one update per batch."""
     reference_logprobs_N: Tensor | None = None
     """The same under the frozen reference, float32; None without one."""
+    columns_N: Mapping[str, Tensor] = field(default_factory=dict)
+    """Every per-token column of the microbatch (`llamarl.types.COLUMNS`), those above included, by name."""
     kl: KlPenalty | None = None
     """Charged beside every loss; needs `reference_logprobs_N`. None: the divergence is only measured."""
 

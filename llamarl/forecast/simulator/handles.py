@@ -15,16 +15,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
-from llamarl.executors.replies import Adoption, Collected, Published
+from llamarl.executors.replies import Adoption, Collected, GeneratorStats, Published
 from llamarl.forecast.costs import Costs
 from llamarl.forecast.simulator.decoding import Attempt, Decoded, DecodeQueue
 from llamarl.forecast.simulator.draws import ResponseLengths
 from llamarl.forecast.simulator.records import repeated
 from llamarl.observability.spans import Span
-from llamarl.rollouts.segments import partials_of
 from llamarl.training.result import StepResult
-from llamarl.types import FinishReason, GenerationRequest, Prompt, Rollout, RolloutGroup
+from llamarl.types import FinishReason, GenerationRequest, Prompt, Rollout, RolloutGroup, continued
+from llamarl.weight_sync.layout import Address
 
+NOWHERE = Address(transport="simulated", publisher="", num_writers=0, places={})
 REPLY_INTERVAL_S = 0.02
 """As in the real generator: finished rollouts are handed over at most this often."""
 
@@ -168,6 +169,8 @@ class SimulatedGenerator(SimulatedHandle):
             per_rollout_s=costs.decode_per_rollout_s * slowness,
             max_running=max_running,
         )
+        self._begun = dict[tuple[int, int], Rollout]()
+        """What unfinished rollouts began with, by group and index."""
         self._reply: asyncio.Future[Collected] | None = None
         self._reply_deadline_s = self._reply_timeout_s = 0.0
         self._replied_s = 0.0
@@ -214,9 +217,10 @@ class SimulatedGenerator(SimulatedHandle):
             self._decoding_since_s = max(now_s, self._free_s)
         lengths = self._lengths.draw(request.group_id, request.group_size)
         attempts, prefilled = list[Attempt](), len(request.prompt_token_ids_T)
-        for partial in partials_of(request):
+        for partial in request.starts():
             left, earlier = lengths[partial.index] - partial.num_tokens, partial.num_tokens
             now = min(left, request.segment_tokens or left)
+            self._begun[request.group_id, partial.index] = partial
             attempts.append(Attempt(request.group_id, partial.index, now, earlier, left - now))
             prefilled += earlier
         self._queue.submit(now_s, attempts, self._costs.prefill_token_s * self._slowness * prefilled)
@@ -264,9 +268,11 @@ class SimulatedGenerator(SimulatedHandle):
             reply.set_result(
                 Collected(
                     rollouts=rollouts,
-                    num_running=self._queue.num_running,
-                    num_waiting=self._queue.num_waiting,
-                    generated_tokens=self._queue.generated_tokens,
+                    stats=GeneratorStats(
+                        num_running=self._queue.num_running,
+                        num_waiting=self._queue.num_waiting,
+                        generated_tokens=self._queue.generated_tokens,
+                    ),
                 )
             )
         elif now_s >= self._reply_deadline_s:
@@ -277,15 +283,14 @@ class SimulatedGenerator(SimulatedHandle):
 
     def _rollout(self, decoded: Decoded) -> Rollout:
         attempt = decoded.attempt
+        before = self._begun.pop((attempt.group_id, attempt.index))
         self.num_resumed += decoded.last_version > decoded.first_version
         # Of the tokens only their number and the oldest version matter to the controller: one array stands for all.
         versions_T = repeated(decoded.first_version, attempt.num_tokens)
         return Rollout(
             group_id=attempt.group_id,
             index=attempt.index,
-            token_ids_T=versions_T,
-            behavior_logprobs_T=versions_T,
-            policy_versions_T=versions_T,
+            columns=continued(before.columns, dict.fromkeys(before.columns, versions_T)),
             finish_reason=_finish_reason(attempt, self._lengths.limit_tokens),
         )
 
@@ -339,7 +344,7 @@ class SimulatedTrainer(SimulatedHandle):
             case "set_layout":
                 return 0.0, None
             case "publish":
-                return self._costs.publish_s, Published(version=args[0], address=None)
+                return self._costs.publish_s, Published(version=args[0], address=NOWHERE)
             case "save":
                 return self._costs.save_s(self._num_gpus)[0], None
             case "commit":

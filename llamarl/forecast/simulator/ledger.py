@@ -12,7 +12,7 @@ import numpy as np
 from llamarl.observability.files import write_atomically
 from llamarl.observability.metrics import EvalMetrics, StepMetrics
 from llamarl.observability.recorder import RolloutRecorder
-from llamarl.observability.sinks import JsonlSink, MetricsLog
+from llamarl.observability.sinks import MetricsLog
 from llamarl.types import RolloutGroup
 
 
@@ -20,6 +20,7 @@ class StalenessCounter(RolloutRecorder):
     """Counts the staleness of every rollout that is trained on, and which groups they were; writes nothing."""
 
     def __init__(self) -> None:
+        super().__init__(None, lambda _: None)
         self.counts = Counter[int]()
         """Rollouts by staleness, in optimizer steps."""
         self.group_ids = list[int]()
@@ -30,15 +31,12 @@ class StalenessCounter(RolloutRecorder):
             self.group_ids.append(group.group_id)
             self.counts.update(step - 1 - rollout.oldest_version for rollout in group.rollouts)
 
-    def close(self) -> None:
-        return None
-
 
 class StepLog(MetricsLog):
     """`metrics.jsonl`, and the steps in memory."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__([JsonlSink(path)], lambda _: None)
+        super().__init__(path, lambda _: None)
         self.steps = list[StepMetrics]()
         self._path = path
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from llamarl.cluster.api import ExecutorError
 from llamarl.config import ConfigError, RunConfig
+from llamarl.controller.admission import Problems, TooManyInvalid
 from llamarl.controller.buffer import RolloutBuffer
-from llamarl.controller.controller import Controller, Executors, Problems, TooManyInvalid
-from llamarl.controller.specs import models_in_use
+from llamarl.controller.ports import Executors
 from llamarl.controller.supervision import Stalled, Supervisor, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
 from llamarl.forecast.costs import Costs
@@ -29,6 +29,8 @@ from llamarl.observability.accounting import Accounts, account, role_of, verdict
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.spans import Span
 from llamarl.observability.view import RunView
+from llamarl.run.assembly import assembled
+from llamarl.run.executors import models_in_use
 
 NUM_PROMPTS = 4096
 PROGRESS_S = 5.0
@@ -96,28 +98,23 @@ class _Run:
     async def run(self) -> None:
         """Starts the executors, trains, stops them."""
         clock = asyncio.get_running_loop()
-        supervisor = Supervisor()
-        clock.set_exception_handler(  # a timer that raises would otherwise only be printed
-            lambda _, context: supervisor.fail(context.get("exception") or RuntimeError(context["message"]))
-        )
-        executors = await self._spawn()
-        for handle in (executors.trainer, executors.reward):
-            supervisor.watch(handle)
         self._telemetry = Telemetry(
             self._config, _Progress(self._config.steps), self._log, self._staleness, self._bound, clock.time
         )
-        self._controller = Controller(self._config, self._problems, executors, supervisor, self._telemetry)
-        self._telemetry.attach(list(executors), self._controller.generators)
-        supervisor.start(self._telemetry.poll_loop(), "status")
+        setting = self._config, self._problems, self._telemetry, self._cluster, self._spawn
         try:
-            await supervisor.run(self._train(supervisor))
+            async with assembled(*setting, handles_signals=False) as (self._controller, supervisor):
+                clock.set_exception_handler(  # a timer that raises would otherwise only be printed
+                    lambda _, context: supervisor.fail(context.get("exception") or RuntimeError(context["message"]))
+                )
+                try:
+                    await supervisor.run(self._train(supervisor))
+                finally:
+                    self._loop_s = (self._loop_s[0], clock.time())
+                    await self._telemetry.poll()  # the last spans
         except (ExecutorError, Stalled, TooManyInvalid) as error:
             self._end = f"{type(error).__name__}: {error}"
         finally:
-            self._loop_s = (self._loop_s[0], clock.time())
-            await self._telemetry.poll()  # the last spans
-            await supervisor.stop()
-            await self._cluster.shutdown(self._config.cluster.shutdown_timeout_s)
             self._log.close()
 
     async def _train(self, supervisor: Supervisor) -> None:
@@ -129,7 +126,7 @@ class _Run:
 
     async def _join(self) -> None:
         """One more generator than the run began with."""
-        await self._controller.add_generator(await self._cluster.spawn_generator())
+        await self._controller.recovery.add(await self._cluster.spawn_generator())
         self._num_joins += 1
 
     async def _spawn(self) -> Executors:

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.cluster.executor import Executor
-from llamarl.executors.replies import Adoption, Collected, Published, Scored
-from llamarl.rollouts.segments import partials_of
+from llamarl.executors.replies import Adoption, Collected, GeneratorStats, Published, Scored
 from llamarl.training.result import StepResult
 from llamarl.types import FinishReason, GenerationRequest, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 
@@ -36,7 +35,7 @@ class LightGenerator(Executor):
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         assert self._version >= 0, "a request came before the weights"
-        self._waiting += [(request.group_id, one.index) for request in requests for one in partials_of(request)]
+        self._waiting += [(request.group_id, one.index) for request in requests for one in request.starts()]
 
     def collect(self) -> Future[Collected]:
         self._reply = reply = Future[Collected]()
@@ -52,9 +51,11 @@ class LightGenerator(Executor):
             Rollout(
                 group_id=group_id,
                 index=index,
-                token_ids_T=np.array([group_id, index], np.int32),
-                behavior_logprobs_T=np.zeros(2, np.float32),
-                policy_versions_T=np.full(2, self._version, np.int32),
+                columns={
+                    "token_ids": np.array([group_id, index], np.int32),
+                    "behavior_logprobs": np.zeros(2, np.float32),
+                    "policy_versions": np.full(2, self._version, np.int32),
+                },
                 finish_reason=FinishReason.STOP,
             )
         )
@@ -66,9 +67,7 @@ class LightGenerator(Executor):
             reply, self._reply = self._reply, None
             if reply.set_running_or_notify_cancel():
                 rollouts, self._finished = self._finished, []
-                reply.set_result(
-                    Collected(rollouts=rollouts, num_running=0, num_waiting=len(self._waiting), generated_tokens=0)
-                )
+                reply.set_result(Collected(rollouts=rollouts, stats=GeneratorStats(num_waiting=len(self._waiting))))
 
 
 class LightReward(Executor):

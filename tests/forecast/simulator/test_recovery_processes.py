@@ -15,9 +15,12 @@ import pytest
 
 pytest.importorskip("monarch")
 
-from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, MeshFailed, open_cluster
+from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, MeshFailed
+from llamarl.cluster.open import open_cluster
 from llamarl.config import RunConfig
-from llamarl.controller.controller import Controller, Executors, Problems
+from llamarl.controller.admission import Problems
+from llamarl.controller.controller import Controller
+from llamarl.controller.ports import Executors
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.forecast.simulator.ledger import StalenessCounter, StepLog
@@ -77,7 +80,7 @@ class Run:
             telemetry = Telemetry(self.config, self.screen, self.log, self.counter, 2)
             problems = Problems(train=simulated_prompts(64, 4), eval=(), stop_token_ids=())
             controller = Controller(self.config, problems, executors, supervisor, telemetry)
-            telemetry.attach(list(executors), controller.generators)
+            telemetry.attach(list(executors), controller.replicas)
             supervisor.start(telemetry.poll_loop(), "status")
             try:
                 await supervisor.run(self._train(controller, telemetry, supervisor))

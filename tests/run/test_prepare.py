@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llamarl.config import ConfigError
-from llamarl.controller.prepare import check_tensor_parallel
 from llamarl.models.shape import ModelShape
+from llamarl.run.prepare import check_tensor_parallel
 from llamarl.sharding.tensor_parallel import tensor_parallel_box
 
 

@@ -13,14 +13,14 @@ from llamarl.config import ConfigError, RunConfig, build
 from llamarl.config.decoder import uneven_parts
 from llamarl.config.roles import CriticConfig
 from llamarl.config.trainer import ParallelismConfig
-from llamarl.controller.controller import Problems
-from llamarl.controller.specs import models_in_use
+from llamarl.controller.admission import Problems
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.generation.vllm_server import check_python
 from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.rewards._build import build_reward
+from llamarl.run.executors import models_in_use
 from llamarl.training.cost import activation_bytes
 from llamarl.types import Prompt
 

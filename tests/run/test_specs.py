@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llamarl.config import RunConfig
-from llamarl.controller.specs import generator_specs, vllm_settings
+from llamarl.run.executors import generator_specs, vllm_settings
 
 MINIMAL = {"model": {"path": "m"}, "data": {"train": "running_total"}, "cluster": {"start_timeout_s": 50.0}}
 

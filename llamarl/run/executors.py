@@ -1,10 +1,11 @@
-"""What executors are started with."""
+"""What executors are started with, and their start."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 from zlib import crc32
 
 from llamarl.algorithms.advantages._base import ValueAdvantage
-from llamarl.cluster.api import ExecutorSpec
-from llamarl.config import build
+from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, RemoteError
+from llamarl.config import ConfigError, build
 from llamarl.config.schema import CriticConfig, GeneratorConfig, ReferenceConfig, RewardModelConfig, RunConfig
 from llamarl.config.trainer import LoraConfig
 from llamarl.generation.vllm_server import VllmSettings
@@ -132,3 +133,18 @@ def vllm_settings(config: RunConfig, logs: Path) -> VllmSettings | None:
         log_path=str(logs / "vllm.log"),
         arguments=tuple(generator.vllm.arguments),
     )
+
+
+async def spawn_all(cluster: Cluster, specs: Sequence[ExecutorSpec], timeout_s: float) -> list[ExecutorHandle]:
+    """All executors, in the order of `specs`.
+
+    Raises:
+        ConfigError: a mistake of the user that only an executor could see, such as damaged weights.
+        ExecutorError: one of them did not start.
+    """
+    try:
+        return await asyncio.gather(*(cluster.spawn(spec, timeout_s) for spec in specs))
+    except RemoteError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise

@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import math
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from llamarl.cluster.api import Cluster, ExecutorError, open_cluster
+from llamarl.cluster.api import Cluster, ExecutorError
+from llamarl.cluster.open import open_cluster
+from llamarl.cluster.port import port
 from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.buffer import RolloutBuffer
-from llamarl.controller.controller import Controller, Executors, NotSaved
+from llamarl.controller.controller import Controller
 from llamarl.controller.evaluation import EvalResult
-from llamarl.controller.prepare import Prepared
-from llamarl.controller.run_folder import RunFolder
-from llamarl.controller.spawn import spawn_all
-from llamarl.controller.specs import GeneratorSpecs, executor_spec, generator_specs, model_specs, vllm_settings
-from llamarl.controller.supervision import Interrupted, Supervisor, rare_garbage_collections
+from llamarl.controller.ports import CriticPort, Executors, TrainerPort
+from llamarl.controller.saving import NotSaved
+from llamarl.controller.supervision import Interrupted, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
+from llamarl.executors.replies import ControllerState
 from llamarl.observability.accounting import verdict, write_trace
 from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.report import RunFile, RunSummary, write_summary
 from llamarl.observability.screen import Screen, open_screen
-from llamarl.observability.sinks import JsonlSink, MetricsLog
+from llamarl.observability.sinks import MetricsLog
 from llamarl.observability.spans import now_s
 from llamarl.observability.view import RunInfo
+from llamarl.run.assembly import assembled
+from llamarl.run.executors import (
+    GeneratorSpecs,
+    executor_spec,
+    generator_specs,
+    model_specs,
+    spawn_all,
+    vllm_settings,
+)
+from llamarl.run.folder import RunFolder
+from llamarl.run.prepare import Prepared
 
 WIND_DOWN_S = 4.0
 """Longest wait for the step under way and a checkpoint when the run is asked to end."""
@@ -88,7 +98,7 @@ class _Run:
         with open_screen(config.screen, info) as screen:
             for text in self._outcome.warnings:
                 screen.warn(text)
-            log = MetricsLog([JsonlSink(folder.metrics)], lambda failure: screen.warn(str(failure)))
+            log = MetricsLog(folder.metrics, lambda failure: screen.warn(str(failure)))
             recorder = RolloutRecorder(folder.rollouts, lambda failure: screen.warn(str(failure)))
             telemetry = Telemetry(config, screen, log, recorder, limit)
             try:
@@ -114,33 +124,31 @@ class _Run:
             await self._with_specs(specs, screen, telemetry)
 
     async def _with_specs(self, generator: GeneratorSpecs, screen: Screen, telemetry: Telemetry) -> None:
-        supervisor = Supervisor()
         cluster = open_cluster(self._config.cluster.kind, log_folder=self._folder.logs)
-        try:
-            with _interruptible(supervisor):
-                screen.phase("starting executors")
-                executors = await supervisor.run(self._spawn(cluster, generator))
-                for handle in executors.irreplaceable:  # generators have a policy of their own
-                    supervisor.watch(handle)
-                state = await supervisor.run(self._resumed(executors, screen))
-                controller = Controller(self._config, self._problems, executors, supervisor, telemetry, state)
-                telemetry.attach(list(executors), controller.generators)
-                if self._resume:
-                    telemetry.resume_at(controller.version)
-                supervisor.start(telemetry.poll_loop(), "status")
-                try:
-                    await supervisor.run(self._train(controller, telemetry))
-                except Interrupted:
-                    screen.phase("saving a checkpoint before ending")
-                    await self._wind_down(controller, screen)
-                    raise
-        finally:
-            screen.phase("stopping executors")
-            if math.isnan(self._outcome.loop_ended_s):
-                self._outcome.loop_ended_s = now_s()
-            await supervisor.stop()
-            await cluster.shutdown(self._config.cluster.shutdown_timeout_s)
+        screen.phase("starting executors")
+        async with assembled(
+            self._config,
+            self._problems,
+            telemetry,
+            cluster,
+            lambda: self._spawn(cluster, generator),
+            resumed=lambda executors: self._resumed(executors, screen),
+            on_stop=lambda: self._stopping(screen),
+        ) as (controller, supervisor):
+            if self._resume:
+                telemetry.resume_at(controller.version)
+            try:
+                await supervisor.run(self._train(controller, telemetry))
+            except Interrupted:
+                screen.phase("saving a checkpoint before ending")
+                await self._wind_down(controller, screen)
+                raise
         self._outcome.end = "finished"
+
+    def _stopping(self, screen: Screen) -> None:
+        screen.phase("stopping executors")
+        if math.isnan(self._outcome.loop_ended_s):
+            self._outcome.loop_ended_s = now_s()
 
     async def _spawn(self, cluster: Cluster, generator: GeneratorSpecs) -> Executors:
         config, timeout_s = self._config, self._config.cluster.start_timeout_s
@@ -161,22 +169,23 @@ class _Run:
             spawn_generator=lambda number: cluster.spawn(generator(number), timeout_s),
         )
 
-    async def _resumed(self, executors: Executors, screen: Screen) -> dict[str, Any] | None:
+    async def _resumed(self, executors: Executors, screen: Screen) -> ControllerState | None:
         timeout_s = self._config.cluster.call_timeout_s
-        state, damaged = await executors.trainer.call("resumed", timeout_s=timeout_s)
+        assert executors.trainer is not None
+        state, damaged = await port(TrainerPort, executors.trainer, timeout_s).resumed()
         if damaged and state is None:
             raise ConfigError(f"--resume: no checkpoint is whole, so --overwrite is all that is left: {damaged[0]}")
         if state is None:
             if self._resume:
                 screen.warn("--resume: no checkpoint was saved yet; the run starts from the beginning")
             return None
-        step = state["controller"]["step"]
+        step = state["step"]
         if damaged:
             self._outcome.warnings.append(f"--resume goes on from step {step}, as {'; '.join(damaged)}")
             screen.warn(self._outcome.warnings[-1])
         if critic := executors.models.get("critic"):
-            await critic.call("resume", step, timeout_s=timeout_s)
-        return state["controller"]
+            await port(CriticPort, critic, timeout_s).resume(step)
+        return state
 
     async def _train(self, controller: Controller, telemetry: Telemetry) -> None:
         outcome = self._outcome
@@ -243,24 +252,3 @@ class _Run:
                 **{f"{one.transport}_bytes_per_s": one.bytes_per_s for one in telemetry.transport.measurements},
             },
         )
-
-
-@contextmanager
-def _interruptible(supervisor: Supervisor) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the run in order; a second one ends this process at once, and the executors with it."""
-    loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-
-    def ask(number: signal.Signals) -> None:
-        for other in numbers:
-            loop.remove_signal_handler(other)
-            signal.signal(other, signal.SIG_DFL)
-        supervisor.fail(Interrupted(f"ended by {number.name}"))
-
-    for number in numbers:
-        loop.add_signal_handler(number, ask, number)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)

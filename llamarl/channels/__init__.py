@@ -1,1 +1,0 @@
-"""Typed, bounded, closable edges between executors."""

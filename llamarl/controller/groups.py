@@ -1,0 +1,148 @@
+"""From rollouts that come in one by one to scored groups: `PendingGroup` collects, `Scoring` asks reward and models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from llamarl.cluster.api import ExecutorHandle
+from llamarl.cluster.port import port
+from llamarl.controller.ports import ColumnPort, Responses, RewardModelPort, RewardPort
+from llamarl.executors.replies import Scored
+from llamarl.rewards._weighted import weighted_sum
+from llamarl.types import (
+    COLUMNS,
+    FinishReason,
+    GenerationRequest,
+    Outcome,
+    Prompt,
+    RewardResult,
+    Rollout,
+    RolloutGroup,
+)
+
+FIRST_EVAL_ID, FIRST_GREEDY_ID = 1 << 40, 1 << 41
+"""Group ids key the sampling noise, so those of evaluations and greedy responses begin far from the training's."""
+
+
+def greedy_request(request: GenerationRequest) -> GenerationRequest:
+    """For one greedy response to the same prompt."""
+    sampling, group_id = replace(request.sampling, temperature=0.0), FIRST_GREEDY_ID + request.group_id
+    return replace(request, group_id=group_id, group_size=1, sampling=sampling, purpose="greedy")
+
+
+@dataclass(frozen=True, slots=True)
+class PendingGroup:
+    """A group whose rollouts are still coming in, and its greedy response, if it has one."""
+
+    requests: tuple[GenerationRequest, ...]
+    """For the group, and perhaps for the greedy response."""
+    prompt: Prompt
+    _rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
+
+    @property
+    def group_id(self) -> int:
+        return self.requests[0].group_id
+
+    @property
+    def is_trained_on(self) -> bool:
+        return self.requests[0].purpose == "train"
+
+    @property
+    def num_rollouts(self) -> int:
+        """That are to come, the greedy one included."""
+        return sum(request.group_size for request in self.requests)
+
+    def describe(self, num_pending: int) -> str:
+        """As the oldest of so many, for a stall report."""
+        arrived = f"{len(self._rollouts)} of {self.num_rollouts} rollouts"
+        return f"{num_pending} are in flight, the oldest is group {self.group_id} with {arrived}"
+
+    def add(self, rollout: Rollout) -> bool:
+        """A rollout has come; whether it was the last one."""
+        key = rollout.group_id, rollout.index
+        assert key not in self._rollouts, "generated twice"
+        self._rollouts[key] = rollout
+        return len(self._rollouts) == self.num_rollouts
+
+    def in_order(self) -> list[Rollout]:
+        """By index; a greedy one comes last."""
+        return [self._rollouts[key] for key in sorted(self._rollouts)]
+
+    def scored(self, rollouts: Sequence[Rollout], said: Sequence[Scored]) -> RolloutGroup:
+        """All of them, scored, in their order."""
+        size = self.requests[0].group_size
+        return RolloutGroup(
+            group_id=self.group_id,
+            prompt=self.prompt,
+            rollouts=tuple(rollouts[:size]),
+            results=tuple(one.result for one in said[:size]),
+            responses=tuple(one.response for one in said[:size]),
+            baseline=_baseline(rollouts[size], said[size].result) if len(rollouts) > size else None,
+        )
+
+
+def _baseline(greedy: Rollout, result: RewardResult) -> RewardResult:
+    if greedy.finish_reason is not FinishReason.FAILED:
+        return result
+    return RewardResult(outcome=Outcome.INVALID, value=0.0, reason=greedy.error)
+
+
+class Scoring:
+    """Reward, reward model, and the executors that fill a column of `llamarl.types.COLUMNS`."""
+
+    def __init__(
+        self, reward: ExecutorHandle, models: Mapping[str, ExecutorHandle], model_weight: float, timeout_s: float
+    ) -> None:
+        """
+        Args:
+            models: by name; what is trained on goes to them, too.
+            model_weight: factor of the reward model's score.
+        """
+        self._reward = port(RewardPort, reward, timeout_s)
+        self._model = port(RewardModelPort, models["reward-model"], timeout_s) if "reward-model" in models else None
+        self._columns = {
+            column.name: port(ColumnPort, models[column.filled_by], timeout_s)
+            for column in COLUMNS.values()
+            if column.filled_by in models
+        }
+        self._model_weight = model_weight
+
+    async def __call__(self, batch: Sequence[PendingGroup]) -> list[RolloutGroup]:
+        """Asks everybody at once."""
+        responses = [(item.prompt, [one.with_only("token_ids") for one in item.in_order()]) for item in batch]
+        trained = [item for item in batch if item.is_trained_on]
+        to_train = [one for one, item in zip(responses, batch, strict=True) if item.is_trained_on]
+        said, by_model, columns = await asyncio.gather(
+            self._reward.score(responses), self._by_model(to_train), self._filled(to_train)
+        )
+        number_of = {item.group_id: number for number, item in enumerate(trained)}
+        groups = list[RolloutGroup]()
+        for item, by_rules in zip(batch, said, strict=True):
+            rollouts, judged = item.in_order(), by_rules
+            if (number := number_of.get(item.group_id)) is not None:
+                rollouts = [
+                    replace(
+                        one, columns=one.columns | {name: of_batch[number][n] for name, of_batch in columns.items()}
+                    )
+                    for n, one in enumerate(rollouts)
+                ]
+                if by_model is not None:
+                    judged = list(map(self._with_model, by_rules, by_model[number]))
+            groups.append(item.scored(rollouts, judged))
+        return groups
+
+    async def _by_model(self, responses: Responses) -> list[list[RewardResult]] | None:
+        return await self._model.score(responses) if self._model and responses else None
+
+    async def _filled(self, responses: Responses) -> dict[str, list[list[np.ndarray]]]:
+        """By the name of the column; nothing where there are no responses."""
+        ports = self._columns if responses else {}
+        return dict(zip(ports, await asyncio.gather(*(one.score(responses) for one in ports.values())), strict=True))
+
+    def _with_model(self, by_rules: Scored, by_model: RewardResult) -> Scored:
+        parts = by_rules.result, by_model
+        return replace(by_rules, result=weighted_sum(("rules", "reward model"), (1.0, self._model_weight), parts))

@@ -1,0 +1,102 @@
+"""What the controller asks of each role. The executors' methods are these (`tests/architecture/test_ports.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from llamarl.cluster.api import ExecutorHandle
+from llamarl.cluster.port import each_rank
+from llamarl.executors.replies import Adoption, Collected, ControllerState, Published, Scored
+from llamarl.training.result import StepResult
+from llamarl.types import GenerationRequest, Prompt, RewardResult, Rollout, RolloutGroup
+from llamarl.weight_sync.layout import Address, TensorSpec
+
+Responses = Sequence[tuple[Prompt, Sequence[Rollout]]]
+"""Rollouts with their token ids alone, group by group."""
+SpawnGenerator = Callable[[int], Awaitable[ExecutorHandle]]
+"""Starts the generator of this number."""
+
+
+class GeneratorPort(Protocol):
+    """Decodes, and serves weights."""
+
+    @each_rank
+    async def weight_specs(self) -> list[tuple[TensorSpec, ...]]: ...
+    async def try_sample(self, version: int, address: Address) -> None: ...
+    async def submit(self, requests: Sequence[GenerationRequest]) -> None: ...
+    async def abort(self, group_ids: Sequence[int]) -> None: ...
+    async def collect(self) -> Collected: ...
+    async def adopt(self, version: int, address: Address) -> Adoption: ...
+    async def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]: ...
+
+
+class RewardPort(Protocol):
+    """Judges responses by rules."""
+
+    async def score(self, groups: Responses) -> list[list[Scored]]: ...
+
+
+class RewardModelPort(Protocol):
+    """Judges responses by a model."""
+
+    async def score(self, groups: Responses) -> list[list[RewardResult]]: ...
+
+
+class ColumnPort(Protocol):
+    """Fills a per-token column: reference and critic."""
+
+    async def score(self, groups: Responses) -> list[list[np.ndarray]]: ...
+
+
+class LearnerPort(Protocol):
+    """What trainer and critic share."""
+
+    async def add_groups(self, groups: Sequence[RolloutGroup]) -> None: ...
+    async def commit(self) -> str: ...
+
+
+class TrainerPort(LearnerPort, Protocol):
+    """Takes optimizer steps, publishes weights, keeps the controller's state in its checkpoints."""
+
+    async def resumed(self) -> tuple[ControllerState | None, list[str]]: ...
+    async def step(self, group_ids: Sequence[int]) -> StepResult: ...
+    async def set_layout(self, rank: int, specs: tuple[TensorSpec, ...]) -> None: ...
+    async def publish_sample(self, version: int, transport: str) -> Address: ...
+    async def choose(self, transport: str) -> None: ...
+    async def publish(self, version: int, in_use: tuple[int, ...]) -> Published: ...
+    async def save(self, state: ControllerState) -> None: ...
+
+
+class CriticPort(LearnerPort, ColumnPort, Protocol):
+    """Learns the trainer's steps, a microbatch per call, and values new rollouts in between."""
+
+    async def learn(self, step: int, group_ids: Sequence[int]) -> None: ...
+    async def learn_on(self, step: int) -> StepResult | None: ...
+    async def save(self, step: int) -> None: ...
+    async def resume(self, step: int) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Executors:
+    """Handles of a run's executors."""
+
+    generators: Sequence[ExecutorHandle]
+    reward: ExecutorHandle
+    trainer: ExecutorHandle | None = None
+    """None where nothing is trained."""
+    models: Mapping[str, ExecutorHandle] = field(default_factory=dict)
+    """`reward-model`, `reference` and `critic`, those that the config asks for."""
+    spawn_generator: SpawnGenerator | None = None
+    """Replaces a dead generator; needed for `cluster.on_generator_failure = "respawn"`."""
+
+    def __iter__(self) -> Iterator[ExecutorHandle]:
+        return iter((*self.generators, *self.irreplaceable))
+
+    @property
+    def irreplaceable(self) -> Sequence[ExecutorHandle]:
+        """Those whose death ends the run."""
+        return (self.reward, *self.models.values(), *([self.trainer] if self.trainer else []))

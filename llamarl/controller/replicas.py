@@ -1,0 +1,269 @@
+"""`Replicas`: all generators as one. Requests are dealt to those in service, parked and orphaned rollouts go on.
+
+A replica is *in service* while it serves the released version or a newer one and is not about to leave; only then it is
+given requests. `controller.py` says which versions are served and released; `docs/staleness.md` proves the bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import replace
+from functools import reduce
+from operator import attrgetter
+from typing import TypeVar
+
+from llamarl.cluster.api import CallTimeout, ExecutorHandle, MeshFailed
+from llamarl.cluster.port import port
+from llamarl.controller.ports import GeneratorPort
+from llamarl.controller.supervision import Signal, Supervisor
+from llamarl.executors.replies import Adoption, Collected, GeneratorStats, Mismatch, Published
+from llamarl.types import GenerationRequest, Rollout
+from llamarl.weight_sync.layout import TensorSpec
+
+NO_VERSION = -1
+"""Older than every version."""
+ABORT_INTERVAL_S = 1.0
+"""A replica that is about to leave is asked so often for what it still decodes."""
+T = TypeVar("T")
+
+
+class Replica:
+    """One generator and what the controller knows of it."""
+
+    def __init__(self, handle: ExecutorHandle, timeout_s: float) -> None:
+        self.handle = handle
+        self.name = handle.name
+        self.port = port(GeneratorPort, handle, timeout_s)
+        self.version = NO_VERSION
+        """It is known to serve this one; it may have begun to serve a newer one."""
+        self.fetching = NO_VERSION
+        """What it fetches now."""
+        self.fetching_since_s = math.inf
+        self.adopt_s = math.inf
+        """How long its last adoption took, from call to answer."""
+        self.tried: Published | None = None
+        """What it fetched last, with or without success."""
+        self.answer: tuple[Adoption, Mismatch | None] | None = None
+        """What it said of its last adoption, and what its probe showed."""
+        self.num_failures = 0
+        """Fetches in a row that ended with a failure or a mismatch."""
+        self.is_leaving = False
+        self.is_gone = False
+        self.adopting: asyncio.Task[None] | None = None
+        """Keeps its weights up to date."""
+        self.requests = dict[int, GenerationRequest]()
+        """What it has not answered completely, by group."""
+        self._missing = dict[int, dict[int, Rollout]]()
+        """The rollouts that it owes, by group and index, as they began."""
+        self._parked = dict[int, list[Rollout]]()
+        """Partial rollouts of groups that it still works on."""
+        self.num_outstanding = 0
+        """Rollouts that it owes."""
+        self.withdrawn = set[tuple[int, int]]()
+        """Rollouts, by group and index, that others generate by now: what it says of them is dropped."""
+        self.has_delivered = False
+        """It has finished or parked a rollout."""
+        self.busy = asyncio.Event()
+        """Set while it owes something, and when it is gone."""
+        self.stats = GeneratorStats()
+
+    def owe(self, requests: Sequence[GenerationRequest]) -> None:
+        """It is about to be asked for these."""
+        for request in requests:
+            missing = {start.index: start for start in request.starts()}
+            self.requests[request.group_id], self._missing[request.group_id] = request, missing
+            self.num_outstanding += len(missing)
+        self.busy.set()
+
+    def deliver(self, collected: Collected) -> tuple[list[Rollout], list[GenerationRequest]]:
+        """It has answered: finished rollouts, and requests to go on with parked ones.
+
+        Those of a group go on together, once it works on none of them any more: they share the prefill of their prompt.
+        """
+        self.has_delivered, self.stats = True, collected.stats
+        finished, to_go_on = list[Rollout](), list[GenerationRequest]()
+        for rollout in collected.rollouts:
+            group_id = rollout.group_id
+            if (group_id, rollout.index) in self.withdrawn:
+                self.withdrawn.remove((group_id, rollout.index))
+                continue
+            self.num_outstanding -= 1
+            missing = self._missing[group_id]
+            del missing[rollout.index]
+            if rollout.finish_reason.is_final:
+                finished.append(rollout)
+            else:
+                self._parked.setdefault(group_id, []).append(rollout)
+            if not missing:
+                del self._missing[group_id]
+                request, parked = self.requests.pop(group_id), self._parked.pop(group_id, None)
+                if parked:
+                    to_go_on.append(replace(request, partials=tuple(parked)))
+        if not self.num_outstanding and not self.withdrawn:
+            self.busy.clear()
+        return finished, to_go_on
+
+    def unanswered(self) -> list[GenerationRequest]:
+        """What somebody else must generate now that it is gone: from the last segment on, or from the prompt."""
+        return [
+            replace(request, partials=(*self._missing[group_id].values(), *self._parked.get(group_id, ())))
+            for group_id, request in self.requests.items()
+        ]
+
+    def withdraw(self) -> list[GenerationRequest]:
+        """As `unanswered`, of one that is there but does not answer. It owes nothing any more."""
+        requests = self.unanswered()
+        self.withdrawn |= {(group_id, index) for group_id, missing in self._missing.items() for index in missing}
+        self.num_outstanding = 0
+        for owed in (self.requests, self._missing, self._parked):
+            owed.clear()
+        return requests
+
+
+class Replicas:
+    """Scatter and gather over the generators that are alive."""
+
+    def __init__(
+        self,
+        handles: Sequence[ExecutorHandle],
+        supervisor: Supervisor,
+        timeout_s: float,
+        *,
+        survives_deaths: bool = False,
+    ) -> None:
+        """With `survives_deaths`, calls to a dead replica have no effect: somebody sees the death and calls `lose`."""
+        self.alive = [Replica(handle, timeout_s) for handle in handles]
+        self.released = NO_VERSION
+        """Replicas that serve an older version are left behind."""
+        self.layouts: Sequence[tuple[TensorSpec, ...]] = ()
+        """What each rank of a replica wants to receive."""
+        self.num_resumed = 0
+        """Partial rollouts that went on."""
+        self.timeout_s = timeout_s
+        self.changed = Signal()
+        """A replica came, went, adopted a version or owes less."""
+        self._supervisor = supervisor
+        self._survives_deaths = survives_deaths
+        self._stats_of_lost = GeneratorStats()
+
+    def serves(self, replica: Replica) -> bool:
+        """Whether it is in service."""
+        return replica.version >= self.released and not replica.is_leaving and not replica.withdrawn
+
+    def can_follow(self, replica: Replica, patience_s: float) -> bool:
+        """Whether a new version should wait for it. One that was left behind or has just come, but needs less than half
+        the patience for a version, finishes the one that it fetches and then this one in time. It would else run after
+        the newest version for ever."""
+        age_s = asyncio.get_running_loop().time() - replica.fetching_since_s
+        return self.serves(replica) or max(replica.adopt_s, age_s) < patience_s / 2
+
+    async def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Gives each request to the replica in service that owes the fewest rollouts; waits while there is none."""
+        await self.changed.until(lambda: any(map(self.serves, self.alive)))
+        able = [replica for replica in self.alive if self.serves(replica)]
+        if len(requests) == 1:
+            dealt = [(min(able, key=attrgetter("num_outstanding")), list(requests))]
+        else:
+            size = len(requests[0].partials) or requests[0].group_size
+            dealt = list(zip(able, deal(requests, [one.num_outstanding for one in able], size), strict=True))
+        for replica, part in dealt:
+            if part:  # what is owed is what `lose` gives back, whatever becomes of the call
+                replica.owe(part)
+                # A task of its own: one that hangs must not keep the others waiting.
+                sent = self.unless_dead(replica, replica.port.submit(part))
+                self._supervisor.start(sent, f"requests to {replica.name}")
+
+    def resume(self, requests: Sequence[GenerationRequest]) -> None:
+        """Unfinished requests go to whoever is free."""
+        if requests:
+            self._supervisor.start(self.submit(requests), "partial rollouts")
+
+    async def unless_dead(self, replica: Replica, call: Awaitable[T]) -> T | None:
+        """The answer; None from a replica that is gone, or that is dead where deaths are survived."""
+        try:
+            return await call
+        except MeshFailed:
+            if not (self._survives_deaths or replica.is_gone):
+                raise
+            return None
+
+    def adopted(self, replica: Replica, version: int) -> None:
+        """`replica` serves `version` from now on."""
+        replica.version = version
+        self.changed.notify()
+
+    def release(self, version: int) -> None:
+        """Replicas that serve an older version are left behind from now on."""
+        self.released = max(self.released, version)
+        self.changed.notify()
+
+    def add(self, handle: ExecutorHandle) -> Replica:
+        """A new replica, which has no weights yet and gets no requests."""
+        replica = Replica(handle, self.timeout_s)
+        self.alive.append(replica)
+        return replica
+
+    def lose(self, replica: Replica) -> list[GenerationRequest]:
+        """A replica is gone; what it has not answered completely."""
+        replica.is_gone = True
+        replica.busy.set()
+        if replica.adopting is not None:
+            replica.adopting.cancel()
+        self.alive.remove(replica)
+        self._stats_of_lost = self._stats_of_lost.plus(replica.stats._replace(num_running=0, num_waiting=0))
+        self.changed.notify()
+        return replica.unanswered()
+
+    def withdraw(self, replica: Replica) -> list[GenerationRequest]:
+        """What a replica has not answered completely is for others to do; it gets no new requests until it knows."""
+        requests = replica.withdraw()
+        aborted = self.unless_dead(replica, replica.port.abort([request.group_id for request in requests]))
+        self._supervisor.start(aborted, f"withdraw from {replica.name}")
+        return requests
+
+    async def drain(self, replica: Replica) -> None:
+        """Takes back what `replica` decodes; the others go on with it.
+
+        Raises CallTimeout.
+        """
+        replica.is_leaving = True
+        clock = asyncio.get_running_loop()
+        deadline_s = clock.time() + self.timeout_s
+        while replica.num_outstanding and not replica.is_gone:
+            if clock.time() > deadline_s:
+                owes = f"still owes {replica.num_outstanding} rollouts"
+                raise CallTimeout(replica.name, "abort", self.timeout_s, owes)
+            await self.unless_dead(replica, replica.port.abort(list(replica.requests)))
+            emptied = self.changed.until(lambda: replica.is_gone or not replica.num_outstanding)
+            try:
+                await asyncio.wait_for(emptied, ABORT_INTERVAL_S)
+            except TimeoutError:  # a request was on its way when the last abort came
+                continue
+
+    def debts(self) -> list[str]:
+        """What each replica still owes, for a stall report."""
+        return [
+            f"{replica.name} owes {replica.num_outstanding} rollouts"
+            + ("" if self.serves(replica) else f" and is left behind at version {replica.version}")
+            for replica in self.alive
+        ]
+
+    @property
+    def stats(self) -> GeneratorStats:
+        """What all replicas have done since their start, and what they do, as of their last replies."""
+        return reduce(GeneratorStats.plus, (replica.stats for replica in self.alive), self._stats_of_lost)
+
+
+def deal(items: Iterable[T], loads: list[int], weight: int) -> list[list[T]]:
+    """Scatters `items`, in order, each to the least loaded receiver, whose load then grows by `weight`."""
+    dealt = [list[T]() for _ in loads]
+    queue = [(load, receiver) for receiver, load in enumerate(loads)]
+    heapq.heapify(queue)
+    for item in items:
+        load, receiver = queue[0]
+        dealt[receiver].append(item)
+        heapq.heapreplace(queue, (load + weight, receiver))
+    return dealt

@@ -1,0 +1,71 @@
+"""`Checkpoints`: trainer and critic save one step together, beside the steps after it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from llamarl.cluster.api import RemoteError
+from llamarl.controller.ports import CriticPort, TrainerPort
+from llamarl.controller.supervision import Supervisor
+from llamarl.controller.telemetry import Telemetry
+from llamarl.executors.replies import ControllerState
+
+
+class NotSaved(RuntimeError):
+    """The disk refuses a checkpoint; the last good one stands."""
+
+
+class Checkpoints:
+    """At most one is being written."""
+
+    def __init__(
+        self, trainer: TrainerPort, critic: CriticPort | None, supervisor: Supervisor, telemetry: Telemetry
+    ) -> None:
+        self._trainer, self._critic = trainer, critic
+        self._supervisor, self._telemetry = supervisor, telemetry
+        self._writing: asyncio.Task[None] | None = None
+
+    async def save(self, step: int, state: ControllerState) -> None:
+        """After a resume nothing is trained twice or skipped; groups in flight start again from their prompts.
+
+        Raises:
+            NotSaved: the disk refuses.
+        """
+        await self._written()
+        await self._commit(step, self._copies(step, state))
+
+    async def save_beside(self, step: int, state: ControllerState) -> None:
+        """As `save`, beside the next steps; if the disk refuses that costs a warning, not the run."""
+        await self._written()
+        writing = self._commit_or_warn(step, self._copies(step, state))
+        self._writing = self._supervisor.start(writing, f"checkpoint of step {step}")
+
+    def _copies(self, step: int, state: ControllerState) -> Sequence[asyncio.Future[Any]]:
+        """Trainer and critic copy their weights before whatever they are asked for next, and write beside that."""
+        calls = [self._trainer.save(state), *([self._critic.save(step)] if self._critic else [])]
+        return [asyncio.ensure_future(call) for call in calls]
+
+    async def _commit(self, step: int, copies: Sequence[asyncio.Future[Any]]) -> None:
+        """The critic comes first: where there is a trainer's checkpoint, there is the critic's of the same step."""
+        try:
+            await asyncio.gather(*copies)
+            if self._critic:
+                await self._critic.commit()
+            await self._trainer.commit()
+        except RemoteError as error:
+            if isinstance(error.__cause__, OSError):
+                raise NotSaved(f"no checkpoint at step {step}: {error.__cause__}; make room on the disk") from None
+            raise
+
+    async def _commit_or_warn(self, step: int, copies: Sequence[asyncio.Future[Any]]) -> None:
+        try:
+            await self._commit(step, copies)
+        except NotSaved as error:
+            self._telemetry.warn(f"{error}, the run goes on")
+
+    async def _written(self) -> None:
+        """Waits for the checkpoint that is being written; its error is the supervisor's."""
+        if self._writing is not None:
+            await asyncio.wait({self._writing})

@@ -1,1 +1,0 @@
-"""What happens to rollouts between generator and trainer: admission, packing, recording."""

@@ -1,0 +1,1 @@
+"""Bring-up and assembly of a run: training, evaluation and simulation share it."""

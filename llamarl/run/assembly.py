@@ -1,0 +1,80 @@
+"""`assembled`: a controller over executors, from their start to their end; of training, evaluation, simulation."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from typing import Any
+
+from llamarl.cluster.api import Cluster
+from llamarl.config import RunConfig
+from llamarl.controller.admission import Problems
+from llamarl.controller.controller import Controller
+from llamarl.controller.ports import Executors
+from llamarl.controller.supervision import Interrupted, Supervisor
+from llamarl.controller.telemetry import Telemetry
+from llamarl.executors.replies import ControllerState
+
+
+async def _from_the_beginning(executors: Executors) -> ControllerState | None:
+    return None
+
+
+@asynccontextmanager
+async def assembled(
+    config: RunConfig,
+    problems: Problems,
+    telemetry: Telemetry,
+    cluster: Cluster,
+    spawn: Callable[[], Coroutine[Any, Any, Executors]],
+    *,
+    resumed: Callable[[Executors], Coroutine[Any, Any, ControllerState | None]] = _from_the_beginning,
+    on_stop: Callable[[], None] = lambda: None,
+    handles_signals: bool = True,
+) -> AsyncIterator[tuple[Controller, Supervisor]]:
+    """A controller that has not started yet; at the end all executors are stopped, whatever has happened.
+
+    Args:
+        spawn: starts the executors on `cluster`.
+        resumed: where a checkpoint says that the run goes on.
+        on_stop: hears that executors are being stopped.
+        handles_signals: Ctrl-C and SIGTERM end what runs under the supervisor with `Interrupted`.
+    """
+    supervisor = Supervisor()
+    try:
+        with _interruptible(supervisor) if handles_signals else nullcontext():
+            executors = await supervisor.run(spawn())
+            for handle in executors.irreplaceable:  # generators have a policy of their own
+                supervisor.watch(handle)
+            state = await supervisor.run(resumed(executors))
+            controller = Controller(config, problems, executors, supervisor, telemetry, state)
+            telemetry.attach(list(executors), controller.replicas)
+            supervisor.start(telemetry.poll_loop(), "status")
+            yield controller, supervisor
+    finally:
+        on_stop()
+        await supervisor.stop()
+        await cluster.shutdown(config.cluster.shutdown_timeout_s)
+
+
+@contextmanager
+def _interruptible(supervisor: Supervisor) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the run in order; a second one ends this process at once, and the executors with it."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def ask(number: signal.Signals) -> None:
+        for other in numbers:
+            loop.remove_signal_handler(other)
+            signal.signal(other, signal.SIG_DFL)
+        supervisor.fail(Interrupted(f"ended by {number.name}"))
+
+    for number in numbers:
+        loop.add_signal_handler(number, ask, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

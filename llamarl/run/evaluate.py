@@ -1,0 +1,63 @@
+"""Scores a checkpoint on held-out problems: a run without a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from llamarl.cluster.open import open_cluster
+from llamarl.config import RunConfig
+from llamarl.controller.admission import Problems
+from llamarl.controller.evaluation import EvalResult
+from llamarl.controller.ports import Executors
+from llamarl.controller.telemetry import Telemetry
+from llamarl.data.prompts import load_prompts
+from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+from llamarl.models.folder import load_shape
+from llamarl.observability.recorder import RolloutRecorder
+from llamarl.observability.screen import NullScreen
+from llamarl.observability.sinks import MetricsLog
+from llamarl.run.assembly import assembled
+from llamarl.run.executors import GeneratorSpecs, executor_spec, generator_specs, spawn_all
+
+
+class _Progress(NullScreen):
+    """Tells how many prompts are answered."""
+
+    def __init__(self, progress: Callable[[int, int], None]) -> None:
+        self._progress = progress
+
+    def phase(self, text: str, done: int | None = None, total: int | None = None) -> None:
+        if done is not None and total is not None:
+            self._progress(done, total)
+
+
+def evaluate_checkpoint(config: RunConfig, progress: Callable[[int, int], None]) -> EvalResult:
+    """Answers and scores the problems of `data.eval`; `progress` hears of (done, total) prompts.
+
+    Raises:
+        ConfigError: model, data or a combination of them cannot work.
+        ExecutorError, Interrupted, Stalled: it failed, or was ended.
+    """
+    with generator_specs(config.model.path, config.generator) as generators:
+        return asyncio.run(_evaluate(config, generators, progress))
+
+
+async def _evaluate(config: RunConfig, generators: GeneratorSpecs, progress: Callable[[int, int], None]) -> EvalResult:
+    path = config.model.path
+    shape, tokenizer = load_shape(path), Tokenizer(path)
+    check_vocabulary(tokenizer, shape.vocab_size)
+    prompts = load_prompts(config.data, tokenizer, shape.max_position_embeddings, "eval").prompts
+    problems = Problems(train=(), eval=prompts, stop_token_ids=tokenizer.eos_token_ids)
+    cluster = open_cluster(config.cluster.kind)
+
+    async def spawn() -> Executors:
+        reward = executor_spec("reward", "reward:RewardExecutor", 1, model_path=path, config=config.reward)
+        specs = [reward, *map(generators, range(config.generator.replicas))]
+        first, *others = await spawn_all(cluster, specs, config.cluster.start_timeout_s)
+        return Executors(reward=first, generators=others)
+
+    telemetry = Telemetry(config, _Progress(progress), MetricsLog(None, print), RolloutRecorder(None, print), 0)
+    async with assembled(config, problems, telemetry, cluster, spawn) as (controller, supervisor):
+        await supervisor.run(controller.start())
+        return await supervisor.run(controller.evaluate())
