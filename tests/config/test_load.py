@@ -81,15 +81,6 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ),
         (["--cluster.placement=colocated"], "needs rollout.max_staleness = 0, not 1"),
         (["--reward.weights=[1.0, 2.0]"], "reward.weights has 2 numbers for 1 parts; give one each"),
-        (
-            ["--rollout.max_new_tokens=60001"],
-            "rollout.max_new_tokens = 60001 is more than one message carries (60000); set rollout.segment_tokens",
-        ),
-        (
-            ["--rollout.max_new_tokens=189000", "--rollout.segment_tokens=60000"],
-            "rollout.max_new_tokens = 189000 and data.max_prompt_tokens = 1024 together are more than",
-        ),
-        (["--rollout.segment_tokens=60001"], "`rollout.segment_tokens = 60001`: input should be less than or equal to"),
         (["--rollout.stop_strings=['']"], "`rollout.stop_strings.0 = ''`: string should have at least 1 character"),
         (["--generator.dtype=fp8"], "generator.dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'int8'"),
         (

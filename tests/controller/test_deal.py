@@ -19,8 +19,3 @@ def test_deal_balances(loads: list[int], num: int, weight: int) -> None:
     for items, load in zip(dealt, after, strict=True):
         # Whoever received was the least loaded before, so ends at most one item above everybody.
         assert not items or load - weight <= min(after)
-
-
-async def _produce(channel: Channel[Any], items: Any) -> None:
-    for item in items:
-        await channel.put(item)
