@@ -151,6 +151,7 @@ def test_many_rounds_in_one_process() -> None:
 CONTROLLER = """
 import asyncio, sys
 from llamarl.cluster.api import ExecutorSpec
+from llamarl.cluster.open import open_cluster
 
 async def main(code_path, folder):
     def spec(name):
