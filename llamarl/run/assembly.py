@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Any
 
-from llamarl.cluster.api import Cluster
 from llamarl.config import RunConfig
 from llamarl.controller.admission import Problems
 from llamarl.controller.controller import Controller
@@ -27,7 +26,7 @@ async def assembled(
     config: RunConfig,
     problems: Problems,
     telemetry: Telemetry,
-    cluster: Cluster,
+    shutdown: Callable[[float], Awaitable[None]],
     spawn: Callable[[], Coroutine[Any, Any, Executors]],
     *,
     resumed: Callable[[Executors], Coroutine[Any, Any, ControllerState | None]] = _from_the_beginning,
@@ -37,7 +36,8 @@ async def assembled(
     """A controller that has not started yet; at the end all executors are stopped, whatever has happened.
 
     Args:
-        spawn: starts the executors on `cluster`.
+        shutdown: stops the executors, within so many seconds.
+        spawn: starts them.
         resumed: where a checkpoint says that the run goes on.
         on_stop: hears that executors are being stopped.
         handles_signals: Ctrl-C and SIGTERM end what runs under the supervisor with `Interrupted`.
@@ -56,7 +56,7 @@ async def assembled(
     finally:
         on_stop()
         await supervisor.stop()
-        await cluster.shutdown(config.cluster.shutdown_timeout_s)
+        await shutdown(config.cluster.shutdown_timeout_s)
 
 
 @contextmanager

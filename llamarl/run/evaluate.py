@@ -58,6 +58,6 @@ async def _evaluate(config: RunConfig, generators: GeneratorSpecs, progress: Cal
         return Executors(reward=first, generators=others)
 
     telemetry = Telemetry(config, _Progress(progress), MetricsLog(None, print), RolloutRecorder(None, print), 0)
-    async with assembled(config, problems, telemetry, cluster, spawn) as (controller, supervisor):
+    async with assembled(config, problems, telemetry, cluster.shutdown, spawn) as (controller, supervisor):
         await supervisor.run(controller.start())
         return await supervisor.run(controller.evaluate())

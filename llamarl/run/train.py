@@ -130,7 +130,7 @@ class _Run:
             self._config,
             self._problems,
             telemetry,
-            cluster,
+            cluster.shutdown,
             lambda: self._spawn(cluster, generator),
             resumed=lambda executors: self._resumed(executors, screen),
             on_stop=lambda: self._stopping(screen),

@@ -101,7 +101,7 @@ class _Run:
         self._telemetry = Telemetry(
             self._config, _Progress(self._config.steps), self._log, self._staleness, self._bound, clock.time
         )
-        setting = self._config, self._problems, self._telemetry, self._cluster, self._spawn
+        setting = self._config, self._problems, self._telemetry, self._cluster.shutdown, self._spawn
         try:
             async with assembled(*setting, handles_signals=False) as (self._controller, supervisor):
                 clock.set_exception_handler(  # a timer that raises would otherwise only be printed
