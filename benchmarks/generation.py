@@ -32,6 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from _record import write_result
 
+from llamarl.kernels import build
 from llamarl.kernels.linear import Linear
 from llamarl.models.hf import new_model, save_model
 from llamarl.models.quantize import quantize_rows
@@ -45,12 +46,16 @@ MODELS = {
         family="llama", hidden_size=256, num_layers=7, num_heads=4, num_kv_heads=2, head_dim=64,
         intermediate_size=1024, vocab_size=8000, max_position_embeddings=1024, tie_embeddings=True,
     ),
+    "35m": ModelShape(
+        family="llama", hidden_size=448, num_layers=9, num_heads=7, num_kv_heads=1, head_dim=64,
+        intermediate_size=1280, vocab_size=16032, max_position_embeddings=1024, tie_embeddings=False,
+    ),
     "100m": ModelShape(
         family="llama", hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=4, head_dim=64,
         intermediate_size=2048, vocab_size=31744, max_position_embeddings=1024, tie_embeddings=True,
     ),
 }  # fmt: skip
-"""8,933,120 and 99,896,064 parameters."""
+"""8,933,120, 33,984,832 and 99,896,064 parameters."""
 WORKLOADS = {"uniform-32": 32, "long_tail-32": 32, "uniform-128": 128, "grouped": 128, "ungrouped": 128}
 """Name -> decode slots."""
 UNIFORM = ("uniform-32", "uniform-128")
@@ -62,10 +67,11 @@ START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 NOTES = """\
 Tokens per CPU-second: new tokens over the CPU time of all threads of the engine's process, prefill included.
-ratio_vs_vllm and ratio_vs_transformers compare with their bfloat16; the _best ones with the faster of their dtypes on
-this processor, which is the fair number where it has no bfloat16 instructions and emulates them. Each is the worst over
-the batch sizes. Rows of engines that take long have fewer repeats (`repeats`), and where a peer emulates its type,
-prompts and responses of a fifth of the length (`scale`), which is in its favor: less attention for the same tokens.
+ratio_vs_vllm and ratio_vs_transformers compare with the faster of their dtypes on this processor: where it has no
+bfloat16 instructions and emulates them, float32. Each is the worst over the batch sizes. One file per kind of
+processor: the widest instructions of `LLAMARL_KERNELS` that it offers; `path` in a row is what multiplied. Rows of
+engines that take long have fewer repeats (`repeats`), and where a peer emulates its type, prompts and responses of a
+fifth of the length (`scale`), which is in its favor: less attention for the same tokens.
 Roofline: of one core, from the measured rates: the matmuls of all tokens or the weights read once per step, whichever
 takes longer, and then the keys and values of all steps read once.
 Profile: share of own time per function of the native engine; kernels count for the function that calls them.
@@ -245,25 +251,23 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Ratios of tokens per CPU-second; what was not measured is missing."""
     speed = {(r["model"], r["workload"], r["engine"], r["dtype"]): r["tokens_per_cpu_s"] for r in rows}
 
-    def worst(model: str, dtype: str, workloads: tuple[str, ...], engine: str, dtypes: tuple[str, ...]) -> float | None:
+    def worst(model: str, dtype: str, workloads: tuple[str, ...], engine: str) -> float | None:
         ratios = []
         for name in workloads:
-            peers = [speed[key] for other in dtypes if (key := (model, name, engine, other)) in speed]
+            peers = [speed[key] for other in SHORT if (key := (model, name, engine, other)) in speed]
             if peers and (model, name, "ours", dtype) in speed:
                 ratios.append(speed[model, name, "ours", dtype] / max(peers))
         return min(ratios) if len(ratios) == len(workloads) else None
 
     figures = dict[str, Any]()
     for engine in ("vllm", "transformers"):
-        for suffix, dtypes in (("", ("bfloat16",)), ("_best", ("float32", "bfloat16"))):
-            for prefix, workloads in (("", UNIFORM), ("long_tail_", ("long_tail-32",))):
-                ratios = {
-                    f"{model}_{SHORT[dtype]}": ratio
-                    for model in MODELS
-                    for dtype in SHORT
-                    if (ratio := worst(model, dtype, workloads, engine, dtypes)) is not None
-                }
-                figures[f"{prefix}ratio_vs_{engine}{suffix}"] = ratios
+        for prefix, workloads in (("", UNIFORM), ("long_tail_", ("long_tail-32",))):
+            figures[f"{prefix}ratio_vs_{engine}"] = {
+                f"{model}_{SHORT[dtype]}": ratio
+                for model in MODELS
+                for dtype in SHORT
+                if (ratio := worst(model, dtype, workloads, engine)) is not None
+            }
     figures["grouped_ratio"] = {
         f"{model}_{SHORT[dtype]}": value / speed[model, "ungrouped", "ours", dtype]
         for (model, name, _, dtype), value in speed.items()
@@ -305,7 +309,7 @@ def main() -> None:
     """Measures and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--models", nargs="+", metavar="NAME", help="10m 100m; with cuda 1b 8b; default: all")
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="10m 35m 100m; with cuda 1b 8b; default: all")
     parser.add_argument(
         "--rows", nargs="+", default=[""], metavar="TEXT", help="only rows with one of these in WORKLOAD/ENGINE"
     )
@@ -330,7 +334,7 @@ def main() -> None:
     for figures in found:
         print(json.dumps({key: value for key, value in figures.items() if key != "rows"}, indent=2), flush=True)
         if not options.quick:
-            name = "generation" if options.device == "cpu" else "generation-gpu"
+            name = f"generation-{build.offered()[0]}" if options.device == "cpu" else "generation-gpu"
             notes = NOTES if options.device == "cpu" else []
             settings = json.loads(json.dumps(vars(options), default=str))
             print(write_result(name, settings, figures, notes), flush=True)

@@ -203,7 +203,12 @@ char* pack_x(int64_t num_m, int64_t k, Convert convert) {
         for (int64_t s = 0; s < steps; ++s) {
             char* to = packed + (m / 16 * steps + s) * kTileBytes + m % 16 * 64;
             const int64_t left = k - s * T::kDepth, count = m >= num_m ? 0 : left < T::kDepth ? left : T::kDepth;
-            if (count < T::kDepth) std::memset(to, 0, 64);
+            // The usual number as a constant: its loops become a few vector instructions.
+            if (count == T::kDepth) {
+                convert(m, s * T::kDepth, T::kDepth, (typename T::Element*)to);
+                continue;
+            }
+            std::memset(to, 0, 64);
             if (count) convert(m, s * T::kDepth, count, (typename T::Element*)to);
         }
     return packed;
@@ -278,7 +283,7 @@ void linear_int8(
     for (int64_t first = 0; first < num_m; first += kChunk, x += kChunk * k, y += kChunk * num_n) {
         const int64_t chunk = num_m - first < kChunk ? num_m - first : kChunk;
         for (int64_t m = 0; m < chunk; ++m) row[m] = RowScale(x + m * k, k, 127), offset[m] = 0;
-        const char* packed = pack_x<Int8>(chunk, k, [&](int64_t m, int64_t start, int64_t count, int8_t* to) {
+        const char* packed = pack_x<Int8>(chunk, k, [&](int64_t m, int64_t start, int64_t count, int8_t* to) __attribute__((always_inline)) {
             int32_t sum = 0;
             for (int64_t i = 0; i < count; ++i) {
                 const int32_t q = to_int(x[m * k + start + i] * row[m].inverse);
