@@ -101,7 +101,7 @@ def without_fingerprints(bare: build.Kernel | None) -> None:
 def compile_bare_kernel(folder: str) -> None:
     """The copy kernel without the lines that multiply and add."""
     source = Path(build.__file__).with_name("copy.cpp").read_text(encoding="utf-8")
-    sums = [line for line in source.splitlines(keepends=True) if "_mm256_mul_epu32" in line or "__m256i k =" in line]
+    sums = [line for line in source.splitlines(keepends=True) if "V::multiply(" in line or "const Vector k =" in line]
     assert len(sums) == 3, "copy.cpp has changed; mend this function"
     for line in sums:
         source = source.replace(line, "")
@@ -116,6 +116,7 @@ def load_bare_kernel(folder: str) -> build.Kernel:
     taken = TAKEN_KERNEL().library
     assert taken is not None, "this benchmark needs a C++ compiler"
     library.copy_rows.restype, library.copy_rows.argtypes = taken.copy_rows.restype, taken.copy_rows.argtypes
+    library.use_way(taken.way_in_use())
     return build.Kernel(library=library, reason="")
 
 

@@ -13,13 +13,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import json
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llamarl.config.errors import ConfigError
 
@@ -122,6 +126,25 @@ def _compiled(compiler: str, source: Path, limits: tuple[str, ...]) -> Path:
                 subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
             made.replace(target)
     return target
+
+
+def remembered(name: str, parts: Iterable[str], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `measure` gave to the first process that asked on this kind of processor, from the cache folder.
+
+    Args:
+        parts: what else it depends on.
+    """
+    key = hashlib.sha256("\0".join((processor(), *parts)).encode()).hexdigest()[:16]
+    file = cache_folder() / f"measured-{key}" / f"{name}.json"
+    if not file.exists():
+        found = measure()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, encoding="utf-8") as made:
+            made.write(json.dumps(found))
+            made.flush()
+            with suppress(FileExistsError):  # another process was first, and its measurement holds
+                os.link(made.name, file)
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 @functools.cache

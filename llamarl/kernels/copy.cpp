@@ -18,7 +18,7 @@
 
 namespace {
 
-constexpr size_t BLOCK_BYTES = 8192, WORD_BYTES = 4, PREFETCH_BYTES = 1024;
+constexpr size_t BLOCK_BYTES = 8192, WORD_BYTES = 4;
 
 uint64_t mix(uint64_t x) {  // splitmix64 (Steele, Lea and Flood, 2014)
     x += 0x9e3779b97f4a7c15;
@@ -37,40 +37,101 @@ const Keys keys;
 
 uint64_t block_key(uint64_t block) { return mix(block ^ 0x5851f42d4c957f2d) | 1; }
 
-// Stores `bytes` of source at target, unless that is null, and returns the sum with one key per word.
-uint64_t copy_words(uint8_t* target, const uint8_t* source, const uint32_t* key, size_t bytes) {
+// Vectors of words. `multiply` takes the words 0, 2, 4, ...
+#if defined(__AVX2__)
+struct Lines32 {
+    using Type = __m256i;
+    static Type load(const void* from) { return _mm256_loadu_si256((const Type*)from); }
+    static void store(void* to, Type x) { _mm256_storeu_si256((Type*)to, x); }
+    static void stream(void* to, Type x) { _mm256_stream_si256((Type*)to, x); }
+    static Type add(Type a, Type b) { return _mm256_add_epi64(a, b); }
+    static Type multiply(Type a, Type b) { return _mm256_mul_epu32(a, b); }
+    static Type odd_words(Type x) { return _mm256_srli_epi64(x, 32); }
+};
+#endif
+#if defined(__AVX512F__)
+struct Lines64 {  // a store fills a line
+    using Type = __m512i;
+    static Type load(const void* from) { return _mm512_loadu_si512(from); }
+    static void store(void* to, Type x) { _mm512_storeu_si512(to, x); }
+    static void stream(void* to, Type x) { _mm512_stream_si512((Type*)to, x); }
+    static Type add(Type a, Type b) { return _mm512_add_epi64(a, b); }
+    static Type multiply(Type a, Type b) { return _mm512_maskz_mul_epu32(__mmask8(-1), a, b); }
+    static Type odd_words(Type x) { return _mm512_maskz_srli_epi64(__mmask8(-1), x, 32); }
+};
+#endif
+
+// Stores words of source at target, unless that is null, from `i` on while there are words for it; adds to `sum`.
+struct Words {
+    uint8_t* target;
+    const uint8_t* source;
+    const uint32_t* key;
     uint64_t sum = 0;
     size_t i = 0;
-    auto scalar_until = [&](size_t end) {
+
+    void one_by_one(size_t end) {
         for (; i < end; i += WORD_BYTES) {
             uint32_t word;
             memcpy(&word, source + i, WORD_BYTES);
             if (target) memcpy(target + i, &word, WORD_BYTES);
             sum += uint64_t(word) * key[i / WORD_BYTES];
         }
-    };
-#if defined(__AVX2__)
-    // Stores that bypass the cache need aligned targets; they save reading what is overwritten.
-    if (target) scalar_until(std::min(bytes, size_t(-uintptr_t(target)) % 32 / WORD_BYTES * WORD_BYTES));
-    __m256i even = _mm256_setzero_si256(), odd = even;
-    const bool aligned = uintptr_t(target + i) % 32 == 0;
-    for (; i + 32 <= bytes; i += 32) {
-        _mm_prefetch(reinterpret_cast<const char*>(source + i + PREFETCH_BYTES), _MM_HINT_T0);
-        const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + i));
-        const __m256i k = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(key + i / WORD_BYTES));
-        if (target) {
-            auto* to = reinterpret_cast<__m256i*>(target + i);
-            aligned ? _mm256_stream_si256(to, x) : _mm256_storeu_si256(to, x);
-        }
-        even = _mm256_add_epi64(even, _mm256_mul_epu32(x, k));
-        odd = _mm256_add_epi64(odd, _mm256_mul_epu32(_mm256_srli_epi64(x, 32), _mm256_srli_epi64(k, 32)));
     }
-    uint64_t lanes[4];
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), _mm256_add_epi64(even, odd));
-    sum += lanes[0] + lanes[1] + lanes[2] + lanes[3];
+
+#if defined(__AVX2__)
+    template <class V, bool two_places, size_t ahead>
+    void by_vectors(size_t bytes) {
+        using Vector = typename V::Type;
+        constexpr size_t WIDE = sizeof(Vector);
+        // Stores that bypass the cache need aligned targets; they save reading what is overwritten.
+        if (target) one_by_one(std::min(bytes, size_t(-uintptr_t(target)) % WIDE / WORD_BYTES * WORD_BYTES));
+        Vector even = {}, odd = {};
+        const bool aligned = uintptr_t(target + i) % WIDE == 0;
+        const auto step = [&, to = target, from = source, keys = key](size_t at) __attribute__((always_inline)) {
+            _mm_prefetch(reinterpret_cast<const char*>(from + at + ahead), _MM_HINT_T0);
+            const Vector x = V::load(from + at);
+            if (to) aligned ? V::stream(to + at, x) : V::store(to + at, x);
+            const Vector k = V::load(keys + at / WORD_BYTES);
+            even = V::add(even, V::multiply(x, k));
+            odd = V::add(odd, V::multiply(V::odd_words(x), V::odd_words(k)));
+        };
+        const size_t half = two_places ? (bytes - i) / 2 / WIDE * WIDE : 0;
+        size_t at = i;
+        for (const size_t end = i + half; at < end; at += WIDE) {
+            step(at);
+            step(at + half);
+        }
+        for (at += half; at + WIDE <= bytes; at += WIDE) step(at);
+        i = at;
+        uint64_t lanes[WIDE / 8];
+        even = V::add(even, odd);
+        memcpy(lanes, &even, WIDE);
+        for (const uint64_t lane : lanes) sum += lane;
+    }
 #endif
-    scalar_until(bytes);
-    return sum;
+};
+
+// Which is fastest differs by processor: wider vectors, one place or two at once, and how far ahead memory is fetched.
+void (Words::*const ways[])(size_t) = {
+#if defined(__AVX2__)
+    &Words::by_vectors<Lines32, false, 256>,  &Words::by_vectors<Lines32, false, 512>,
+    &Words::by_vectors<Lines32, false, 1024>, &Words::by_vectors<Lines32, true, 4096>,
+#else
+    &Words::one_by_one,
+#endif
+#if defined(__AVX512F__)
+    &Words::by_vectors<Lines64, false, 256>,  &Words::by_vectors<Lines64, false, 512>,
+    &Words::by_vectors<Lines64, false, 2048>, &Words::by_vectors<Lines64, true, 4096>,
+#endif
+};
+int way = 0;
+
+// The sum with one key per word.
+uint64_t copy_words(uint8_t* target, const uint8_t* source, const uint32_t* key, size_t bytes) {
+    Words words{target, source, key};
+    (words.*ways[way])(bytes);
+    words.one_by_one(bytes);
+    return words.sum;
 }
 
 // The same for bytes that begin or end within a word.
@@ -110,6 +171,11 @@ void to_bfloat16(uint16_t* target, const uint8_t* source, size_t count) {
 
 }  // namespace
 
+// How many ways there are, and the one to use from now on; all give the same bytes and sums.
+extern "C" int32_t num_ways() { return sizeof(ways) / sizeof(ways[0]); }
+extern "C" void use_way(int32_t index) { way = index; }
+extern "C" int32_t way_in_use() { return way; }
+
 // Copies rows of `row_bytes`, as counted in the target, and returns their part of the fingerprint. `position` is where
 // the first row lies in its tensor, in bytes, and `position_stride` the distance of rows there; the target may be a
 // packed buffer. With `cast`, source is float32 and target bfloat16. Without target, only the fingerprint is computed.
@@ -117,7 +183,7 @@ extern "C" uint64_t copy_rows(uint8_t* target, const uint8_t* source, int64_t ro
                               int64_t target_stride, int64_t source_stride, uint64_t position, int64_t position_stride,
                               int32_t cast) {
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    alignas(64) uint16_t casted[BLOCK_BYTES / 2 + PREFETCH_BYTES / 2];  // prefetching runs over its end
+    alignas(64) uint16_t casted[BLOCK_BYTES / 2];
     uint64_t sum = 0;
     for (int64_t row = 0; row < rows; row++) {
         for (size_t done = 0; done < size_t(row_bytes);) {

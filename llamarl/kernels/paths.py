@@ -12,13 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import json
 import math
-import os
-import tempfile
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -120,20 +115,16 @@ def chosen(kind: str, n: int, k: int) -> Path | None:
     if len(paths) < 2:
         _choices[f"{kind} {n}x{k}"] = Choice(path=next(iter(paths), "torch"), measured_us={})
         return next(iter(paths.values()), None)
-    parts = build.processor(), build.source_text("packed"), build.source_text("linear"), *paths
-    folder = build.cache_folder() / f"paths-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}"
-    file = folder / f"{kind}-{n}x{k}.json"
-    if not file.exists():
+
+    def measure() -> dict[str, Any]:
         measured_us = _measured_us(list(paths.values()), kind, n, k)
         name = _fastest(measured_us)
-        choice = Choice(path=name, measured_us=measured_us, peak_gflops=peak_gflops(paths[name]))
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8") as made:
-            made.write(json.dumps(asdict(choice)))
-            made.flush()
-            with suppress(FileExistsError):  # another process chose meanwhile, and its choice holds
-                os.link(made.name, file)
-    choice = _choices[f"{kind} {n}x{k}"] = Choice(**json.loads(file.read_text(encoding="utf-8")))
+        return asdict(Choice(path=name, measured_us=measured_us, peak_gflops=peak_gflops(paths[name])))
+
+    found = build.remembered(
+        f"{kind}-{n}x{k}", (build.source_text("packed"), build.source_text("linear"), *paths), measure
+    )
+    choice = _choices[f"{kind} {n}x{k}"] = Choice(**found)
     return paths[choice.path]
 
 

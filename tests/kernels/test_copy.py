@@ -123,6 +123,25 @@ def test_transposed_and_trained_tensors_can_be_copied(path) -> None:
     assert torch.equal(target, weight)
 
 
+@pytest.mark.parametrize("offset", [0, 4, 20])
+def test_all_ways_give_the_same(offset: int) -> None:
+    """Across blocks, from and to places that are no multiple of a vector."""
+    library = copy.kernel().library
+    if library is None:
+        pytest.skip(copy.kernel().reason)
+    source, target = random_tensor((30_000,), torch.int8, seed=1), torch.zeros(30_000, dtype=torch.int8)
+    try:
+        for way in range(library.num_ways()):
+            library.use_way(way)
+            target.zero_()
+            share = copy.copy_part(target[offset:29_001], source[offset + 8 : 29_009], (30_000,), (offset,))
+            assert torch.equal(target[offset:29_001], source[offset + 8 : 29_009])
+            assert not target[:offset].any() and not target[29_001:].any()
+            assert share == copy._fingerprint(target[offset:29_001], (30_000,), (offset,))
+    finally:
+        copy.kernel.cache_clear()
+
+
 def test_another_shape_is_no_broadcast() -> None:
     with pytest.raises(AssertionError, match="does not fit"):
         copy.copy_part(torch.empty(3, 4), torch.ones(4), (3, 4), (0, 0))

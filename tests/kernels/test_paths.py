@@ -55,7 +55,7 @@ def test_a_choice_holds_for_later_processes(two_paths: dict[str, float], monkeyp
 def test_of_processes_that_choose_at_once_the_first_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def measured_us(*_arguments: object) -> dict[str, list[float]]:
         """While another process writes its choice."""
-        folder = next(iter((tmp_path / "llamarl").glob("paths-*")), tmp_path)
+        folder = next(iter((tmp_path / "llamarl").glob("measured-*")), tmp_path)
         if folder != tmp_path:
             choice = {"path": "other", "measured_us": {}}
             (folder / "int8-40x30.json").write_text(json.dumps(choice), encoding="utf-8")
