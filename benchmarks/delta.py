@@ -38,7 +38,7 @@ from llamarl.rewards._build import build_reward
 from llamarl.run.prepare import prepare
 from llamarl.training.trainer import Trainer
 from llamarl.types import GenerationRequest, Prompt, RewardItem, Rollout, RolloutGroup, SamplingParams
-from llamarl.weight_sync.delta import DENSE, to_message
+from llamarl.weight_sync.delta import to_message
 
 CODECS: dict[str, tuple[Precision, bool]] = {
     "float32": ("float32", False),
@@ -77,7 +77,7 @@ def difference(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str
             dense_bytes += new[key].nbytes
             words = [tensor.view(-1).view(WORDS[tensor.element_size()]) for tensor in (old[key], new[key])]
             num_changed += int((words[0] != words[1]).sum())
-            assert number in (DENSE, int((words[0] != words[1]).sum()))
+            assert number in (words[0].numel(), int((words[0] != words[1]).sum()))
             num_elements += new[key].numel()
         if keys:
             found[f"changed_share_{part}"] = num_changed / num_elements

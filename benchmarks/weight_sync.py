@@ -41,7 +41,7 @@ from llamarl.sharding.box import Box
 from llamarl.sharding.tensor_parallel import tensor_parallel_box
 from llamarl.weight_sync.base import Subscriber, WriterPlan, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
-from llamarl.weight_sync.select import open_publisher, open_subscriber
+from llamarl.weight_sync.select import open_subscriber, publisher_class
 
 HIDDEN, INNER, KV, VOCABULARY, LAYERS = 2048, 5632, 512, 33000, 4
 NUM_TRAINERS = NUM_GENERATORS = 2
@@ -128,7 +128,7 @@ def trainer(connection: Connection, rank: int, plan: WriterPlan, rendezvous: str
     torch.set_num_threads(1)
     weights = {spec.name: torch.randn(spec.box.shape) for spec in held(rank)}
     publishers = {
-        name: open_publisher(name, plan, exchange, **({"folder": Path(folder) / "weights"} if name == "file" else {}))
+        name: publisher_class(name)(plan, exchange, **({"folder": Path(folder) / "weights"} if name == "file" else {}))
         for name in TRANSPORTS
     }
     baseline = Baseline(rendezvous, rank)

@@ -98,7 +98,7 @@ class GeneratorConfig(Section):
 
 
 class WeightSyncConfig(Section):
-    transport: Literal["auto", "shared_memory", "p2p", "file"] = "auto"
+    transport: str = "auto"
     """How weights travel; `auto` measures at the start what is possible here and takes the fastest."""
     delta: bool = False
     """Send only what changed since the last version, where that is less: for slow links and low learning rates."""

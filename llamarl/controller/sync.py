@@ -19,7 +19,7 @@ from llamarl.controller.ports import TrainerPort
 from llamarl.controller.replicas import Replica, Replicas
 from llamarl.executors.replies import Adoption, Mismatch, Probe, Published
 from llamarl.weight_sync.layout import TensorSpec
-from llamarl.weight_sync.select import Selection, candidates, sample, select
+from llamarl.weight_sync.select import Selection, sample, select
 
 MAX_FAILURES = 3
 """Fetches in a row that may fail at one replica before the run ends."""
@@ -103,7 +103,7 @@ async def choose_transport(
         await asyncio.gather(*(replica.port.try_sample(version, address) for replica in replicas.alive))
 
     of_one = sum(spec.num_bytes for specs in replicas.layouts for spec in sample(specs))
-    names = ("shared_memory",) if is_inline else candidates(same_host=True, delta=config.delta)
+    names = await trainer.transports(True, is_inline)
     selection = await select(config.transport, names, one_sync, len(replicas.alive) * of_one)
     await trainer.choose(selection.transport)
     return selection

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from typing import Any
 
 import xxhash
 from torch import Tensor
@@ -16,7 +15,7 @@ from llamarl.generation.backend import GenerationBackend
 from llamarl.generation.tensor_parallel import TensorParallelEngine
 from llamarl.weight_sync.base import FingerprintMismatch, Subscriber, Superseded, TransferFailed
 from llamarl.weight_sync.layout import Address, TensorSpec
-from llamarl.weight_sync.select import DELTA, open_subscriber, sample
+from llamarl.weight_sync.select import open_subscriber, sample
 
 WAIT_S = 0.01
 """An idle engine looks this often whether weights have arrived."""
@@ -130,8 +129,7 @@ class Adopter:
         if self._subscriber is None or self._publisher != address.publisher:
             if self._subscriber is not None:
                 self._subscriber.close()
-            options: dict[str, Any] = {"delta": True} if self._delta and address.transport in DELTA else {}
-            self._subscriber = self._subscribe(address, self.specs, self._rank, **options)
+            self._subscriber = self._subscribe(address, self.specs, self._rank, delta=self._delta)
             self._publisher = address.publisher
         return self._subscriber
 

@@ -29,7 +29,7 @@ from llamarl.training.state import StateMismatch, load_training_state, training_
 from llamarl.training.trainer import Trainer
 from llamarl.weight_sync.base import Publisher, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
-from llamarl.weight_sync.select import open_publisher, sample
+from llamarl.weight_sync.select import candidates, publisher_class, sample
 
 
 class TrainerExecutor(Learner):
@@ -118,6 +118,10 @@ class TrainerExecutor(Learner):
         assert rank == len(self._layouts), "ranks come in order"
         self._layouts.append(specs)
 
+    def transports(self, same_host: bool, same_process: bool) -> list[str]:
+        """Those that can carry weights to the generators, in the order of preference."""
+        return candidates(same_host, same_process, delta=bool(self._delta))
+
     def publish_sample(self, version: int, transport: str) -> Address:
         """Makes a sample of the weights available by a transport that is being tried."""
         if self._sampled is None or self._sampled[0] != transport:
@@ -140,10 +144,8 @@ class TrainerExecutor(Learner):
             spec for name, spec in self._trainer.sharding.specs.items() if name in names or layouts is self._layouts
         ]
         plans = plan_writers([lay_out(specs) for specs in layouts], self._mesh.exchange(held))
-        options: dict[str, Any] = {"folder": self._weights_folder} if transport == "file" else {}
-        if transport != "shared_memory":
-            options |= self._delta
-        return open_publisher(transport, plans[self._mesh.world.rank], self._mesh.exchange, **options)
+        publisher = publisher_class(transport)
+        return publisher(plans[self._mesh.world.rank], self._mesh.exchange, self._weights_folder, **self._delta)
 
     def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
         """Makes the current weights available as `version`, in the generators' types; versions `in_use` stay."""

@@ -23,6 +23,7 @@ from llamarl.rewards._build import build_reward
 from llamarl.run.executors import models_in_use
 from llamarl.training.cost import activation_bytes
 from llamarl.types import Prompt
+from llamarl.weight_sync.select import check_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +51,7 @@ def check_parts(config: RunConfig) -> None:
             "use 'gae', or leave it out"
         )
     build_reward(config.reward).close()
+    check_name(config.weight_sync.transport)
     if config.generator.backend == "vllm":
         check_python(config.generator.vllm.python)
 

@@ -12,22 +12,27 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
+from llamarl.config.errors import ConfigError
 from llamarl.kernels.copy import MODULUS, copy_part, fingerprint
 from llamarl.models.quantize import QUANTIZED_DTYPES, NonFiniteWeights, quantize_rows
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError, assemble_layout
 from llamarl.sharding.reshard import ReshardPlan, plan_reshard
+from llamarl.weight_sync.delta import from_message
 from llamarl.weight_sync.layout import Address, Layout, TensorSpec, lay_out
 
+CPU = torch.device("cpu")
 Exchange = Callable[[Any], list[Any]]
 """Gives a value to all trainer ranks and returns theirs in rank order, as `all_gather_object` does."""
 
@@ -127,6 +132,33 @@ class Publisher(ABC):
     changes, but rounding errors are half as large again.
     """
 
+    RANK: ClassVar[int] = 1
+    """Among transports that are about as fast, the smaller one is taken."""
+    NEEDS_SAME_HOST: ClassVar[bool] = False
+    WITHIN_PROCESS: ClassVar[bool] = False
+    """Whether `auto` tries it where trainer and generator are one process."""
+    TAKES_DELTA: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        plan: WriterPlan,
+        exchange: Exchange,
+        folder: Path | None = None,
+        delta: bool = False,
+        power_of_two: bool = False,
+    ) -> None:
+        """
+        Args:
+            folder: the same on all ranks, for what writes files; nothing else may lie in it.
+        """
+        if delta and not self.TAKES_DELTA:
+            raise ConfigError(
+                f"`weight_sync.delta = true` saves nothing with {type(self).__name__}, which sends no weights; use "
+                "delta = false, or transport = 'p2p' or 'file'"
+            )
+        self._plan, self._exchange, self._folder = plan, exchange, folder
+        self._delta, self._power_of_two = delta, power_of_two
+
     @abstractmethod
     def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:
         """Copies `weights` to where generators find them as `version`; it does not read them after it returns.
@@ -164,11 +196,24 @@ class Base:
     """A fetched version to which changes are applied."""
 
     publisher: str
-    version: int
+    version: int | None
+    """None: there is none."""
     tensors: Mapping[str, Tensor]
 
 
-NOTHING = Base(publisher="", version=-1, tensors={})
+NOTHING = Base(publisher="", version=None, tensors={})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What a copying subscriber wants of every trainer rank."""
+
+    version: int
+    tensors: Mapping[str, Tensor]
+    """To be filled."""
+    base: Base
+    only: list[int] | None = None
+    """Positions of the tensors that are wanted; None: all."""
 
 
 def dense(layout: Layout) -> Received:
@@ -228,13 +273,6 @@ class Subscriber(ABC):
             digest.update(self.prove_tensor(index, tensors[spec.key], version, proofs).to_bytes(8, "little"))
         self.fingerprint = digest.hexdigest()
 
-    def keep(self, base: Base, num_bytes: int, num_changed: int) -> dict[str, Tensor]:
-        """Notes what a fetch took, and what the next one may build on; returns the tensors."""
-        whole = dense(self.layout)
-        self.received = replace(whole, num_bytes=num_bytes, num_changed=min(num_changed, whole.num_elements))
-        self._base = base if self._delta else NOTHING
-        return dict(base.tensors)
-
     def prove_tensor(self, index: int, tensor: Tensor, version: int, proofs: np.ndarray) -> int:
         """The fingerprint of one tensor, which is what the writers published."""
         spec = self.layout.specs[index]
@@ -246,6 +284,60 @@ class Subscriber(ABC):
             cause = f"its fingerprint is {found:016x}, published was {expected:016x}"
             raise FingerprintMismatch(spec.key, version, self.rank, cause)
         return found
+
+
+class CopyingSubscriber(Subscriber):
+    """One that fills memory of its own. What does not prove right is asked for once more, whole."""
+
+    def __init__(self, specs: Sequence[TensorSpec], rank: int, delta: bool = False, device: torch.device = CPU) -> None:
+        super().__init__(specs, rank, delta)
+        self._device = device
+        self._buffers = Buffers(self.layout.num_bytes, device)
+
+    @abstractmethod
+    def receive(self, request: Request, address: Address) -> tuple[np.ndarray, np.ndarray]:
+        """Fills `request.tensors`.
+
+        Returns:
+            The proofs of all writers, uint64 [writers, 2, tensors], and how many (bytes, changed elements) came.
+
+        Raises:
+            Superseded, TransferFailed: as `fetch` does.
+        """
+
+    def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
+        base = self._base if self._base.publisher == address.publisher else NOTHING
+        request = Request(version=version, tensors=views(self.layout, self._buffers.take()), base=base)
+        proofs, counts = self.receive(request, address)
+        try:
+            self.prove(request.tensors, version, proofs)
+        except FingerprintMismatch:
+            damaged = self._damaged(request, proofs)
+            proofs, again = self.receive(replace(request, base=NOTHING, only=damaged), address)
+            self.prove(request.tensors, version, proofs)
+            counts = counts + again
+        whole = dense(self.layout)
+        num_bytes, num_changed = counts.tolist()
+        self.received = replace(whole, num_bytes=num_bytes, num_changed=min(num_changed, whole.num_elements))
+        if self._delta:
+            self._base = Base(publisher=address.publisher, version=version, tensors=request.tensors)
+        return dict(request.tensors)
+
+    def _damaged(self, request: Request, proofs: np.ndarray) -> list[int]:
+        found = list[int]()
+        for index, spec in enumerate(self.layout.specs):
+            try:
+                self.prove_tensor(index, request.tensors[spec.key], request.version, proofs)
+            except FingerprintMismatch:
+                found.append(index)
+        return found
+
+    def put(self, request: Request, part: Part, number: int, message: Tensor) -> None:
+        """Fills a part from a message of `delta.to_message`: `number` changes of the base, or all elements."""
+        target, base = part_of(self.layout, request.tensors, part), request.base.tensors
+        held = part_of(self.layout, base, part) if base else target
+        with suppress(ValueError):  # what does not fit is left out; the fingerprint tells, and it is sent again
+            target.copy_(from_message(held, number, message))
 
 
 class SlotTable:

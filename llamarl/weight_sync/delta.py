@@ -18,8 +18,6 @@ BLOCK_ELEMENTS = 1 << 16
 """Elements that a 16-bit offset can name."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Integer type of each element size: bits are compared, so NaN equals itself and -0 differs from 0."""
-DENSE = -1
-"""Number of changes that stands for a tensor sent whole, because its changes take as many bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +40,8 @@ class TensorDelta:
         return len(self.offsets_C)
 
 
-def encode(base: Tensor, new: Tensor, max_share: float = 1.0) -> TensorDelta | None:
-    """What turns `base` into `new`; None when that takes more than `max_share` of the bytes of `new`.
+def encode(base: Tensor, new: Tensor) -> TensorDelta | None:
+    """What turns `base` into `new`; None when that takes as many bytes as `new`.
 
     Both are contiguous and of one shape and type.
     """
@@ -52,7 +50,7 @@ def encode(base: Tensor, new: Tensor, max_share: float = 1.0) -> TensorDelta | N
     differs_E = base_E != new_E
     num_changes, size = int(differs_E.count_nonzero()), new.element_size()
     num_blocks = -(-len(new_E) // BLOCK_ELEMENTS)
-    if num_changes * (2 + size) + 4 * num_blocks > max_share * len(new_E) * size:
+    if num_changes * (2 + size) + 4 * num_blocks >= len(new_E) * size:
         return None
     places_C = differs_E.nonzero().squeeze(1)
     return TensorDelta(
@@ -88,22 +86,26 @@ def apply(delta: TensorDelta, target: Tensor) -> None:
 
 
 def to_message(base: Tensor, new: Tensor) -> tuple[int, list[Tensor]]:
-    """What to send to someone who holds `base`: the number of changes, or DENSE, and pieces of a message of bytes."""
+    """What to send to someone who holds `base`: the number of changes, and pieces of a message of bytes.
+
+    All elements: the tensor itself, as its changes would take as many bytes.
+    """
     delta = encode(base, new)
     pieces = (new,) if delta is None else (delta.counts_B, delta.offsets_C, delta.values_C)
-    return DENSE if delta is None else delta.num_changes, [piece.view(-1).view(torch.uint8) for piece in pieces]
+    number = new.numel() if delta is None else delta.num_changes
+    return number, [piece.view(-1).view(torch.uint8) for piece in pieces]
 
 
 def message_bytes(num_changes: int, num_elements: int, element_bytes: int) -> int:
     """How long the message is."""
-    if num_changes == DENSE:
+    if num_changes == num_elements:
         return num_elements * element_bytes
     return num_changes * (2 + element_bytes) + 4 * -(-num_elements // BLOCK_ELEMENTS)
 
 
 def from_message(base: Tensor, num_changes: int, message: Tensor) -> Tensor:
     """The new tensor, contiguous. Raises ValueError: the changes do not fit."""
-    if num_changes == DENSE:
+    if num_changes == base.numel():
         return message.clone().view(base.dtype).view(base.shape)  # pieces of a message are not aligned
     new = base.clone(memory_format=torch.contiguous_format)
     sizes = [len(message) - num_changes * (2 + new.element_size()), 2 * num_changes, num_changes * new.element_size()]

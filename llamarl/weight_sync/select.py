@@ -1,6 +1,6 @@
 """Which transport carries the weights: the fastest that works, measured on real tensors at the start, or a pinned one.
 
-No torch here: the controller measures, executors send. Transports are modules of this folder, found by name.
+No torch here: the controller measures and chooses, executors send.
 """
 
 from __future__ import annotations
@@ -10,23 +10,21 @@ import statistics
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cluster.api import CallTimeout, RemoteError
 from llamarl.config.errors import ConfigError
+from llamarl.weight_sync import transports
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 if TYPE_CHECKING:  # these load torch
-    from llamarl.weight_sync.base import Exchange, Publisher, Subscriber, WriterPlan
+    from llamarl.weight_sync.base import Publisher, Subscriber
 
 SAMPLE_BYTES = 64 << 20
 REPEATS = 3
 MARGIN = 1.5
-"""One that is slower by no more than this is taken before those after it in `CLASSES`: small models measure noise."""
-CLASSES = {"shared_memory": "SharedMemory", "p2p": "P2p", "file": "File"}
-"""What the classes of each module begin with."""
-DELTA = ("p2p", "file")
-"""Those that can send only what changed; shared memory sends nothing."""
+"""One that is slower by no more than this is taken before those of a larger `RANK`: small models measure noise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,10 +61,9 @@ class Selection:
         ]
 
 
-def candidates(same_host: bool, delta: bool = False) -> tuple[str, ...]:
-    """What can work between trainer and generators. Weights of GPUs go through the hosts' memory."""
-    names = DELTA if delta else tuple(CLASSES)
-    return names if same_host else tuple(name for name in names if name != "shared_memory")
+def names() -> list[str]:
+    """The transports of this package: a file each."""
+    return sorted(module.name for module in iter_modules(transports.__path__))
 
 
 def sample(specs: Sequence[TensorSpec], max_bytes: int = SAMPLE_BYTES) -> tuple[TensorSpec, ...]:
@@ -116,20 +113,50 @@ async def _measure(name: str, sync: Callable[[str], Awaitable[None]], num_bytes:
     return Measurement(transport=name, seconds=statistics.median(times[1:]), num_bytes=num_bytes)
 
 
-def open_publisher(transport: str, plan: WriterPlan, exchange: Exchange, **options: Any) -> Publisher:
-    """A trainer rank's end of a transport; all ranks call this together."""
-    return _class(transport, "Publisher", options)(plan, exchange, **options)
+def check_name(transport: str) -> None:
+    """Raises ConfigError: this package has no such transport."""
+    if ":" not in transport and transport not in ("auto", *names()):
+        raise ConfigError(
+            f"`weight_sync.transport = {transport!r}` is unknown; use auto, {', '.join(names())} or package.module:Name"
+        )
 
 
-def open_subscriber(address: Address, specs: Sequence[TensorSpec], rank: int, **options: Any) -> Subscriber:
-    """A generator rank's end of what publishes at `address`."""
-    return _class(address.transport, "Subscriber", options)(specs, rank, **options)
+def candidates(same_host: bool, same_process: bool, delta: bool) -> list[str]:
+    """What can work between trainer and generators, in the order of preference. Loads torch."""
+    ends = {name: publisher_class(name) for name in names()}
+    able = [
+        name
+        for name, end in ends.items()
+        if (same_host or not end.NEEDS_SAME_HOST) and (same_process <= end.WITHIN_PROCESS) and delta <= end.TAKES_DELTA
+    ]
+    return sorted(able, key=lambda name: ends[name].RANK)
 
 
-def _class(transport: str, end: str, options: dict[str, Any]) -> Any:
-    if transport not in CLASSES:
-        raise ConfigError(f"`weight_sync.transport = {transport!r}` is unknown; use auto, {', '.join(CLASSES)}")
-    if transport not in DELTA and options.pop("delta", False):
-        cause = f"`weight_sync.delta = true` saves nothing with weight_sync.transport = {transport!r}"
-        raise ConfigError(f"{cause}, which sends no weights; use delta = false, or transport = 'p2p' or 'file'")
-    return getattr(import_module(f"llamarl.weight_sync.{transport}"), CLASSES[transport] + end)
+def publisher_class(transport: str) -> type[Publisher]:
+    """Raises ConfigError: there is no such transport."""
+    return _ends(transport)[0]
+
+
+def open_subscriber(
+    address: Address, specs: Sequence[TensorSpec], rank: int, delta: bool = False, **options: Any
+) -> Subscriber:
+    """A generator rank's end of what publishes at `address`; with `delta`, changes are taken where they are sent.
+
+    Args:
+        options: the transport's own.
+    """
+    publisher, subscriber = _ends(address.transport)
+    return subscriber(specs, rank, delta and publisher.TAKES_DELTA, **options)
+
+
+def _ends(transport: str) -> tuple[type[Publisher], type[Subscriber]]:
+    """The classes `<Name>Publisher` and `<Name>Subscriber` of the file `<name>.py`, or of `package.module:Name`."""
+    module, _, name = transport.partition(":")
+    if not name:
+        check_name(transport)
+        module, name = f"{transports.__name__}.{transport}", "".join(map(str.capitalize, transport.split("_")))
+    try:
+        found = import_module(module)
+        return getattr(found, f"{name}Publisher"), getattr(found, f"{name}Subscriber")
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"`weight_sync.transport = {transport!r}` cannot be loaded: {error}") from error

@@ -15,7 +15,7 @@ from torch import Tensor
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import Subscriber, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
-from llamarl.weight_sync.select import open_publisher
+from llamarl.weight_sync.select import publisher_class
 
 
 class Trainer:
@@ -37,7 +37,7 @@ class Trainer:
                 barrier.wait(10)
                 return answer
 
-            return open_publisher(transport, plans[rank], exchange, **options)
+            return publisher_class(transport)(plans[rank], exchange, **options)
 
         with ThreadPoolExecutor(num_ranks) as pool:
             self.publishers = list(pool.map(open_one, range(num_ranks)))

@@ -19,10 +19,10 @@ from in_process import Trainer, faults
 from torch import Tensor
 
 from llamarl.config.errors import ConfigError
-from llamarl.weight_sync import p2p
+from llamarl.weight_sync import base as base_module
 from llamarl.weight_sync.base import Base, FingerprintMismatch, Subscriber
-from llamarl.weight_sync.layout import Address, TensorSpec
-from llamarl.weight_sync.select import candidates, open_publisher, open_subscriber
+from llamarl.weight_sync.layout import TensorSpec
+from llamarl.weight_sync.select import candidates, open_subscriber, publisher_class
 
 TRANSPORTS = ("p2p", "file")
 SHAPE = (90, 700)
@@ -174,7 +174,7 @@ def test_changes_that_arrive_damaged_are_sent_whole(tmp_path, monkeypatch) -> No
     run = Run("p2p", tmp_path)
     run.fetch(0)
     run.publish(0.01)
-    from_message, calls = p2p.from_message, list[int]()
+    from_message, calls = base_module.from_message, list[int]()
 
     def damaged(base: Tensor, number: int, message: Tensor) -> Tensor:
         calls.append(number)
@@ -183,7 +183,7 @@ def test_changes_that_arrive_damaged_are_sent_whole(tmp_path, monkeypatch) -> No
             message[0 if len(calls) == 1 else -1] ^= 4  # a count that does not fit, then a value
         return from_message(base, number, message)
 
-    monkeypatch.setattr(p2p, "from_message", damaged)
+    monkeypatch.setattr(base_module, "from_message", damaged)
     assert run.fetch(0).received.num_bytes > 0.01 * DENSE_BYTES
     assert len(calls) > 2
     run.close()
@@ -222,9 +222,6 @@ def test_a_generator_that_is_killed_and_one_that_joins(world, transport, dtype) 
 
 
 def test_shared_memory_has_no_use_for_deltas() -> None:
-    address = Address(transport="shared_memory", publisher="", num_writers=1, places={})
-    with pytest.raises(ConfigError, match=r"saves nothing with weight_sync.transport = 'shared_memory', which"):
-        open_publisher("shared_memory", None, None, delta=True)
-    with pytest.raises(ConfigError, match="use delta = false, or transport = 'p2p' or 'file'"):
-        open_subscriber(address, SPECS, 0, delta=True)
-    assert candidates(same_host=True, delta=True) == ("p2p", "file")
+    with pytest.raises(ConfigError, match=r"saves nothing with SharedMemoryPublisher, .* transport = 'p2p' or 'file'"):
+        publisher_class("shared_memory")(None, None, delta=True)
+    assert candidates(same_host=True, same_process=False, delta=True) == ["p2p", "file"]

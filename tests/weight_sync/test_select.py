@@ -10,7 +10,7 @@ from llamarl.cluster.api import RemoteError
 from llamarl.config.errors import ConfigError
 from llamarl.weight_sync.base import FingerprintMismatch
 from llamarl.weight_sync.layout import TensorSpec
-from llamarl.weight_sync.select import candidates, open_publisher, sample, select
+from llamarl.weight_sync.select import candidates, publisher_class, sample, select
 
 
 class Links:
@@ -77,12 +77,14 @@ def test_a_pinned_one_is_not_measured() -> None:
 
 
 def test_only_memory_is_bound_to_a_host() -> None:
-    assert set(candidates(same_host=True)) - set(candidates(same_host=False)) == {"shared_memory"}
+    here, elsewhere = (candidates(same_host=same, same_process=False, delta=False) for same in (True, False))
+    assert here == ["shared_memory", "p2p", "file"] and elsewhere == ["p2p", "file"]
+    assert candidates(same_host=True, same_process=True, delta=False) == ["shared_memory"]
 
 
 def test_an_unknown_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'carrier_pigeon'` is unknown; use auto, shared_memory, p2p"):
-        open_publisher("carrier_pigeon", None, None)
+    with pytest.raises(ConfigError, match=r"'carrier_pigeon'` is unknown; use auto, file, p2p, shared_memory"):
+        publisher_class("carrier_pigeon")(None, None)
 
 
 def test_a_sample_is_bounded_and_spread_over_the_model() -> None:

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 
 from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.weight_sync.base import FingerprintMismatch, Superseded, TransferFailed, WriterPlan, plan_writers
-from llamarl.weight_sync.file import FilePublisher
 from llamarl.weight_sync.layout import TensorSpec, lay_out
-from llamarl.weight_sync.p2p import P2pPublisher, P2pSubscriber
-from llamarl.weight_sync.shared_memory import SharedMemorySubscriber
+from llamarl.weight_sync.transports.file import FilePublisher
+from llamarl.weight_sync.transports.p2p import P2pPublisher, P2pSubscriber
+from llamarl.weight_sync.transports.shared_memory import SharedMemorySubscriber
 from tests.weight_sync.conftest import receive
 
 STOPPED_S = 30.0 if os.environ.get("LLAMARL_NIGHTLY") == "1" else 0.0

@@ -18,7 +18,7 @@ from llamarl.sharding.parallel_layout import QUANTIZED
 from llamarl.sharding.tensor_parallel import tensor_parallel_box
 from llamarl.weight_sync.base import WriterPlan
 from llamarl.weight_sync.layout import Layout, TensorSpec, lay_out
-from llamarl.weight_sync.select import open_publisher, open_subscriber
+from llamarl.weight_sync.select import open_subscriber, publisher_class
 
 NUM_KV_HEADS = 2
 NUM_LAYERS = 4
@@ -140,7 +140,7 @@ def trainer(
     connection: Connection, transport: str, plan: WriterPlan, specs: list[TensorSpec], options: Any, share: float
 ) -> None:
     """Publishes each (version, in_use) that it is sent; None ends it."""
-    publisher = open_publisher(transport, plan, exchange_over(connection), **options)
+    publisher = publisher_class(transport)(plan, exchange_over(connection), **options)
     connection.send(("ready", None))
     while (order := connection.recv()) is not None:
         version, in_use = order
@@ -175,7 +175,7 @@ def bits(tensor: Tensor) -> bytes:
 
 def write_freely(connection: Connection, plan: WriterPlan, keep: int) -> None:
     """Publishes 0, 1, 2, ... and keeps the newest `keep` in use, until it is told to stop or killed."""
-    publisher = open_publisher("shared_memory", plan, exchange_over(connection))
+    publisher = publisher_class("shared_memory")(plan, exchange_over(connection))
     connection.send(("ready", None))
     connection.recv()
     version = 0
@@ -203,7 +203,7 @@ class Fatal(dict[str, Tensor]):
 
 def write_and_die(connection: Connection, transport: str, plan: WriterPlan, last_words: int, options: Any) -> None:
     """Publishes 0, 1 and 2, and is killed while it publishes 3."""
-    publisher = open_publisher(transport, plan, exchange_over(connection), **options)
+    publisher = publisher_class(transport)(plan, exchange_over(connection), **options)
     connection.send(("ready", None))
     for version in range(3):
         connection.recv()
@@ -215,7 +215,7 @@ def write_and_die(connection: Connection, transport: str, plan: WriterPlan, last
 
 def publish_uniform(connection: Connection, plan: WriterPlan) -> None:
     """Publishes each (version, in_use) that it is sent, with the version in every element."""
-    publisher = open_publisher("shared_memory", plan, exchange_over(connection))
+    publisher = publisher_class("shared_memory")(plan, exchange_over(connection))
     connection.send(("ready", None))
     while (order := connection.recv()) is not None:
         connection.send(publisher.publish(order[0], uniform(order[0], plan.held), order[1]))

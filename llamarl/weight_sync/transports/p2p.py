@@ -19,11 +19,11 @@ import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,27 +33,23 @@ from torch import Tensor
 from llamarl.distributed.links import accept, connect
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import (
+    CPU,
     NOTHING,
-    Base,
-    Buffers,
+    CopyingSubscriber,
     Exchange,
-    FingerprintMismatch,
     Part,
     Publisher,
+    Request,
     SlotTable,
-    Subscriber,
     Superseded,
     TransferFailed,
     WriterPlan,
     part_of,
-    views,
 )
-from llamarl.weight_sync.delta import DENSE, from_message
 from llamarl.weight_sync.layout import Address, TensorSpec
 from llamarl.weight_sync.packing import Bucket, changes, changes_bytes, pack, packed, wanted
 from llamarl.weight_sync.pair import MAX_MESSAGE_BYTES, form_group
 
-CPU = torch.device("cpu")
 NUM_SLOTS = 16
 MAX_THREADS = 8
 """Trainer ranks that a generator rank receives from at once."""
@@ -61,8 +57,6 @@ MAX_SENDS = 4
 """Buckets that are on their way to a generator rank at once."""
 POLL_S = 0.2
 """Idle threads look this often whether the publisher was closed."""
-GONE = -1
-"""Sent in place of a version that is no longer there."""
 BROKEN = (OSError, EOFError, RuntimeError, AuthenticationError)
 """What a pair does when the other process dies, hangs, or is none of ours."""
 
@@ -71,7 +65,8 @@ BROKEN = (OSError, EOFError, RuntimeError, AuthenticationError)
 class _Slot:
     """One version of what a trainer rank sends."""
 
-    version: int
+    version: int | None
+    """None before the first one."""
     flats: list[Tensor]
     """Packed parts for each layout."""
     proofs: list[np.ndarray]
@@ -81,18 +76,21 @@ class _Slot:
 class P2pPublisher(Publisher):
     """A trainer rank. It and gloo listen at `host` only."""
 
+    TAKES_DELTA = True
+
     def __init__(
         self,
         plan: WriterPlan,
         exchange: Exchange,
+        folder: Path | None = None,
+        *,
         host: str = "127.0.0.1",
         device: torch.device = CPU,
         timeout_s: float = 60.0,
-        delta: bool = False,
-        power_of_two: bool = False,
+        **options: Any,
     ) -> None:
-        self._delta, self._power_of_two = delta, power_of_two
-        self._plan, self._host, self._device, self._timeout_s = plan, host, device, timeout_s
+        super().__init__(plan, exchange, folder, **options)
+        self._host, self._device, self._timeout_s = host, device, timeout_s
         self._table = SlotTable(NUM_SLOTS)
         self._slots: list[_Slot | None] = [None] * NUM_SLOTS
         self._buckets = [pack(layout, parts) for layout, parts in zip(plan.layouts, plan.parts, strict=True)]
@@ -127,7 +125,7 @@ class P2pPublisher(Publisher):
     def _new_slot(self) -> _Slot:
         sizes = [sum(bucket.num_bytes for bucket in buckets) for buckets in self._buckets]
         return _Slot(
-            version=GONE,
+            version=None,
             flats=[torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes],
             proofs=[np.zeros((2, len(layout.specs)), np.uint64) for layout in self._plan.layouts],
         )
@@ -157,9 +155,9 @@ class P2pPublisher(Publisher):
         except BROKEN:  # it connects again if it still wants something
             return
 
-    def _send(self, group: Any, number: int, version: int, tensors: list[int] | None, base: int) -> None:
+    def _send(self, group: Any, number: int, version: int, tensors: list[int] | None, base: int | None) -> None:
         works = deque[Any]()
-        since = self._slot_of(base) if self._delta else None
+        since = self._slot_of(base) if self._delta and base is not None else None
         for piece in self._pieces(number, self._slot_of(version), tensors, since):
             works.append(group.send([piece], 1, 0))
             if len(works) > MAX_SENDS:
@@ -173,14 +171,14 @@ class P2pPublisher(Publisher):
     def _pieces(
         self, number: int, slot: _Slot | None, tensors: list[int] | None, base: _Slot | None
     ) -> Iterator[Tensor]:
-        """The head (version, whether changes follow, proofs), then the buckets or the changes in them."""
+        """The head (whether it is there, whether changes follow, proofs), then the buckets or the changes in them."""
         layout = self._plan.layouts[number]
-        head = np.full(2 + 2 * len(layout.specs), GONE)
-        if slot is None:
-            yield torch.from_numpy(head).to(self._device)
-            return
-        head[0], head[1], head[2:] = slot.version, base is not None, slot.proofs[number].view(np.int64).reshape(-1)
+        head = np.zeros(2 + 2 * len(layout.specs), np.int64)
+        if slot is not None:
+            head[0], head[1], head[2:] = 1, base is not None, slot.proofs[number].view(np.int64).reshape(-1)
         yield torch.from_numpy(head).to(self._device)
+        if slot is None:
+            return
         for bucket in wanted(self._buckets[number], tensors):
             if base is None:
                 yield slot.flats[number][bucket.start : bucket.start + bucket.num_bytes]
@@ -204,74 +202,34 @@ class _Writer:
     buckets: tuple[Bucket, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Request:
-    """What every trainer rank is asked for."""
-
-    version: int
-    only: list[int] | None
-    """Positions of the tensors that are wanted; None: all."""
-    tensors: Mapping[str, Tensor]
-    """To be filled."""
-    base: Base
-
-
-class P2pSubscriber(Subscriber):
+class P2pSubscriber(CopyingSubscriber):
     """A generator rank: asks every trainer rank for its parts, several at once."""
 
     def __init__(
         self,
         specs: Sequence[TensorSpec],
         rank: int,
+        delta: bool = False,
         host: str = "127.0.0.1",
         device: torch.device = CPU,
         timeout_s: float = 60.0,
-        delta: bool = False,
     ) -> None:
-        super().__init__(specs, rank, delta)
-        self._host, self._device, self._timeout_s = host, device, timeout_s
+        super().__init__(specs, rank, delta, device)
+        self._host, self._timeout_s = host, timeout_s
         self._publisher = ""
         self._writers = dict[int, _Writer]()
-        self._buffers = Buffers(self.layout.num_bytes, device)
 
-    def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
-        """What arrives damaged is asked for once more, whole."""
+    def receive(self, request: Request, address: Address) -> tuple[np.ndarray, np.ndarray]:
         if self._publisher != address.publisher:
             self.close()
             self._publisher = address.publisher
-        tensors = views(self.layout, self._buffers.take())
-        proofs, counts = self._pull(version, address, None, tensors, self._base)
-        try:
-            self.prove(tensors, version, proofs)
-        except FingerprintMismatch:
-            damaged = self._damaged(tensors, version, proofs)
-            proofs, again = self._pull(version, address, damaged, tensors, NOTHING)
-            self.prove(tensors, version, proofs)
-            counts = counts + again
-        return self.keep(Base(publisher=address.publisher, version=version, tensors=tensors), *counts.tolist())
-
-    def _damaged(self, tensors: Mapping[str, Tensor], version: int, proofs: np.ndarray) -> list[int]:
-        found = list[int]()
-        for index, spec in enumerate(self.layout.specs):
-            try:
-                self.prove_tensor(index, tensors[spec.key], version, proofs)
-            except FingerprintMismatch:
-                found.append(index)
-        return found
-
-    def _pull(
-        self, version: int, address: Address, only: list[int] | None, tensors: Mapping[str, Tensor], base: Base
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Fills `tensors`, or only those at some positions; returns the proofs of all writers, and (bytes, elements)
-        that they sent."""
         places = self.place_in(address).split(",")
-        request = _Request(version=version, only=only, tensors=tensors, base=base)
         with ThreadPoolExecutor(min(MAX_THREADS, len(places)), "weight-receiver") as pool:
             jobs = [pool.submit(self._pull_from, rank, place, request) for rank, place in enumerate(places)]
         proofs, counts = zip(*(job.result() for job in jobs), strict=True)
         return np.stack(proofs), np.sum(counts, axis=0)
 
-    def _pull_from(self, rank: int, place: str, request: _Request) -> tuple[np.ndarray, tuple[int, int]]:
+    def _pull_from(self, rank: int, place: str, request: Request) -> tuple[np.ndarray, tuple[int, int]]:
         """From one trainer rank. A pair that has broken since the last time is formed anew."""
         is_used = rank in self._writers
         try:
@@ -286,15 +244,15 @@ class P2pSubscriber(Subscriber):
             what = f"version {request.version} from trainer rank {rank} at {place}"
             raise TransferFailed(f"generator rank {self.rank} did not get {what}: {error}") from error
 
-    def _receive(self, rank: int, place: str, request: _Request) -> tuple[np.ndarray, tuple[int, int]]:
+    def _receive(self, rank: int, place: str, request: Request) -> tuple[np.ndarray, tuple[int, int]]:
         if rank not in self._writers:
             self._writers[rank] = self._pair_with(place)
         writer, timeout = self._writers[rank], timedelta(seconds=self._timeout_s)
         writer.connection.send_bytes(json.dumps((request.version, request.only, request.base.version)).encode())
         head = torch.empty(2 + 2 * len(self.layout.specs), dtype=torch.int64, device=self._device)
         writer.group.recv([head], 0, 0).wait(timeout)
-        found, are_changes, *proof = head.tolist()
-        if found != request.version:
+        is_there, are_changes, *proof = head.tolist()
+        if not is_there:
             raise Superseded(f"version {request.version} is no longer at trainer rank {rank}")
         buckets = wanted(writer.buckets, request.only)
         receive = self._receive_changes if are_changes else self._receive_buckets
@@ -310,7 +268,7 @@ class P2pSubscriber(Subscriber):
         return _Writer(connection=connection, group=group, buckets=pack(self.layout, parts))
 
     def _receive_buckets(
-        self, group: Any, buckets: Sequence[Bucket], request: _Request, timeout: timedelta
+        self, group: Any, buckets: Sequence[Bucket], request: Request, timeout: timedelta
     ) -> tuple[int, int]:
         """Receives one bucket while the one before is put in place."""
         size = max((bucket.num_bytes for bucket in buckets), default=0)
@@ -326,7 +284,7 @@ class P2pSubscriber(Subscriber):
         return sum(bucket.num_bytes for bucket in buckets), num_elements
 
     def _receive_changes(
-        self, group: Any, buckets: Sequence[Bucket], request: _Request, timeout: timedelta
+        self, group: Any, buckets: Sequence[Bucket], request: Request, timeout: timedelta
     ) -> tuple[int, int]:
         """Applies what arrives to copies of the base's parts."""
         num_bytes, num_changed = 0, 0
@@ -339,14 +297,9 @@ class P2pSubscriber(Subscriber):
             num_bytes += numbers.nbytes + message.nbytes
             pieces = message.split_with_sizes(sizes)
             for (part, _), number, piece in zip(bucket.parts, numbers.tolist(), pieces, strict=True):
-                self._change(part, number, piece, request)
-                num_changed += self._num_elements(part) if number == DENSE else number
+                self.put(request, part, number, piece)
+                num_changed += number
         return num_bytes, num_changed
-
-    def _change(self, part: Part, number: int, message: Tensor, request: _Request) -> None:
-        base = part_of(self.layout, request.base.tensors, part)
-        with suppress(ValueError):  # what does not fit is left out; the fingerprint tells, and it is sent again
-            part_of(self.layout, request.tensors, part).copy_(from_message(base, number, message))
 
     def _num_elements(self, part: Part) -> int:
         return math.prod(self.layout.specs[part.tensor].shape_of(part.box))

@@ -7,9 +7,9 @@ that were never written take no memory.
     header:  (pid, fd) of every writer | a version word per slot and writer | a proof per slot and writer
     slots:   the tensors of the layout, each slot at a page
 
-A writer sets its word to `writing(v)`, copies, and sets it to v. A version is there when all words of a slot say so. A
-slot is written again only when no generator uses its version any more, and never while it holds the newest one.
-Readers map the memory privately: a stray write in a generator cannot change what others serve.
+A writer sets its word to `word(v, writing=True)`, copies, and sets it to `word(v)`. A version is there when all words
+of a slot say so. A slot is written again only when no generator uses its version any more, and never while it holds the
+newest one. Readers map the memory privately: a stray write in a generator cannot change what others serve.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from mmap import MAP_PRIVATE, MAP_SHARED, PAGESIZE, mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,19 +43,20 @@ from llamarl.weight_sync.layout import Address, Layout, TensorSpec
 
 NUM_SLOTS = 16
 """Two are used while generators keep up, and one more for each that hangs; memory is taken as they are written."""
-EMPTY = -1
+EMPTY = 0
+"""Version word of a slot that holds nothing; memory begins with zeros."""
 MAP_NORESERVE = 0x4000
 """Private mappings are never written, so nothing needs to be reserved for them."""
 
 
-def writing(version: int) -> int:
-    """The version word of a writer that is at it."""
-    return -2 - version
+def word(version: int, *, writing: bool = False) -> int:
+    """A writer's version word: the version and, in the lowest bit, whether all of it is there."""
+    return 2 * (version + 1) - writing
 
 
-def _begun(words: np.ndarray, version: int) -> np.ndarray:
-    """Which writers have begun `version`, or finished it. Of a copy: they go on writing, and `isin` reads twice."""
-    return np.isin(words.copy(), (version, writing(version)))
+def _versions(words: np.ndarray) -> np.ndarray:
+    """Versions that writers have begun or finished; -1 where there is none."""
+    return (words + 1) // 2 - 1
 
 
 class Segment:
@@ -79,19 +81,21 @@ class Segment:
 
     def slot_of(self, version: int) -> int | None:
         """Where some writer has begun to write it."""
-        return next((slot for slot in range(NUM_SLOTS) if _begun(self.versions[slot], version).any()), None)
+        return next((slot for slot in range(NUM_SLOTS) if (_versions(self.versions[slot]) == version).any()), None)
 
     @property
     def newest(self) -> int:
         """Version that some writer has begun to write."""
-        return max(int(self.versions.max()), writing(int(self.versions.min())))
+        return int(_versions(self.versions).max())
 
 
 class SharedMemoryPublisher(Publisher):
     """Trainer rank 0 makes the memory, the others attach to it."""
 
-    def __init__(self, plan: WriterPlan, exchange: Exchange) -> None:
-        self._plan = plan
+    RANK, NEEDS_SAME_HOST, WITHIN_PROCESS = 0, True, True
+
+    def __init__(self, plan: WriterPlan, exchange: Exchange, **options: Any) -> None:
+        super().__init__(plan, exchange, **options)
         self._slots = SlotTable(NUM_SLOTS)
         made = [os.memfd_create("llamarl-weights") for _ in plan.layouts] if plan.rank == 0 else []
         pid = os.getpid()
@@ -123,12 +127,12 @@ class SharedMemoryPublisher(Publisher):
         for segment in self._segments:
             segment.versions[slot, plan.rank] = EMPTY  # first, for who is still proving what lay here
             segment.proofs[slot, plan.rank] = 0
-            segment.versions[slot, plan.rank] = writing(version)
+            segment.versions[slot, plan.rank] = word(version, writing=True)
         for number, (segment, layout) in enumerate(zip(self._segments, plan.layouts, strict=True)):
             targets = ((part, part_of(layout, segment.tensors[slot], part)) for part in plan.parts[number])
             plan.write(number, version, weights, targets, segment.proofs[slot, plan.rank])
         for segment in self._segments:  # last, so that generator ranks with different layouts find all or nothing
-            segment.versions[slot, plan.rank] = version
+            segment.versions[slot, plan.rank] = word(version)
         self._slots.settle(slot, version)
         return self._address
 
@@ -142,8 +146,8 @@ class SharedMemoryPublisher(Publisher):
 class SharedMemorySubscriber(Subscriber):
     """Serves from the slot itself: `fetch` copies nothing, it proves."""
 
-    def __init__(self, specs: Sequence[TensorSpec], rank: int, timeout_s: float = 60.0) -> None:
-        super().__init__(specs, rank)
+    def __init__(self, specs: Sequence[TensorSpec], rank: int, delta: bool = False, timeout_s: float = 60.0) -> None:
+        super().__init__(specs, rank, delta)
         self._timeout_s = timeout_s
         self._publisher = ""
         self._segment: Segment | None = None
@@ -159,13 +163,13 @@ class SharedMemorySubscriber(Subscriber):
         words, proofs, tensors = segment.versions[slot], segment.proofs[slot], segment.tensors[slot]
 
         def finished() -> bool:
-            return bool((words == version).all())
+            return bool((words == word(version)).all())
 
         def await_tensor(index: int) -> None:
             spec = self.layout.specs[index]
 
             def arrived() -> bool:
-                begun = _begun(words, version).all()  # else there are proofs of an older version
+                begun = (_versions(words) == version).all()  # else there are proofs of an older version
                 return finished() or bool(begun and proofs[:, 1, index].sum() == spec.num_bytes)
 
             self._wait(segment, version, deadline_s, arrived, f"write {spec.key}")

@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,20 +24,17 @@ from torch import Tensor
 
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import (
-    Base,
-    Buffers,
+    CopyingSubscriber,
     Exchange,
-    FingerprintMismatch,
     Part,
     Publisher,
-    Subscriber,
+    Request,
     Superseded,
     TransferFailed,
     WriterPlan,
     part_of,
-    views,
 )
-from llamarl.weight_sync.delta import DENSE, from_message, to_message
+from llamarl.weight_sync.delta import to_message
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 
@@ -48,13 +45,13 @@ def file_name(version: int, digest: str, rank: int, base: int | None = None) -> 
 
 
 class FilePublisher(Publisher):
-    """`folder` is the same on all ranks; nothing else may lie in it."""
+    """Rank 0 clears the folder first."""
 
-    def __init__(
-        self, plan: WriterPlan, exchange: Exchange, folder: Path, delta: bool = False, power_of_two: bool = False
-    ) -> None:
-        self._plan, self._delta, self._power_of_two = plan, delta, power_of_two
-        self._folder = folder
+    RANK, TAKES_DELTA = 2, True
+
+    def __init__(self, plan: WriterPlan, exchange: Exchange, folder: Path, **options: Any) -> None:
+        super().__init__(plan, exchange, folder, **options)
+        self._own = folder
         self._written = dict[int, list[Path]]()
         folder.mkdir(parents=True, exist_ok=True)
         if plan.rank == 0:
@@ -91,11 +88,11 @@ class FilePublisher(Publisher):
         }
         paths = list[Path]()
         for base in bases:
-            changed = _changes(self._folder / file_name(base, layout.digest, plan.rank), tensors)
-            path = self._folder / file_name(version, layout.digest, plan.rank, base)
+            changed = _changes(self._own / file_name(base, layout.digest, plan.rank), tensors)
+            path = self._own / file_name(version, layout.digest, plan.rank, base)
             paths.append(_save(path, changed, {}))
         # Last: who finds it finds all.
-        return [*paths, _save(self._folder / file_name(version, layout.digest, plan.rank), tensors, metadata)]
+        return [*paths, _save(self._own / file_name(version, layout.digest, plan.rank), tensors, metadata)]
 
     def close(self) -> None:
         for path in (path for paths in self._written.values() for path in paths):
@@ -115,7 +112,7 @@ def _changes(base: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     with safe_open(base, framework="pt") as file:
         for name, tensor in tensors.items():
             number, pieces = to_message(file.get_tensor(name), tensor)
-            if number != DENSE:
+            if number < tensor.numel():
                 changed[f"{name}#{number}"] = torch.cat(pieces)
     return changed
 
@@ -129,64 +126,47 @@ def _name(spec: TensorSpec, part: Part) -> str:
     return spec.key if part.box == spec.box else f"{spec.key}@{','.join(map(str, part.box.starts))}"
 
 
-class FileSubscriber(Subscriber):
+class FileSubscriber(CopyingSubscriber):
     """Copies the parts of all writers together."""
 
-    def __init__(self, specs: Sequence[TensorSpec], rank: int, delta: bool = False) -> None:
-        super().__init__(specs, rank, delta)
-        self._buffers = Buffers(self.layout.num_bytes, torch.device("cpu"))
-
-    def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
-        """What changes do not turn into the published weights is read once more, whole."""
-        tensors = views(self.layout, self._buffers.take())
-        counts = np.zeros(2, np.int64)
-        try:
-            base = self._base.version if self._base.publisher == address.publisher else None
-            self._read_all(version, address, tensors, counts, base)
-        except FingerprintMismatch:
-            if not self._delta:
-                raise
-            self._read_all(version, address, tensors, counts, None)
-        return self.keep(Base(publisher=address.publisher, version=version, tensors=tensors), *counts.tolist())
-
-    def _read_all(
-        self, version: int, address: Address, tensors: Mapping[str, Tensor], counts: np.ndarray, base: int | None
-    ) -> None:
-        """Adds to `counts` the bytes that were read and the elements that were changed."""
-        folder, digest = Path(self.place_in(address)), self.layout.digest
+    def receive(self, request: Request, address: Address) -> tuple[np.ndarray, np.ndarray]:
+        folder, digest, version = Path(self.place_in(address)), self.layout.digest, request.version
         proofs = np.zeros((address.num_writers, 2, len(self.layout.specs)), np.uint64)
+        counts = np.zeros(2, np.int64)
         for writer in range(address.num_writers):
-            path = folder / file_name(version, digest, writer)
+            path, base = folder / file_name(version, digest, writer), request.base.version
             changes = {} if base is None else _read_changes(folder / file_name(version, digest, writer, base))
             try:
-                proofs[writer] = self._read(path, address.publisher, tensors, counts, changes)
+                proofs[writer] = self._read(path, address.publisher, request, counts, changes)
             except FileNotFoundError as error:
                 raise Superseded(f"version {version} of trainer rank {writer} is not there: {path}") from error
-        self.prove(tensors, version, proofs)
+        return proofs, counts
 
     def _read(
         self,
         path: Path,
         publisher: str,
-        tensors: Mapping[str, Tensor],
+        request: Request,
         counts: np.ndarray,
         changes: Mapping[str, tuple[int, Tensor]],
     ) -> list[list[int]]:
+        """One writer's file; adds to `counts` what came."""
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
             if metadata["publisher"] != publisher:
                 raise TransferFailed(f"{path} was written by another publisher than the one asked for")
             for name, (index, starts, stops) in json.loads(metadata["parts"]).items():
+                if request.only is not None and index not in request.only:
+                    continue
                 part = Part(tensor=index, box=Box(tuple(starts), tuple(stops)))
-                target = part_of(self.layout, tensors, part)
                 if name in changes:
                     number, message = changes[name]
+                    self.put(request, part, number, message)
                     counts += message.nbytes, number
-                    with suppress(ValueError):  # what does not fit is left out; the fingerprint tells
-                        target.copy_(from_message(part_of(self.layout, self._base.tensors, part), number, message))
                 else:
-                    counts += target.nbytes, target.numel()
+                    target = part_of(self.layout, request.tensors, part)
                     target.copy_(file.get_tensor(name))
+                    counts += target.nbytes, target.numel()
             return json.loads(metadata["proof"])
 
     def close(self) -> None:
