@@ -8,13 +8,10 @@ served only after every tensor has been found to be what the writers together sa
 from __future__ import annotations
 
 import math
-import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +26,6 @@ from llamarl.models.quantize import QUANTIZED_DTYPES, NonFiniteWeights, quantize
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError, assemble_layout
 from llamarl.sharding.reshard import ReshardPlan, plan_reshard
-from llamarl.weight_sync.delta import from_message
 from llamarl.weight_sync.layout import Address, Layout, TensorSpec, lay_out
 
 CPU = torch.device("cpu")
@@ -191,31 +187,6 @@ class Received:
     """Of all its tensors, scales included."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Base:
-    """A fetched version to which changes are applied."""
-
-    publisher: str
-    version: int | None
-    """None: there is none."""
-    tensors: Mapping[str, Tensor]
-
-
-NOTHING = Base(publisher="", version=None, tensors={})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """What a copying subscriber wants of every trainer rank."""
-
-    version: int
-    tensors: Mapping[str, Tensor]
-    """To be filled."""
-    base: Base
-    only: list[int] | None = None
-    """Positions of the tensors that are wanted; None: all."""
-
-
 def dense(layout: Layout) -> Received:
     """All tensors whole."""
     num_bytes = sum(spec.num_bytes for spec in layout.specs)
@@ -234,7 +205,6 @@ class Subscriber(ABC):
         """Of the version last fetched, over all tensors of this rank, in hexadecimal digits."""
         self.received = dense(self.layout)
         """By the last fetch."""
-        self._base = NOTHING
 
     @abstractmethod
     def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
@@ -286,60 +256,6 @@ class Subscriber(ABC):
         return found
 
 
-class CopyingSubscriber(Subscriber):
-    """One that fills memory of its own. What does not prove right is asked for once more, whole."""
-
-    def __init__(self, specs: Sequence[TensorSpec], rank: int, delta: bool = False, device: torch.device = CPU) -> None:
-        super().__init__(specs, rank, delta)
-        self._device = device
-        self._buffers = Buffers(self.layout.num_bytes, device)
-
-    @abstractmethod
-    def receive(self, request: Request, address: Address) -> tuple[np.ndarray, np.ndarray]:
-        """Fills `request.tensors`.
-
-        Returns:
-            The proofs of all writers, uint64 [writers, 2, tensors], and how many (bytes, changed elements) came.
-
-        Raises:
-            Superseded, TransferFailed: as `fetch` does.
-        """
-
-    def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
-        base = self._base if self._base.publisher == address.publisher else NOTHING
-        request = Request(version=version, tensors=views(self.layout, self._buffers.take()), base=base)
-        proofs, counts = self.receive(request, address)
-        try:
-            self.prove(request.tensors, version, proofs)
-        except FingerprintMismatch:
-            damaged = self._damaged(request, proofs)
-            proofs, again = self.receive(replace(request, base=NOTHING, only=damaged), address)
-            self.prove(request.tensors, version, proofs)
-            counts = counts + again
-        whole = dense(self.layout)
-        num_bytes, num_changed = counts.tolist()
-        self.received = replace(whole, num_bytes=num_bytes, num_changed=min(num_changed, whole.num_elements))
-        if self._delta:
-            self._base = Base(publisher=address.publisher, version=version, tensors=request.tensors)
-        return dict(request.tensors)
-
-    def _damaged(self, request: Request, proofs: np.ndarray) -> list[int]:
-        found = list[int]()
-        for index, spec in enumerate(self.layout.specs):
-            try:
-                self.prove_tensor(index, request.tensors[spec.key], request.version, proofs)
-            except FingerprintMismatch:
-                found.append(index)
-        return found
-
-    def put(self, request: Request, part: Part, number: int, message: Tensor) -> None:
-        """Fills a part from a message of `delta.to_message`: `number` changes of the base, or all elements."""
-        target, base = part_of(self.layout, request.tensors, part), request.base.tensors
-        held = part_of(self.layout, base, part) if base else target
-        with suppress(ValueError):  # what does not fit is left out; the fingerprint tells, and it is sent again
-            target.copy_(from_message(held, number, message))
-
-
 class SlotTable:
     """Which version lies in which slot. All writers decide alike, as they see the same calls."""
 
@@ -383,24 +299,6 @@ def views(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
         spec.key: flat[offset : offset + spec.num_bytes].view(getattr(torch, spec.dtype)).view(spec.shape)
         for spec, offset in zip(layout.specs, layout.offsets_bytes, strict=True)
     }
-
-
-class Buffers:
-    """Memory for versions that are copied to the reader. A buffer is used again once no tensor over it is left."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._num_bytes = max(num_bytes, 1)
-        self._device = device
-        self._free = list[mmap]()
-
-    def take(self) -> Tensor:
-        """A flat buffer of bytes, with any content."""
-        if self._device.type != "cpu":  # torch keeps freed device memory at hand by itself
-            return torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
-        memory = self._free.pop() if self._free else mmap(-1, self._num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
-        array = np.frombuffer(memory, np.uint8)
-        weakref.finalize(array, self._free.append, memory)
-        return torch.from_numpy(array)
 
 
 def plan_writers(layouts: Sequence[Layout], held: Sequence[Sequence[TensorSpec]]) -> tuple[WriterPlan, ...]:

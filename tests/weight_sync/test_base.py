@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.weight_sync.base import (
-    Buffers,
     FingerprintMismatch,
     NoFreeSlot,
     SlotTable,
     plan_writers,
 )
+from llamarl.weight_sync.copying import Buffers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
 from llamarl.weight_sync.packing import BUCKET_BYTES, pack
 

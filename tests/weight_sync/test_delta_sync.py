@@ -19,8 +19,9 @@ from in_process import Trainer, faults
 from torch import Tensor
 
 from llamarl.config.errors import ConfigError
-from llamarl.weight_sync import base as base_module
-from llamarl.weight_sync.base import Base, FingerprintMismatch, Subscriber
+from llamarl.weight_sync import copying
+from llamarl.weight_sync.base import FingerprintMismatch, Subscriber
+from llamarl.weight_sync.copying import Base
 from llamarl.weight_sync.layout import TensorSpec
 from llamarl.weight_sync.select import candidates, open_subscriber, publisher_class
 
@@ -174,7 +175,7 @@ def test_changes_that_arrive_damaged_are_sent_whole(tmp_path, monkeypatch) -> No
     run = Run("p2p", tmp_path)
     run.fetch(0)
     run.publish(0.01)
-    from_message, calls = base_module.from_message, list[int]()
+    from_message, calls = copying.from_message, list[int]()
 
     def damaged(base: Tensor, number: int, message: Tensor) -> Tensor:
         calls.append(number)
@@ -183,7 +184,7 @@ def test_changes_that_arrive_damaged_are_sent_whole(tmp_path, monkeypatch) -> No
             message[0 if len(calls) == 1 else -1] ^= 4  # a count that does not fit, then a value
         return from_message(base, number, message)
 
-    monkeypatch.setattr(base_module, "from_message", damaged)
+    monkeypatch.setattr(copying, "from_message", damaged)
     assert run.fetch(0).received.num_bytes > 0.01 * DENSE_BYTES
     assert len(calls) > 2
     run.close()

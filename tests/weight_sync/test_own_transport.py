@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from llamarl.config import ConfigError
-from llamarl.weight_sync.base import CopyingSubscriber, Publisher, Request, Superseded, part_of, plan_writers, views
+from llamarl.weight_sync.base import Publisher, Superseded, part_of, plan_writers, views
+from llamarl.weight_sync.copying import CopyingSubscriber, Request
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
 from llamarl.weight_sync.select import open_subscriber, publisher_class
 

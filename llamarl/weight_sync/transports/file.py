@@ -23,17 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llamarl.sharding.box import Box
-from llamarl.weight_sync.base import (
-    CopyingSubscriber,
-    Exchange,
-    Part,
-    Publisher,
-    Request,
-    Superseded,
-    TransferFailed,
-    WriterPlan,
-    part_of,
-)
+from llamarl.weight_sync.base import Exchange, Part, Publisher, Superseded, TransferFailed, WriterPlan, part_of
+from llamarl.weight_sync.copying import CopyingSubscriber, Request
 from llamarl.weight_sync.delta import to_message
 from llamarl.weight_sync.layout import Address, TensorSpec
 

@@ -34,18 +34,16 @@ from llamarl.distributed.links import accept, connect
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import (
     CPU,
-    NOTHING,
-    CopyingSubscriber,
     Exchange,
     Part,
     Publisher,
-    Request,
     SlotTable,
     Superseded,
     TransferFailed,
     WriterPlan,
     part_of,
 )
+from llamarl.weight_sync.copying import NOTHING, CopyingSubscriber, Request
 from llamarl.weight_sync.layout import Address, TensorSpec
 from llamarl.weight_sync.packing import Bucket, changes, changes_bytes, pack, packed, wanted
 from llamarl.weight_sync.pair import MAX_MESSAGE_BYTES, form_group

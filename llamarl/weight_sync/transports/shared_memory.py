@@ -94,8 +94,8 @@ class SharedMemoryPublisher(Publisher):
 
     RANK, NEEDS_SAME_HOST, WITHIN_PROCESS = 0, True, True
 
-    def __init__(self, plan: WriterPlan, exchange: Exchange, **options: Any) -> None:
-        super().__init__(plan, exchange, **options)
+    def __init__(self, plan: WriterPlan, exchange: Exchange, folder: Path | None = None, **options: Any) -> None:
+        super().__init__(plan, exchange, folder, **options)
         self._slots = SlotTable(NUM_SLOTS)
         made = [os.memfd_create("llamarl-weights") for _ in plan.layouts] if plan.rank == 0 else []
         pid = os.getpid()

@@ -1,0 +1,116 @@
+"""`CopyingSubscriber`: for transports that bring bytes to the reader, whole or as changes to what it has."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llamarl.weight_sync.base import CPU, FingerprintMismatch, Part, Subscriber, dense, part_of, views
+from llamarl.weight_sync.delta import from_message
+from llamarl.weight_sync.layout import Address, TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """A fetched version to which changes are applied."""
+
+    publisher: str
+    version: int | None
+    """None: there is none."""
+    tensors: Mapping[str, Tensor]
+
+
+NOTHING = Base(publisher="", version=None, tensors={})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What a copying subscriber wants of every trainer rank."""
+
+    version: int
+    tensors: Mapping[str, Tensor]
+    """To be filled."""
+    base: Base
+    only: list[int] | None = None
+    """Positions of the tensors that are wanted; None: all."""
+
+
+class CopyingSubscriber(Subscriber):
+    """One that fills memory of its own. What does not prove right is asked for once more, whole."""
+
+    def __init__(self, specs: Sequence[TensorSpec], rank: int, delta: bool = False, device: torch.device = CPU) -> None:
+        super().__init__(specs, rank, delta)
+        self._base = NOTHING
+        self._device = device
+        self._buffers = Buffers(self.layout.num_bytes, device)
+
+    @abstractmethod
+    def receive(self, request: Request, address: Address) -> tuple[np.ndarray, np.ndarray]:
+        """Fills `request.tensors`.
+
+        Returns:
+            The proofs of all writers, uint64 [writers, 2, tensors], and how many (bytes, changed elements) came.
+
+        Raises:
+            Superseded, TransferFailed: as `fetch` does.
+        """
+
+    def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
+        base = self._base if self._base.publisher == address.publisher else NOTHING
+        request = Request(version=version, tensors=views(self.layout, self._buffers.take()), base=base)
+        proofs, counts = self.receive(request, address)
+        try:
+            self.prove(request.tensors, version, proofs)
+        except FingerprintMismatch:
+            damaged = self._damaged(request, proofs)
+            proofs, again = self.receive(replace(request, base=NOTHING, only=damaged), address)
+            self.prove(request.tensors, version, proofs)
+            counts = counts + again
+        whole = dense(self.layout)
+        num_bytes, num_changed = counts.tolist()
+        self.received = replace(whole, num_bytes=num_bytes, num_changed=min(num_changed, whole.num_elements))
+        if self._delta:
+            self._base = Base(publisher=address.publisher, version=version, tensors=request.tensors)
+        return dict(request.tensors)
+
+    def _damaged(self, request: Request, proofs: np.ndarray) -> list[int]:
+        found = list[int]()
+        for index, spec in enumerate(self.layout.specs):
+            try:
+                self.prove_tensor(index, request.tensors[spec.key], request.version, proofs)
+            except FingerprintMismatch:
+                found.append(index)
+        return found
+
+    def put(self, request: Request, part: Part, number: int, message: Tensor) -> None:
+        """Fills a part from a message of `delta.to_message`: `number` changes of the base, or all elements."""
+        target, base = part_of(self.layout, request.tensors, part), request.base.tensors
+        held = part_of(self.layout, base, part) if base else target
+        with suppress(ValueError):  # what does not fit is left out; the fingerprint tells, and it is sent again
+            target.copy_(from_message(held, number, message))
+
+
+class Buffers:
+    """Memory for versions that are copied to the reader. A buffer is used again once no tensor over it is left."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._num_bytes = max(num_bytes, 1)
+        self._device = device
+        self._free = list[mmap]()
+
+    def take(self) -> Tensor:
+        """A flat buffer of bytes, with any content."""
+        if self._device.type != "cpu":  # torch keeps freed device memory at hand by itself
+            return torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+        memory = self._free.pop() if self._free else mmap(-1, self._num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+        array = np.frombuffer(memory, np.uint8)
+        weakref.finalize(array, self._free.append, memory)
+        return torch.from_numpy(array)
