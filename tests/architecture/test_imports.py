@@ -22,7 +22,7 @@ CATCHES_EVERYTHING = {
     "llamarl/rewards/_pool_server.py": "whatever a grader raises is an answer about that item",
 }
 """Supervision and sandboxes."""
-OWN_HOMES = (("architecture",), ("multiprocess",), ("end_to_end",))
+OWN_HOMES = (("architecture",), ("end_to_end",), ("examples",))
 """Folders of tests that mirror no folder of the package."""
 
 PROBE = """

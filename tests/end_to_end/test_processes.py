@@ -59,8 +59,9 @@ class Running:
         self.command = Command.start(folder, "train", toml, "--output", folder, *FOR_EVER, *overrides)
 
     def wait_for_steps(self, count: int = 7, more: frozenset[str] = frozenset()) -> None:
-        metrics = self.folder / "metrics.jsonl"
+        metrics, checkpoints = self.folder / "metrics.jsonl", self.folder / "checkpoints"
         self.command.until(lambda: metrics.exists() and f'"step": {count},' in metrics.read_text())
+        self.command.until(lambda: any(checkpoints.glob("step-*")))  # written beside the steps, so it may come later
         self.executors = self.command.children()
         self.pids = descendants(self.command.process.pid)
         assert self.executors.keys() == EXECUTORS | more

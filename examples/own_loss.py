@@ -1,0 +1,26 @@
+"""A loss of your own: the policy gradient with weights that fade smoothly in place of a cap.
+
+    llamarl train configs/demo.toml --overwrite --trainer.loss "{name = 'examples.own_loss:Faded', scale = 4.0}"
+
+A loss says what each token costs; masks, sums, staleness and metrics are the base class's work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses
+
+
+@dataclass(frozen=True)
+class Faded(Loss):
+    """gradient = sum_t w(r) * A * grad log pi with r = pi / mu and w(r) = scale * tanh(r / scale)."""
+
+    scale: float = 4.0
+    """Weights stay below it; near r for ratios far below it."""
+
+    def token_losses(self, positions: Positions) -> TokenLosses:
+        ratio_N = positions.log_ratio_N.exp().detach()
+        weights_N = self.scale * (ratio_N / self.scale).tanh()
+        loss_N = -weights_N * positions.advantages_N * positions.logprobs_N
+        return TokenLosses(loss_N=loss_N, capped_N=ratio_N > self.scale)
