@@ -33,7 +33,7 @@ def backend_name(cache: KVCache) -> str:
 
 
 def plan_attention(
-    cache: KVCache, num_heads: int, rows: Rows, chunks: list[Chunk], blocks_N: np.ndarray, offsets_N: np.ndarray
+    cache: KVCache, rows: Rows, chunks: list[Chunk], blocks_N: np.ndarray, offsets_N: np.ndarray
 ) -> Attend:
     """`attend` of one step, for packed tokens: one of each row, then those of each chunk.
 
@@ -42,7 +42,7 @@ def plan_attention(
         offsets_N: their place in the block.
     """
     if cache.library is None:
-        return TorchAttention(cache, num_heads, rows, chunks, blocks_N, offsets_N)
+        return TorchAttention(cache, rows, chunks, blocks_N, offsets_N)
     return KernelAttention(cache, cache.library, _tasks(rows, chunks, blocks_N * BLOCK_SIZE + offsets_N))
 
 

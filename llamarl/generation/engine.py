@@ -230,7 +230,7 @@ class Engine:
                 positions.append(places + group.prefix_tokens)
             self._prefill_tokens += len(places)
         places = np.concatenate(blocks), np.concatenate(offsets)
-        attend = plan_attention(self._cache, self.model.shape.num_heads, rows, chunks, *places)
+        attend = plan_attention(self._cache, rows, chunks, *places)
         return self.model(self._tensor(np.concatenate(token_ids)), self._tensor(np.concatenate(positions)), attend)
 
     def _append(self, tokens_B: np.ndarray, logprobs_B: np.ndarray) -> list[Rollout]:

@@ -17,7 +17,6 @@ heads per kv head, H = J * r, K head dim, S tokens of one block, V vocabulary.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -28,6 +27,7 @@ from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.model import GeneratorModel
 from llamarl.generation.rows import Rows
 from llamarl.generation.sampler import invert, truncated, uniforms, unpacked
+from llamarl.generation.torch_attention import attend_to_table, block_table, valid_places
 
 _HEAD = 8
 """Inputs of a row before its blocks: token, position, where its keys and values go (block, place), tokens of its prefix
@@ -57,13 +57,12 @@ class DecodeGraphs:
     def __call__(self, rows: Rows) -> tuple[np.ndarray, np.ndarray] | None:
         """Tokens and log-probabilities as of `Sampler`; None when the step is none for a graph."""
         count = len(rows)
-        prefixes = [sequence.group.prefix.blocks for sequence in rows.sequences]
-        num_blocks_B = np.array([len(blocks) for blocks in prefixes]) + rows.length_R[:count] // BLOCK_SIZE + 1
-        shape = _power(count), _power(int(num_blocks_B.max()))
+        table_B_M, prefix_B, own_B = block_table(rows)
+        shape = _power(count), _power(table_B_M.shape[1])
         is_truncated = truncated(rows.sampling.params_R_4[:count]).any()
         if is_truncated or shape[0] * shape[1] * self._block_bytes > self._max_bytes:
             return None
-        inputs_B_X = self._inputs(rows, prefixes, *shape)
+        inputs_B_X = self._inputs(rows, table_B_M, prefix_B, own_B, *shape)
         replays = self._replays.get(self._model.weights_at)
         if replays is None:
             replays = self._replays[self._model.weights_at] = {}
@@ -78,26 +77,21 @@ class DecodeGraphs:
         tokens_B, logprobs_B = unpacked(replay())
         return tokens_B[:count], logprobs_B[:count]
 
-    def _inputs(self, rows: Rows, prefixes: list[list[int]], size: int, width: int) -> np.ndarray:
-        """All that changes from step to step, int64 [B, X]; `prefixes` are the blocks that each row shares."""
-        count, own_B = len(rows), rows.length_R[: len(rows)]
-        start_B = np.array([len(blocks) for blocks in prefixes])
+    def _inputs(
+        self, rows: Rows, table_B_M: np.ndarray, prefix_B: np.ndarray, own_B: np.ndarray, size: int, width: int
+    ) -> np.ndarray:
+        """All that changes from step to step, int64 [B, X]."""
+        count = len(rows)
         inputs_B_X = np.zeros((size, _HEAD + width), np.int64)
         inputs_B_X[:, 2], inputs_B_X[:, 5], inputs_B_X[:, _HEAD:] = self._spare_block, 1, self._spare_block
-        head_B_X, table_B_M = inputs_B_X[:count, :_HEAD], inputs_B_X[:count, _HEAD:]
+        head_B_X = inputs_B_X[:count, :_HEAD]
         head_B_X[:, 0], head_B_X[:, 1] = rows.input_R[:count], rows.position_R[:count]
-        head_B_X[:, 2] = rows.blocks_R_M[np.arange(count), own_B // BLOCK_SIZE]
-        head_B_X[:, 3], head_B_X[:, 5] = own_B % BLOCK_SIZE, own_B + 1
-        head_B_X[:, 4] = [sequence.group.prefix_tokens for sequence in rows.sequences]
-        head_B_X[:, 6] = uniforms(rows.sampling.keys_R[:count], own_B).view(np.int32)
+        head_B_X[:, 2] = rows.blocks_R_M[np.arange(count), (own_B - 1) // BLOCK_SIZE]
+        head_B_X[:, 3], head_B_X[:, 4], head_B_X[:, 5] = (own_B - 1) % BLOCK_SIZE, prefix_B, own_B
+        head_B_X[:, 6] = uniforms(rows.sampling.keys_R[:count], own_B - 1).view(np.int32)
         head_B_X[:, 7] = rows.sampling.params_R_4[:count, 0].copy().view(np.int32)
-        # Places behind a row's blocks name its first own one: masked, yet multiplied by 0, which leaves NaN of others.
-        table_B_M[:] = rows.blocks_R_M[:count, :1]
-        column_B_M = np.arange(rows.blocks_R_M.shape[1])[None].repeat(count, 0)
-        row, column = np.nonzero(column_B_M < own_B[:, None] // BLOCK_SIZE + 1)
-        table_B_M[row, column + start_B[row]] = rows.blocks_R_M[row, column]
-        for table_M, blocks in zip(table_B_M, prefixes, strict=True):
-            table_M[: len(blocks)] = blocks
+        inputs_B_X[:count, _HEAD:] = rows.blocks_R_M[:count, :1]
+        inputs_B_X[:count, _HEAD : _HEAD + table_B_M.shape[1]] = table_B_M
         return inputs_B_X
 
     def _captured(self, step: _Step) -> Callable[[], Tensor]:
@@ -127,41 +121,22 @@ class _Step:
     def __init__(self, model: GeneratorModel, cache: KVCache, size: int, width: int) -> None:
         self._model = copy.copy(model)  # bound to these weights, as a graph is
         self._cache = cache
-        self._dtype = torch.float32 if cache.device.type == "cpu" else cache.dtype
         self.inputs_B_X = torch.zeros((size, _HEAD + width), dtype=torch.int64, device=cache.device)
-        self._blocks = self._valid_B_M_S = torch.empty(0)
+        self._valid_B_M_S = torch.empty(0)
 
     def run(self) -> Tensor:
         """Token and bits of its log-probability, int32 [B, 2]."""
         token_B, position_B, _, _, prefix_B, own_B, *bits = self.inputs_B_X[:, :_HEAD].unbind(1)
         noise_B, temperature_B = (one.int().view(torch.float32) for one in bits)
-        self._blocks = self.inputs_B_X[:, _HEAD:].flatten()
-        place_M_S = torch.arange(self.inputs_B_X.shape[1] - _HEAD, device=token_B.device)[:, None] * BLOCK_SIZE
-        place_M_S = place_M_S + torch.arange(BLOCK_SIZE, device=token_B.device)
-        prefix_B, own_B = prefix_B[:, None, None], own_B[:, None, None]
-        start_B = (prefix_B + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE  # own tokens begin with a block
-        in_own_B_M_S = (place_M_S >= start_B) & (place_M_S < start_B + own_B)
-        self._valid_B_M_S = (place_M_S < prefix_B) | in_own_B_M_S
+        self._valid_B_M_S = valid_places(prefix_B, own_B, self.inputs_B_X.shape[1] - _HEAD)
         logits_B_V = self._model.logits(self._model(token_B, position_B, self._attend)).float()
         greedy_B = temperature_B == 0
         logits_B_V = logits_B_V / temperature_B.masked_fill(greedy_B, 1.0)[:, None]
         return invert(logits_B_V, torch.softmax(logits_B_V, -1), noise_B, greedy_B)
 
     def _attend(self, layer: int, q_B_H_K: Tensor, k_B_J_K: Tensor, v_B_J_K: Tensor) -> Tensor:
-        cache, size = self._cache, len(q_B_H_K)
-        cache.write(layer, self.inputs_B_X[:, 2], self.inputs_B_X[:, 3], k_B_J_K, v_B_J_K)
-        stored = (cache.keys_L_C_J_K_S[layer], cache.values_L_C_J_S_K[layer])
-        keys_B_M_J_K_S, values_B_M_J_S_K = (
-            one.index_select(0, self._blocks).unflatten(0, (size, -1)).to(self._dtype) for one in stored
-        )
-        q_B_1_J_r_K = q_B_H_K.to(self._dtype).unflatten(1, (cache.num_kv_heads, -1))[:, None]
-        scores_B_M_J_r_S = (q_B_1_J_r_K * cache.head_dim**-0.5) @ keys_B_M_J_K_S
-        scores_B_M_J_r_S = scores_B_M_J_r_S.masked_fill(~self._valid_B_M_S[:, :, None, None], -math.inf)
-        scores_B_J_r_MS = scores_B_M_J_r_S.permute(0, 2, 3, 1, 4).flatten(3)
-        probs_B_J_r_MS = torch.softmax(scores_B_J_r_MS, -1, dtype=torch.float32).to(self._dtype)
-        probs_B_M_J_r_S = probs_B_J_r_MS.unflatten(3, (-1, BLOCK_SIZE)).permute(0, 3, 1, 2, 4)
-        out_B_J_r_K = (probs_B_M_J_r_S @ values_B_M_J_S_K).sum(1)
-        return out_B_J_r_K.flatten(1, 2).to(q_B_H_K.dtype)
+        self._cache.write(layer, self.inputs_B_X[:, 2], self.inputs_B_X[:, 3], k_B_J_K, v_B_J_K)
+        return attend_to_table(self._cache, layer, q_B_H_K, self.inputs_B_X[:, _HEAD:], self._valid_B_M_S)
 
 
 def _power(count: int) -> int:

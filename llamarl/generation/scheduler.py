@@ -20,7 +20,7 @@ admission.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from llamarl.generation.blocks import BlockPool
@@ -146,7 +146,7 @@ class Scheduler:
             if own.blocks:
                 if sequence.running:
                     plan.grown.append(sequence)
-                self._allocate(own, 1, self.pool.take_low, plan)
+                self._allocate(own, 1, plan)
 
     def _admit(self, plan: Schedule) -> None:
         """Give the oldest waiting rollouts blocks for what they have, while there are some to grow into."""
@@ -159,8 +159,8 @@ class Scheduler:
             while self.pool.num_free < prefix + own + len(self.active):
                 if not self._free_idle_prefix(keep=group):
                     return
-            self._allocate(group.prefix, prefix, self.pool.take_high, plan)
-            self._allocate(sequence.own, own, self.pool.take_low, plan)
+            self._allocate(group.prefix, prefix, plan)
+            self._allocate(sequence.own, own, plan)
             group.num_active += 1
             self.active.append(self.waiting.popleft())
 
@@ -226,8 +226,8 @@ class Scheduler:
         if not group.num_active and self.groups[group.request.group_id] is not group:
             self._free(group.prefix)
 
-    def _allocate(self, segment: Segment, count: int, take: Callable[[], int], plan: Schedule) -> None:
-        blocks = [take() for _ in range(count)]
+    def _allocate(self, segment: Segment, count: int, plan: Schedule) -> None:
+        blocks = [self.pool.take() for _ in range(count)]
         segment.blocks += blocks
         plan.new_blocks += blocks
 

@@ -72,7 +72,7 @@ class Sequence:
     """It decodes one token per step."""
     row: int = -1
     """Its row in `Rows`; -1 when it has none."""
-    columns: Columns = field(default_factory=dict)
+    columns: Columns = field(default_factory=lambda: Rollout.empty(0, 0).columns)
     """Of its tokens so far."""
 
     @classmethod

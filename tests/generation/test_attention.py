@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from llamarl.generation.attention import KernelAttention, backend_name, plan_attention
 from llamarl.generation.engine import Engine
-from llamarl.generation.kv_cache import KVCache
-from llamarl.generation.torch_attention import DecodePlan, TorchAttention
+from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
+from llamarl.generation.torch_attention import TorchAttention, attend_to_table, valid_places
 from llamarl.kernels import attention, build
 from llamarl.models.transformer import Transformer
 from llamarl.types import GenerationRequest
@@ -65,18 +64,16 @@ def test_both_paths_agree_on_bfloat16_keys(model: Transformer, make_requests: Re
 
 
 def test_sparse_blocks_give_the_same_rollouts(model: Transformer, make_requests: Requests) -> None:
-    """One rollout far from its neighbors in the cache: torch gathers blocks instead of reading a range."""
+    """One rollout far from its neighbors in the cache."""
     requests = make_requests(3, GREEDY, group_size=1)
     engine = on_torch(make_engine(model))
     pool = engine._scheduler.pool
-    blocks = [pool.take_low() for _ in range(200)]
+    blocks = [pool.take() for _ in range(200)]
     engine.submit(requests[:1])
     engine.step()
     pool.release(blocks)
     engine.submit(requests[1:])
     engine.step()
-    plan = DecodePlan(engine._cache, engine._rows, model.shape.num_heads, torch.float32)
-    assert isinstance(plan._sets[0].blocks, Tensor)
     assert_same(by_key(drain(engine)), run(make_engine(model), requests))
 
 
@@ -99,7 +96,7 @@ def test_the_path_is_chosen_with_the_cache_and_has_a_name(
     rows = engine._rows
     if attention.kernel().library is not None:
         assert backend_name(engine._cache) == f"c++ {attention.instructions(attention.kernel().library)}"
-        assert isinstance(plan_attention(engine._cache, 4, rows, [], nowhere, nowhere), KernelAttention)
+        assert isinstance(plan_attention(engine._cache, rows, [], nowhere, nowhere), KernelAttention)
     assert backend_name(small_cache(head_dim=12)) == "torch (head_dim = 12 is no multiple of 8)"
     assert backend_name(small_cache(device=torch.device("meta"))) == "torch (meta device)"
     monkeypatch.setenv(build.VARIABLE, "torch")
@@ -107,4 +104,27 @@ def test_the_path_is_chosen_with_the_cache_and_has_a_name(
     attention.kernel.cache_clear()
     off = small_cache()
     assert backend_name(off) == "torch (LLAMARL_KERNELS=torch)"
-    assert isinstance(plan_attention(off, 4, rows, [], nowhere, nowhere), TorchAttention)
+    assert isinstance(plan_attention(off, rows, [], nowhere, nowhere), TorchAttention)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_in_float32_over_long_contexts(dtype: torch.dtype) -> None:
+    """4,000 tokens, half of them shared; bfloat16 sums would be off by a tenth."""
+    cache = small_cache(num_blocks=300, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    for stored in (cache.keys_L_C_J_K_S, cache.values_L_C_J_S_K):
+        stored.copy_(torch.randn(stored.shape, generator=generator).abs())
+    q_B_H_K = torch.randn(2, 2 * cache.num_kv_heads, cache.head_dim, generator=generator)
+    table_B_M = torch.randperm(300, generator=generator)[: 2 * 2 * (2000 // BLOCK_SIZE)].view(2, -1)
+    half = table_B_M.shape[1] // 2
+    table_B_M[1, :half] = table_B_M[0, :half]
+    prefix_B, own_B = torch.tensor([half * BLOCK_SIZE - 3] * 2), torch.tensor([half * BLOCK_SIZE - 5, 7])
+    out = attend_to_table(cache, 0, q_B_H_K, table_B_M, valid_places(prefix_B, own_B, 2 * half))
+    for row in range(2):
+        keys, values = (stored[0][table_B_M[row]].double() for stored in (cache.keys_L_C_J_K_S, cache.values_L_C_J_S_K))
+        keys_J_K_N, values_J_N_K = keys.permute(1, 2, 0, 3).flatten(2), values.transpose(0, 1).flatten(1, 2)
+        places = torch.arange(2 * half * BLOCK_SIZE)
+        seen = (places < prefix_B[row]) | ((places >= half * BLOCK_SIZE) & (places < half * BLOCK_SIZE + own_B[row]))
+        scores = q_B_H_K[row].double().unflatten(0, (cache.num_kv_heads, -1)) @ keys_J_K_N * cache.head_dim**-0.5
+        expected = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1) @ values_J_N_K
+        torch.testing.assert_close(out[row].double(), expected.flatten(0, 1), rtol=2e-5, atol=1e-5)

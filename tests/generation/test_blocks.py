@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -7,22 +8,23 @@ from llamarl.generation.blocks import BlockPool
 
 
 @settings(deadline=None)
-@given(
-    st.integers(1, 12),
-    st.lists(st.tuples(st.sampled_from(["low", "high", "release"]), st.integers(0, 99)), max_size=80),
-)
-def test_pool_hands_out_the_outermost_free_block_and_conserves_blocks(
-    num_blocks: int, actions: list[tuple[str, int]]
+@given(st.integers(1, 12), st.lists(st.tuples(st.booleans(), st.integers(0, 99)), max_size=80))
+def test_pool_conserves_blocks_and_touches_no_more_than_it_must(
+    num_blocks: int, actions: list[tuple[bool, int]]
 ) -> None:
-    pool, free = BlockPool(num_blocks), set(range(num_blocks))
-    for action, pick in actions:
+    pool, free, most = BlockPool(num_blocks), set(range(num_blocks)), 0
+    for releases, pick in actions:
         used = sorted(set(range(num_blocks)) - free)
-        if action == "release" and used:
+        if releases and used:
             block = used[pick % len(used)]
             pool.release([block])
             free.add(block)
-        elif action != "release" and free:
-            block = pool.take_low() if action == "low" else pool.take_high()
-            assert block == (min(free) if action == "low" else max(free))
+        elif not releases and free:
+            block = pool.take()
             free.remove(block)
+            most = max(most, num_blocks - len(free))
+            assert block < most
         assert pool.num_free == len(free)
+    if free:
+        with pytest.raises(AssertionError, match="released twice"):
+            pool.release([min(free)])

@@ -27,7 +27,7 @@ from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, GenerationRequest, SamplingParams
 from llamarl.weight_sync.base import Publisher, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
-from llamarl.weight_sync.select import open_publisher
+from llamarl.weight_sync.select import publisher_class
 from tests.generation import conformance
 
 ROOT = Path(__file__).parents[2]
@@ -238,7 +238,7 @@ def publishing(transport: str, engine: VllmEngine, folder: Path) -> Iterator[Pub
     held = [TensorSpec.whole(spec.name, spec.global_shape, "float32") for spec in engine.specs()]
     (plan,) = plan_writers([lay_out(engine.specs())], [held])
     options = {"folder": folder / "weights"} if transport == "file" else {}
-    publisher = open_publisher(transport, plan, lambda value: [value], **options)
+    publisher = publisher_class(transport)(plan, lambda value: [value], **options)
     try:
         yield publisher
     finally:
