@@ -196,3 +196,16 @@ def test_the_checks_can_fail() -> None:
     assert not _file_exists("no_such_file.json", ROOT / "README.md")
     with pytest.raises(AssertionError, match="no make target"):
         _check_make(["demmo"])
+
+
+def test_the_map_has_every_folder() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    folders = {f"`llamarl/{path.parent.name}/`" for path in PACKAGE.glob("*/__init__.py")}
+    assert folders == set(re.findall(r"^\| (`llamarl/\w+/`) \|", text, re.MULTILINE))
+
+
+def test_every_page_is_in_the_index() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert not [
+        page.name for page in (ROOT / "docs").glob("*.md") if page.name != "index.md" and f"({page.name})" not in text
+    ]
