@@ -13,7 +13,7 @@ VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format types contract pytest vllm clean
+.PHONY: help demo test test-all lint format types contract pytest vllm clean
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,10 @@ demo: $(RUNTIME) ## Train a small model on the CPU, asynchronously, and watch it
 	@$(VENV)/bin/llamarl train configs/demo.toml --overwrite
 
 test: lint types contract pytest ## Check everything: style, types, import order, tests
+
+test-all: lint types contract $(DEV) ## As test, with the long ones: every kind of executor killed, generators stopped for 30 s
+	@echo "tests: pytest, all"
+	@LLAMARL_NIGHTLY=1 $(VENV)/bin/python -m pytest --quiet --numprocesses $(TEST_PROCESSES) --dist loadfile --override-ini session_timeout=2700
 
 lint: $(DEV) ## Check style
 	@echo "lint: ruff"
