@@ -31,10 +31,10 @@ class ExecutorSpec:
     num_ranks: int = 1
     """Processes; above 1, each finds RANK, WORLD_SIZE and LOCAL_RANK in its environment."""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment variables, set before the worker's interpreter starts. The inline cluster has only this process's
+    """Environment variables, set before the interpreter of the rank starts. The inline cluster has only this process's
     environment and ignores them."""
     code_paths: tuple[str, ...] = ()
-    """Folders put first on the worker's `sys.path`."""
+    """Folders put first on the rank's `sys.path`."""
 
 
 class ExecutorError(Exception):

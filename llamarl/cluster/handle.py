@@ -13,7 +13,7 @@ from typing import Any
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, ExecutorSpec, HostStatus, MeshFailed
 from llamarl.cluster.host import PART, PEEK, READY, REST, STATUS
-from llamarl.cluster.payload import Reply, pack, parts, value_of
+from llamarl.cluster.payload import Reply, parts, pickled, value_of
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class BaseHandle(ExecutorHandle):
         return (await self.call_each(method, *args, timeout_s=timeout_s, **kwargs))[0]
 
     async def call_each(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
-        payload = pack((args, kwargs), self.name, f"the argument list of {method}")
+        payload = pickled((args, kwargs), self.name, f"the argument list of {method}")
         replies = await self._whole(await self._ask(method, payload, timeout_s), timeout_s)
         return [value_of(reply, self.name) for reply in replies]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from llamarl.cluster.api import ExecutorSpec, HostStatus
 from llamarl.cluster.executor import Executor
-from llamarl.cluster.payload import Reply, error_reply, pack, parts
+from llamarl.cluster.payload import Reply, error_reply, parts, pickled
 from llamarl.observability.spans import Span, SpanLog, now_s
 
 READY = "@ready"
@@ -189,7 +189,7 @@ class ExecutorHost:
             self._answer(call, reply)
 
     def _value_reply(self, method: str, value: Any) -> Reply:
-        return Reply(value=pack(value, self._spec.name, f"the result of {method}"))
+        return Reply(value=pickled(value, self._spec.name, f"the result of {method}"))
 
     def _deferred_reply(self, call: _Call, future: Future[Any]) -> Reply:
         if future.cancelled():

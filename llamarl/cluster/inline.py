@@ -10,7 +10,7 @@ import sys
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec
 from llamarl.cluster.handle import BaseHandle, stop_all
 from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
-from llamarl.cluster.payload import Reply, error_of, pack, value_of
+from llamarl.cluster.payload import Reply, error_of, pickled, value_of
 from llamarl.config.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class InlineCluster(Cluster):
                 "use cluster.kind = 'monarch'"
             )
         sys.path[:0] = [path for path in spec.code_paths if path not in sys.path]
-        handle = InlineHandle(spec, pack(spec, spec.name, "the specification"))
+        handle = InlineHandle(spec, pickled(spec, spec.name, "the specification"))
         self._handles.append(handle)
         await handle.ready(timeout_s)
         return handle

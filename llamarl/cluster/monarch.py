@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from llamarl.cluster import worker
+from llamarl.cluster import start_up
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec, MeshFailed
 from llamarl.cluster.handle import BaseHandle, stop_all
 from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
-from llamarl.cluster.payload import Reply, error_of, pack, value_of
+from llamarl.cluster.payload import Reply, error_of, pickled, value_of
 from llamarl.config.errors import ConfigError
 
 try:
@@ -185,7 +185,7 @@ class MonarchCluster(Cluster):
             self._machine = this_host()
 
     async def spawn(self, spec: ExecutorSpec, timeout_s: float) -> ExecutorHandle:
-        packed_spec = pack(spec, spec.name, "the specification")
+        packed_spec = pickled(spec, spec.name, "the specification")
         mesh = self._machine.spawn_procs(
             per_host={"ranks": spec.num_ranks},
             name="executor",
@@ -207,7 +207,7 @@ class MonarchCluster(Cluster):
             env |= {"RANK": str(point.rank), "LOCAL_RANK": str(point.rank), "WORLD_SIZE": str(spec.num_ranks)}
             log_name = f"{spec.name}.{point.rank}"
         log_file = self._log_folder / f"{log_name}.log" if self._log_folder else None
-        return BootstrapCommand(sys.executable, None, worker.command(_ENGINE_MODULE, spec.code_paths, log_file), env)
+        return BootstrapCommand(sys.executable, None, start_up.command(_ENGINE_MODULE, spec.code_paths, log_file), env)
 
 
 async def _leave(mesh: ProcMesh) -> None:
@@ -217,7 +217,7 @@ async def _leave(mesh: ProcMesh) -> None:
 
 
 def _kill_group(pid: int) -> None:
-    """Ends a worker, if it still runs, and the processes that it has started and left behind."""
+    """Ends a rank, if it still runs, and the processes that it has started and left behind."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 

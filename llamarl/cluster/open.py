@@ -12,7 +12,7 @@ from llamarl.config.errors import ConfigError
 def open_cluster(kind: Literal["monarch", "inline"], log_folder: Path | None = None) -> Cluster:
     """The cluster named by the setting `cluster.kind`.
 
-    With `log_folder`, the standard output and error of each worker go to `<log_folder>/<executor>.log`
+    With `log_folder`, the standard output and error of each rank go to `<log_folder>/<executor>.log`
     (`<executor>.<rank>.log` above one rank). Raises ConfigError.
     """
     if kind == "inline":

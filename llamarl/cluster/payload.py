@@ -32,7 +32,7 @@ class Reply(NamedTuple):
     """The call's deadline passed at the host, before its turn or before its deferred reply."""
 
 
-def pack(value: Any, executor: str, what: str) -> bytes:
+def pickled(value: Any, executor: str, what: str) -> bytes:
     """Pickles `value`. Raises PayloadTooLarge, which says `what` it is."""
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     if len(data) > MAX_PAYLOAD_BYTES:
@@ -83,7 +83,7 @@ def _pickled_exception(error: BaseException) -> bytes:
 
 
 def _unpickled_exception(data: bytes) -> BaseException | None:
-    # The class may live in a module that only the worker can import; the traceback text still says everything.
+    # The class may live in a module that only the executor can import; the traceback text still says everything.
     try:
         return pickle.loads(data) if data else None
     except Exception:

@@ -52,14 +52,14 @@ class ColumnPort(Protocol):
     async def score(self, groups: Responses) -> list[list[np.ndarray]]: ...
 
 
-class LearnerPort(Protocol):
+class OptimizingPort(Protocol):
     """What trainer and critic share."""
 
     async def add_groups(self, groups: Sequence[RolloutGroup]) -> None: ...
     async def commit(self) -> str: ...
 
 
-class TrainerPort(LearnerPort, Protocol):
+class TrainerPort(OptimizingPort, Protocol):
     """Takes optimizer steps, publishes weights, keeps the controller's state in its checkpoints."""
 
     async def resumed(self) -> tuple[ControllerState | None, list[str]]: ...
@@ -72,7 +72,7 @@ class TrainerPort(LearnerPort, Protocol):
     async def save(self, state: ControllerState) -> None: ...
 
 
-class CriticPort(LearnerPort, ColumnPort, Protocol):
+class CriticPort(OptimizingPort, ColumnPort, Protocol):
     """Learns the trainer's steps, a microbatch per call, and values new rollouts in between."""
 
     async def learn(self, step: int, group_ids: Sequence[int]) -> None: ...

@@ -143,7 +143,7 @@ class Engine:
         """One token for each running rollout and some prefill; returns the rollouts that leave."""
         finished, self._refused = self._refused, []
         plan, start_s = self._scheduler.schedule(), time.perf_counter()
-        self._seat(plan)
+        self._join_rows(plan)
         count = len(self._rows)
         if self._scheduler.waiting:
             self._slot_steps += self._scheduler.max_running
@@ -199,7 +199,7 @@ class Engine:
         group.unfinished = {start.index: Sequence.of(group, start) for start in starts}
         self._scheduler.add(group)
 
-    def _seat(self, plan: Schedule) -> None:
+    def _join_rows(self, plan: Schedule) -> None:
         """Rows leave, join and grow as the schedule says."""
         for sequence in plan.parked:
             if sequence.row >= 0:

@@ -37,7 +37,7 @@ def test_executors_have_the_methods_of_their_port(target: str) -> None:
 
 def test_every_port_has_an_executor_and_no_call_takes_or_gives_just_anything() -> None:
     roles = [value for name, value in vars(ports).items() if name.endswith("Port")]
-    assert set(roles) - {ports.LearnerPort} == set(SERVES.values())
+    assert set(roles) - {ports.OptimizingPort} == set(SERVES.values())
     for role in roles:
         for call in calls_of(role):
             for name, hint in get_type_hints(getattr(role, call)).items():

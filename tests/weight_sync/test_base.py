@@ -20,9 +20,9 @@ from llamarl.weight_sync.base import (
     SlotTable,
     plan_writers,
 )
+from llamarl.weight_sync.buckets import BUCKET_BYTES, into_buckets
 from llamarl.weight_sync.copying import Buffers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
-from llamarl.weight_sync.packing import BUCKET_BYTES, pack
 
 
 def spec(name: str, shape: tuple[int, ...], box: Box | None = None) -> TensorSpec:
@@ -65,7 +65,7 @@ class TestPlan:
 def test_packed_parts_do_not_overlap_and_buckets_are_bounded() -> None:
     layout = lay_out([spec("big", (3 * BUCKET_BYTES // 4000, 1000)), *(spec(f"w{i}", (i, 3)) for i in range(9))])
     (plan,) = plan_writers([layout], [[*layout.specs]])
-    buckets, end, elements = pack(layout, plan.parts[0]), 0, 0
+    buckets, end, elements = into_buckets(layout, plan.parts[0]), 0, 0
     for bucket in buckets:
         assert bucket.num_bytes <= BUCKET_BYTES
         assert bucket.start == bucket.parts[0][1] == end

@@ -21,8 +21,8 @@ from llamarl.models.shape import ModelShape
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.weight_sync.base import plan_writers
+from llamarl.weight_sync.buckets import BUCKET_BYTES, into_buckets
 from llamarl.weight_sync.layout import TensorSpec, lay_out
-from llamarl.weight_sync.packing import BUCKET_BYTES, pack
 from llamarl.weight_sync.select import open_subscriber
 
 TRANSPORTS = ("shared_memory", "p2p", "file")
@@ -118,7 +118,7 @@ def test_values_and_scales_are_cut_alike_into_buckets() -> None:
     layout = lay_out([values, replace(TensorSpec.whole("w", shape, "float32"), part="scales")])
     (plan,) = plan_writers([layout], [[TensorSpec.whole("w", shape, "float32")]])
     boxes = [set[Box](), set[Box]()]
-    for bucket in pack(layout, plan.parts[0]):
+    for bucket in into_buckets(layout, plan.parts[0]):
         for part, _ in bucket.parts:
             boxes[part.tensor].add(part.box)
     assert boxes[0] == boxes[1]

@@ -43,9 +43,9 @@ from llamarl.weight_sync.base import (
     WriterPlan,
     part_of,
 )
+from llamarl.weight_sync.buckets import Bucket, changes, changes_bytes, into_buckets, packed, wanted
 from llamarl.weight_sync.copying import NOTHING, CopyingSubscriber, Request
 from llamarl.weight_sync.layout import Address, TensorSpec
-from llamarl.weight_sync.packing import Bucket, changes, changes_bytes, pack, packed, wanted
 from llamarl.weight_sync.pair import MAX_MESSAGE_BYTES, form_group
 
 NUM_SLOTS = 16
@@ -91,7 +91,7 @@ class P2pPublisher(Publisher):
         self._host, self._device, self._timeout_s = host, device, timeout_s
         self._table = SlotTable(NUM_SLOTS)
         self._slots: list[_Slot | None] = [None] * NUM_SLOTS
-        self._buckets = [pack(layout, parts) for layout, parts in zip(plan.layouts, plan.parts, strict=True)]
+        self._buckets = [into_buckets(layout, parts) for layout, parts in zip(plan.layouts, plan.parts, strict=True)]
         self._numbers = {layout.digest: number for number, layout in enumerate(plan.layouts)}
         self._closed = False
         self._listener = socket.create_server((host, 0))
@@ -263,7 +263,7 @@ class P2pSubscriber(CopyingSubscriber):
         boxes = json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
         parts = [Part(tensor=index, box=Box(tuple(starts), tuple(stops))) for index, starts, stops in boxes]
         group = form_group(connection, 1, self._host, self._device, self._timeout_s)
-        return _Writer(connection=connection, group=group, buckets=pack(self.layout, parts))
+        return _Writer(connection=connection, group=group, buckets=into_buckets(self.layout, parts))
 
     def _receive_buckets(
         self, group: Any, buckets: Sequence[Bucket], request: Request, timeout: timedelta

@@ -59,7 +59,7 @@ def _versions(words: np.ndarray) -> np.ndarray:
     return (words + 1) // 2 - 1
 
 
-class Segment:
+class SlotMemory:
     """The mapped memory of one layout."""
 
     def __init__(self, fd: int, layout: Layout, num_writers: int, flags: int) -> None:
@@ -102,7 +102,7 @@ class SharedMemoryPublisher(Publisher):
         publisher, places = exchange((secrets.token_hex(8), [f"/proc/{pid}/fd/{fd}" for fd in made]))[0]
         self._fds = made or [os.open(place, os.O_RDWR | os.O_CLOEXEC) for place in places]
         self._segments = [
-            Segment(fd, layout, plan.num_writers, MAP_SHARED)
+            SlotMemory(fd, layout, plan.num_writers, MAP_SHARED)
             for fd, layout in zip(self._fds, plan.layouts, strict=True)
         ]
         for fd, segment in zip(self._fds, self._segments, strict=True):
@@ -150,7 +150,7 @@ class SharedMemorySubscriber(Subscriber):
         super().__init__(specs, rank, delta)
         self._timeout_s = timeout_s
         self._publisher = ""
-        self._segment: Segment | None = None
+        self._segment: SlotMemory | None = None
 
     def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
         """May begin while writers are still at it: tensors are proved as they arrive."""
@@ -187,7 +187,7 @@ class SharedMemorySubscriber(Subscriber):
     def close(self) -> None:
         self._segment, self._publisher = None, ""
 
-    def _open(self, address: Address) -> Segment:
+    def _open(self, address: Address) -> SlotMemory:
         if self._segment is None or self._publisher != address.publisher:
             place = self.place_in(address)
             try:
@@ -195,13 +195,13 @@ class SharedMemorySubscriber(Subscriber):
             except OSError as error:
                 raise TransferFailed(f"the trainer's memory at {place} cannot be opened: {error.strerror}") from error
             try:
-                self._segment = Segment(fd, self.layout, address.num_writers, MAP_PRIVATE | MAP_NORESERVE)
+                self._segment = SlotMemory(fd, self.layout, address.num_writers, MAP_PRIVATE | MAP_NORESERVE)
             finally:
                 os.close(fd)
             self._publisher = address.publisher
         return self._segment
 
-    def _wait(self, segment: Segment, version: int, deadline_s: float, there: Callable[[], bool], what: str) -> None:
+    def _wait(self, segment: SlotMemory, version: int, deadline_s: float, there: Callable[[], bool], what: str) -> None:
         pause_s = 1e-4
         while not there():
             if segment.slot_of(version) is None and segment.newest > version:

@@ -29,7 +29,7 @@ class Bucket:
     """Each with where it begins in the buffer, in bytes."""
 
 
-def pack(layout: Layout, parts: Sequence[Part]) -> tuple[Bucket, ...]:
+def into_buckets(layout: Layout, parts: Sequence[Part]) -> tuple[Bucket, ...]:
     """Places for the parts of one writer, cut so that none is larger than a bucket unless one row is."""
     pieces, buckets, end = list[tuple[Part, int]](), list[Bucket](), 0
     for part in parts:

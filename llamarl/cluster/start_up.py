@@ -1,4 +1,4 @@
-"""First lines of a worker process: what must be set before the engine and the executor are imported."""
+"""First lines of an executor's process: what must be set before the engine and the executor are imported."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 import json
 sys.path[:] = json.loads(sys.argv[1])
-from llamarl.cluster.worker import main
+from llamarl.cluster.start_up import main
 main()
 """
 
 
 def command(engine_module: str, code_paths: tuple[str, ...], log_file: Path | None) -> list[str]:
-    """Arguments for the Python interpreter that run `engine_module` as a worker.
+    """Arguments for the Python interpreter that run `engine_module` for a rank.
 
-    The worker gets this process's `sys.path`, with `code_paths` in front, so what can be imported here can be there.
+    The rank gets this process's `sys.path`, with `code_paths` in front, so what can be imported here can be there.
     """
     paths = [*map(os.path.abspath, code_paths), *map(os.path.abspath, sys.path)]
     return ["-c", _PROGRAM, json.dumps(list(dict.fromkeys(paths))), engine_module, str(log_file or "")]
@@ -30,8 +30,8 @@ def command(engine_module: str, code_paths: tuple[str, ...], log_file: Path | No
 
 def main() -> None:
     """Prepares the process and hands it to the engine; `sys.argv` is what `command` made."""
-    # Ctrl-C goes to the whole foreground group of a terminal; stopping the workers is up to the controller. The group
-    # of its own lets the controller kill a worker together with the processes that it has started.
+    # Ctrl-C goes to the whole foreground group of a terminal; stopping the ranks is up to the controller. The group
+    # of its own lets the controller kill a rank together with the processes that it has started.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setpgid(0, 0)
     _, engine_module, log_file = sys.argv[1:]
