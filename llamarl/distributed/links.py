@@ -1,9 +1,22 @@
-"""Connections between processes that prove to each other that they know a secret. No torch."""
+"""Connections between processes that prove to each other that they know a secret, and a star of them. No torch."""
 
 from __future__ import annotations
 
+import os
 import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+BROKEN = (OSError, EOFError, AuthenticationError)
+"""What a connection does whose other end is gone, silent, or none of ours."""
+
+
+class RanksLost(RuntimeError):
+    """Ranks of this executor died, failed or stayed silent; the message says who waited for what."""
 
 
 def connect(place: str, secret: str, timeout_s: float) -> Connection:
@@ -23,6 +36,12 @@ def accept(accepted: socket.socket, secret: str, timeout_s: float) -> Connection
     return connection
 
 
+def local_host(connection: Connection) -> str:
+    """The address of this end."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as one:
+        return one.getsockname()[0]
+
+
 def _bounded(made: socket.socket, timeout_s: float) -> Connection:
     """Reads and writes that take longer fail with OSError."""
     made.settimeout(None)
@@ -33,3 +52,70 @@ def _bounded(made: socket.socket, timeout_s: float) -> Connection:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(made.detach())
+
+
+class Links:
+    """Small messages between rank 0 and each other rank. Not thread-safe."""
+
+    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+        """`timeout_s` bounds one message or reply."""
+        self.rank, self.size, self._timeout_s = rank, size, timeout_s
+        self._links = dict[int, Connection]()
+
+    def listen(self, host: str, secret: str, tell: Callable[[str], None], timeout_s: float) -> None:
+        """Rank 0: `tell`s where it listens, until all have come. Raises OSError."""
+        deadline_s = time.monotonic() + timeout_s
+        with socket.create_server((host, 0)) as listener:
+            tell(f"{host}:{listener.getsockname()[1]}")
+            while len(self._links) < self.size - 1:
+                listener.settimeout(max(1e-3, deadline_s - time.monotonic()))
+                accepted, _ = listener.accept()
+                with suppress(*BROKEN):  # a stranger, or one who will be missed
+                    link = accept(accepted, secret, self._timeout_s)
+                    self._links[link.recv()] = link
+
+    def connect(self, address: str, secret: str) -> None:
+        """The others: to rank 0. Raises what is in `BROKEN`."""
+        self._links[0] = connect(address, secret, self._timeout_s)
+        self._links[0].send(self.rank)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Gives a small picklable value to all ranks and returns theirs in rank order. Raises RanksLost."""
+        if self.rank:
+            self.send(0, value)
+            return self.receive(0, "collect values")
+        values = [value, *(self.receive(rank, "give a value") for rank in range(1, self.size))]
+        for rank in range(1, self.size):
+            self.send(rank, values)
+        return values
+
+    def send(self, rank: int, message: Any) -> None:
+        """To rank 0, or from there to any other. Raises RanksLost."""
+        try:
+            self._link(rank).send(message)
+        except BROKEN as error:
+            raise RanksLost(f"rank {self.rank} cannot send to rank {rank}: {error}") from error
+
+    def poll(self, rank: int, wait_s: float = 0.0) -> bool:
+        """`rank` has sent something, or is gone."""
+        return self._link(rank).poll(wait_s)
+
+    def receive(self, rank: int, what: str) -> Any:
+        """The next message from `rank`, which is to do `what`. Raises RanksLost."""
+        try:
+            if self._link(rank).poll(self._timeout_s):
+                return self._link(rank).recv()
+        except BROKEN as error:
+            raise RanksLost(f"rank {self.rank} waited for rank {rank} to {what}, but it is gone") from error
+        raise RanksLost(f"rank {self.rank} waited {self._timeout_s:g} s for rank {rank} to {what}")
+
+    def close(self) -> None:
+        """Ends all connections; may be called again."""
+        for link in self._links.values():
+            link.close()
+        self._links = {}
+
+    def _link(self, rank: int) -> Connection:
+        if rank not in self._links:
+            raise RanksLost(f"rank {self.rank} has no connection to rank {rank}: it is closed")
+        return self._links[rank]

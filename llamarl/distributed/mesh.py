@@ -1,13 +1,17 @@
-"""`RankMesh`: the ranks of a trainer, as a grid of pipeline stages, data shares, context parts and tensor parts."""
+"""`RankMesh`: the ranks of an executor, as a grid of pipeline stages, data shares, context parts and tensor parts.
+
+Tensors go by gloo (CPU) or NCCL (GPU), small messages by way of rank 0.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +20,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from llamarl.distributed.groups import RanksLost, own_rank
-from llamarl.distributed.watch import Watch, open_sockets
+from llamarl.distributed.interrupt import end_collectives, open_sockets
+from llamarl.distributed.links import BROKEN, Links, RanksLost, local_host
+from llamarl.distributed.rendezvous import Rendezvous
+from llamarl.distributed.store import TorchStore
+from llamarl.distributed.watch import Watch
 
+CPU = torch.device("cpu")
 AXES = ("pp", "fsdp", "cp", "tp")
 """Slowest first: ranks that talk most often are neighbors, which a host's links serve best."""
 
@@ -54,7 +62,7 @@ class Axis:
     def sum(self, x: Tensor) -> Tensor:
         """Over all ranks, the same bits on each; may overwrite `x`."""
         if self.size > 1:
-            dist.all_reduce(x, group=self.group)
+            self.group.allreduce([x]).wait()  # a call per layer of a decoding step: `dist.all_reduce` takes longer
         return x
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
@@ -83,29 +91,37 @@ class RankMesh:
     shards: DeviceMesh | None = None
     """The fsdp and cp axes as one, over which FSDP2 cuts what is the same on all of these ranks; None: just one."""
 
+    links: Links | None = None
+    """To the other ranks; None: there are none."""
     watch: Watch | None = None
-    """Of the other ranks; None: there are none."""
+    """Of the other ranks."""
+    store: TorchStore | None = None
+    """Kept for the groups that were made with it."""
 
     @contextmanager
     def together(self, *alike: type[Exception]) -> Iterator[None]:
-        """Work with collectives. When one rank fails in it, the others end at once, and say why.
+        """Work with collectives or messages. When one rank fails in it, the others end at once, and say why.
 
         Args:
             alike: errors that all ranks raise, for the same reason.
 
         Raises:
-            RanksLost: another rank has failed, with its error, or is lost.
+            RanksLost: another rank has failed, with its error, or is lost; now, or in earlier work.
         """
         try:
+            self._require_others()
             yield
-            if self.watch is not None and self.watch.fired:
-                raise RanksLost("collectives were ended")
+            self._require_others()
         except alike:
             raise
         except BaseException as error:
             if self.watch is not None and (cause := self.watch.cause(error)):
                 raise cause from error
             raise
+
+    def _require_others(self) -> None:
+        if self.watch is not None and self.watch.fired:
+            raise RanksLost("collectives were ended")
 
     def check(self) -> None:
         """Raises RanksLost when work has ended by a rank that may never answer."""
@@ -114,65 +130,94 @@ class RankMesh:
 
     def exchange(self, value: Any) -> list[Any]:
         """Gives a small picklable value to all ranks and returns theirs in rank order."""
-        values = [value] * self.world.size
-        if self.world.size > 1:
-            dist.all_gather_object(values, value)
-        return values
+        return [value] if self.links is None else self.links.exchange(value)
 
     def close(self) -> None:
-        """Leaves the others."""
-        if self.watch is not None:
-            self.watch.stop()
-        if self.world.group is not None and dist.is_initialized():
+        """Leaves the others; may be called again."""
+        if self.watch is None or self.links is None or self.store is None:
+            return
+        self.watch.stop()
+        if dist.is_initialized():
             with suppress(RuntimeError):  # they may be gone
                 dist.destroy_process_group()
+        self.links.close()
+        self.store.close()
 
 
 ALONE = RankMesh()
 
 
 def join_mesh(
-    sizes: Mapping[str, int], meeting: str, device: torch.device, *, start_timeout_s: float, timeout_s: float = 60.0
+    sizes: Mapping[str, int],
+    rendezvous: Rendezvous | None,
+    device: torch.device,
+    *,
+    start_timeout_s: float = 120.0,
+    timeout_s: float = 60.0,
 ) -> RankMesh:
     """Meets the other ranks of this executor, if it has any. FSDP2 needs torch's default process group: one mesh in a
     process.
 
     Args:
-        sizes: of `AXES`.
-        meeting: a file that does not exist yet, the same for all, in a folder that only this user may enter.
+        sizes: of `AXES`; those that are missing are 1.
+        rendezvous: the same for all ranks, and another for each epoch of them; None: there is one rank.
         start_timeout_s: for all ranks to arrive.
-        timeout_s: for one collective: so far may ranks be apart.
+        timeout_s: for one collective, message or reply: so far may ranks be apart.
 
     Raises:
         RanksLost: not all ranks have come.
     """
-    if all(size == 1 for size in sizes.values()):
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    if math.prod(shape) == 1:
         return ALONE
-    assert not Path(meeting).parent.stat().st_mode & 0o077, f"others may enter the folder of {meeting}"
+    assert rendezvous is not None, "ranks have to meet somewhere"
     rank, world = own_rank()
-    shape = tuple(sizes[axis] for axis in AXES)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host, and nobody else can connect
+    if rendezvous.address.startswith("127."):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host, and nobody else can connect
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store, others = dist.FileStore(meeting, world), open_sockets()
-    store.set_timeout(timedelta(seconds=start_timeout_s))
+    links = Links(rank, world, timeout_s)
     try:
-        dist.init_process_group(
-            backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s),
-        )  # fmt: skip
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
-        pp, fsdp, cp, tp = shape
-        joined = ("pp", "shards", "tp")
-        shards = init_device_mesh(device.type, (pp, fsdp * cp, tp), mesh_dim_names=joined) if cp > 1 else mesh
-        for group in (*mesh.get_all_groups(), *shards.get_all_groups()):
-            _set_pg_timeout(timedelta(seconds=timeout_s), group)  # else theirs is half an hour
-    except RuntimeError as error:
-        raise RanksLost(f"rank {rank} did not meet all {world} ranks in {start_timeout_s:g} s: {error}") from error
+        store, notes = TorchStore(rendezvous, start_timeout_s), rendezvous.connect(rank)
+        others = open_sockets()
+        if rank:
+            links.connect(store.get("rank 0").decode(), rendezvous.secret)
+        else:
+            tell = partial(store.set, "rank 0")
+            links.listen(local_host(notes), rendezvous.secret, tell, start_timeout_s)
+        mesh, shards = _open_groups(store, shape, device, rank, world, timeout_s)
+    except (RuntimeError, *BROKEN) as error:
+        links.close()
+        cause = f"{type(error).__name__}: {error}"
+        raise RanksLost(f"rank {rank} did not meet all {world} ranks in {start_timeout_s:g} s: {cause}") from error
+    sockets = open_sockets().keys() - others
     places = zip(AXES, mesh.get_coordinate() or (), shape, strict=True)
     return RankMesh(
         **{axis: Axis(place, size, mesh.get_group(axis)) for axis, place, size in places},
         world=Axis(rank, world, dist.group.WORLD),
-        watch=Watch(Path(f"{meeting}.notes"), rank, world, open_sockets().keys() - others),
-        shards=shards["shards" if cp > 1 else "fsdp"] if fsdp * cp > 1 else None,
+        shards=shards,
+        links=links,
+        watch=Watch(notes, rank, world, lambda: end_collectives(sockets)),
+        store=store,
     )
+
+
+def own_rank() -> tuple[int, int]:
+    """Rank of this process and number of ranks, as a cluster or torchrun has put them into the environment."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _open_groups(
+    store: TorchStore, shape: tuple[int, ...], device: torch.device, rank: int, world: int, timeout_s: float
+) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The mesh of `AXES`, and of what FSDP2 cuts over. Raises RuntimeError."""
+    timeout = timedelta(seconds=timeout_s)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+    pp, fsdp, cp, tp = shape
+    joined = ("pp", "shards", "tp")
+    shards = init_device_mesh(device.type, (pp, fsdp * cp, tp), mesh_dim_names=joined) if cp > 1 else mesh
+    for group in (*mesh.get_all_groups(), *shards.get_all_groups()):
+        _set_pg_timeout(timeout, group)  # else theirs is half an hour
+    return mesh, shards["shards" if cp > 1 else "fsdp"] if fsdp * cp > 1 else None

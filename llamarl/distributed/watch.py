@@ -1,128 +1,123 @@
 """`Watch`: when one rank fails, the collectives of all end at once, and each rank learns why.
 
-Ranks append notes to a file that all can see, and a thread of each looks for it. When there is one, every thread notes
-where its rank's work is and ends the collective that this may wait in: gloo's with an error, by shutting down the
-connections, as gloo knows no abort (torch 2.13); NCCL's silently, by its abort.
+Ranks send notes to the rendezvous store, which passes them on to all and knows of itself when the process of one has
+ended. At the first note every rank notes where its work is and ends the collective that this may wait in.
 
-The cause is the first note of a rank that failed by itself. Where there is none, a rank was killed, stopped or hangs.
-The others have then lost a connection, or waited in vain; who says nothing, or is in no collective, is at fault.
+The cause is the first note of a rank that failed by itself, or else is gone. Where there is none, a rank was stopped or
+hangs, and the others have waited in vain; who says nothing, or is in no collective, is at fault.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import stat
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Set
+from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _abort_process_group
 
-from llamarl.distributed.groups import RanksLost
+from llamarl.distributed.links import BROKEN, RanksLost
+from llamarl.distributed.rendezvous import Note
 
-LOOK_S = 0.1
-"""Between two looks for notes."""
 LAST_WORDS_S = 1.0
 """For ranks to say something, once the others have lost them."""
-PACKAGE = str(Path(__file__).parents[1])
+FOLDER, PACKAGE = map(str, Path(__file__).parents[:2])
 
 
 class Watch:
     """One rank's end; made by the thread whose work is watched, once all ranks have met."""
 
-    def __init__(self, path: Path, rank: int, size: int, sockets: Set[int]) -> None:
+    def __init__(self, connection: Connection, rank: int, size: int, end: Callable[[], None]) -> None:
         """
         Args:
-            path: of the notes; the same for all ranks, and not there yet.
-            sockets: of gloo, by their inodes.
+            connection: to the store; closed by `stop`.
+            end: ends collectives of this process, whatever thread waits in them.
         """
-        self._path, self._rank, self._size, self._sockets = path, rank, size, sockets
+        self._connection, self._rank, self._size, self._end = connection, rank, size, end
         self._worker = threading.get_ident()
         self._stopped = threading.Event()
+        self._heard = threading.Condition()
+        self._notes = list[Note]()
         self.fired = False
         """Collectives have been ended."""
         self.lost: RanksLost | None = None
         """Why work ended, when no rank says that it has failed: some may never answer."""
-        self._looks = threading.Thread(target=self._look, name="watch", daemon=True)
-        self._looks.start()
+        self._listener = threading.Thread(target=self._listen, name="watch", daemon=True)
+        self._listener.start()
 
     def stop(self) -> None:
-        """Nothing is ended from now on."""
+        """Nothing is ended from now on, and others do not miss this rank."""
         self._stopped.set()
-        self._looks.join(LAST_WORDS_S)
+        with suppress(*BROKEN):
+            self._connection.send(None)
+        self._listener.join(LAST_WORDS_S)
+        self._connection.close()
 
     def cause(self, error: BaseException) -> RanksLost | None:
         """By what work of all ranks has ended, when it was not by this error of this rank itself, or of all alike."""
         stack, text = traceback.extract_tb(error.__traceback__), f"{type(error).__name__}: {error}"
         if not self.fired and _is_of_a_collective(error):
-            self._note(f"waited {_place(stack)}: {text.splitlines()[0]}")
+            self._tell("waited", f"{_place(stack)}: {text.splitlines()[0]}")
         elif not self.fired:
             traceback.print_exception(error)  # into the executor's log: others hear but one line
-            self._note(f"failed: {text}, {_place(stack)}", failure=text)
-        deadline_s = time.monotonic() + LAST_WORDS_S
-        while True:
-            notes = self._notes()
-            said = {note["rank"]: note["text"] for note in reversed(notes)}
-            failed = next((note for note in notes if note["failure"]), None)
-            if failed or len(said) == self._size or time.monotonic() > deadline_s:
-                break
-            time.sleep(LOOK_S / 2)
+            self._tell("failed", f"{text}, {_place(stack)}", text)
+        with self._heard:
+            self._heard.wait_for(self._is_clear, LAST_WORDS_S)
+            notes = list(self._notes)
+        failed = next((note for note in notes if note.kind == "failed"), None)
         if failed is None:
-            # At fault is who does not wait.
-            order = sorted(range(self._size), key=lambda rank: said.get(rank, "").startswith("waited"))
-            self.lost = RanksLost("; ".join(f"rank {rank} {said.get(rank, 'says nothing')}" for rank in order))
+            self.lost = RanksLost(self._lost(notes))
             return self.lost
-        is_own = failed["rank"] == self._rank or failed["failure"] == text
-        return None if is_own else RanksLost(f"rank {failed['rank']} {failed['text']}")
+        is_own = failed.rank == self._rank or failed.error == text
+        return None if is_own else RanksLost(failed.text)
 
-    def _look(self) -> None:
-        while not self._stopped.wait(LOOK_S):
-            if self._path.exists():
-                self._note(f"was {_place(traceback.extract_stack(sys._current_frames().get(self._worker)))}")
+    def _is_clear(self) -> bool:
+        ends = any(note.kind in ("failed", "gone") for note in self._notes)
+        return ends or len({note.rank for note in self._notes}) == self._size
+
+    def _lost(self, notes: list[Note]) -> str:
+        if gone := [note.text for note in notes if note.kind == "gone"]:
+            return gone[0]
+        said = {note.rank: note for note in reversed(notes)}
+        silent = [f"rank {rank} says nothing" for rank in range(self._size) if rank not in said]
+        # At fault is who does not wait.
+        ordered = sorted(said.values(), key=lambda note: (note.kind == "waited", note.rank))
+        return "; ".join([*silent, *(note.text for note in ordered)])
+
+    def _listen(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._connection.poll(None)
+                note = self._connection.recv()
+            except BROKEN:
+                note = Note(self._rank, "gone", "the store where ranks meet is gone")
+            if self._stopped.is_set():
+                return
+            with self._heard:
+                self._notes.append(note)
+                self._heard.notify_all()
+            if not self.fired:
+                stack = traceback.extract_stack(sys._current_frames().get(self._worker))
+                waits = any(frame.filename.startswith(FOLDER) for frame in stack)
+                self._tell("waited" if waits else "was", _place(stack))
                 self.fired = True
-                for inode, descriptor in open_sockets().items():
-                    if inode in self._sockets:
-                        _shut_down(descriptor)
-                _abort_process_group()
+                self._end()
+            if note.kind == "gone" and note.rank == self._rank:
                 return
 
-    def _note(self, text: str, failure: str = "") -> None:
-        with self._path.open("ab", buffering=0) as file:
-            file.write(json.dumps({"rank": self._rank, "text": text, "failure": failure}).encode() + b"\n")
-
-    def _notes(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._path.read_text().split("\n")[:-1]]
-
-
-def open_sockets() -> dict[int, int]:
-    """Inodes and descriptors of this process's sockets."""
-    found = dict[int, int]()
-    for name in os.listdir("/dev/fd"):
-        with suppress(OSError):  # the descriptor of the listing itself
-            status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found[status.st_ino] = int(name)
-    return found
-
-
-def _shut_down(descriptor: int) -> None:
-    """Both ends of a TCP connection see its end; one that listens stays, as gloo would end the process."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-        if one.family != socket.AF_UNIX and one.getpeername():
-            one.shutdown(socket.SHUT_RDWR)
+    def _tell(self, kind: Literal["failed", "waited", "was"], text: str, error: str = "") -> None:
+        verb = f"{kind}:" if kind == "failed" else kind
+        with suppress(*BROKEN):
+            self._connection.send(Note(self._rank, kind, f"rank {self._rank} {verb} {text}", error))
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
     """Other ranks have let it down."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    return isinstance(error, RanksLost | dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _place(stack: traceback.StackSummary) -> str:

@@ -12,7 +12,8 @@ from llamarl.config import ConfigError
 from llamarl.config.schema import GeneratorConfig
 from llamarl.config.trainer import LoraConfig
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.distributed.groups import RankGroup, own_rank
+from llamarl.distributed.mesh import join_mesh
+from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.distributed.runtime import set_up_device
 from llamarl.executors.adoption import Adopter
 from llamarl.generation.backend import GenerationBackend
@@ -40,22 +41,24 @@ class Opened:
     """Ends what outlives the last reference."""
 
 
-def open_native(model_path: str, config: GeneratorConfig, meeting: str, delta: bool, lora: LoraConfig | None) -> Opened:
+def open_native(
+    model_path: str, config: GeneratorConfig, rendezvous: Rendezvous | None, delta: bool, lora: LoraConfig | None
+) -> Opened:
     """
     Raises:
         ConfigError: no such device or model, or this machine cannot serve it in this way.
-        RanksLost: not all ranks came to the meeting.
+        RanksLost: not all ranks have come.
     """
     device = set_up_device(config.device, config.threads, "generator.device")
-    rank, size = own_rank() if config.tensor_parallel > 1 else (0, 1)
-    group = RankGroup(meeting, rank=rank, size=size, device=device) if size > 1 else None
+    mesh = join_mesh({"tp": config.tensor_parallel}, rendezvous, device)
+    rank, size = mesh.tp.rank, mesh.tp.size
     base = load_model(model_path, torch.float32, "cpu")
-    model = load_generator_model(model_path, config.dtype, device, ModelRanks(group) if group else None, base)
+    model = load_generator_model(model_path, config.dtype, device, ModelRanks(mesh.tp) if size > 1 else None, base)
     receiver = AdapterMerger(model, base, lora) if lora else model
     del base
     kv_bytes = config.kv_cache_bytes
-    if group and kv_bytes is None:  # all ranks have as many blocks
-        kv_bytes = min(group.exchange(kv_budget(model, config.max_running, size)))
+    if size > 1 and kv_bytes is None:  # all ranks have as many blocks
+        kv_bytes = min(mesh.exchange(kv_budget(model, config.max_running, size)))
     native = Engine(
         model, max_running=config.max_running, prefill_tokens=config.prefill_tokens, kv_bytes=kv_bytes,
         kv_on_update=config.kv_on_update, decode=Tokenizer(model_path).decode,
@@ -66,12 +69,12 @@ def open_native(model_path: str, config: GeneratorConfig, meeting: str, delta: b
         engine=native, adopter=adopter, description=native.describe(),
         clock=time.thread_time if device.type == "cpu" else time.monotonic,
     )  # fmt: skip
-    if group is None:
+    if size == 1:
         return opened
     if rank:
-        follower = Follower(native, group, adopter.use)
+        follower = Follower(native, mesh, adopter.use)
         return replace(opened, follower=follower, close=follower.close)
-    leader = TensorParallelEngine(native, group)
+    leader = TensorParallelEngine(native, mesh)
     return replace(opened, engine=leader, close=leader.close)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from llamarl.checkpoint.store import CRITIC
 from llamarl.config import RunConfig, build
+from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.executors.learner import Learner
 from llamarl.models.scalar import open_scalar_model
 from llamarl.training.critic import Critic
@@ -38,7 +39,7 @@ class CriticExecutor(Learner):
         "commit": "checkpoint",
     }
 
-    def __init__(self, config: RunConfig, checkpoint_folder: str, meeting: str = "") -> None:
+    def __init__(self, config: RunConfig, checkpoint_folder: str, rendezvous: Rendezvous | None = None) -> None:
         """
         Args:
             checkpoint_folder: the run's, with a folder for the critic in it.
@@ -46,7 +47,7 @@ class CriticExecutor(Learner):
         settings, folder = config.critic, Path(checkpoint_folder, CRITIC)
         # It saves before the trainer does, so its newest checkpoint may have no counterpart yet.
         keep = config.checkpoint.keep + 1
-        super().__init__("critic", settings, folder, keep, meeting, config.cluster.start_timeout_s)
+        super().__init__("critic", settings, folder, keep, rendezvous, config.cluster.start_timeout_s)
         model, weights = open_scalar_model(settings.path or config.model.path, new_head=True)
         if self._mesh.world.size > 1:
             sys.stdout.write(f"{check_critic_layout(model.shape, self._mesh, self._device)}\n")

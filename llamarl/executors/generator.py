@@ -6,13 +6,15 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from llamarl.cluster.executor import Executor
 from llamarl.config.schema import GeneratorConfig
 from llamarl.config.trainer import LoraConfig
+from llamarl.distributed.mesh import own_rank
+from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.executors.adoption import Adoptions
 from llamarl.executors.backends import open_native, open_vllm
 from llamarl.executors.replies import Adoption, Collected, GeneratorStats
@@ -27,28 +29,35 @@ REPLY_INTERVAL_S = 0.02
 class GeneratorExecutor(Executor):
     """Decodes whenever requests are there; `submit`, `adopt` and `abort` run between two engine steps.
 
-    With several ranks, rank 0 answers the calls and the others do as it does.
+    With several ranks, rank 0 answers the calls and the others, each a `GeneratorFollower`, do as it does.
     """
 
     SPANS: ClassVar[dict[str, str]] = {"work": "generate", "adopt": "weight_sync", "score": "weight_sync"}
+
+    def __new__(cls, model_path: str, config: GeneratorConfig, *_: Any, **__: Any) -> GeneratorExecutor:
+        follows = config.tensor_parallel > 1 and own_rank()[0] > 0
+        return object.__new__(GeneratorFollower if follows else cls)
 
     def __init__(
         self,
         model_path: str,
         config: GeneratorConfig,
-        meeting: str = "",
+        rendezvous: Rendezvous | None = None,
         delta: bool = False,
         vllm: VllmSettings | None = None,
         lora: LoraConfig | None = None,
     ) -> None:
         """
         Args:
-            meeting: a path that does not exist yet, where several ranks meet.
+            rendezvous: where several ranks meet.
             delta: weights may come as changes to the version in use.
             vllm: how vLLM is run in place of the native engine.
             lora: adapters come instead of weights.
         """
-        opened = open_vllm(model_path, vllm, delta) if vllm else open_native(model_path, config, meeting, delta, lora)
+        if vllm:
+            opened = open_vllm(model_path, vllm, delta)
+        else:
+            opened = open_native(model_path, config, rendezvous, delta, lora)
         self._engine, self._adopter, self._follower = opened.engine, opened.adopter, opened.follower
         self._close, self._work_clock = opened.close, opened.clock
         sys.stdout.write(f"{opened.description}\n")  # into the executor's log
@@ -70,19 +79,15 @@ class GeneratorExecutor(Executor):
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queues requests; their rollouts come out of `collect`."""
-        if self._follower is None:
-            self._engine.submit(requests)
+        self._engine.submit(requests)
 
     def abort(self, group_ids: Iterable[int]) -> None:
         """Ends these groups; their partial rollouts come out of `collect`."""
-        if self._follower is None:
-            self._finished += self._engine.abort(group_ids)
-            self._hand_over()
+        self._finished += self._engine.abort(group_ids)
+        self._hand_over()
 
     def collect(self) -> Future[Collected] | None:
         """The next finished rollouts, as soon as there are some."""
-        if self._follower is not None:
-            return None
         assert self._reply is None, "one collect at a time"
         self._reply = reply = Future[Collected]()
         self._hand_over()
@@ -94,21 +99,13 @@ class GeneratorExecutor(Executor):
         They are fetched and checked in the background while decoding goes on, and then take the place of those in use,
         so no step ever sees a mixture; tokens sampled before keep their version.
         """
-        if self._follower is not None:
-            self._adopter.begin(version, address)
-            return None
         return self._adoptions.begin(version, address)
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Log-probabilities of given tokens by the weights that serve."""
-        return [] if self._follower is not None else self._engine.score(sequences)
+        return self._engine.score(sequences)
 
     def work(self) -> bool:
-        if self._follower is not None:
-            if found := self._adopter.poll():
-                self._follower.report(found.version, found)
-            self._follower.follow()
-            return not self._follower.stopped
         # What this thread did since its last forward (calls, the loop around them) is part of the next one's time.
         between_s = self._work_clock() - self._left_s if self._work_clock and self._left_s is not None else 0.0
         self._adoptions.go_on()
@@ -156,3 +153,31 @@ class GeneratorExecutor(Executor):
                     ),
                 )
             )
+
+
+class GeneratorFollower(GeneratorExecutor):
+    """A rank other than 0: gets the same calls and leaves all to what rank 0 tells, but for its part of the weights."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Rank 0 tells."""
+
+    def abort(self, group_ids: Iterable[int]) -> None:
+        """Rank 0 tells."""
+
+    def collect(self) -> None:
+        """Rank 0 answers."""
+
+    def adopt(self, version: int, address: Address) -> None:
+        """Fetches this rank's part; rank 0 tells when to use it."""
+        self._adopter.begin(version, address)
+
+    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Rank 0 answers."""
+        return []
+
+    def work(self) -> bool:
+        assert self._follower is not None, "this is not rank 0"
+        if found := self._adopter.poll():
+            self._follower.report(found.version, found)
+        self._follower.follow()
+        return not self._follower.stopped

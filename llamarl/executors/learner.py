@@ -13,6 +13,7 @@ from llamarl.cluster.executor import Executor
 from llamarl.config.roles import CriticConfig
 from llamarl.config.trainer import TrainerConfig
 from llamarl.distributed.mesh import join_mesh
+from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.distributed.runtime import set_up_device
 from llamarl.training.critic import Critic
 from llamarl.training.trainer import Trainer
@@ -28,18 +29,18 @@ class Learner(Executor):
         settings: TrainerConfig | CriticConfig,
         checkpoints: Path,
         keep: int,
-        meeting: str,
+        rendezvous: Rendezvous | None,
         start_timeout_s: float,
     ) -> None:
         """
         Args:
             name: of the settings' section.
             keep: so many checkpoints.
-            meeting: a path that does not exist yet, where several ranks meet.
+            rendezvous: where several ranks meet.
         """
         self._device = set_up_device(settings.device, settings.threads, f"{name}.device")
         sizes = settings.parallelism.model_dump()
-        self._mesh = join_mesh(sizes, meeting, self._device, start_timeout_s=start_timeout_s)
+        self._mesh = join_mesh(sizes, rendezvous, self._device, start_timeout_s=start_timeout_s)
         self._groups = dict[int, RolloutGroup]()
         world = self._mesh.world
         self._store = CheckpointStore(checkpoints, keep, world.rank, world.size, self._mesh.exchange)

@@ -16,6 +16,7 @@ from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.algorithms.kl import penalty
 from llamarl.checkpoint.store import CRITIC
 from llamarl.config import ConfigError, RunConfig, build
+from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.executors.learner import Learner
 from llamarl.executors.replies import ControllerState, Probe, Published
 from llamarl.models.hf import open_model
@@ -42,9 +43,13 @@ class TrainerExecutor(Learner):
         "commit": "checkpoint",
     }
 
-    def __init__(self, config: RunConfig, checkpoint_folder: str, resume: bool, meeting: str = "") -> None:
+    def __init__(
+        self, config: RunConfig, checkpoint_folder: str, resume: bool, rendezvous: Rendezvous | None = None
+    ) -> None:
         settings, folder = config.trainer, Path(checkpoint_folder)
-        super().__init__("trainer", settings, folder, config.checkpoint.keep, meeting, config.cluster.start_timeout_s)
+        super().__init__(
+            "trainer", settings, folder, config.checkpoint.keep, rendezvous, config.cluster.start_timeout_s
+        )
         torch.manual_seed(config.seed)
         model, weights = open_model(config.model.path)
         if settings.lora:

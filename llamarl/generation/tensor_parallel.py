@@ -1,7 +1,7 @@
 """Several ranks that generate as one: each holds a part of the model and runs the same engine, in lockstep.
 
     rank 0   TensorParallelEngine.submit, step, ...  -- (method, argument) -->  Follower.follow   other ranks
-                                                     <-- report, failure -----
+                                                     <-- report --------------
 
 Rank 0 owns the calls and tells the others of each before the next forward. So all engines see the same requests, aborts
 and weights in the same order, schedule alike, and, as gathered logits are the same bits everywhere, sample alike. With
@@ -15,39 +15,35 @@ Shape suffixes: R ranks, N packed tokens, V vocabulary.
 
 from __future__ import annotations
 
-import time
-import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from llamarl.distributed.groups import RankGroup, RanksLost
+from llamarl.distributed.links import RanksLost
+from llamarl.distributed.mesh import Axis, RankMesh
 from llamarl.generation.backend import EngineStats
 from llamarl.generation.engine import Engine
 from llamarl.types import GenerationRequest, Rollout
-
-LAST_WORDS_S = 2.0
-"""When ranks are lost, rank 0 waits for so long to hear why."""
 
 
 class ModelRanks:
     """The collectives of one forward; the `TensorParallel` of `llamarl/generation/model.py`."""
 
-    def __init__(self, group: RankGroup) -> None:
-        self._group = group
-        self.size, self.rank = group.size, group.rank
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self.size, self.rank = axis.size, axis.rank
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks; may overwrite `x`."""
-        return self._group.all_reduce(x, "add up hidden states")
+        return self._axis.sum(x.contiguous())
 
     def all_gather_vocab(self, logits_N_V: Tensor) -> Tensor:
         """The ranks' parts of the vocabulary side by side, [N, V]."""
-        parts_R_N_V = self._group.all_gather(logits_N_V, "gather logits")
+        parts_R_N_V = self._axis.gather(logits_N_V).unflatten(0, (self.size, -1))
         return parts_R_N_V.transpose(0, 1).flatten(1)
 
 
@@ -77,14 +73,13 @@ class _Steps:
 class TensorParallelEngine:
     """A `GenerationBackend` on rank 0. When it raises `RanksLost`, the ranks must be started anew."""
 
-    def __init__(self, engine: Engine, group: RankGroup) -> None:
-        assert group.rank == 0, "other ranks follow"
+    def __init__(self, engine: Engine, mesh: RankMesh) -> None:
+        assert mesh.links is not None, "it has other ranks"
+        assert mesh.world.rank == 0, "they follow"
         self.keyed_sampling = engine.keyed_sampling
-        self._engine, self._group, self._steps = engine, group, _Steps(engine)
+        self._engine, self._mesh, self._links, self._steps = engine, mesh, mesh.links, _Steps(engine)
         self._reports = dict[int, dict[int, Any]]()
         """Version -> rank -> outcome."""
-        self._lost = dict[int, str]()
-        """Rank -> cause; empty when it failed because others did."""
 
     @property
     def has_work(self) -> bool:
@@ -96,8 +91,8 @@ class TensorParallelEngine:
         self._tell("submit", requests)
 
     def step(self) -> list[Rollout]:
-        with self._in_step():
-            self._tell("step", self._steps.done())
+        with self._mesh.together():
+            self._send("step", self._steps.done())
             return self._steps.step()
 
     def abort(self, group_ids: Iterable[int]) -> list[Rollout]:
@@ -112,13 +107,9 @@ class TensorParallelEngine:
         self._reports = {other: outcomes for other, outcomes in self._reports.items() if other > version}
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        with self._in_step():
-            self._tell("score", list(sequences))
-            try:
-                return self._engine.score(sequences)
-            except ValueError as error:  # every rank refuses alike, before any forward
-                refusal = error
-        raise refusal
+        with self._mesh.together(ValueError):  # every rank refuses alike, before any forward
+            self._send("score", list(sequences))
+            return self._engine.score(sequences)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -129,69 +120,40 @@ class TensorParallelEngine:
 
     def reports(self, version: int, wait_s: float = 0.0) -> list[Any] | None:
         """What each rank has reported of a version; None while some have not. Waits for each at most so long."""
-        with self._in_step():
-            for rank in range(1, self._group.size):
-                while self._group.poll(rank, 0.0 if rank in self._reports.get(version, {}) else wait_s):
-                    self._hear(rank)
+        with self._mesh.together():
+            for rank in range(1, self._links.size):
+                while self._links.poll(rank, 0.0 if rank in self._reports.get(version, {}) else wait_s):
+                    reported, outcome = self._links.receive(rank, "report")
+                    self._reports.setdefault(reported, {})[rank] = outcome
         outcomes = self._reports.get(version, {})
-        return [outcomes[rank] for rank in range(self._group.size)] if len(outcomes) == self._group.size else None
+        return [outcomes[rank] for rank in range(self._links.size)] if len(outcomes) == self._links.size else None
 
     def close(self) -> None:
         """Ends all ranks' engines; the last call."""
         with suppress(RanksLost):
-            self._tell("stop", None)
-        self._group.close()
+            self._send("stop", None)
+        self._mesh.close()
 
     def _tell(self, method: str, argument: Any) -> None:
-        try:
-            for rank in range(1, self._group.size):
-                self._group.send(rank, (method, argument))
-        except RanksLost as error:
-            raise self._cause(error) from error
+        with self._mesh.together():
+            self._send(method, argument)
 
-    @contextmanager
-    def _in_step(self) -> Iterator[None]:
-        """Work that needs all ranks; whatever ends it on this one ends it on the others, and the other way around."""
-        try:
-            yield
-        except RanksLost as error:
-            raise self._cause(error) from error
-        except BaseException:
-            self._group.close()
-            raise
-
-    def _hear(self, rank: int) -> None:
-        try:
-            kind, *content = self._group.receive(rank, "report")
-        except RanksLost:
-            self._lost.setdefault(rank, f"rank {rank} is gone")
-            raise
-        if kind == "failed":
-            self._lost[rank] = f"rank {rank} failed: {content[0]}" if content[0] else ""
-            raise RanksLost(f"rank {rank} failed")
-        version, outcome = content
-        self._reports.setdefault(version, {})[rank] = outcome
-
-    def _cause(self, consequence: RanksLost) -> RanksLost:
-        """Why ranks were lost; one that has only lost others does not know."""
-        deadline_s = time.monotonic() + LAST_WORDS_S
-        for rank in range(1, self._group.size):
-            with suppress(RanksLost):
-                while rank not in self._lost and self._group.poll(rank, max(0.0, deadline_s - time.monotonic())):
-                    self._hear(rank)
-        self._group.close()
-        return RanksLost("; ".join(filter(None, self._lost.values())) or str(consequence))
+    def _send(self, method: str, argument: Any) -> None:
+        for rank in range(1, self._links.size):
+            self._links.send(rank, (method, argument))
 
 
 class Follower:
     """A rank other than 0; runs what rank 0 tells it."""
 
-    def __init__(self, engine: Engine, group: RankGroup, use: Callable[[int], None]) -> None:
+    def __init__(self, engine: Engine, mesh: RankMesh, use: Callable[[int], None]) -> None:
         """
         Args:
             use: points this rank's model to its part of a version that it has reported.
         """
-        self._engine, self._group, self._use, self._steps = engine, group, use, _Steps(engine)
+        assert mesh.links is not None, "rank 0 is another process"
+        self._engine, self._mesh, self._links = engine, mesh, mesh.links
+        self._use, self._steps = use, _Steps(engine)
         self.stopped = False
         """Rank 0 has closed."""
 
@@ -205,32 +167,27 @@ class Follower:
             OutOfStep: the engines no longer do the same.
         """
         method = ""
-        while not self.stopped and method != "step" and self._group.poll(0, 0.0 if method else wait_s):
-            method, argument = self._group.receive(0, "go on")
-            try:
+        with self._mesh.together():
+            while not self.stopped and method != "step" and self._links.poll(0, 0.0 if method else wait_s):
+                method, argument = self._links.receive(0, "go on")
                 self._do(method, argument)
-            except BaseException as error:
-                with suppress(RanksLost):
-                    self._group.send(0, ("failed", "" if isinstance(error, RanksLost) else traceback.format_exc()))
-                self._group.close()
-                raise
         return bool(method)
 
     def report(self, version: int, outcome: Any) -> None:
         """As `TensorParallelEngine.report`."""
-        self._group.send(0, ("report", version, outcome))
+        self._links.send(0, (version, outcome))
 
     def close(self) -> None:
         """Ends it; rank 0 fails when it goes on."""
         self.stopped = True
-        self._group.close()
+        self._mesh.close()
 
     def _do(self, method: str, argument: Any) -> None:
         engine = self._engine
         match method:
             case "step":
                 if argument != (done := self._steps.done()):
-                    raise OutOfStep(f"rank 0 has done {argument}, rank {self._group.rank} {done}")
+                    raise OutOfStep(f"rank 0 has done {argument}, rank {self._links.rank} {done}")
                 self._steps.step()
             case "submit":
                 engine.submit(argument)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, RemoteErr
 from llamarl.config import ConfigError, build
 from llamarl.config.schema import CriticConfig, GeneratorConfig, ReferenceConfig, RewardModelConfig, RunConfig
 from llamarl.config.trainer import LoraConfig
+from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
 from llamarl.generation.vllm_server import VllmSettings
 
 VLLM_START_SHARE = 0.8
@@ -42,22 +41,23 @@ def models_in_use(config: RunConfig) -> dict[str, ReferenceConfig | CriticConfig
     return found
 
 
-def model_specs(config: RunConfig, checkpoints: Path, meeting: str) -> list[ExecutorSpec]:
+def model_specs(
+    config: RunConfig, checkpoints: Path, rendezvous: Callable[[int], Rendezvous | None]
+) -> list[ExecutorSpec]:
     """One executor for each of `models_in_use`.
 
     Args:
         checkpoints: the run's.
-        meeting: where the critic's ranks meet.
+        rendezvous: of an executor with so many ranks.
     """
     targets = {
         "reward-model": "reward_model:RewardModelExecutor",
         "reference": "reference:ReferenceExecutor",
         "critic": "critic:CriticExecutor",
     }
-    num_ranks = config.critic.parallelism.num_ranks
-    options: dict[str, dict[str, Any]] = {
-        "critic": {"num_ranks": num_ranks, "checkpoint_folder": str(checkpoints), "meeting": meeting}
-    }
+    num_ranks, options = config.critic.parallelism.num_ranks, dict[str, dict[str, Any]]()
+    meets = rendezvous(num_ranks)
+    options["critic"] = {"num_ranks": num_ranks, "checkpoint_folder": str(checkpoints), "rendezvous": meets}
     return [
         executor_spec(name, targets[name], settings.threads, config=config, **options.get(name, {}))
         for name, settings in models_in_use(config).items()
@@ -65,7 +65,7 @@ def model_specs(config: RunConfig, checkpoints: Path, meeting: str) -> list[Exec
 
 
 class GeneratorSpecs:
-    """Generators of one run: numbered, and each with a place of its own where its ranks meet."""
+    """Generators of one run: numbered, and each with a rendezvous of its own for its ranks."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class GeneratorSpecs:
         delta: bool,
         vllm: VllmSettings | None,
         lora: LoraConfig | None,
-        folder: Path,
+        stores: ExitStack,
     ) -> None:
         self._model_path = model_path
         self._config = config
         self._delta = delta
         self._vllm = vllm
         self._lora = lora
-        self._folder = folder
+        self._stores = stores
 
     def __call__(self, number: int) -> ExecutorSpec:
         name, vllm = f"generator-{number}", self._vllm
@@ -91,12 +91,12 @@ class GeneratorSpecs:
         return executor_spec(
             name, "generator:GeneratorExecutor", self._config.threads, self._config.tensor_parallel,
             model_path=self._model_path, config=self._config, delta=self._delta, vllm=vllm,
-            lora=self._lora, meeting=self.meeting(name),
+            lora=self._lora, rendezvous=self.rendezvous(self._config.tensor_parallel),
         )  # fmt: skip
 
-    def meeting(self, name: str) -> str:
-        """A file that does not exist yet, where ranks of an executor can meet."""
-        return str(self._folder / f"{name}-{secrets.token_hex(4)}")
+    def rendezvous(self, num_ranks: int) -> Rendezvous | None:
+        """A new one for ranks of an executor; None: one rank has nobody to meet."""
+        return self._stores.enter_context(closing(RendezvousStore())).rendezvous if num_ranks > 1 else None
 
 
 @contextmanager
@@ -108,9 +108,9 @@ def generator_specs(
     vllm: VllmSettings | None = None,
     lora: LoraConfig | None = None,
 ) -> Iterator[GeneratorSpecs]:
-    """Their meeting places lie in a folder that only this user may enter, as long as the context lasts."""
-    with tempfile.TemporaryDirectory(prefix="llamarl-") as folder:
-        yield GeneratorSpecs(model_path, config, delta, vllm, lora, Path(folder))
+    """Ranks can meet as long as the context lasts."""
+    with ExitStack() as stores:
+        yield GeneratorSpecs(model_path, config, delta, vllm, lora, stores)
 
 
 def vllm_settings(config: RunConfig, logs: Path) -> VllmSettings | None:

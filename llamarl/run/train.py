@@ -154,11 +154,12 @@ class _Run:
         config, timeout_s = self._config, self._config.cluster.start_timeout_s
         specs = [
             executor_spec("trainer", "trainer:TrainerExecutor", config.trainer.threads,
-                          config.trainer.parallelism.num_ranks, config=config, meeting=generator.meeting("trainer"),
+                          (num_ranks := config.trainer.parallelism.num_ranks), config=config,
+                          rendezvous=generator.rendezvous(num_ranks),
                           checkpoint_folder=str(self._folder.checkpoints), resume=self._resume),
             executor_spec("reward", "reward:RewardExecutor", 1, model_path=config.model.path, config=config.reward),
         ]  # fmt: skip
-        specs += (models := model_specs(config, self._folder.checkpoints, generator.meeting("critic")))
+        specs += (models := model_specs(config, self._folder.checkpoints, generator.rendezvous))
         specs += map(generator, range(config.generator.replicas))
         trainer, reward, *others = await spawn_all(cluster, specs, timeout_s)
         return Executors(

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llamarl.distributed.groups import process_group
-
 MAX_MESSAGE_BYTES = 1 << 20
 
 
@@ -25,7 +23,20 @@ def form_group(connection: Connection, rank: int, host: str, device: torch.devic
 
     Both ends call this. Raises RuntimeError.
     """
-    return process_group(_PairStore(connection, timeout_s), rank, 2, device, host, timeout_s)
+    return _process_group(_PairStore(connection, timeout_s), rank, 2, device, host, timeout_s)
+
+
+def _process_group(store: dist.Store, rank: int, size: int, device: torch.device, host: str, timeout_s: float) -> Any:
+    """gloo that listens at `host`, or NCCL on GPUs, beside all other groups. Raises RuntimeError."""
+    if device.type != "cpu":
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout_s)
+    return gloo(store, rank, size, options)
 
 
 class _PairStore(dist.Store):

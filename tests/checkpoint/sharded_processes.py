@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from checkpoint_processes import DEADLINE_S, Shards
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from llamarl.checkpoint.store import CheckpointStore
-from llamarl.distributed.groups import RankGroup
+from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.sharding.parallel_layout import Shard as Cut
 from llamarl.sharding.parallel_layout import make_box, mesh_boxes
 from llamarl.weight_sync.layout import TensorSpec
+from tests.distributed.ranks import join
 
 
-def train_and_save(connection: Connection, folder: Path, meeting: Path, rank: int, size: int) -> None:
+def train_and_save(connection: Connection, folder: Path, where: Rendezvous, rank: int, size: int) -> None:
     """FSDP2 with AdamW; sends all of it, gathered by FSDP itself. The optimizer goes on while files are written."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(f"{meeting}.torch", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=DEADLINE_S))
-    group = RankGroup(meeting, rank=rank, size=size, timeout_s=DEADLINE_S)
+    mesh = join(where, rank, {"fsdp": size}, timeout_s=DEADLINE_S)
     try:
         torch.manual_seed(5)
         model = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 7, bias=False))
-        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        fully_shard(model, mesh=mesh.shards)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         step(model, optimizer, rank)
         shards, whole = sharded(model, optimizer, size, rank)
-        store = CheckpointStore(folder, 2, rank, size, group.exchange)
+        store = CheckpointStore(folder, 2, rank, size, mesh.exchange)
         written = store.save(1, shards, {})
         step(model, optimizer, rank + 1)
         written.result(DEADLINE_S)
@@ -46,8 +40,7 @@ def train_and_save(connection: Connection, folder: Path, meeting: Path, rank: in
         assert not torch.equal(later["0.weight"], whole["0.weight"])
         connection.send({name: tensor.numpy() for name, tensor in whole.items()})
     finally:
-        group.close()
-        dist.destroy_process_group()
+        mesh.close()
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:

@@ -24,6 +24,7 @@ from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError, ShardLayout, trainer_layout
 from llamarl.weight_sync.base import Exchange
 from llamarl.weight_sync.layout import TensorSpec
+from tests.distributed.ranks import rendezvous
 
 DEADLINE_S = processes.DEADLINE_S
 PARAMETERS = {
@@ -215,11 +216,11 @@ def test_one_rank_that_cannot_write_fails_all(tmp_path: Path, monkeypatch: pytes
 
 def test_fully_sharded_ranks_save_what_they_hold_together(start, tmp_path: Path) -> None:
     """Four processes on gloo; 10 and 7 rows, which they cannot share evenly; read by one, by columns and by rows."""
-    tmp_path.chmod(0o700)
     folder = tmp_path / "checkpoints"
-    started = [start(sharded_processes.train_and_save, folder, tmp_path / "meeting", rank, 4) for rank in range(4)]
-    for _, connection in started:
-        assert connection.poll(2 * DEADLINE_S)
+    with rendezvous() as where:
+        started = [start(sharded_processes.train_and_save, folder, where, rank, 4) for rank in range(4)]
+        for _, connection in started:
+            assert connection.poll(2 * DEADLINE_S)
     whole = {name: torch.from_numpy(array) for name, array in started[0][1].recv().items()}
     checkpoint, damaged = CheckpointStore(folder, 2).load_newest()
     assert checkpoint is not None and not damaged

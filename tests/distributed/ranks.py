@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
+
+if TYPE_CHECKING:
+    from llamarl.distributed.mesh import RankMesh
 
 WAIT_S = 60.0
 
@@ -84,11 +88,18 @@ class Workers:
 
 
 @contextmanager
-def meeting() -> Iterator[Path]:
-    """A file where ranks meet; it must be gone at the end."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder) / "meeting"
-        assert os.listdir(folder) == []
+def rendezvous() -> Iterator[Rendezvous]:
+    """Where ranks meet."""
+    with closing(RendezvousStore()) as store:
+        yield store.rendezvous
+
+
+def join(where: Rendezvous, rank: int, sizes: Mapping[str, int], **options: Any) -> RankMesh:
+    """As rank `rank`, which a cluster would have put into the environment."""
+    from llamarl.distributed.mesh import CPU, join_mesh
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(math.prod(sizes.values()))}
+    return join_mesh(sizes, where, CPU, **options)
 
 
 def results(workers: Sequence[Worker]) -> list[Any]:

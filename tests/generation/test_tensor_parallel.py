@@ -19,12 +19,14 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.distributed.groups import RankGroup, RanksLost
+from llamarl.distributed.links import RanksLost
+from llamarl.distributed.mesh import RankMesh
+from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.generation.engine import Engine, kv_budget
 from llamarl.generation.model import GeneratorModel
 from llamarl.generation.tensor_parallel import Follower, ModelRanks, TensorParallelEngine
 from llamarl.models.transformer import Transformer
-from tests.distributed.ranks import Worker, Workers, meeting
+from tests.distributed.ranks import Worker, Workers, join, rendezvous
 from tests.generation.conformance import (
     CHECKS,
     GREEDY,
@@ -35,11 +37,11 @@ from tests.generation.conformance import (
 from tests.generation.references import drain, drive, run
 
 
-def build(group: RankGroup, folder: Path) -> tuple[GeneratorModel, Engine]:
+def build(mesh: RankMesh, folder: Path) -> tuple[GeneratorModel, Engine]:
     """A rank's part of the weights of version 0 in `folder`, and an engine over it."""
-    model = GeneratorModel(conformance_model().shape, "float32", "cpu", ModelRanks(group))
+    model = GeneratorModel(conformance_model().shape, "float32", "cpu", ModelRanks(mesh.tp))
     load(model, folder, 0)
-    kv_bytes = min(group.exchange(kv_budget(model, 16)))
+    kv_bytes = min(mesh.exchange(kv_budget(model, 16)))
     return model, Engine(model, max_running=16, prefill_tokens=64, kv_bytes=kv_bytes)
 
 
@@ -47,11 +49,11 @@ def load(model: GeneratorModel, folder: Path, version: int) -> None:
     model.load(torch.load(folder / f"{version}.pt"))
 
 
-def follow(path: Path, folder: Path, rank: int, size: int, mishap: str) -> str:
+def follow(where: Rendezvous, folder: Path, rank: int, size: int, mishap: str) -> str:
     """Any rank but 0, in its process; what ended it."""
-    group = RankGroup(path, rank=rank, size=size, timeout_s=30.0)
-    model, engine = build(group, folder)
-    follower = Follower(engine, group, lambda version: load(model, folder, version))
+    mesh = join(where, rank, {"tp": size}, timeout_s=30.0)
+    model, engine = build(mesh, folder)
+    follower = Follower(engine, mesh, lambda version: load(model, folder, version))
     follower.report(7, f"part {rank}")
     idle = 0
     try:
@@ -99,18 +101,18 @@ class Served:
 def serve(workers: Workers, size: int, folder: Path, mishap: str = "") -> Iterator[tuple[Served, list[Worker]]]:
     """Rank 0 is here; the last rank has the mishap."""
     torch.save(conformance_model().state_dict(), folder / "0.pt")
-    with meeting() as path, workers.take(size - 1) as others:
+    with rendezvous() as where, workers.take(size - 1) as others:
         for rank, worker in enumerate(others, start=1):
-            worker.start(follow, path, folder, rank, size, mishap if rank == size - 1 else "")
-        group = RankGroup(path, rank=0, size=size, timeout_s=30.0)
+            worker.start(follow, where, folder, rank, size, mishap if rank == size - 1 else "")
+        mesh = join(where, 0, {"tp": size}, timeout_s=30.0)
         try:
-            model, engine = build(group, folder)
+            model, engine = build(mesh, folder)
             yield (
-                Served(TensorParallelEngine(engine, group), model, folder, [worker.process.pid for worker in others]),
+                Served(TensorParallelEngine(engine, mesh), model, folder, [worker.process.pid for worker in others]),
                 others,
             )
         finally:
-            group.close()
+            mesh.close()
 
 
 @pytest.fixture(scope="module")
@@ -118,26 +120,6 @@ def workers() -> Iterator[Workers]:
     workers = Workers()
     yield workers
     workers.close()
-
-
-@pytest.fixture(scope="module")
-def two(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Two ranks that live through the whole suite."""
-    with serve(workers, 2, tmp_path_factory.mktemp("weights")) as (served, others):
-        yield served
-        served.backend.close()
-        assert others[0].result().startswith("stopped after")
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_conformance(check: Check, two: Served) -> None:
-    @contextmanager
-    def start(model: Transformer) -> Iterator[Served]:
-        two.update(model, 0)
-        yield two
-        drain(two.backend)
-
-    check(start)
 
 
 def assert_equals_one_rank(served: Served) -> None:
@@ -157,10 +139,6 @@ def assert_equals_one_rank(served: Served) -> None:
     sequences = [one.prompt_token_ids_T for one in requests[:3]]
     for found_T, expected_T in zip(served.backend.score(sequences), engine.score(sequences), strict=True):
         np.testing.assert_allclose(found_T, expected_T, atol=1e-5)
-
-
-def test_two_ranks_equal_one(two: Served) -> None:
-    assert_equals_one_rank(two)
 
 
 def test_four_ranks_equal_one(workers: Workers, tmp_path: Path) -> None:
@@ -187,20 +165,6 @@ def test_all_ranks_report_a_version(workers: Workers, tmp_path: Path) -> None:
         assert all(worker.result().startswith("stopped after") for worker in others)
 
 
-def cpu_s(pid: int | None) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def test_an_idle_rank_uses_no_core(two: Served) -> None:
-    requests = make_requests(2, GREEDY)
-    assert len(run(two.backend, requests)) == 4
-    start_s = cpu_s(two.pids[0])
-    time.sleep(1.0)
-    assert cpu_s(two.pids[0]) - start_s < 0.1
-    assert len(run(two.backend, requests)) == 4, "awake at once"
-
-
 @pytest.mark.parametrize(
     ("mishap", "cause"),
     [("die", "rank 3 is gone"), ("raise", "MemoryError: no memory left"), ("drift", "OutOfStep: rank 0 has done")],
@@ -224,5 +188,46 @@ def test_a_lost_rank_ends_all(mishap: str, cause: str, workers: Workers, tmp_pat
 def test_followers_notice_that_rank_0_is_gone(workers: Workers, tmp_path: Path) -> None:
     with serve(workers, 4, tmp_path) as (served, others):
         assert run(served.backend, make_requests(1, GREEDY))
-        served.backend._group.close()
+        served.backend._mesh.close()
         assert all("waited for rank 0 to go on, but it is gone" in worker.result() for worker in others)
+
+
+# This process can be in one mesh at a time, so those of the ranks that live on come last.
+
+
+@pytest.fixture(scope="module")
+def two(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Two ranks that live through the whole suite."""
+    with serve(workers, 2, tmp_path_factory.mktemp("weights")) as (served, others):
+        yield served
+        served.backend.close()
+        assert others[0].result().startswith("stopped after")
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_conformance(check: Check, two: Served) -> None:
+    @contextmanager
+    def start(model: Transformer) -> Iterator[Served]:
+        two.update(model, 0)
+        yield two
+        drain(two.backend)
+
+    check(start)
+
+
+def test_two_ranks_equal_one(two: Served) -> None:
+    assert_equals_one_rank(two)
+
+
+def cpu_s(pid: int | None) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_idle_rank_uses_no_core(two: Served) -> None:
+    requests = make_requests(2, GREEDY)
+    assert len(run(two.backend, requests)) == 4
+    start_s = cpu_s(two.pids[0])
+    time.sleep(1.0)
+    assert cpu_s(two.pids[0]) - start_s < 0.1
+    assert len(run(two.backend, requests)) == 4, "awake at once"

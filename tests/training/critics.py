@@ -13,13 +13,15 @@ from torch import Tensor
 from llamarl.algorithms.advantages.gae import Gae
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import ALONE, RankMesh
+from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.models.hf import new_model
 from llamarl.models.scalar import HEAD, ScalarModel
 from llamarl.models.shape import ModelShape
 from llamarl.training.critic import Critic
 from llamarl.training.result import NonFiniteStep, StepResult
 from llamarl.types import RolloutGroup
-from tests.training.layouts import Found, joined, keep_parts, load, parts, save
+from tests.distributed.ranks import join
+from tests.training.layouts import Found, keep_parts, load, parts, save
 
 
 def valued(critic: Critic, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
@@ -98,9 +100,9 @@ def learn(
     return found
 
 
-def critic_rank(meeting: Path, number: int, sizes: Mapping[str, int], *arguments: Any) -> Found:
+def critic_rank(where: Rendezvous, number: int, sizes: Mapping[str, int], *arguments: Any) -> Found:
     """`learn` in a process of its own."""
-    mesh = joined(meeting, number, sizes)
+    mesh = join(where, number, sizes)
     try:
         return learn(mesh, *arguments)
     finally:

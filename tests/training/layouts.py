@@ -21,8 +21,9 @@ from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import ConfigError
 from llamarl.config.trainer import LoraConfig, TrainerConfig
-from llamarl.distributed.groups import CPU, RanksLost
-from llamarl.distributed.mesh import ALONE, AXES, RankMesh, join_mesh
+from llamarl.distributed.links import RanksLost
+from llamarl.distributed.mesh import ALONE, CPU, RankMesh
+from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.models import hf
 from llamarl.models.hf import load_model, new_model, open_model
 from llamarl.models.lora import B, add_adapters
@@ -38,6 +39,7 @@ from llamarl.training.result import NonFiniteStep
 from llamarl.training.state import load_training_state, training_state
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
+from tests.distributed.ranks import join
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 24,
@@ -159,9 +161,9 @@ def save(trainer: Trainer | Critic, checkpoints: Path) -> dict[str, Any]:
     return parts(trainer)
 
 
-def rank(meeting: Path, number: int, sizes: Mapping[str, int], *arguments: Any) -> Found:
+def rank(where: Rendezvous, number: int, sizes: Mapping[str, int], *arguments: Any) -> Found:
     """`train` in a process of its own."""
-    mesh = joined(meeting, number, sizes)
+    mesh = join(where, number, sizes)
     try:
         return train(mesh, *arguments)
     finally:
@@ -169,7 +171,7 @@ def rank(meeting: Path, number: int, sizes: Mapping[str, int], *arguments: Any) 
 
 
 def preflight(
-    meeting: Path,
+    where: Rendezvous,
     number: int,
     sizes: Mapping[str, int],
     shape: Mapping[str, Any],
@@ -178,7 +180,7 @@ def preflight(
     of: str = "trainer",
 ) -> str:
     """What the preflight says, or is refused with, when part of the layout is broken."""
-    mesh = joined(meeting, number, sizes)
+    mesh = join(where, number, sizes)
     names = {"block": "BLOCKS", "norm": "sharded_dim", "tied": "EMBEDDING"}
     others = {
         "block": ("self_attn",),
@@ -200,7 +202,7 @@ def preflight(
 
 
 def half_of_head(
-    meeting: Path,
+    where: Rendezvous,
     number: int,
     sizes: Mapping[str, int],
     hidden_R_D: Tensor,
@@ -209,7 +211,7 @@ def half_of_head(
     weights_R: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, and one of two ranks' gradients of hidden states and of its half of the head, by chunks of 4 rows."""
-    mesh, tile_logits = joined(meeting, number, sizes), logprobs.TILE_LOGITS
+    mesh, tile_logits = join(where, number, sizes), logprobs.TILE_LOGITS
     own_V_D = head_V_D.chunk(2)[number].clone().requires_grad_()
     hidden_R_D.requires_grad_()
     logprobs.TILE_LOGITS = 4 * len(own_V_D)
@@ -246,10 +248,10 @@ def ready() -> None:
 
 
 def failing(
-    meeting: Path, number: int, sizes: Mapping[str, int], groups: list[RolloutGroup], how: str
+    where: Rendezvous, number: int, sizes: Mapping[str, int], groups: list[RolloutGroup], how: str
 ) -> tuple[str, float, bool]:
     """How and when a step ends for which the last rank fails, and whether this one may wait for ever."""
-    mesh = joined(meeting, number, sizes, timeout_s=LIMIT_S if how in ("stop", "hang") else 50.0)
+    mesh = join(where, number, sizes, timeout_s=LIMIT_S if how in ("stop", "hang") else 50.0)
     is_lost = False
     try:
         with mesh.together():
@@ -280,7 +282,7 @@ class Loaded:
 
 
 def loaded(
-    meeting: Path,
+    where: Rendezvous,
     number: int,
     sizes: Mapping[str, int],
     folder: Path,
@@ -288,7 +290,7 @@ def loaded(
     config: TrainerConfig,
 ) -> list[Loaded]:
     """When it reads its own parts, and when it reads all and drops the rest."""
-    mesh, part_of, found, num_bytes = joined(meeting, number, sizes), hf._part, list[Loaded](), 0
+    mesh, part_of, found, num_bytes = join(where, number, sizes), hf._part, list[Loaded](), 0
 
     def counted(path: Path, name: str, box: Box) -> Tensor:
         nonlocal num_bytes
@@ -317,9 +319,9 @@ def loaded(
     return found
 
 
-def critic_loaded(meeting: Path, number: int, sizes: Mapping[str, int], folder: Path) -> list[dict[str, Any]]:
+def critic_loaded(where: Rendezvous, number: int, sizes: Mapping[str, int], folder: Path) -> list[dict[str, Any]]:
     """What a critic has that reads its own parts of a policy, and one that reads all; it has a head of zeros."""
-    mesh = joined(meeting, number, sizes)
+    mesh = join(where, number, sizes)
     try:
         whole = load_scalar_model(folder, torch.float32, CPU, new_head=True)
         model, weights = open_scalar_model(folder, new_head=True)
@@ -329,12 +331,6 @@ def critic_loaded(meeting: Path, number: int, sizes: Mapping[str, int], folder: 
         ]
     finally:
         mesh.close()
-
-
-def joined(meeting: Path, number: int, sizes: Mapping[str, int], timeout_s: float = 30.0) -> RankMesh:
-    whole = dict.fromkeys(AXES, 1) | dict(sizes)
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(np.prod(list(whole.values())))}
-    return join_mesh(whole, str(meeting), CPU, start_timeout_s=60.0, timeout_s=timeout_s)
 
 
 def alone(*arguments: Any) -> Found:

@@ -19,7 +19,7 @@ from llamarl.config.trainer import LoraConfig, TrainerConfig
 from llamarl.models.hf import new_model, save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
-from tests.distributed.ranks import Workers, results
+from tests.distributed.ranks import Workers, rendezvous, results
 from tests.training.critics import critic_alone, critic_rank
 from tests.training.layouts import (
     LIMIT_S,
@@ -54,13 +54,11 @@ def workers() -> Iterator[Workers]:
 
 
 @pytest.fixture
-def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory):
+def run(workers: Workers):
     def run(sizes: dict[str, int], *arguments: Any, function: Callable[..., Any] = rank) -> list[Any]:
-        folder = tmp_path_factory.mktemp("meeting")
-        folder.chmod(0o700)
-        with workers.take(int(np.prod(list(sizes.values())))) as ranks:
+        with rendezvous() as where, workers.take(int(np.prod(list(sizes.values())))) as ranks:
             for number, worker in enumerate(ranks):
-                worker.start(function, folder / "meeting", number, sizes, *arguments)
+                worker.start(function, where, number, sizes, *arguments)
             found = results(ranks)
         for one in found:
             if isinstance(one, Exception):
@@ -319,21 +317,27 @@ FAULTS = [
     ("hang", {"fsdp": 2, "tp": 2}), ("stop", {"fsdp": 3}), ("kill", {"fsdp": 2}),
 ]  # fmt: skip
 
+CAUSES = {
+    "raise": "failed: ZeroDivisionError: no luck, in token_losses (layouts.py:",
+    "hang": "was in token_losses (layouts.py:",
+    "stop": "says nothing; ",
+    "kill": "is gone",
+}
+
 
 @pytest.mark.parametrize(("how", "sizes"), FAULTS, ids=lambda value: value if isinstance(value, str) else str(value))
-def test_what_ends_one_rank_ends_all(workers: Workers, make_groups, tmp_path: Path, how: str, sizes: dict) -> None:
-    """At once, in whatever collective the others wait, with what that rank says, or that it says nothing.
+def test_what_ends_one_rank_ends_all(workers: Workers, make_groups, how: str, sizes: dict) -> None:
+    """At once, in whatever collective the others wait, with what that rank says, or that it says nothing or is gone.
 
     Of one that does not move any more only the time limit of collectives tells.
     """
-    tmp_path.chmod(0o700)
-    with workers.take(int(np.prod(list(sizes.values())))) as ranks:
+    with rendezvous() as where, workers.take(int(np.prod(list(sizes.values())))) as ranks:
         groups, last = make_groups(((5, 1, 9), (3, 3), (4, 2))), len(ranks) - 1
         for worker in ranks:
             worker.start(ready)
         results(ranks)
         for number, worker in enumerate(ranks):
-            worker.start(failing, tmp_path / "meeting", number, sizes, groups, how)
+            worker.start(failing, where, number, sizes, groups, how)
         if how == "raise":
             own, failed_s, _ = ranks.pop().result()
             assert own == "ZeroDivisionError: no luck"
@@ -346,13 +350,9 @@ def test_what_ends_one_rank_ends_all(workers: Workers, make_groups, tmp_path: Pa
             ranks[-1].kill()
     for said, end_s, is_lost in found:
         assert is_lost == (how != "raise")
+        assert f"rank {last} {CAUSES[how]}" in said
         if how == "raise":
-            cause = f"RanksLost: rank {last} failed: ZeroDivisionError: no luck, in token_losses (layouts.py:"
-            assert said.startswith(cause) and ", from __call__ (_base.py:" in said
-        elif how == "hang":
-            assert f"rank {last} was in token_losses (layouts.py:" in said
-        else:
-            assert f"rank {last} says nothing; " in said
+            assert said.startswith(f"RanksLost: rank {last} ") and ", from __call__ (_base.py:" in said
         if how in ("stop", "hang"):
             assert f"Timed out waiting {LIMIT_S * 1000:.0f}ms" in said and " waited in " in said
         else:

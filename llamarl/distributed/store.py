@@ -1,0 +1,53 @@
+"""`TorchStore`: a rank's connection to the rendezvous store, as torch's process groups ask it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from llamarl.distributed.rendezvous import ANSWER_S, Rendezvous
+
+
+class TorchStore(dist.Store):
+    """Keep it as long as the groups that were made with it: they come back to it."""
+
+    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        """`timeout_s` is how long to wait for a value at most. Raises what is in `BROKEN`."""
+        super().__init__()
+        self._connection, self._timeout_s = rendezvous.connect(), timeout_s
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._call("set", key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._values([key], self._timeout_s)[0]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._values(keys, min(self._timeout_s, timeout.total_seconds() if timeout else self._timeout_s))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return None not in self._call("wait", list(keys), 0.0)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _values(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        values = self._call("wait", list(keys), timeout_s, wait_s=timeout_s)
+        if None in values:
+            raise dist.DistStoreError(f"no rank has set {keys[values.index(None)]!r} in {timeout_s:g} s")
+        return values
+
+    def _call(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
+        with self._lock:
+            self._connection.send((method, *arguments))
+            if not self._connection.poll(wait_s + ANSWER_S):
+                raise TimeoutError(f"the store did not answer `{method}` in {wait_s + ANSWER_S:g} s")
+            return self._connection.recv()

@@ -1,0 +1,164 @@
+"""Ranks meet, compute together, and notice in time that one is missing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from multiprocessing import AuthenticationError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llamarl.distributed.links import RanksLost, connect
+from llamarl.distributed.rendezvous import Rendezvous
+from llamarl.distributed.store import TorchStore
+from tests.distributed.ranks import Workers, join, rendezvous, results
+
+NOTICE_S = 5.0
+"""A loss is an error within so many seconds; much less on an idle machine."""
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    workers = Workers()
+    yield workers
+    workers.close()
+
+
+def compute(where: Rendezvous, rank: int, size: int) -> dict[str, Any]:
+    mesh = join(where, rank, {"tp": size}, timeout_s=20.0)
+    x = torch.randn(3000, generator=torch.Generator().manual_seed(rank))
+    with mesh.together():
+        found = {
+            "exchanged": mesh.exchange({"rank": rank}),
+            "sum": mesh.tp.sum(x.clone()),
+            "gathered": mesh.tp.gather(torch.tensor([[rank, 7]])),
+            "listens": listening_addresses(),
+        }
+    mesh.close()
+    mesh.close()
+    return found
+
+
+def listening_addresses() -> set[str]:
+    """IPv4 and IPv6 addresses where this process listens, in the kernel's hexadecimal digits."""
+    inodes = {target[8:-1] for fd in os.listdir("/proc/self/fd") if (target := link_of(fd)).startswith("socket:[")}
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().split("\n")[1:]
+    ]
+    return {line[1].split(":")[0] for line in lines if line and line[3] == "0A" and line[9] in inodes}
+
+
+def link_of(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:  # the descriptor of the listing itself
+        return ""
+
+
+def test_three_ranks_compute_together(workers: Workers) -> None:
+    with rendezvous() as where, workers.take(3) as ranks:
+        for rank, worker in enumerate(ranks):
+            worker.start(compute, where, rank, 3)
+        found = results(ranks)
+    parts = [torch.randn(3000, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    for one in found:
+        assert not isinstance(one, Exception), one
+        assert one["exchanged"] == [{"rank": rank} for rank in range(3)]
+        torch.testing.assert_close(one["sum"], sum(parts), atol=1e-6, rtol=0)
+        assert torch.equal(one["sum"], found[0]["sum"]), "the same bits everywhere"
+        assert one["gathered"].tolist() == [[0, 7], [1, 7], [2, 7]]
+        assert one["listens"] <= {"0100007F"}, "nobody outside this machine can connect"
+
+
+def lose(where: Rendezvous, rank: int, size: int, how: str, wait: str) -> tuple[str, float]:
+    """The last rank leaves the others alone in a second collective or exchange; what they notice and when."""
+    mesh = join(where, rank, {"tp": size}, timeout_s=1.5 if how == "hang" else 30.0)
+    mesh.tp.sum(torch.ones(1000))
+    start_s = time.monotonic()
+    try:
+        with mesh.together():
+            if rank == size - 1:
+                lose_one(how)
+            elif wait == "collective":
+                mesh.tp.sum(torch.ones(1000))
+            else:
+                mesh.exchange(rank)
+    except (RanksLost, ArithmeticError) as error:
+        return str(error), time.monotonic() - start_s
+    finally:
+        mesh.close()
+    return "nothing", 0.0
+
+
+def lose_one(how: str) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "raise":
+        raise ArithmeticError("no luck")
+    time.sleep(4.0)
+
+
+@pytest.mark.parametrize("wait", ["collective", "exchange"])
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("kill", "rank 2 is gone"),
+        ("raise", "rank 2 failed: ArithmeticError: no luck, in lose_one (test_mesh.py:"),
+        ("hang", "rank 2 was in lose_one (test_mesh.py:"),
+    ],
+)
+def test_a_lost_rank_is_noticed(workers: Workers, how: str, cause: str, wait: str) -> None:
+    with rendezvous() as where, workers.take(3) as ranks:
+        for rank, worker in enumerate(ranks):
+            worker.start(lose, where, rank, 3, how, wait)
+        found = results(ranks[:2])
+        if how == "kill":
+            with pytest.raises(EOFError):
+                ranks[2].result()
+            ranks[2].process.join(NOTICE_S)
+        else:
+            assert ranks[2].result()[0].startswith("no luck" if how == "raise" else "rank 2 was in ")
+    for message, after_s in found:
+        assert message.startswith(cause)
+        assert after_s < NOTICE_S
+        if how == "hang":
+            assert "; rank 0 waited in " in message
+
+
+def meet(where: Rendezvous, rank: int, size: int, start_timeout_s: float) -> str:
+    try:
+        join(where, rank, {"tp": size}, start_timeout_s=start_timeout_s).close()
+    except RanksLost as error:
+        return str(error)
+    return "met"
+
+
+def test_a_rank_that_never_comes(workers: Workers) -> None:
+    with rendezvous() as where, workers.take(2) as ranks:
+        for rank, worker in enumerate(ranks):
+            worker.start(meet, where, rank, 3, 2.0)
+        found = results(ranks)
+    for rank, message in enumerate(found):
+        assert message.startswith(f"rank {rank} did not meet all 3 ranks in 2 s: ")
+
+
+def test_a_stranger_is_turned_away(workers: Workers) -> None:
+    """By the store and by rank 0, who go on to wait for those that know the secret."""
+    with rendezvous() as where, workers.take(2) as ranks:
+        ranks[0].start(meet, where, 0, 2, 30.0)
+        store = TorchStore(where, 20.0)
+        for address in (where.address, store.get("rank 0").decode()):
+            host, port = address.split(":")
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(b"\0\0\0\x04none")
+            with pytest.raises(AuthenticationError):
+                connect(address, "guessed", 5.0)
+        store.close()
+        ranks[1].start(meet, where, 1, 2, 30.0)
+        assert results(ranks) == ["met", "met"]
