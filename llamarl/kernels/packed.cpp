@@ -17,7 +17,7 @@
 #endif
 #include "rows.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && !defined(LLAMARL_EMULATED)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && !defined(LLAMARL_EMULATED)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -111,7 +111,7 @@ struct Avx512 {
     static void end() {}
 };
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t bytes_per_row[16] = {};
@@ -351,7 +351,7 @@ LLAMARL_LINEAR_BFLOAT16(avx512_bfloat16, Avx512)
 void pack_int8(const int8_t* w, int64_t n, int64_t k, char* out) { pack_w<Int8>(w, n, k, out, 0x80808080); }
 LLAMARL_LINEAR_INT8(avx512_int8, Avx512)
 #endif
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 LLAMARL_LINEAR_BFLOAT16(amx_bfloat16, Amx)
 LLAMARL_LINEAR_INT8(amx_int8, Amx)
 
