@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from llamarl.rewards._base import Reward, invalid, right, wrong
 from llamarl.rewards._math_text import quick_verdict, tidy
-from llamarl.rewards._pool import Failure, FailureKind, WorkerPool
 from llamarl.rewards._text import after_hashes, last_box
+from llamarl.sandbox.pool import Failure, WorkerPool
+from llamarl.sandbox.pool_server import FailureKind
 from llamarl.types import RewardItem, RewardResult
 
 _CACHE_SIZE = 16384

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from llamarl.config import ConfigError
 from llamarl.rewards._base import Reward, invalid, right, wrong
-from llamarl.rewards._pool import Failure, WorkerPool
+from llamarl.sandbox.pool import Failure, WorkerPool
 from llamarl.types import RewardItem, RewardResult
 
 

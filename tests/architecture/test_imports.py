@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.architecture.repository import PACKAGE, ROOT, imports, module_of, name_of, python_files, tree
 
-TORCH_FREE = ("types", "config", "observability", "rewards", "forecast", "sharding", "recipes", "cli")
+TORCH_FREE = ("types", "config", "observability", "rewards", "forecast", "sandbox", "sharding", "recipes", "cli")
 """A `--help`, a config error or a plan answers at once."""
 MONARCH_FILE = "llamarl/cluster/monarch.py"
 ONE_FILE_EACH = ("monarch", "vllm", "wandb", "tensorboard")
@@ -19,7 +19,7 @@ CATCHES_EVERYTHING = {
     "llamarl/cluster/host.py": "whatever an executor raises becomes a reply",
     "llamarl/cluster/monarch.py": "a broken mesh may refuse to stop; its processes are killed next",
     "llamarl/cluster/payload.py": "what cannot be pickled becomes text",
-    "llamarl/rewards/_pool_server.py": "whatever a grader raises is an answer about that item",
+    "llamarl/sandbox/pool_server.py": "whatever a grader raises is an answer about that item",
 }
 """Supervision and sandboxes."""
 OWN_HOMES = (("architecture",), ("end_to_end",), ("examples",))

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from llamarl.config import ConfigError
-from llamarl.rewards._pool import Failure, FailureKind, WorkerPool
-from tests.rewards.conftest import alive, children, until
+from llamarl.sandbox.pool import Failure, WorkerPool
+from llamarl.sandbox.pool_server import FailureKind
 
 
 def act(job: list[Any]) -> Any:
@@ -51,10 +51,35 @@ _VERBS: dict[str, Callable[[Any], Any]] = {
     "raise": _raise,
     "memory": lambda num_bytes: len(bytearray(num_bytes)),
     "exit": os._exit,
+    "parricide": lambda _: os.kill(os.getppid(), signal.SIGKILL) or time.sleep(60),
+    "closed": lambda _: os.closerange(3, 256) or _spin(0),
     "environment": lambda _: dict(os.environ),
 }
 
-FUNCTION = "tests.rewards.test_pool:act"
+FUNCTION = "tests.sandbox.test_pool:act"
+
+
+def alive(pid: int) -> bool:
+    """False for zombies too: they run nothing."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+        os.sched_yield()
+        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -72,7 +97,7 @@ def test_results_in_order_and_any_json(pool: WorkerPool) -> None:
     items = [["echo", value] for value in [1, None, "é\x00\ud800\n", [1.5, {"a": True}], "x" * 3_000_000, *range(200)]]
     assert pool.map(items, 30) == [argument for _, argument in items]
     assert pool.map([], 30) == []
-    assert len(pool.worker_pids()) == 2
+    assert len(children(pool.server_pid)) == 2
 
 
 def test_failures_are_values_and_the_pool_goes_on(pool: WorkerPool) -> None:
@@ -96,7 +121,7 @@ def test_waiting_costs_no_cpu_but_has_a_wall_limit() -> None:
 
 
 def test_limit_is_per_item_not_per_worker() -> None:
-    pool = WorkerPool("tests.rewards.test_pool:burn", num_workers=1, cpu_s=1, wall_s=30.0)
+    pool = WorkerPool("tests.sandbox.test_pool:burn", num_workers=1, cpu_s=1, wall_s=30.0)
     try:
         pids = pool.map([0.4] * 5, 60)
         assert len(set(pids)) == 1
@@ -123,9 +148,8 @@ def test_workers_are_recycled() -> None:
     pool = WorkerPool(FUNCTION, num_workers=1, recycle_after=3)
     try:
         pids = pool.map([["pid", 0]] * 10, 30)
-        assert [len(set(pids[start : start + 3])) for start in (0, 3, 6)] == [1, 1, 1]
-        assert len(set(pids)) == 4
-        until(lambda: not any(map(alive, pids[:9])), "recycled workers end")
+        assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 3, 1]
+        assert not any(map(alive, pids[:9]))
     finally:
         pool.close()
 
@@ -152,9 +176,21 @@ def test_killed_worker_costs_its_item_one_retry(pool: WorkerPool, tmp_path: Path
 
 def test_idle_workers_killed_between_batches(pool: WorkerPool) -> None:
     pool.map([["echo", 1]] * 10, 30)
-    for pid in pool.worker_pids():
+    for pid in children(pool.server_pid):
         os.kill(pid, signal.SIGKILL)
     assert pool.map([["echo", value] for value in range(10)], 30) == list(range(10))
+
+
+def test_idle_server_killed_between_batches(pool: WorkerPool) -> None:
+    pool.map([["echo", 1]] * 10, 30)
+    os.kill(pool.server_pid, signal.SIGKILL)
+    assert pool.map([["echo", value] for value in range(10)], 30) == list(range(10))
+
+
+def test_an_item_that_kills_servers_costs_two(pool: WorkerPool) -> None:
+    results = pool.map([["echo", 1], ["parricide", 0]], 30)
+    assert kinds(results) == [None, FailureKind.DIED]
+    assert pool.map([["echo", 2]], 30) == [2]
 
 
 def test_killed_fork_server_is_replaced(pool: WorkerPool, tmp_path: Path) -> None:
@@ -163,8 +199,7 @@ def test_killed_fork_server_is_replaced(pool: WorkerPool, tmp_path: Path) -> Non
     thread = threading.Thread(target=lambda: results.extend(pool.map([["wait", str(mark)], ["echo", 5]], 30)))
     thread.start()
     until(mark.exists, "an item starts")
-    assert pool._server is not None
-    os.kill(pool._server.pid, signal.SIGKILL)
+    os.kill(pool.server_pid, signal.SIGKILL)
     until(lambda: mark.read_text().count("\n") == 2, "the item starts again")
     until(lambda: not alive(int(mark.read_text().split()[0])), "the old worker ends, still waiting")
     mark.with_suffix(".go").touch()
@@ -176,20 +211,38 @@ def test_stopped_worker_holds_nobody_up() -> None:
     pool = WorkerPool(FUNCTION, num_workers=1, wall_s=0.5)
     try:
         pool.map([["echo", 1]], 30)
-        os.kill(pool.worker_pids()[0], signal.SIGSTOP)
+        os.kill(children(pool.server_pid)[0], signal.SIGSTOP)
         results = pool.map([["echo", "x" * 5_000_000], ["echo", 2]], 30)
         assert kinds(results) == [FailureKind.WALL, None]
     finally:
         pool.close()
 
 
+def test_stopped_server_is_replaced(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamarl.sandbox.pool._STOP_TIMEOUT_S", 0.2)
+    pool.map([["echo", 1]], 30)
+    os.kill(pool.server_pid, signal.SIGSTOP)
+    assert kinds(pool.map([["echo", 1]], 0.2)) == [FailureKind.BATCH]
+    assert pool.map([["echo", 1]], 30) == [1]
+
+
+def test_worker_that_closes_its_stream() -> None:
+    pool = WorkerPool(FUNCTION, num_workers=2, cpu_s=1, wall_s=3.0)
+    try:
+        results = pool.map([["closed", 0], ["echo", 1], ["echo", 2]], 30)
+        assert kinds(results) == [FailureKind.DIED, None, None]
+    finally:
+        pool.close()
+
+
 def test_close_ends_every_process_and_is_idempotent(pool: WorkerPool) -> None:
     pool.map([["echo", 1]] * 10, 30)
-    assert pool._server is not None
-    pids = [pool._server.pid, *pool.worker_pids()]
+    pids = [pool.server_pid, *children(pool.server_pid)]
+    assert len(pids) == 3
     pool.close()
     pool.close()
     assert not any(map(alive, pids))
+    assert pool.server_pid is None
     with pytest.raises(RuntimeError, match="closed"):
         pool.map([1], 1)
 
@@ -220,8 +273,8 @@ def test_two_threads_share_a_pool(pool: WorkerPool) -> None:
 
 _HOST = """
 import os, sys, threading
-from llamarl.rewards._pool import WorkerPool
-pool = WorkerPool("tests.rewards.test_pool:act", num_workers=2, cpu_s=60, wall_s=60.0)
+from llamarl.sandbox.pool import WorkerPool
+pool = WorkerPool("tests.sandbox.test_pool:act", num_workers=2, cpu_s=60, wall_s=60.0)
 def start():
     pool.map([["echo", 1]] * 4, 60)
 thread = threading.Thread(target=start)  # the server must outlive the thread that started it
@@ -229,7 +282,7 @@ thread.start(); thread.join()
 if os.fork() == 0:  # a forked copy holds the streams open
     os.write(1, f"{os.getpid()}\\n".encode())
     threading.Event().wait(60)
-os.write(1, f"{pool._server.pid} {' '.join(map(str, pool.worker_pids()))}\\n".encode())
+os.write(1, f"{pool.server_pid} server\\n".encode())
 pool.map([["spin", 0]] * 2, 60)
 """
 
@@ -240,10 +293,10 @@ def test_nothing_outlives_a_killed_host() -> None:
     )
     assert host.stdout is not None
     lines = sorted((host.stdout.readline().split() for _ in range(2)), key=len)
-    copy, pids = int(lines[0][0]), [int(pid) for pid in lines[1]]
+    copy, server = int(lines[0][0]), int(lines[1][0])
     try:
-        assert len(pids) == 3
-        assert set(children(pids[0])) == set(pids[1:])
+        until(lambda: len(children(server)) == 2, "workers spin")
+        pids = [server, *children(server)]
         host.kill()
         host.wait(10)
         until(lambda: not any(map(alive, pids)), "server and workers end", 10)
@@ -275,7 +328,7 @@ def test_secrets_and_signal_masks_are_not_inherited(monkeypatch: pytest.MonkeyPa
 def test_wrong_settings_and_functions() -> None:
     with pytest.raises(ConfigError, match="cpu_s = 0"):
         WorkerPool(FUNCTION, cpu_s=0)
-    pool = WorkerPool("tests.rewards.no_such_module:act")
+    pool = WorkerPool("tests.sandbox.no_such_module:act")
     with pytest.raises(RuntimeError, match="did not start"):
         pool.map([1], 5)
     pool.close()

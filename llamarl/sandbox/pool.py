@@ -1,0 +1,170 @@
+"""`WorkerPool`: a function in processes that can be killed.
+
+Limits are on the process: CPU time and memory by the kernel, wall time per item as backstop, and wall time per batch.
+No time-out by signal handler or thread: those do not end a grader that is stuck in C code or catches them. A worker
+that dies under an item costs that item one retry; a dead fork server is replaced. The process that uses the pool is
+never forked, so it may have threads. What comes back is JSON, never a pickle: a worker cannot make the pool run code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llamarl.config import ConfigError
+from llamarl.sandbox.pool_server import READY, FailureKind, Limits
+
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 5.0
+_MAX_SERVERS = 2
+"""Fork servers that one batch may cost."""
+_KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "VIRTUAL_ENV", "LLAMARL_")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """In place of a result."""
+
+    kind: FailureKind
+    reason: str
+    """Short and for people."""
+
+
+class WorkerPool:
+    """Runs `function` on items in worker processes. Starts at the first `map`; one `map` at a time, others wait."""
+
+    def __init__(
+        self,
+        function: str,
+        *,
+        num_workers: int = 2,
+        cpu_s: int = 3,
+        wall_s: float = 30.0,
+        recycle_after: int = 500,
+        memory_bytes: int = 2**30,
+        warm_up: Sequence[Any] = (),
+    ) -> None:
+        """
+        Args:
+            function: `module:name` of a function from one JSON value to another.
+            num_workers: processes that work at the same time.
+            cpu_s: CPU seconds per item, rounded up to the kernel's whole seconds.
+            wall_s: seconds per item.
+            recycle_after: answers after which a worker is replaced, which bounds leaks.
+            memory_bytes: address space per worker.
+            warm_up: items that the fork server itself runs once, so that workers begin with warm caches; trusted.
+
+        Raises:
+            ConfigError: a number that is not positive.
+        """
+        numbers = {"workers": num_workers, "cpu_s": cpu_s, "wall_s": wall_s, "recycle_after": recycle_after}
+        for option, number in numbers.items():
+            if not number > 0:
+                raise ConfigError(f"`{option} = {number}` of a grader pool must be positive")
+        limits = Limits(
+            num_workers=num_workers, cpu_s=cpu_s, wall_s=wall_s, recycle_after=recycle_after, memory_bytes=memory_bytes
+        )
+        self._options = {"function": function, "warm_up": list(warm_up), "limits": asdict(limits)}
+        self._lock = threading.Lock()
+        self._server: subprocess.Popen[bytes] | None = None
+        self._control = socket.socket()
+        self._closed = False
+
+    @property
+    def server_pid(self) -> int | None:
+        """The fork server, whose children are the workers; None before the first `map`."""
+        return self._server.pid if self._server else None
+
+    def map(self, items: Sequence[Any], batch_s: float) -> list[Any]:
+        """One result or `Failure` per item, in order, within `batch_s` seconds (the pool's first start not counted).
+
+        Raises:
+            RuntimeError: the pool is closed, or its fork server cannot start.
+        """
+        results: dict[int, Any] = {}
+        failure = Failure(kind=FailureKind.DIED, reason=f"grader died: {_MAX_SERVERS} fork servers did")
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the grader pool is closed")
+            deadline = time.monotonic() + batch_s
+            for _ in range(_MAX_SERVERS):
+                if len(results) == len(items):
+                    break
+                if not self._server:
+                    before = time.monotonic()
+                    self._start()
+                    deadline += time.monotonic() - before
+                with suppress(OSError):  # the server has died, or is held up
+                    self._ask(items, results, deadline - time.monotonic())
+                    break
+                self._stop()
+                if self._closed:
+                    failure = Failure(kind=FailureKind.BATCH, reason="the grader pool was closed")
+                    break
+        return [results.get(index, failure) for index in range(len(items))]
+
+    def _ask(self, items: Sequence[Any], results: dict[int, Any], batch_s: float) -> None:
+        """Fills in the results that are missing, as they come. Raises OSError."""
+        missing = [index for index in range(len(items)) if index not in results]
+        batch = {"items": [items[index] for index in missing], "batch_s": batch_s}
+        self._control.settimeout(max(batch_s, 0.0) + _STOP_TIMEOUT_S)
+        self._control.sendall(json.dumps(batch).encode() + b"\n")
+        with self._control.makefile("rb") as answers:
+            for _ in missing:
+                line = answers.readline()
+                if not line:
+                    raise ConnectionError
+                place, kind, value = json.loads(line)
+                failure = Failure(kind=FailureKind(kind), reason=value) if kind else None
+                results[missing[place]] = failure or value
+
+    def close(self) -> None:
+        """Ends server and workers. May be called twice, and while another thread is in `map`."""
+        self._closed = True
+        with suppress(OSError):  # never connected, or no longer
+            self._control.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._stop()
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(_START_TIMEOUT_S)
+        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        # Little is inherited: graders need no secrets. With a fixed hash seed, verdicts that hang on set order repeat.
+        environment = {name: value for name, value in os.environ.items() if name.startswith(_KEPT_ENVIRONMENT)}
+        environment |= {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        options = json.dumps(self._options | {"parent": os.getpid()})
+        with theirs:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "llamarl.sandbox.pool_server", str(theirs.fileno()), options],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for this process, which then closes the pool
+            )
+        with suppress(OSError):
+            if self._control.recv(len(READY)) == READY:
+                return
+        self._stop()
+        if not self._closed:
+            raise RuntimeError(f"the fork server of {self._options['function']} did not start")
+
+    def _stop(self) -> None:
+        self._control.close()
+        if self._server is not None:
+            try:
+                self._server.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._server.kill()
+                self._server.wait(_STOP_TIMEOUT_S)
+            self._server = None

@@ -1,0 +1,262 @@
+"""The process behind a `WorkerPool`: loads the function once, forks workers and hands out the items of a batch.
+
+It never runs an item itself, so it always answers, and it is single-threaded, so forking it is safe. Standard library
+only: what is imported here, every worker carries.
+
+    pool -> server    one line of JSON per batch: {"items": [...], "batch_s": seconds}
+    server -> pool    READY, then per item, in any order: [index, null, value] or [index, a FailureKind, why]
+    server -> worker  an item on a line; back comes the rest of such an answer
+
+Nothing outlives the pool's process: the server ends at the end of its stream or when its parent changes, and workers
+end with the server (parent-death signal on Linux; killed by name elsewhere).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+READY = b"ready\n"
+_MAX_ATTEMPTS = 2
+_IDLE = -1
+_LOOK_AROUND_S = 1.0
+"""How often the server looks at its parent."""
+_SEND_TIMEOUT_S = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+class FailureKind(StrEnum):
+    """Why an item has no result."""
+
+    CPU = "cpu"
+    """Over its CPU time."""
+    WALL = "wall"
+    """Over its wall time."""
+    BATCH = "batch"
+    """The batch ran out of time, or the pool was closed."""
+    DIED = "died"
+    """Two workers died under it, or two servers under its batch."""
+    ERROR = "error"
+    """The function raised; memory errors are here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What the items of a pool may use."""
+
+    num_workers: int
+    """Processes that work at the same time."""
+    cpu_s: int
+    """CPU seconds per item."""
+    wall_s: float
+    """Seconds per item."""
+    recycle_after: int
+    """Answers after which a worker is replaced."""
+    memory_bytes: int
+    """Address space per worker."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    pid: int
+    stream: socket.socket
+    index: int = _IDLE
+    """Item that it works on."""
+    deadline: float = 0.0
+    """Monotonic second at which the item is given up."""
+    answer: bytes = b""
+    num_answers: int = 0
+
+
+@dataclass(slots=True)
+class _Batch:
+    items: list[Any]
+    waiting: deque[int]
+    attempts: list[int]
+
+
+def main() -> None:
+    """Arguments: file descriptor of the pool's stream and a JSON object with function, warm_up, limits, parent."""
+    options = json.loads(sys.argv[2])
+    # A blocked SIGXCPU would be inherited from the thread that started this process.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    module, _, name = options["function"].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    for item in options["warm_up"]:
+        function(item)
+    gc.collect()
+    gc.freeze()
+    control = socket.socket(fileno=int(sys.argv[1]))
+    _Server(control, function, Limits(**options["limits"]), options["parent"]).serve()
+
+
+class _Server:
+    def __init__(self, control: socket.socket, function: Callable[[Any], Any], limits: Limits, parent: int) -> None:
+        self._control, self._function, self._limits, self._parent = control, function, limits, parent
+        self._control.settimeout(_SEND_TIMEOUT_S)  # a forked copy of a dead pool reads nothing
+        self._heard = bytearray()
+        self._workers: list[_Worker] = []
+
+    def serve(self) -> None:
+        """One batch after the other, until the pool's stream ends or its process has gone."""
+        try:
+            self._control.sendall(READY)
+            while True:
+                while not self._heard.endswith(b"\n"):
+                    self._wait(_LOOK_AROUND_S)
+                batch = json.loads(self._heard)
+                self._heard.clear()
+                self._answer(batch["items"], batch["batch_s"])
+        except (EOFError, OSError):
+            return
+        finally:
+            for worker in list(self._workers):
+                self._end(worker)
+
+    def _wait(self, timeout_s: float) -> list[socket.socket]:
+        """Streams with something to read. Raises EOFError when nobody wants answers any more."""
+        # A forked copy of the parent can hold the stream open after the parent's death: look at the parent too.
+        if os.getppid() != self._parent:
+            raise EOFError
+        heard = [self._control, *(worker.stream for worker in self._busy())]
+        readable, _, _ = select.select(heard, [], [], min(max(timeout_s, 0.0), _LOOK_AROUND_S))
+        if self._control in readable:
+            data = self._control.recv(1 << 20)
+            if not data:
+                raise EOFError
+            self._heard += data
+        return readable
+
+    def _busy(self) -> list[_Worker]:
+        return [worker for worker in self._workers if worker.index != _IDLE]
+
+    def _answer(self, items: list[Any], batch_s: float) -> None:
+        deadline = time.monotonic() + batch_s
+        batch = _Batch(items, deque(range(len(items))), [0] * len(items))
+        while time.monotonic() < deadline:
+            self._hand_out(batch)
+            if not self._busy():
+                return
+            until = min([deadline, *(worker.deadline for worker in self._busy())])
+            readable = self._wait(until - time.monotonic())
+            for worker in self._busy():
+                if worker.stream in readable:
+                    self._read(worker, batch)
+                elif worker.deadline <= time.monotonic():
+                    self._fail(worker.index, FailureKind.WALL, f"grader took over {self._limits.wall_s:g} s")
+                    self._end(worker)
+        for worker in self._busy():
+            batch.waiting.append(worker.index)
+            self._end(worker)
+        for index in batch.waiting:
+            self._fail(index, FailureKind.BATCH, f"the batch of {len(items)} took over {batch_s:g} s")
+
+    def _hand_out(self, batch: _Batch) -> None:
+        idle = [worker for worker in self._workers if worker.index == _IDLE]
+        while batch.waiting and (idle or len(self._workers) < self._limits.num_workers):
+            worker = idle.pop() if idle else self._fork()
+            worker.index = batch.waiting.popleft()
+            worker.deadline = time.monotonic() + self._limits.wall_s
+            try:  # a stopped worker must not hold a long item for ever
+                worker.stream.sendall(json.dumps(batch.items[worker.index]).encode() + b"\n")
+            except TimeoutError:
+                worker.deadline = 0.0
+            except OSError:  # it died while idle: not the item's doing
+                batch.waiting.appendleft(worker.index)
+                self._end(worker)
+
+    def _read(self, worker: _Worker, batch: _Batch) -> None:
+        """Passes an answer on. The item that a worker died under is tried once more."""
+        try:
+            data = worker.stream.recv(1 << 16)
+        except ConnectionError:
+            data = b""
+        worker.answer += data
+        if worker.answer.endswith(b"\n"):
+            self._control.sendall(b"[%d, %b]\n" % (worker.index, worker.answer[:-1]))
+            worker.index, worker.answer = _IDLE, b""
+            worker.num_answers += 1
+            if worker.num_answers >= self._limits.recycle_after:
+                self._end(worker)
+        elif not data:
+            index, status = worker.index, self._end(worker)
+            batch.attempts[index] += 1
+            if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+                self._fail(index, FailureKind.CPU, f"grader used over {self._limits.cpu_s} s of CPU time")
+            elif batch.attempts[index] < _MAX_ATTEMPTS:
+                batch.waiting.appendleft(index)
+            else:
+                self._fail(index, FailureKind.DIED, f"grader died: exit code {os.waitstatus_to_exitcode(status)}")
+
+    def _fail(self, index: int, kind: FailureKind, reason: str) -> None:
+        self._control.sendall(json.dumps([index, kind, reason]).encode() + b"\n")
+
+    def _end(self, worker: _Worker) -> int:
+        """The wait status; killing a process that has ended does not change it."""
+        self._workers.remove(worker)
+        worker.stream.close()
+        os.kill(worker.pid, signal.SIGKILL)
+        return os.waitpid(worker.pid, 0)[1]
+
+    def _fork(self) -> _Worker:
+        server, (ours, theirs) = os.getpid(), socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._control.close()
+                ours.close()
+                _confine(self._limits, server)
+                _work(theirs, self._function, self._limits.cpu_s)
+            finally:
+                os._exit(0 if sys.exception() is None else 1)
+        theirs.close()
+        ours.settimeout(self._limits.wall_s)
+        self._workers.append(_Worker(pid, ours))
+        return self._workers[-1]
+
+
+def _confine(limits: Limits, server: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:
+            os._exit(1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
+    quiet = os.open(os.devnull, os.O_RDWR)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+
+
+def _work(connection: socket.socket, function: Callable[[Any], Any], cpu_s: int) -> None:
+    """Answers items until the server is gone. The kernel ends a worker that exceeds its CPU time."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    stream = connection.makefile("rwb")
+    for line in stream:
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + cpu_s), hard))
+        try:
+            reply = f"null, {json.dumps(function(json.loads(line)))}"
+        except Exception as error:  # the sandbox: whatever an item raises is an answer about that item
+            reply = json.dumps([FailureKind.ERROR, f"grader: {type(error).__name__}: {error}"[:200]])[1:-1]
+        stream.write(reply.encode() + b"\n")
+        stream.flush()
+
+
+if __name__ == "__main__":
+    main()
