@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from datetime import date, time
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from llamarl.config.errors import ConfigError, did_you_mean
-from llamarl.config.ref import Ref, find
+from llamarl.config.ref import find
 from llamarl.config.schema import RunConfig
 from llamarl.config.section import Section
 from llamarl.config.sft import SftConfig
@@ -172,45 +171,4 @@ def _section_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> typ
 
 def dump_toml(config: Section) -> str:
     """The fully resolved config as TOML that loads to the same config."""
-    return "\n".join(_toml_lines(config.model_dump(exclude_none=True), ())) + "\n"
-
-
-def _toml_lines(table: dict[str, Any], path: tuple[str, ...]) -> list[str]:
-    lines = [f"{key} = {_toml_value(value)}" for key, value in table.items() if not _is_section(value)]
-    for key, value in table.items():
-        if _is_section(value):
-            lines += ["", f"[{'.'.join((*path, key))}]", *_toml_lines(value, (*path, key))]
-    return lines
-
-
-def _is_section(value: Any) -> bool:
-    return isinstance(value, dict) and "name" not in value
-
-
-def _toml_value(value: Any) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case str():
-            escaped = "".join(_ESCAPES.get(char, char) for char in value)
-            return f'"{escaped}"'
-        case int() | float():
-            return repr(value)
-        case list() | tuple():
-            return f"[{', '.join(_toml_value(item) for item in value)}]"
-        case dict():
-            return f"{{{', '.join(f'{_toml_key(key)} = {_toml_value(item)}' for key, item in value.items())}}}"
-        case date() | time():
-            return value.isoformat()
-        case Ref():
-            return _toml_value(value.model_dump())
-    raise TypeError(f"no TOML form for {type(value).__name__}")
-
-
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
-
-
-_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"} | {
-    chr(code): f"\\u{code:04x}" for code in (*range(9), 11, 12, *range(14, 32), 127)
-}
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
