@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from llamarl.executors.adoption import Adoptions
 from llamarl.executors.backends import open_native, open_vllm
 from llamarl.executors.replies import Adoption, Collected, GeneratorStats
 from llamarl.generation.vllm_server import VllmSettings
+from llamarl.kernels.build import keep_choices_in
 from llamarl.types import GenerationRequest, Rollout
 from llamarl.weight_sync.layout import Address, TensorSpec
 
@@ -46,6 +48,7 @@ class GeneratorExecutor(Executor):
         delta: bool = False,
         vllm: VllmSettings | None = None,
         lora: LoraConfig | None = None,
+        choices: str = "",
     ) -> None:
         """
         Args:
@@ -53,7 +56,9 @@ class GeneratorExecutor(Executor):
             delta: weights may come as changes to the version in use.
             vllm: how vLLM is run in place of the native engine.
             lora: adapters come instead of weights.
+            choices: folder of the run that keeps which kernels serve; empty: none.
         """
+        keep_choices_in(Path(choices) if choices else None)
         if vllm:
             opened = open_vllm(model_path, vllm, delta)
         else:
@@ -127,6 +132,7 @@ class GeneratorExecutor(Executor):
         return True
 
     def close(self) -> None:
+        keep_choices_in(None)
         self._adopter.close()
         if self._close is not None:
             self._close()

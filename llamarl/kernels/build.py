@@ -128,16 +128,33 @@ def _compiled(compiler: str, source: Path, limits: tuple[str, ...]) -> Path:
     return target
 
 
+_run_folder: list[Path] = []
+
+
+def keep_choices_in(folder: Path | None) -> None:
+    """What is measured from now on is also kept there, and what lies there holds: a run goes on as it began. None: in
+    the cache folder alone."""
+    _run_folder[:] = [folder] if folder else []
+
+
 def remembered(name: str, parts: Iterable[str], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `measure` gave to the first process that asked on this kind of processor, from the cache folder.
+    """What `measure` gave to the first process that asked on this kind of processor: of this run, or ever.
 
     Args:
         parts: what else it depends on.
     """
     key = hashlib.sha256("\0".join((processor(), *parts)).encode()).hexdigest()[:16]
-    file = cache_folder() / f"measured-{key}" / f"{name}.json"
+
+    def ever() -> dict[str, Any]:
+        return _kept(cache_folder() / f"measured-{key}" / f"{name}.json", measure)
+
+    return _kept(_run_folder[0] / f"{name}-{key}.json", ever) if _run_folder else ever()
+
+
+def _kept(file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The file's content; the first of several processes makes it."""
     if not file.exists():
-        found = measure()
+        found = make()
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, encoding="utf-8") as made:
             made.write(json.dumps(found))

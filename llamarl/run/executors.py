@@ -75,6 +75,7 @@ class GeneratorSpecs:
         vllm: VllmSettings | None,
         lora: LoraConfig | None,
         stores: ExitStack,
+        choices: Path | None,
     ) -> None:
         self._model_path = model_path
         self._config = config
@@ -82,6 +83,7 @@ class GeneratorSpecs:
         self._vllm = vllm
         self._lora = lora
         self._stores = stores
+        self._choices = str(choices or "")
 
     def __call__(self, number: int) -> ExecutorSpec:
         name, vllm = f"generator-{number}", self._vllm
@@ -91,7 +93,7 @@ class GeneratorSpecs:
         return executor_spec(
             name, "generator:GeneratorExecutor", self._config.threads, self._config.tensor_parallel,
             model_path=self._model_path, config=self._config, delta=self._delta, vllm=vllm,
-            lora=self._lora, rendezvous=self.rendezvous(self._config.tensor_parallel),
+            lora=self._lora, choices=self._choices, rendezvous=self.rendezvous(self._config.tensor_parallel),
         )  # fmt: skip
 
     def rendezvous(self, num_ranks: int) -> Rendezvous | None:
@@ -107,10 +109,15 @@ def generator_specs(
     delta: bool = False,
     vllm: VllmSettings | None = None,
     lora: LoraConfig | None = None,
+    choices: Path | None = None,
 ) -> Iterator[GeneratorSpecs]:
-    """Ranks can meet as long as the context lasts."""
+    """Ranks can meet as long as the context lasts.
+
+    Args:
+        choices: folder of the run that keeps which kernels serve; None: nothing is kept.
+    """
     with ExitStack() as stores:
-        yield GeneratorSpecs(model_path, config, delta, vllm, lora, stores)
+        yield GeneratorSpecs(model_path, config, delta, vllm, lora, stores, choices)
 
 
 def vllm_settings(config: RunConfig, logs: Path) -> VllmSettings | None:

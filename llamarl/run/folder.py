@@ -20,6 +20,8 @@ class RunFolder:
         self.trace = path / "trace.json"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
+        self.kernels = path / "kernels"
+        """Which code multiplies weights here, as it was measured."""
 
     def way_on(self) -> str:
         """How a run goes on that an executor has left."""

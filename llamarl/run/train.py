@@ -120,7 +120,9 @@ class _Run:
         config = self._config
         vllm, lora = vllm_settings(config, self._folder.logs), config.trainer.lora
         delta = config.weight_sync.delta
-        with generator_specs(config.model.path, config.generator, delta=delta, vllm=vllm, lora=lora) as specs:
+        with generator_specs(
+            config.model.path, config.generator, delta=delta, vllm=vllm, lora=lora, choices=self._folder.kernels
+        ) as specs:
             await self._with_specs(specs, screen, telemetry)
 
     async def _with_specs(self, generator: GeneratorSpecs, screen: Screen, telemetry: Telemetry) -> None:

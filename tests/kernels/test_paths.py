@@ -52,6 +52,22 @@ def test_a_choice_holds_for_later_processes(two_paths: dict[str, float], monkeyp
     assert paths.chosen("bfloat16", 40, 30).name == "other"
 
 
+def test_a_run_keeps_its_choices_whatever_is_measured_later(
+    two_paths: dict[str, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A cache that was cleared, or another host's, changes nothing for a run that goes on."""
+    monkeypatch.setattr(build, "_run_folder", [])
+    build.keep_choices_in(tmp_path / "run" / "kernels")
+    assert paths.chosen("bfloat16", 40, 30).name == "wide"
+    two_paths["other"] = 0.1e-6
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    paths.chosen.cache_clear()
+    assert paths.chosen("bfloat16", 40, 30).name == "wide"
+    build.keep_choices_in(tmp_path / "another" / "kernels")
+    paths.chosen.cache_clear()
+    assert paths.chosen("bfloat16", 40, 30).name == "other"
+
+
 def test_of_processes_that_choose_at_once_the_first_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def measured_us(*_arguments: object) -> dict[str, list[float]]:
         """While another process writes its choice."""
