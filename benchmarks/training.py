@@ -46,6 +46,7 @@ from llamarl.models.transformer import Transformer
 from llamarl.training import logprobs
 from llamarl.training.cost import step_cost
 from llamarl.training.meter import device_seconds, peak_flops
+from llamarl.training.optimization import finished
 from llamarl.training.packing import to_sample_group
 from llamarl.training.trainer import Trainer
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup, SampleGroup
@@ -276,7 +277,7 @@ def share_of_peak(shape: ModelShape, device: torch.device, dtype: str, repeats: 
     trainers = dict[str, Trainer]()
     for name, config in variants.items():
         trainers[name] = trainer_of(new_model(shape, seed=1, std=0.02), device, dtype=dtype, **config)
-    work = {name: lambda one=one: one.accumulate(samples, 1) for name, one in trainers.items()}
+    work = {name: lambda one=one: finished(one.accumulate(samples, 1)) for name, one in trainers.items()}
     times = in_turn(work, repeats, device)
     peak = peak_flops(TrainerConfig(dtype=dtype), device)
     flops = {name: step_cost(shape, samples, one.config.lora).flops for name, one in trainers.items()}

@@ -15,8 +15,7 @@ from llamarl.config.trainer import TrainerConfig
 from llamarl.distributed.mesh import join_mesh
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.distributed.runtime import set_up_device
-from llamarl.training.critic import Critic
-from llamarl.training.trainer import Trainer
+from llamarl.training.optimization import Optimization
 from llamarl.types import RolloutGroup
 
 
@@ -65,7 +64,7 @@ class Learner(Executor):
     def _take(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
         return [self._groups.pop(group_id) for group_id in group_ids]
 
-    def _save(self, learner: Trainer | Critic, state: dict[str, Any]) -> Future[dict[str, Any] | OSError]:
+    def _save(self, learner: Optimization[Any], state: dict[str, Any]) -> Future[dict[str, Any] | OSError]:
         """Copies what a checkpoint needs and writes it beside the next calls; after the answer comes `commit`."""
         with self._mesh.together():
             return self._store.save(learner.policy_version, learner.shards(), state)

@@ -7,35 +7,28 @@ are predicted by tokens of this context rank, D model dim, T tokens of one respo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Sequence
+from functools import partial
 from itertools import chain
-from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.models.scalar import ScalarModel
 from llamarl.training.collectives import summed
-from llamarl.training.compute import set_compute
-from llamarl.training.health import Health
-from llamarl.training.optimizer import build_optimizer, set_learning_rate
+from llamarl.training.optimization import Logged, Optimization
+from llamarl.training.optimizer import set_learning_rate
 from llamarl.training.packing import EMPTY, Microbatch
-from llamarl.training.parallel import Read, held_tensors, parallelize
-from llamarl.training.pipeline import Pipeline
-from llamarl.training.policy import Inputs, Placed, own_share
+from llamarl.training.parallel import Read
+from llamarl.training.policy import Inputs, Placed
 from llamarl.training.responses import per_response
 from llamarl.training.result import StepResult
 from llamarl.training.shaping import UNSHAPED, Shaping
-from llamarl.types import Prompt, Rollout, RolloutGroup, SampleGroup, TrainBatch
-from llamarl.weight_sync.layout import TensorSpec
-
-T = TypeVar("T")
+from llamarl.types import Prompt, Rollout, RolloutGroup, TrainBatch
 
 
 def value_losses(values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, clip: float) -> Tensor:
@@ -43,15 +36,6 @@ def value_losses(values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, clip
     arXiv 2005.12729, section 3): no reward for moving further than `clip` from the old value."""
     clipped_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
     return torch.maximum((values_N - returns_N).square(), (clipped_N - returns_N).square()) / 2
-
-
-def finished(pieces: Generator[None, None, T]) -> T:
-    """Does all of them; the result."""
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            return end.value
 
 
 class ValueModel(Placed[ScalarModel]):
@@ -70,7 +54,7 @@ class ValueModel(Placed[ScalarModel]):
         return summed(summed(values_R, self.mesh.cp), self.mesh.tp)
 
 
-class Critic:
+class Critic(Optimization[ScalarModel]):
     """A model in training; `values` may be asked for while `learn` is under way.
 
     All ranks of `mesh` make the same calls, in the same order, with the same groups; each computes its share.
@@ -97,22 +81,12 @@ class Critic:
             device: to compute on; none: where the model is.
             read: for a model on the meta device: where its weights come from.
         """
-        self.model = model
-        self.config = config
-        self.mesh = mesh
         weight = model.score.weight
-        self._device = device or weight.device
-        set_compute(model, config)
-        self._values = ValueModel(model, mesh)
-        self._pipeline = Pipeline(mesh.pp, weight.dtype, self._device)
-        self.sharding = parallelize(self._values, model, mesh, self._device, read)
-        self.optimizer = build_optimizer(self.sharding.weights.values(), config)
-        self.policy_version = 0
-        """Completed steps."""
+        rate = "critic.learning_rate_scale"
+        super().__init__(ValueModel(model, mesh), config, mesh, device or weight.device, weight.dtype, read, rate)
         self._clip = clip
         self._advantage = advantage
         self._shaping = shaping
-        self._health = Health(config, mesh, "critic.learning_rate_scale")
 
     def values(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[np.ndarray]]:
         """Float32 [T] per rollout: what is expected of each token and those after it, before it is known."""
@@ -123,19 +97,13 @@ class Critic:
         fsdp, own = self.mesh.fsdp, list[np.ndarray]()
         whole = [*microbatches, *[EMPTY] * (-len(microbatches) % fsdp.size)]
         for one in whole[fsdp.rank :: fsdp.size]:
-            values_R = self._pipeline.infer(
-                self._values.hidden_shape(one), lambda _, hidden_M_D, one=one: self._forward(one, hidden_M_D)
+            values_R = self.pipeline.infer(
+                self.module.hidden_shape(one), lambda _, hidden_M_D, one=one: self._forward(one, hidden_M_D)
             )
             own.append(values_R.float().cpu().numpy())
-        if isinstance(self._values, FSDPModule):
-            self._values.reshard()  # else the next forward would use the gathered weights of before the next step
-        shares = [share for share in self.mesh.exchange(own if self._speaks else None) if share is not None]
+        self.reshard()
+        shares = [share for share in self.mesh.exchange(own if self.is_logging else None) if share is not None]
         return list(chain.from_iterable(zip(*shares, strict=True)))[: len(microbatches)]
-
-    @property
-    def _speaks(self) -> bool:
-        """The first of each data-parallel rank's tensor and context ranks, on the last stage."""
-        return self.mesh.pp.is_last and self.mesh.tp.rank == self.mesh.cp.rank == 0
 
     def learn(self, groups: Sequence[RolloutGroup]) -> Generator[None, None, StepResult]:
         """As many passes over the groups' returns as the trainer makes, a microbatch at a time.
@@ -146,25 +114,10 @@ class Critic:
         batch, _ = self._shaping.batch(groups, self._advantage.estimate)
         count = max(batch.num_loss_tokens, 1)
         set_learning_rate(self.optimizer, self.policy_version, self.config)
-        losses, grad_norm, finite = list[float](), 0.0, True
-        self._health.begin()
-        while finite and len(losses) < self.config.passes:
-            losses.append((yield from self.accumulate(batch.groups, count)))
-            grad_norm = self.sharding.clip_gradients(self.config.max_grad_norm)
-            finite = math.isfinite(grad_norm) and math.isfinite(losses[-1])
-            if finite:
-                self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=False)
-        loss = sum(losses) / len(losses)
-
-        def alone(some: Sequence[SampleGroup]) -> tuple[dict[str, float], float]:
-            found = finished(self.accumulate(some, count))
-            norm = self.sharding.clip_gradients(self.config.max_grad_norm)
-            self.optimizer.zero_grad(set_to_none=False)
-            return {"loss": found}, norm
-
+        logged, grad_norm, finite = yield from self.passes(batch.groups, count)
+        loss = sum(sums.get("loss", 0.0) for sums, _ in logged) / count / len(logged)
         said = f"critic step {self.policy_version}: loss {loss}, gradient norm {grad_norm}"
-        cause = self._health.ended(said, finite, groups, batch.groups, alone)
+        cause = self.health.ended(said, finite, groups, batch.groups, partial(self.alone, denominator=count))
         self.policy_version += 1
         metrics = {
             "value_loss": loss,
@@ -176,41 +129,17 @@ class Critic:
             policy_version=self.policy_version, skipped=not finite, cause=cause, metrics=metrics, advantages={}
         )
 
-    def accumulate(self, groups: Sequence[SampleGroup], count: int) -> Generator[None, None, float]:
-        """Gradient of (sum of losses) / `count`, a microbatch at a time (with stages: all in one go); that loss, over
-        all ranks."""
-        own, sums = own_share(groups, self.mesh, self.config.microbatch_tokens), {"loss": 0.0}
-
-        def forward(index: int, hidden_M_D: Tensor | None) -> Tensor:
-            output = self._forward(own[index], hidden_M_D)
-            if not self.mesh.pp.is_last:
-                return output
-            loss = self._loss(own[index], output) / count
-            sums["loss"] += float(loss.detach())
-            self._health.computed(index, len(own), sums)
-            return loss
-
-        size = 1 if self.mesh.pp.size == 1 else max(len(own), 1)
-        for first in range(0, len(own), size):
-            shapes = [self._values.hidden_shape(one) for one in own[first : first + size]]
-            self._pipeline.train(shapes, lambda index, hidden_M_D, first=first: forward(first + index, hidden_M_D))
-            yield
-        self.sharding.finish_gradients()
-        return sum(self.mesh.exchange(sums["loss"] if self._speaks else 0.0))
-
     def _forward(self, microbatch: Microbatch, hidden_M_D: Tensor | None) -> Tensor:
-        inputs = self._values.place(microbatch, self._device)
-        return self._values(inputs, hidden_M_D, self.config.dtype == "bfloat16")
+        inputs = self.module.place(microbatch, self.device)
+        return self.module(inputs, hidden_M_D, self.config.dtype == "bfloat16")
 
-    def _loss(self, microbatch: Microbatch, values_R: Tensor) -> Tensor:
+    def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, logged: Logged) -> Tensor:
         """Sum over the tokens."""
-        old_R = torch.from_numpy(microbatch.values_R).to(self._device)
-        returns_R = old_R + torch.from_numpy(microbatch.advantages_R).to(self._device)
-        return value_losses(values_R, old_R, returns_R, self._clip).sum()
-
-    def shards(self) -> dict[str, tuple[TensorSpec, Tensor]]:
-        """See `Trainer.shards`."""
-        return held_tensors(self.sharding, self.optimizer)
+        old_R = self.tensor(microbatch.values_R)
+        returns_R = old_R + self.tensor(microbatch.advantages_R)
+        loss = value_losses(output_R, old_R, returns_R, self._clip).sum()
+        logged[0]["loss"] = logged[0].get("loss", 0.0) + float(loss.detach())
+        return loss
 
 
 def _explained(batch: TrainBatch) -> float:

@@ -25,7 +25,8 @@ from llamarl.models.lora import add_adapters
 from llamarl.models.scalar import HEAD, ScalarModel
 from llamarl.models.shape import ModelShape
 from llamarl.sharding.box import Box
-from llamarl.training.critic import Critic, finished
+from llamarl.training.critic import Critic
+from llamarl.training.optimization import finished
 from llamarl.training.parallel import Sharding
 from llamarl.training.trainer import Trainer
 from llamarl.types import SampleGroup, TrainSample
@@ -56,7 +57,7 @@ def check_layout(shape: ModelShape, mesh: RankMesh, device: torch.device, lora: 
         Trainer(model, CONFIG, Aipo(), GroupMean(), 1.0, mesh, device),
     ]
     groups = _groups(mesh.fsdp.size + 1, tiny.vocab_size)
-    losses = [trainer.accumulate(groups, 1)[0]["loss"] for trainer in trainers]
+    losses = [finished(trainer.accumulate(groups, 1))[0]["loss"] for trainer in trainers]
     return _compared("trainer", losses, [trainer.sharding for trainer in trainers], mesh, start_s)
 
 
@@ -72,7 +73,7 @@ def check_critic_layout(shape: ModelShape, mesh: RankMesh, device: torch.device)
         Critic(model, CONFIG, 1.0, Gae(), mesh=mesh, device=device),
     ]
     groups = _groups(mesh.fsdp.size + 1, tiny.vocab_size)
-    losses = [finished(critic.accumulate(groups, 1)) for critic in critics]
+    losses = [finished(critic.accumulate(groups, 1))[0]["loss"] for critic in critics]
     return _compared("critic", losses, [critic.sharding for critic in critics], mesh, start_s)
 
 

@@ -11,22 +11,21 @@ import torch
 from torch import Tensor
 
 from llamarl.sharding.box import Box
-from llamarl.training.critic import Critic
-from llamarl.training.trainer import Trainer
+from llamarl.training.optimization import Optimization
 
 
 class StateMismatch(ValueError):
     """The saved state belongs to another model."""
 
 
-def training_state(trainer: Trainer | Critic) -> dict[str, Any]:
-    """JSON, beside `Trainer.shards`. Ranks are seeded alike, so one's random numbers stand for all."""
+def training_state(trainer: Optimization[Any]) -> dict[str, Any]:
+    """JSON, beside `Optimization.shards`. Ranks are seeded alike, so one's random numbers stand for all."""
     numbers = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
     return {"policy_version": trainer.policy_version, "rng": numbers}
 
 
 def load_training_state(
-    trainer: Trainer | Critic,
+    trainer: Optimization[Any],
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str, Box], Tensor],
     state: Mapping[str, Any],

@@ -13,7 +13,8 @@ from llamarl.config.schema import TrainerConfig
 from llamarl.models.attention import causal_attend
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.shape import ModelShape
-from llamarl.training.critic import Critic, finished, value_losses
+from llamarl.training.critic import Critic, value_losses
+from llamarl.training.optimization import finished
 from llamarl.training.result import NonFiniteStep
 from llamarl.types import FinishReason, Outcome, RewardResult, RolloutGroup
 from tests.training.conftest import SHAPE, MakeGroups

@@ -1,0 +1,172 @@
+"""`Optimization`: a model in training, whatever its objective, together with the other ranks of a mesh.
+
+Shape suffixes: R response tokens (targets), M rows of this rank, D model dim.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from llamarl.config.schema import TrainerConfig
+from llamarl.distributed.mesh import RankMesh
+from llamarl.training.compute import set_compute
+from llamarl.training.health import Health
+from llamarl.training.optimizer import build_optimizer
+from llamarl.training.packing import Microbatch
+from llamarl.training.parallel import Read, held_tensors, parallelize
+from llamarl.training.pipeline import Pipeline
+from llamarl.training.policy import Model, Placed, own_share
+from llamarl.types import SampleGroup
+from llamarl.weight_sync.layout import TensorSpec
+
+Logged = tuple[dict[str, float], dict[str, float]]
+"""Sums and maxima, by name."""
+T = TypeVar("T")
+
+
+class Optimization(ABC, Generic[Model]):
+    """Float32 master weights, compute in `config.dtype`; microbatches, passes, gradients and steps.
+
+    All ranks of `mesh` make the same calls, in the same order, with the same groups; each computes its share.
+    """
+
+    def __init__(
+        self,
+        module: Placed[Model],
+        config: TrainerConfig,
+        mesh: RankMesh,
+        device: torch.device,
+        dtype: torch.dtype,
+        read: Read | None,
+        rate: str,
+    ) -> None:
+        """
+        Args:
+            module: holds the whole model; what other ranks compute with is dropped.
+            dtype: of hidden states between pipeline stages.
+            read: for a model on the meta device: where its weights come from.
+            rate: the option of the learning rate.
+        """
+        self.model, self.config, self.mesh, self.device = module.transformer, config, mesh, device
+        set_compute(self.model, config)
+        self.module = module
+        self.sharding = parallelize(module, self.model, mesh, device, read)
+        self.pipeline = Pipeline(mesh.pp, dtype, device)
+        self.optimizer = build_optimizer(self.sharding.weights.values(), config)
+        self.policy_version = 0
+        """Completed steps."""
+        self.health = Health(config, mesh, rate)
+
+    @abstractmethod
+    def _forward(self, microbatch: Microbatch, hidden_M_D: Tensor | None) -> Tensor:
+        """What the objective needs of each target, [R]; before the last stage, hidden states [M, D]."""
+
+    @abstractmethod
+    def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, logged: Logged) -> Tensor:
+        """Sum over one microbatch; adds to `logged`, its `loss` at least. `first_R` is the first pass's output."""
+
+    def passes(
+        self, groups: Sequence[SampleGroup], denominator: int
+    ) -> Generator[None, None, tuple[list[Logged], float, bool]]:
+        """`trainer.passes` updates; what each logs, the last gradient norm, and whether all was finite.
+
+        The first pass finds what later ones stay near. One that is not finite is the last, and makes no update; those
+        before it stay.
+        """
+        logged, at_first, grad_norm, finite = list[Logged](), dict[int, Tensor](), 0.0, True
+        self.health.begin()
+        while finite and len(logged) < self.config.passes:
+            logged.append((yield from self.accumulate(groups, denominator, at_first)))
+            grad_norm = self.sharding.clip_gradients(self.config.max_grad_norm)
+            finite = math.isfinite(grad_norm) and math.isfinite(logged[-1][0].get("loss", 0.0))
+            if finite:
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=False)  # a step without any gradient still moves by its momentum
+        return logged, grad_norm, finite
+
+    def accumulate(
+        self, groups: Sequence[SampleGroup], denominator: int, at_first: dict[int, Tensor] | None = None
+    ) -> Generator[None, None, Logged]:
+        """Gradient of (sum of losses) / `denominator`, a microbatch at a time (with stages: all in one go); sums and
+        maxima over all ranks.
+
+        Args:
+            at_first: outputs by microbatch at the first pass, which fills it.
+        """
+        mesh, first = self.mesh, {} if at_first is None else at_first
+        own = own_share(groups, mesh, self.config.microbatch_tokens)
+        num_inputs = float(sum(len(microbatch.token_ids_N) for microbatch in own))
+        sums, maxima = {"num_input_tokens": num_inputs}, dict[str, float]()
+
+        def forward(index: int, hidden_M_D: Tensor | None) -> Tensor:
+            output = self._forward(own[index], hidden_M_D)
+            if not mesh.pp.is_last:
+                return output
+            loss = self._loss(own[index], output, first.get(index), (sums, maxima))
+            first.setdefault(index, output.detach())
+            self.health.computed(index, len(own), sums)
+            return loss / denominator
+
+        size = 1 if mesh.pp.size == 1 else max(len(own), 1)
+        for start in range(0, len(own), size):
+            shapes = [self.module.hidden_shape(microbatch) for microbatch in own[start : start + size]]
+            self.pipeline.train(shapes, lambda index, hidden_M_D, start=start: forward(start + index, hidden_M_D))
+            yield
+        self.sharding.finish_gradients()
+        return merged(mesh.exchange((sums, maxima) if self.is_logging else ({}, {})))
+
+    def alone(self, groups: Sequence[SampleGroup], denominator: int) -> tuple[dict[str, float], float]:
+        """Sums and gradient norm of a step on nothing else, which is not taken."""
+        sums, _ = finished(self.accumulate(groups, denominator))
+        norm = self.sharding.clip_gradients(self.config.max_grad_norm)
+        self.optimizer.zero_grad(set_to_none=False)
+        return sums, norm
+
+    @property
+    def is_logging(self) -> bool:
+        """The first of each data-parallel rank's tensor and context ranks, on the last stage."""
+        return self.mesh.pp.is_last and self.mesh.tp.rank == self.mesh.cp.rank == 0
+
+    def reshard(self) -> None:
+        """After a forward alone: else the next one would use the gathered weights of before the next step."""
+        if isinstance(self.module, FSDPModule):
+            self.module.reshard()
+
+    def shards(self) -> dict[str, tuple[TensorSpec, Tensor]]:
+        """What this rank holds of weights, `NAME`, and of the moments of AdamW, `NAME:MOMENT`, once there are some.
+
+        Tensors are those in use. Several ranks may hold the same part.
+        """
+        return held_tensors(self.sharding, self.optimizer)
+
+    def tensor(self, array: np.ndarray) -> Tensor:
+        """On the device."""
+        return torch.from_numpy(array).to(self.device)
+
+
+def finished(pieces: Generator[None, None, T]) -> T:
+    """Does all of them; the result."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return end.value
+
+
+def merged(logged: Iterable[Logged]) -> Logged:
+    """Sums added, maxima compared."""
+    all_sums, all_maxima = dict[str, float](), dict[str, float]()
+    for sums, maxima in logged:
+        for name, value in sums.items():
+            all_sums[name] = all_sums.get(name, 0.0) + value
+        for name, value in maxima.items():
+            all_maxima[name] = max(all_maxima.get(name, -math.inf), value)
+    return all_sums, all_maxima
