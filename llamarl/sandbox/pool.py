@@ -85,7 +85,7 @@ class WorkerPool:
         return self._server.pid if self._server else None
 
     def map(self, items: Sequence[Any], batch_s: float) -> list[Any]:
-        """One result or `Failure` per item, in order, within `batch_s` seconds (the pool's first start not counted).
+        """One result or `Failure` per item, in order, within `batch_s` seconds (starts of a server not counted).
 
         Raises:
             RuntimeError: the pool is closed, or its fork server cannot start.
@@ -103,7 +103,7 @@ class WorkerPool:
                     before = time.monotonic()
                     self._start()
                     deadline += time.monotonic() - before
-                with suppress(OSError):  # the server has died, or is held up
+                with suppress(OSError, ValueError):  # the server has died, is held up, or what a worker sent is no JSON
                     self._ask(items, results, deadline - time.monotonic())
                     break
                 self._stop()
@@ -113,7 +113,9 @@ class WorkerPool:
         return [results.get(index, failure) for index in range(len(items))]
 
     def _ask(self, items: Sequence[Any], results: dict[int, Any], batch_s: float) -> None:
-        """Fills in the results that are missing, as they come. Raises OSError."""
+        """Fills in the results that are missing, as they come. Raises OSError, ValueError."""
+        if self._closed:  # during the start
+            raise ConnectionError
         missing = [index for index in range(len(items)) if index not in results]
         batch = {"items": [items[index] for index in missing], "batch_s": batch_s}
         self._control.settimeout(max(batch_s, 0.0) + _STOP_TIMEOUT_S)

@@ -38,6 +38,17 @@ def _wait(mark: str) -> int:
     return os.getpid()
 
 
+def _sockets() -> list[int]:
+    return [int(fd) for fd in os.listdir("/proc/self/fd") if _link(fd).startswith("socket:")]
+
+
+def _link(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:  # the directory's own
+        return ""
+
+
 def _raise(message: str) -> None:
     raise ValueError(message)
 
@@ -52,6 +63,7 @@ _VERBS: dict[str, Callable[[Any], Any]] = {
     "memory": lambda num_bytes: len(bytearray(num_bytes)),
     "exit": os._exit,
     "parricide": lambda _: os.kill(os.getppid(), signal.SIGKILL) or time.sleep(60),
+    "babble": lambda _: [os.write(fd, b"[}\n") for fd in _sockets()] and time.sleep(60),
     "closed": lambda _: os.closerange(3, 256) or _spin(0),
     "environment": lambda _: dict(os.environ),
 }
@@ -257,6 +269,21 @@ def test_close_during_a_batch(pool: WorkerPool, tmp_path: Path) -> None:
     thread.join(10)
     assert kinds(results) == [FailureKind.BATCH] * 3
     until(lambda: not any(alive(int(pid)) for pid in mark.read_text().split()), "workers end")
+
+
+def test_close_during_the_start() -> None:
+    pool, results = WorkerPool(FUNCTION, num_workers=1, cpu_s=60, wall_s=60.0), []
+    thread = threading.Thread(target=lambda: results.extend(pool.map([["spin", 0]], 60)))
+    thread.start()
+    until(lambda: pool.server_pid is not None, "the server starts")
+    pool.close()
+    thread.join(10)
+    assert kinds(results) == [FailureKind.BATCH]
+
+
+def test_a_worker_that_says_what_is_no_json_fails_its_batch_only(pool: WorkerPool) -> None:
+    assert kinds(pool.map([["babble", 0]], 30)) == [FailureKind.DIED]
+    assert pool.map([["echo", 1]], 30) == [1]
 
 
 def test_two_threads_share_a_pool(pool: WorkerPool) -> None:
