@@ -1,6 +1,6 @@
 """`python -m llamarl`."""
 
-from llamarl.cli.main import main
+from llamarl.cli.main import script
 
 if __name__ == "__main__":
-    main()
+    script()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import signal
 import sys
+from contextlib import suppress
 
 from llamarl.config import ConfigError
 
@@ -25,8 +27,31 @@ USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 """Exit codes: a setting that cannot work; a run that failed; ended by Ctrl-C or SIGTERM."""
 
 
+def script() -> None:
+    """Entry point of the `llamarl` script.
+
+    The process ends where Python would begin to take itself apart: threads of native code that are still about would
+    then be ended in the middle of it, which can abort the process after all is done.
+    """
+    codes = [FAILURE]
+
+    def leave() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # closed, or nobody reads it
+                stream.flush()
+        os._exit(codes[0])
+
+    atexit.register(leave)  # the first one, so it runs last
+    try:
+        main()
+        codes[0] = 0
+    except SystemExit as end:
+        codes[0] = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+
+
 def main() -> None:
-    """Entry point of the `llamarl` script."""
+    """Runs the command that the process's arguments name; ends with SystemExit."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         _print_help()
@@ -57,4 +82,4 @@ def _print_help() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script()

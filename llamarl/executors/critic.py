@@ -14,7 +14,7 @@ import numpy as np
 from llamarl.checkpoint.store import CRITIC
 from llamarl.config import RunConfig, build
 from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.executors.learner import Learner
+from llamarl.executors.optimizing import Optimizing
 from llamarl.models.scalar import open_scalar_model
 from llamarl.training.critic import Critic
 from llamarl.training.meter import device_seconds
@@ -25,7 +25,7 @@ from llamarl.training.state import load_training_state, training_state
 from llamarl.types import Prompt, Rollout
 
 
-class CriticExecutor(Learner):
+class CriticExecutor(Optimizing):
     """Learns a microbatch per call, and values new rollouts in between by the weights of the last finished step. The
     order of calls decides, not the time, so several ranks do the same.
 

@@ -17,7 +17,7 @@ from llamarl.algorithms.kl import penalty
 from llamarl.checkpoint.store import CRITIC
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.executors.learner import Learner
+from llamarl.executors.optimizing import Optimizing
 from llamarl.executors.replies import ControllerState, Probe, Published
 from llamarl.models.hf import open_model
 from llamarl.models.lora import add_adapters
@@ -33,7 +33,7 @@ from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
 from llamarl.weight_sync.select import candidates, publisher_class, sample
 
 
-class TrainerExecutor(Learner):
+class TrainerExecutor(Optimizing):
     """Groups arrive as they are scored, so a step only needs their names."""
 
     SPANS: ClassVar[dict[str, str]] = {

@@ -24,7 +24,7 @@ from llamarl.training.optimization import Logged, Optimization
 from llamarl.training.optimizer import set_learning_rate
 from llamarl.training.packing import EMPTY, Microbatch
 from llamarl.training.parallel import Read
-from llamarl.training.policy import Inputs, Placed
+from llamarl.training.policy import Inputs, RankModel
 from llamarl.training.responses import per_response
 from llamarl.training.result import StepResult
 from llamarl.training.shaping import UNSHAPED, Shaping
@@ -38,7 +38,7 @@ def value_losses(values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, clip
     return torch.maximum((values_N - returns_N).square(), (clipped_N - returns_N).square()) / 2
 
 
-class ValueModel(Placed[ScalarModel]):
+class ValueModel(RankModel[ScalarModel]):
     """Knows what is expected of given tokens and those after them."""
 
     def forward(self, inputs: Inputs, hidden_M_D: Tensor | None, bfloat16: bool) -> Tensor:

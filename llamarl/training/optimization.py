@@ -23,7 +23,7 @@ from llamarl.training.optimizer import build_optimizer
 from llamarl.training.packing import Microbatch
 from llamarl.training.parallel import Read, held_tensors, parallelize
 from llamarl.training.pipeline import Pipeline
-from llamarl.training.policy import Model, Placed, own_share
+from llamarl.training.policy import Model, RankModel, own_share
 from llamarl.types import SampleGroup
 from llamarl.weight_sync.layout import TensorSpec
 
@@ -40,7 +40,7 @@ class Optimization(ABC, Generic[Model]):
 
     def __init__(
         self,
-        module: Placed[Model],
+        module: RankModel[Model],
         config: TrainerConfig,
         mesh: RankMesh,
         device: torch.device,

@@ -1,5 +1,5 @@
-"""`Policy`: a transformer with the log-probabilities of given tokens inside, for any layout; `Placed` serves the critic
-too.
+"""`Policy`: a transformer with the log-probabilities of given tokens inside, for any layout; `RankModel` is what it
+shares with the critic.
 
 Shape suffixes: N packed tokens of this context rank, M rows of this rank, R targets, O those of them that are predicted
 by this context rank's tokens, D model dim.
@@ -41,7 +41,7 @@ class Inputs:
 Model = TypeVar("Model", Transformer, ScalarModel)
 
 
-class Placed(nn.Module, Generic[Model]):
+class RankModel(nn.Module, Generic[Model]):
     """What FSDP2 wraps: all use of the weights is in its forward."""
 
     def __init__(self, transformer: Model, mesh: RankMesh) -> None:
@@ -81,7 +81,7 @@ class Placed(nn.Module, Generic[Model]):
             return self.transformer(given, inputs.positions_N, inputs.attend)
 
 
-class Policy(Placed[Transformer]):
+class Policy(RankModel[Transformer]):
     """Knows how likely given tokens are."""
 
     def forward(self, inputs: Inputs, hidden_M_D: Tensor | None, temperature: float, bfloat16: bool) -> Tensor:

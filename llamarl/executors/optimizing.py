@@ -19,7 +19,7 @@ from llamarl.training.optimization import Optimization
 from llamarl.types import RolloutGroup
 
 
-class Learner(Executor):
+class Optimizing(Executor):
     """All ranks get all calls and all groups, and each computes its share; rank 0 answers."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Learner(Executor):
     def _take(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
         return [self._groups.pop(group_id) for group_id in group_ids]
 
-    def _save(self, learner: Optimization[Any], state: dict[str, Any]) -> Future[dict[str, Any] | OSError]:
+    def _save(self, optimization: Optimization[Any], state: dict[str, Any]) -> Future[dict[str, Any] | OSError]:
         """Copies what a checkpoint needs and writes it beside the next calls; after the answer comes `commit`."""
         with self._mesh.together():
-            return self._store.save(learner.policy_version, learner.shards(), state)
+            return self._store.save(optimization.policy_version, optimization.shards(), state)
