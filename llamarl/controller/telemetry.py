@@ -78,7 +78,7 @@ class Telemetry:
         """How weights travel."""
         self.spans = dict[str, deque[Span]]()
         self._marks = deque[StepMark](maxlen=RECENT_STEPS + 1)
-        self._view = RunView(step=0, started_s=self._clock())
+        self._view = RunView(step=0)
         self.started_s = self._clock()
         self.first_step_ended_s = float("nan")
         self.num_steps = 0
@@ -128,7 +128,7 @@ class Telemetry:
         self._in_loop = True
         self.started_s = self._clock()
         self._marks.append(self.mark())
-        self._show(step=step, started_s=self.started_s)
+        self._show(step=step)
 
     def end_loop(self) -> None:
         """Training has ended; phases show again."""

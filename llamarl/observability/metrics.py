@@ -56,8 +56,6 @@ class StepMetrics:
     """Share of trainable tokens whose ratio met the cap, 0 to 1."""
     kl_to_behavior: float
     """Estimate of KL(mu || pi) per token, in nats."""
-    entropy: float | None = None
-    """Mean entropy of the policy per token, in nats; None when not computed."""
     loss: float
     """Loss, as the optimizer saw it."""
     grad_norm: float

@@ -24,10 +24,6 @@ class RunInfo:
     """Optimizer steps in all."""
     groups_per_step: int
     """P: groups that one step consumes."""
-    group_size: int
-    """G: rollouts per group."""
-    staleness_limit: int
-    """Largest staleness that admission allows, in optimizer steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +60,6 @@ class RunView:
 
     step: int
     """Optimizer steps completed."""
-    started_s: float
-    """When the loop began, on the clock of `spans.now_s`."""
     recent_step_s: float = math.nan
     """Mean seconds of the last steps, for the ETA; NaN before the first."""
     groups_ready: int = 0

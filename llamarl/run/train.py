@@ -92,8 +92,6 @@ class _Run:
             folder=folder.path,
             steps=config.steps,
             groups_per_step=rollout.prompts_per_step,
-            group_size=rollout.group_size,
-            staleness_limit=limit,
         )
         with open_screen(config.screen, info) as screen:
             for text in self._outcome.warnings:

@@ -25,8 +25,9 @@ from llamarl.sandbox.pool_server import READY, FailureKind, Limits
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
-_MAX_SERVERS = 2
-"""Fork servers that one batch may cost."""
+_ORDERS = (1, -1)
+"""How the items of a batch are sent to the fork servers that it may cost: an item that kills the first one is the last
+that the second gets."""
 _KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "VIRTUAL_ENV", "LLAMARL_")
 
 
@@ -79,11 +80,6 @@ class WorkerPool:
         self._control = socket.socket()
         self._closed = False
 
-    @property
-    def server_pid(self) -> int | None:
-        """The fork server, whose children are the workers; None before the first `map`."""
-        return self._server.pid if self._server else None
-
     def map(self, items: Sequence[Any], batch_s: float) -> list[Any]:
         """One result or `Failure` per item, in order, within `batch_s` seconds (starts of a server not counted).
 
@@ -91,12 +87,12 @@ class WorkerPool:
             RuntimeError: the pool is closed, or its fork server cannot start.
         """
         results: dict[int, Any] = {}
-        failure = Failure(kind=FailureKind.DIED, reason=f"grader died: {_MAX_SERVERS} fork servers did")
+        failure = Failure(kind=FailureKind.DIED, reason=f"grader died: {len(_ORDERS)} fork servers did")
         with self._lock:
             if self._closed:
                 raise RuntimeError("the grader pool is closed")
             deadline = time.monotonic() + batch_s
-            for _ in range(_MAX_SERVERS):
+            for order in _ORDERS:
                 if len(results) == len(items):
                     break
                 if not self._server:
@@ -104,7 +100,7 @@ class WorkerPool:
                     self._start()
                     deadline += time.monotonic() - before
                 with suppress(OSError, ValueError):  # the server has died, is held up, or what a worker sent is no JSON
-                    self._ask(items, results, deadline - time.monotonic())
+                    self._ask(items, results, deadline - time.monotonic(), order)
                     break
                 self._stop()
                 if self._closed:
@@ -112,11 +108,11 @@ class WorkerPool:
                     break
         return [results.get(index, failure) for index in range(len(items))]
 
-    def _ask(self, items: Sequence[Any], results: dict[int, Any], batch_s: float) -> None:
+    def _ask(self, items: Sequence[Any], results: dict[int, Any], batch_s: float, order: int) -> None:
         """Fills in the results that are missing, as they come. Raises OSError, ValueError."""
         if self._closed:  # during the start
             raise ConnectionError
-        missing = [index for index in range(len(items)) if index not in results]
+        missing = [index for index in range(len(items)) if index not in results][::order]
         batch = {"items": [items[index] for index in missing], "batch_s": batch_s}
         self._control.settimeout(max(batch_s, 0.0) + _STOP_TIMEOUT_S)
         self._control.sendall(json.dumps(batch).encode() + b"\n")

@@ -71,7 +71,6 @@ def run_view(step: int = 43, **changes: Any) -> RunView:
     ]
     values: dict[str, Any] = {
         "step": step,
-        "started_s": NOW_S - 60,
         "recent_step_s": 2.0,
         "groups_ready": 8,
         "executors": tuple(
@@ -118,6 +117,4 @@ def info(tmp_path: Path) -> RunInfo:
         folder=tmp_path,
         steps=100,
         groups_per_step=16,
-        group_size=8,
-        staleness_limit=1,
     )

@@ -162,8 +162,7 @@ from pathlib import Path
 from llamarl.config.schema import ScreenConfig
 from llamarl.observability.screen import open_screen
 from llamarl.observability.view import RunInfo
-counts = dict(steps=3, groups_per_step=1, group_size=1, staleness_limit=0)
-info = RunInfo(name="demo", model="m", folder=Path(sys.argv[1]), **counts)
+info = RunInfo(name="demo", model="m", folder=Path(sys.argv[1]), steps=3, groups_per_step=1)
 with open_screen(ScreenConfig(), info) as screen:
     screen.phase("starting executors", 1, 2)
     subprocess.run(["echo", "from a child"], check=True)

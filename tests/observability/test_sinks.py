@@ -42,7 +42,7 @@ def test_rows_are_readable_at_once_and_flat(tmp_path, make_metrics, make_eval):
     )
     assert second["reward_mean"] is None  # measured, not finite
     assert second["loss"] is None
-    assert "entropy" not in second  # not measured
+    assert "fingerprint" not in second  # not measured
     log.close()
     assert failures == []
 

@@ -43,7 +43,7 @@ def test_fast_path_starts_no_process() -> None:
     assert outcomes(math, RIGHT_AT_ONCE) == [Outcome.SCORE] * len(RIGHT_AT_ONCE)
     assert outcomes(math, WRONG_AT_ONCE) == [Outcome.WRONG] * len(WRONG_AT_ONCE)
     assert outcomes(math, SCREENED) == [Outcome.WRONG] * len(SCREENED)
-    assert math._pool.server_pid is None
+    assert math._pool._server is None
     math.close()
 
 
@@ -54,7 +54,7 @@ def test_gsm8k_golds_end_on_the_fast_path(gsm8k_rows: list[dict[str, str]]) -> N
     }
     boxed = [item(rf"\boxed{{{row['answer']}}}", row["solution"]) for row in gsm8k_rows]
     assert {result.outcome for result in math.score(boxed)} == {Outcome.SCORE}
-    assert math._pool.server_pid is None
+    assert math._pool._server is None
 
 
 def test_math_verify_decides_the_rest(math: Math) -> None:
@@ -111,11 +111,11 @@ def test_a_batch_has_a_budget() -> None:
 def test_same_pair_is_compared_once(math: Math) -> None:
     pair = (r"\frac{\pi}{8}", r"\frac{2\pi}{16}")
     assert outcomes(math, [pair] * 20) == [Outcome.SCORE] * 20
-    os.kill(math._pool.server_pid, signal.SIGSTOP)
+    os.kill(math._pool._server.pid, signal.SIGSTOP)
     try:
         assert outcomes(math, [pair] * 20) == [Outcome.SCORE] * 20
     finally:
-        os.kill(math._pool.server_pid, signal.SIGCONT)
+        os.kill(math._pool._server.pid, signal.SIGCONT)
 
 
 @pytest.mark.timeout(5)
