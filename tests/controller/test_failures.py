@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from llamarl.cluster.api import CallTimeout, MeshFailed, RemoteError
@@ -17,6 +18,7 @@ from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.data.sampler import PromptSampler
 from llamarl.forecast.simulator.clock import run_virtual
 from tests.controller.fakes import Generator, Run, Trainer, config
+from tests.controller.test_models import Model
 
 NUM_STEPS, NUM_TRAIN = 7, 23
 
@@ -144,6 +146,29 @@ def test_after_an_interruption_no_step_is_lost(tmp_path: Path, staleness: int, w
     assert num_in_step > 1
 
 
+@pytest.mark.parametrize("waits_for", ["weights", "critic"])
+def test_an_interrupted_run_waits_for_no_weights(tmp_path: Path, waits_for: str) -> None:
+    """It is asked to end while it waits for slow generators, or a slow critic, with a step under way."""
+    disk = Trainer(step_s=5.0)
+    critic = Model(lambda rollout: np.zeros(rollout.num_tokens, np.float32), learn_s=50.0)
+    generator = Generator(adopt_s=lambda version: 400.0 if version and waits_for == "weights" else 0.1)
+    models = {"critic": critic} if waits_for == "critic" else {}
+    run = Run(config(tmp_path, weight_sync={"patience_s": 500.0}), tmp_path, [generator], trainer=disk, models=models)
+
+    async def interrupt(run: Run) -> None:
+        while not disk.spans:
+            await asyncio.sleep(1.0)
+        await asyncio.sleep(2.0)
+        run.supervisor.fail(Interrupted("ended by SIGINT"))
+
+    with pytest.raises(Interrupted):
+        run.train(strike=interrupt)
+    assert [step for step, _ in disk.saved] == [disk.version] == [2]
+    assert [row["step"] for row in run.steps] == [1, 2]
+    assert [row["extra.value_loss"] for row in run.steps] == [1, 2] if models else run.wall_s < 20.0
+    assert not run.complaints
+
+
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     """Each holds the state of its own step, and one is committed before the next is begun."""
     settings = config(tmp_path, steps=9, checkpoint={"every_steps": 2})
@@ -153,6 +178,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert [version for version, _ in disk.saved] == [2, 4, 6, 8, 9]
     assert all(json.loads(state)["step"] == version for version, state in disk.saved)
     assert slow.wall_s - quick.wall_s < 2 * 2.0 + 1.0, "only the last one, and one before it, are waited for"
+    (tmp_path / "slower").mkdir()
+    slower = Trainer(write_s=20.0)
+    Run(settings, tmp_path / "slower", trainer=slower).train()
+    assert slower.saved == disk.saved, "longer than the steps between two of them"
 
 
 def test_a_full_disk_costs_a_warning_and_at_the_end_the_run(tmp_path: Path) -> None:

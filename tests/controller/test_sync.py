@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from llamarl.cluster.api import CallTimeout, MeshFailed
 from llamarl.controller.sync import WeightsWrong, mismatch_of
-from llamarl.executors.replies import Probe
+from llamarl.executors.replies import Adoption, Probe, Published
 from tests.controller.fakes import RIGHT, WRONG, Generator, Reward, Run, Trainer, config, token
 
 P, NUM_STEPS = 3, 8
@@ -182,6 +182,42 @@ def test_others_take_over_the_work_of_one_that_stands_still(tmp_path: Path, segm
             assert one.token_ids_T.tolist() == [token(group.group_id, one.index, n) for n in range(8)]
 
 
+def test_the_death_of_one_that_came_later_costs_nothing(tmp_path: Path) -> None:
+    late = Generator(duration_s=lambda *_: 1e6)
+    run = Run(config(tmp_path, cluster={"on_generator_failure": "drop"}), tmp_path)
+
+    async def strike(run: Run) -> None:
+        await asyncio.sleep(2.0)
+        await run.add("generator-1", late)
+        await run.controller.replicas.alive[1].busy.wait()
+        run.handles["generator-1"].die()
+
+    run.train(strike=strike)
+    assert run.version == 6
+    assert any("generator-1 (rank 0): pid 7 was killed by SIGKILL" in text for text in run.warnings)
+
+
+def test_nobody_begins_to_fetch_while_the_trainer_publishes(tmp_path: Path) -> None:
+    """It may write over the newest version just then."""
+    publishing, begun = asyncio.Event(), list[bool]()
+
+    class Slow(Trainer):
+        async def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
+            publishing.set()
+            await asyncio.sleep(3.0)
+            publishing.clear()
+            return await super().publish(version, in_use)
+
+    class Watched(Generator):
+        async def adopt(self, version: int, slot: int) -> Adoption:
+            begun.append(publishing.is_set())
+            return await super().adopt(version, slot)
+
+    wanted = config(tmp_path, steps=20, rollout={"max_staleness": 2}, weight_sync={"patience_s": 1.0})
+    Run(wanted, tmp_path, [Generator(), Watched(adopt_s=7.3)], trainer=Slow()).train()
+    assert len(begun) > 5 and not any(begun)
+
+
 def test_one_that_needs_longer_than_a_step_still_catches_up(tmp_path: Path) -> None:
     """It comes late and is slow, but within the patience: it must not run after the newest version for ever."""
     slow = Generator(adopt_s=3.0)
@@ -193,6 +229,31 @@ def test_one_that_needs_longer_than_a_step_still_catches_up(tmp_path: Path) -> N
     Run(config(tmp_path, steps=30), tmp_path).train(strike=join)
     assert slow.spans, "it came into service"
     assert slow.version == 30
+
+
+def test_a_generator_works_on_until_the_new_version_is_released(tmp_path: Path) -> None:
+    """While it fetches, one that serves the version before is in service: parked rollouts go on at once."""
+    generator = Generator(duration_s=lambda *_: 4.0, num_tokens=lambda *_: 9, adopt_s=2.0)
+    Run(config(tmp_path, rollout={"max_staleness": 1, "segment_tokens": 1}), tmp_path, [generator]).train()
+    fetches_s = [(end - 2.0, end) for end, version in generator.adopted if version]
+    resumed = [sum(start < begin < end for begin, _ in generator.spans) for start, end in fetches_s]
+    assert len(resumed) == 6 and min(resumed[1:-1]) > 0, "but for the first and last one: nothing is left"
+
+
+def test_nobody_waits_for_weights_of_a_generator_that_dies(tmp_path: Path) -> None:
+    """The version is released when the others have it, and not when patience is over."""
+    dying = Generator(adopt_s=lambda version: 500.0 if version == 2 else 0.1)
+    wanted = config(tmp_path, cluster={"on_generator_failure": "drop"}, weight_sync={"patience_s": 900.0})
+    run = Run(wanted, tmp_path, [Generator(), dying])
+
+    async def strike(run: Run) -> None:
+        while run.controller.replicas.alive[1].fetching != 2:
+            await run.controller.replicas.changed.wait()
+        await asyncio.sleep(20.0)
+        run.handles["generator-1"].die()
+
+    run.train(strike=strike)
+    assert run.steps[1]["sync_s"] == pytest.approx(20.0, abs=5.0)
 
 
 @pytest.mark.parametrize("policy", ["drop", "stop"])
@@ -220,6 +281,23 @@ def test_partial_rollouts_go_on_from_their_tokens(tmp_path: Path, policy: str) -
     assert moved & {(group_id, index) for group_id, index, place in generators[0].sampled if place > 50}
     assert sum(row["extra.resumed_segments"] for row in run.steps) >= 2 * 2 * 2 * 9
     assert gone.is_stopped == (policy == "stop")
+
+
+def test_a_generator_leaves_as_soon_as_it_owes_nothing(tmp_path: Path) -> None:
+    run = Run(config(tmp_path), tmp_path, [Generator(), Generator(duration_s=lambda *_: 50.0)])
+    took_s = list[float]()
+
+    async def strike(run: Run) -> None:
+        clock, leaving = asyncio.get_running_loop(), run.controller.replicas.alive[1]
+        await leaving.busy.wait()
+        await asyncio.sleep(0.5)
+        start_s, owed = clock.time(), leaving.num_outstanding
+        await run.controller.recovery.remove("generator-1", timeout_s=5.0)
+        assert owed and not leaving.num_outstanding
+        took_s.append(clock.time() - start_s)
+
+    run.train(strike=strike)
+    assert took_s == [0.0], "it is not asked again"
 
 
 def test_the_last_generator_cannot_be_removed(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.torch_attention import TorchAttention, attend_to_table, valid_places
 from llamarl.kernels import attention, build
 from llamarl.models.transformer import Transformer
-from llamarl.types import GenerationRequest
+from llamarl.types import GenerationRequest, Rollout
 from tests.generation.native import GREEDY, SAMPLED, assert_same, drain, make_engine, run
 from tests.generation.references import by_key
 
@@ -75,6 +75,21 @@ def test_sparse_blocks_give_the_same_rollouts(model: Transformer, make_requests:
     engine.submit(requests[1:])
     engine.step()
     assert_same(by_key(drain(engine)), run(make_engine(model), requests))
+
+
+def test_what_lies_in_blocks_of_others_does_no_harm(model: Transformer, make_requests: Requests) -> None:
+    """Rows of different length share a table; behind the blocks of a shorter one it names none but its own."""
+    requests = make_requests(3, GREEDY, group_size=1)
+    engine = on_torch(make_engine(model))
+    other = engine._scheduler.pool.take()
+    assert other == 0, "the one that zeros in a table would name"
+    for stored in (engine._cache.keys_L_C_J_K_S, engine._cache.values_L_C_J_S_K):
+        stored[:, other] = float("nan")
+    engine.submit(requests)
+    rollouts = list[Rollout]()
+    while engine.has_work:
+        rollouts += engine.step()
+    assert_same(by_key(rollouts), run(make_engine(model), requests))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config.schema import TrainerConfig
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.trainer import Trainer
-from llamarl.types import COLUMNS, Column, Rollout, RolloutGroup, add_column, packed_columns
+from llamarl.types import COLUMNS, Column, Rollout, RolloutGroup, add_column, continued, packed_columns
 from tests.controller.fakes import Generator, Run, config
 from tests.controller.test_models import Model
 from tests.training.conftest import MakeModel
@@ -78,6 +78,14 @@ def test_it_is_packed_and_handed_to_a_loss(make_model: MakeModel, make_groups) -
     trainer = Trainer(make_model(), TrainerConfig(learning_rate=1e-3), Curious(), GroupMean(), temperature=1.0)
     trainer.step(groups)
     np.testing.assert_array_equal(torch.cat(GIVEN), expected)
+
+
+def test_it_may_begin_with_any_response() -> None:
+    ids, numbers = np.zeros(2, np.int32), np.ones(2, np.float32)
+    without, having = {"token_ids": ids}, {"token_ids": ids, "surprise": numbers}
+    for make in (packed_columns, lambda responses: continued(*responses)):
+        assert make([without, having])["surprise"].tolist() == [-1.0, -1.0, 1.0, 1.0]
+        assert make([having, without])["surprise"].tolist() == [1.0, 1.0, -1.0, -1.0]
 
 
 def test_without_a_default_a_missing_one_is_no_zero() -> None:

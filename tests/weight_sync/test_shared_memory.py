@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import weight_processes as processes
@@ -79,6 +80,28 @@ class TestVersions:
         with pytest.raises(Superseded, match=r"version 0"):
             subscriber.fetch(0, address)
         assert 2 in calls
+
+    def test_cleared_proofs_are_those_of_no_version(self, pair) -> None:
+        """Who looks at a slot just then is overtaken: nothing is damaged."""
+        publisher, subscriber = pair
+        for version in range(2):
+            address = publisher.publish(version, weights(version), ())
+        (segment,) = publisher._segments
+        proofs, looked = segment.proofs, list[bool]()
+
+        class Watched:
+            def __setitem__(self, place: tuple[int, int], value: int) -> None:
+                proofs[place] = value
+                with pytest.raises(Superseded, match="wanted version 0, the trainer is at 1"):
+                    subscriber.fetch(0, address)
+                looked.append(True)
+
+            def __getitem__(self, place: tuple[int, int]) -> np.ndarray:
+                return proofs[place]
+
+        segment.proofs = Watched()
+        publisher.publish(2, weights(2), ())
+        assert looked
 
     def test_fetching_may_begin_before_publishing_ends(self, pair) -> None:
         publisher, subscriber = pair
