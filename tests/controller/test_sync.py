@@ -12,6 +12,7 @@ import math
 import random
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 from llamarl.cluster.api import CallTimeout, MeshFailed
 from llamarl.controller.sync import WeightsWrong, mismatch_of
-from llamarl.executors.replies import Adoption, Probe, Published
+from llamarl.executors.replies import Adoption, Collected, GeneratorStats, Probe, Published
 from tests.controller.fakes import RIGHT, WRONG, Generator, Reward, Run, Trainer, config, token
 
 P, NUM_STEPS = 3, 8
@@ -195,6 +196,31 @@ def test_the_death_of_one_that_came_later_costs_nothing(tmp_path: Path) -> None:
     run.train(strike=strike)
     assert run.version == 6
     assert any("generator-1 (rank 0): pid 7 was killed by SIGKILL" in text for text in run.warnings)
+
+
+def test_what_a_dead_generator_has_done_still_counts(tmp_path: Path) -> None:
+    class Counting(Generator):
+        async def collect(self) -> Collected:
+            stats = GeneratorStats(num_running=1, num_waiting=2, generated_tokens=10)
+            return replace(await super().collect(), stats=stats)
+
+    run = Run(config(tmp_path, cluster={"on_generator_failure": "drop"}), tmp_path, [Counting(), Counting()])
+    found = list[GeneratorStats]()
+
+    async def strike(run: Run) -> None:
+        replicas = run.controller.replicas
+        while not all(one.has_delivered for one in replicas.alive):
+            await replicas.changed.wait()
+        found.append(replicas.stats)
+        run.handles["generator-1"].die()
+        while len(replicas.alive) > 1:
+            await replicas.changed.wait()
+        found.append(replicas.stats)
+
+    run.train(strike=strike)
+    before, after = found
+    assert (before.generated_tokens, before.num_running, before.num_waiting) == (20, 2, 4)
+    assert (after.generated_tokens, after.num_running, after.num_waiting) == (20, 1, 2), "it runs nothing any more"
 
 
 def test_nobody_begins_to_fetch_while_the_trainer_publishes(tmp_path: Path) -> None:
