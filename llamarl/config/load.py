@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from llamarl.config.errors import ConfigError, did_you_mean
@@ -171,4 +170,6 @@ def _section_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> typ
 
 def dump_toml(config: Section) -> str:
     """The fully resolved config as TOML that loads to the same config."""
+    import tomli_w  # vLLM's environment, which reads settings and writes none, does without
+
     return tomli_w.dumps(config.model_dump(exclude_none=True))
