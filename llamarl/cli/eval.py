@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llamarl.cli.main import FAILURE
+from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import checked, command_parser, write_output
 from llamarl.config import ConfigError, Ref, RunConfig, load_config
 from llamarl.config.schema import (
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     options = _parser().parse_args(arguments)
     from llamarl.cluster.api import ExecutorError
-    from llamarl.controller.supervision import Stalled
+    from llamarl.controller.supervision import Interrupted, Stalled
     from llamarl.observability.screen import eval_facts
     from llamarl.run.evaluate import evaluate_checkpoint
 
@@ -73,6 +73,9 @@ def main(arguments: Sequence[str]) -> int:
         task = bar.add_task("", total=None)
         try:
             result = evaluate_checkpoint(config, lambda done, total: bar.update(task, completed=done, total=total))
+        except Interrupted as error:
+            print(f"llamarl eval: {error}", file=sys.stderr)
+            return INTERRUPTED
         except (ExecutorError, Stalled) as error:
             print(f"llamarl eval: {type(error).__name__}: {error}", file=sys.stderr)
             return FAILURE

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from llamarl.observability.spans import Span
 
-MAX_PAYLOAD_BYTES = 64 << 20
+MAX_PAYLOAD_BYTES = 256 << 20
 """Cap on the pickled arguments, and on the pickled result, of one call: weights do not pass through calls."""
 
 

@@ -69,7 +69,8 @@ class BaseHandle(ExecutorHandle):
 
     async def call_each(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
         payload = pickled((args, kwargs), self.name, f"the argument list of {method}")
-        replies = await self._whole(await self._ask(method, payload, timeout_s), timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        replies = await self._whole(await self._ask(method, payload, timeout_s), deadline_s)
         return [value_of(reply, self.name) for reply in replies]
 
     async def status(self, timeout_s: float) -> HostStatus:
@@ -101,15 +102,15 @@ class BaseHandle(ExecutorHandle):
         doing = "has not said yet what it does" if method == PEEK else await self._doing()
         raise CallTimeout(self.name, method.removeprefix("@"), timeout_s, doing)
 
-    async def _whole(self, replies: list[Reply], timeout_s: float) -> list[Reply]:
+    async def _whole(self, replies: list[Reply], deadline_s: float) -> list[Reply]:
         """The replies with what is left of long results."""
-        while rest_of := max(reply.rest_of for reply in replies):
-            more = await self._ask(REST, pickle.dumps(rest_of), timeout_s)
-            replies = [
-                reply._replace(value=reply.value + part.value, rest_of=part.rest_of)
-                for reply, part in zip(replies, more, strict=True)
-            ]
-        return replies
+        pieces = [[reply.value] for reply in replies]
+        last = replies
+        while rest_of := max(reply.rest_of for reply in last):
+            last = await self._ask(REST, pickle.dumps(rest_of), max(0.0, deadline_s - time.monotonic()))
+            for piece, reply in zip(pieces, last, strict=True):
+                piece.append(reply.value)
+        return [reply._replace(value=b"".join(piece)) for reply, piece in zip(replies, pieces, strict=True)]
 
     async def _lost(self, error: BaseException | None) -> ExecutorError:
         """What it means that the transport raised `error`; only a transport that can fail needs its own answer."""

@@ -35,6 +35,10 @@ CLOSE = "@close"
 """Refuses further calls; answered once the running method has ended and `close()` has run."""
 
 
+ABANDONED_S = 5.0
+"""A long result that nobody has taken so long after the caller's deadline is dropped."""
+
+
 @dataclass(eq=False, slots=True)
 class _Call:
     """One call on its way through the host."""
@@ -65,8 +69,8 @@ class ExecutorHost:
         self._arriving: list[bytes] = []
         """The first parts of a call's arguments."""
         self._num_calls = 0
-        self._leaving: dict[int, list[bytes]] = {}
-        """What is left of long results, by call."""
+        self._leaving: dict[int, tuple[float, list[bytes]]] = {}
+        """What is left of long results, by call, and until when somebody waits for it."""
         self._closing = threading.Event()
         self._ready, self._failure, self._closed = _promise(), _promise(), _promise()
         self._span_log = SpanLog()
@@ -221,16 +225,18 @@ class ExecutorHost:
             if call not in self._open:
                 return
             self._open.remove(call)
+            now_s = time.monotonic()
+            self._leaving = {number: left for number, left in self._leaving.items() if left[0] > now_s}
             if others:
-                self._leaving[call.number] = others
+                self._leaving[call.number] = call.deadline_s + ABANDONED_S, others
                 reply = reply._replace(value=first, rest_of=call.number)
         call.reply.set_result(reply)
 
     def _next_part(self, number: int) -> Reply:
         """Of a long result; with the lock held. Nothing where this rank's result is shorter than another's."""
-        left = self._leaving.pop(number, [])
+        deadline_s, left = self._leaving.pop(number, (0.0, []))
         if len(left) > 1:
-            self._leaving[number] = left[1:]
+            self._leaving[number] = deadline_s, left[1:]
         return Reply(value=left[0] if left else b"", rest_of=number if len(left) > 1 else 0)
 
     def _fail(self, reply: Reply) -> None:

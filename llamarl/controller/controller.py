@@ -47,6 +47,9 @@ from llamarl.executors.replies import Adoption, ControllerState, Published
 from llamarl.training.result import StepResult
 from llamarl.types import GenerationRequest, Prompt, RolloutGroup
 
+SCORED_TOKENS = 1 << 20
+"""Response tokens from which on a call to the reward takes no more groups: the first need not wait for the last."""
+
 
 class Controller:
     """Orders the executors; never touches a tensor."""
@@ -95,7 +98,7 @@ class Controller:
         self._num_resyncs = 0
         self._told_of_late = set[Replica]()
         self.recovery = Recovery(
-            policy, self.replicas, supervisor, telemetry, self._follow_weights, self._collect, executors.spawn_generator
+            policy, self.replicas, supervisor, telemetry, self._adoption_loop, self._collect, executors.spawn_generator
         )
 
     async def start(self) -> None:
@@ -110,7 +113,7 @@ class Controller:
                 found = await choose_transport(self._config.weight_sync, self._trainer, self.replicas, is_inline)
                 self._telemetry.chose_transport(found)
             for replica in replicas:
-                replica.adopting = self._follow_weights(replica)
+                replica.adopting = self._supervisor.start(self._adoption_loop(replica), f"weights of {replica.name}")
             await self._sync(self.version, patience_s=self._config.cluster.call_timeout_s)
         self._watch.progress()
         for replica in replicas:
@@ -171,11 +174,11 @@ class Controller:
     # 3. Rewards
 
     async def _score_loop(self) -> None:
-        """Consumes whole groups, all that are there; waits for reward and models; produces scored groups, for the
-        window or for an evaluation; unblocked by the collect loops."""
+        """Consumes whole groups, as many as are there up to `SCORED_TOKENS`; waits for reward and models; produces
+        scored groups, for the window or for an evaluation; unblocked by the collect loops."""
         while True:
             batch = [await self._to_score.get()]
-            while not self._to_score.empty():
+            while not self._to_score.empty() and sum(pending.num_tokens for pending in batch) < SCORED_TOKENS:
                 batch.append(self._to_score.get_nowait())
             groups = await self._score(batch)
             for pending, group in zip(batch, groups, strict=True):
@@ -340,9 +343,6 @@ class Controller:
 
     # 6. Weights to one generator
 
-    def _follow_weights(self, replica: Replica) -> asyncio.Task[None]:
-        return self._supervisor.start(self._adoption_loop(replica), f"weights of {replica.name}")
-
     async def _adoption_loop(self, replica: Replica) -> None:
         """Consumes published versions, always the newest; waits until `replica` has fetched it and its probe shows that
         it is the right one; produces adoptions; unblocked by `_publish`."""
@@ -384,7 +384,7 @@ class Controller:
             await asyncio.sleep(RETRY_S)
             replica.tried = None
         elif published is self._newest and self.version == published.version and not self._under_way:
-            await self._publish(published.version)
+            self._supervisor.start(self._publish(published.version), f"publish {published.version} again")
         # Otherwise a step is under way, and its version comes next.
 
     async def _who_waits(self) -> str:

@@ -56,6 +56,11 @@ class PendingGroup:
         """That are to come, the greedy one included."""
         return sum(request.group_size for request in self.requests)
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the rollouts that have come."""
+        return sum(rollout.num_tokens for rollout in self._rollouts.values())
+
     def describe(self, num_pending: int) -> str:
         """As the oldest of so many, for a stall report."""
         arrived = f"{len(self._rollouts)} of {self.num_rollouts} rollouts"

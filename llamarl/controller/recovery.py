@@ -9,8 +9,8 @@ take over its work after a while, and it goes on when it answers again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal
 
 from llamarl.cluster.api import ExecutorError, ExecutorHandle, MeshFailed
 from llamarl.controller.ports import SpawnGenerator
@@ -31,13 +31,13 @@ class Recovery:
         replicas: Replicas,
         supervisor: Supervisor,
         telemetry: Telemetry,
-        follow: Callable[[Replica], asyncio.Task[None]],
+        follow: Callable[[Replica], Coroutine[Any, Any, None]],
         collect: Callable[[Replica], None],
         spawn: SpawnGenerator | None,
     ) -> None:
         """
         Args:
-            follow: starts the loop that keeps a replica's weights up to date, which ends when it dies.
+            follow: the loop that keeps a replica's weights up to date, which ends when it dies.
             collect: starts the loop that takes what it generates.
         """
         assert policy != "respawn" or spawn is not None, "nobody can start generators"
@@ -62,20 +62,23 @@ class Recovery:
             )
 
     async def add(self, handle: ExecutorHandle) -> None:
-        """Brings a new generator to the newest weights, and into service. Raises MeshFailed when it dies before."""
+        """Brings a new generator to the newest weights, and into service. Raises what it fails with before that."""
         self._telemetry.joined(handle)
         replica = self._replicas.add(handle)
+        # Until it serves, what befalls it is nobody else's matter.
+        adopting = asyncio.create_task(self._follow(replica), name=f"weights of {replica.name}")
         try:
-            assert await replica.port.weight_specs() == self._replicas.layouts, f"{handle.name} wants other weights"
-            adopting = self._follow(replica)
             await self._replicas.changed.until(lambda: self._replicas.serves(replica) or adopting.done())
             if adopting.done():
+                adopting.result()
                 raise MeshFailed(handle.name, (0,), "died before it had weights")
-        except ExecutorError:
-            self._replicas.lose(replica)
-            self._telemetry.left(handle)
+        except BaseException:
+            adopting.cancel()
+            if not replica.is_gone:
+                self._replicas.lose(replica)
+                self._telemetry.left(handle)
             raise
-        replica.adopting = adopting
+        replica.adopting = self._supervisor.take(adopting)
         self.watch(replica)
         self._collect(replica)
 

@@ -63,7 +63,10 @@ class Supervisor:
 
     def start(self, loop: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Runs `loop` in the background; what it raises ends the run."""
-        task = asyncio.create_task(loop, name=name)
+        return self.take(asyncio.create_task(loop, name=name))
+
+    def take(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+        """As `start`, of a loop that runs already."""
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task

@@ -28,6 +28,10 @@ REPLY_INTERVAL_S = 0.02
 """Finished rollouts are handed over at most this often: one message carries many."""
 
 
+REPLY_TOKENS = 1 << 20
+"""Tokens from which on a reply takes no more rollouts; those of a fleet that parks at once come in several."""
+
+
 class GeneratorExecutor(Executor):
     """Decodes whenever requests are there; `submit`, `adopt` and `abort` run between two engine steps.
 
@@ -144,7 +148,8 @@ class GeneratorExecutor(Executor):
             return
         reply, self._reply, self._replied_s = self._reply, None, now
         if reply.set_running_or_notify_cancel():  # a caller that gave up gets nothing, and nothing is lost
-            rollouts, self._finished = self._finished, []
+            count = np.searchsorted(np.cumsum([one.num_tokens for one in self._finished]), REPLY_TOKENS) + 1
+            rollouts, self._finished = self._finished[:count], self._finished[count:]
             stats = self._engine.stats()
             reply.set_result(
                 Collected(

@@ -13,7 +13,7 @@ from llamarl.types import COLUMNS, RolloutGroup
 
 
 class RolloutRecorder(RowLog):
-    """`rollouts.jsonl`.: a line per rollout that was trained on."""
+    """`rollouts.jsonl`: a line per rollout that was trained on."""
 
     def record(self, step: int, groups: Sequence[RolloutGroup], advantages: Mapping[int, np.ndarray]) -> None:
         """The groups that optimizer step `step` consumed, with the advantage of each rollout."""

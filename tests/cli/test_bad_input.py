@@ -222,3 +222,20 @@ def test_eval_and_export(model: Path, tmp_path: Path) -> None:
         command="eval",
     )
     check(llamarl_here("export", tmp_path), "no run folder", command="export")
+
+
+def test_eval_that_is_interrupted_says_so(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from llamarl.cli import eval as command
+    from llamarl.controller.supervision import Interrupted
+    from llamarl.run import evaluate
+
+    def interrupted(*_: object) -> None:
+        raise Interrupted("ended by SIGINT")
+
+    monkeypatch.setattr(evaluate, "evaluate_checkpoint", interrupted)
+    data = tmp_path / "problems.jsonl"
+    data.write_text('{"question": "1+1", "answer": "2"}\n')
+    assert command.main([str(model), str(data)]) == 130
+    assert "llamarl eval: ended by SIGINT" in capsys.readouterr().err

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import re
+import time
 from pathlib import Path
 
 import pytest
 
+from llamarl.cluster import host
 from llamarl.cluster.api import (
     MAX_PAYLOAD_BYTES,
     CallTimeout,
@@ -19,7 +22,7 @@ from llamarl.cluster.api import (
     RemoteError,
 )
 from llamarl.cluster.open import open_cluster
-from llamarl.cluster.payload import MAX_MESSAGE_BYTES
+from llamarl.cluster.payload import MAX_MESSAGE_BYTES, Reply
 from llamarl.config import ConfigError
 from tests.cluster.harness import CALL_S, SPAWN_S, Kind, echo, run
 
@@ -168,7 +171,7 @@ def test_ranks_may_answer_at_different_length() -> None:
 def test_payload_cap(kind: Kind) -> None:
     async def main(cluster: Cluster) -> None:
         handle = await cluster.spawn(echo(), SPAWN_S)
-        with pytest.raises(PayloadTooLarge, match=r"echo: the result of zeros is 67,108,\d\d\d bytes"):
+        with pytest.raises(PayloadTooLarge, match=r"echo: the result of zeros is 268,435,\d\d\d bytes"):
             await handle.call("zeros", MAX_PAYLOAD_BYTES, timeout_s=CALL_S)
         with pytest.raises(PayloadTooLarge, match="the argument list of echo"):
             await handle.call("echo", bytes(MAX_PAYLOAD_BYTES), timeout_s=CALL_S)
@@ -222,3 +225,19 @@ def test_unknown_cluster_and_inline_ranks_are_config_errors() -> None:
             await cluster.spawn(ExecutorSpec(name="two", target="executors:Echo", num_ranks=2), SPAWN_S)
 
     run(main, "inline")
+
+
+def test_a_long_result_that_nobody_takes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "ABANDONED_S", 0.0)
+    one = host.ExecutorHost(echo())
+    one.submit(host.READY, b"", 0.0).result(CALL_S)
+
+    def asked(size: int, timeout_s: float) -> Reply:
+        return one.submit("zeros", pickle.dumps(((size,), {})), timeout_s).result(CALL_S)
+
+    first = asked(3 * MAX_MESSAGE_BYTES, 0.5)
+    assert len(first.value) == MAX_MESSAGE_BYTES and first.rest_of == 1
+    time.sleep(0.5)  # until nobody can be waiting any more
+    asked(1, CALL_S)
+    assert one.submit(host.REST, pickle.dumps(1), 0.0).result(CALL_S) == Reply()
+    one.submit(host.CLOSE, b"", 0.0).result(CALL_S)

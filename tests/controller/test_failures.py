@@ -16,6 +16,7 @@ from llamarl.cluster.api import CallTimeout, MeshFailed, RemoteError
 from llamarl.controller.saving import NotSaved
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.data.sampler import PromptSampler
+from llamarl.executors.replies import Adoption
 from llamarl.forecast.simulator.clock import run_virtual
 from tests.controller.fakes import Generator, Run, Trainer, config
 from tests.controller.test_models import Model
@@ -242,3 +243,33 @@ def test_supervisor_reports_the_first_failure_and_ends_the_others() -> None:
     with pytest.raises(ValueError, match="first"):
         run_virtual(main())
     assert ended == ["main", "background"]
+
+
+class BreaksAtOnce(Generator):
+    """Cannot take over weights."""
+
+    async def adopt(self, version: int, slot: int) -> Adoption:
+        raise RemoteError("late", "adopt", "Traceback: no memory left")
+
+
+@pytest.mark.parametrize("policy", ["stop", "drop"])
+@pytest.mark.parametrize("how", ["raises", "dies"])
+def test_a_generator_that_joins_and_fails_before_it_serves_costs_nothing(tmp_path: Path, policy: str, how: str) -> None:
+    """Whoever let it in hears of it, and the run goes on with the others."""
+    heard = list[str]()
+
+    async def strike(run: Run) -> None:
+        await asyncio.sleep(1.3)
+        late = BreaksAtOnce() if how == "raises" else Generator(adopt_s=1e6)
+        joins = asyncio.ensure_future(run.add("late", late))
+        await asyncio.sleep(0.5)
+        if how == "dies":
+            run.handles["late"].die()
+        with pytest.raises((RemoteError, MeshFailed)) as caught:
+            await joins
+        heard.append(type(caught.value).__name__)
+        assert [one.name for one in run.controller.replicas.alive] == ["generator-0"]
+
+    run = Run(config(tmp_path, cluster={"on_generator_failure": policy}), tmp_path).train(strike=strike)
+    assert run.version == 6 and not run.complaints
+    assert heard == ["RemoteError" if how == "raises" else "MeshFailed"]
