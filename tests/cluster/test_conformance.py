@@ -229,7 +229,7 @@ def test_unknown_cluster_and_inline_ranks_are_config_errors() -> None:
 
 def test_a_long_result_that_nobody_takes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "ABANDONED_S", 0.0)
-    one = host.ExecutorHost(echo())
+    one = host.ExecutorHost(echo(target="tests.cluster.executors:Echo"))
     one.submit(host.READY, b"", 0.0).result(CALL_S)
 
     def asked(size: int, timeout_s: float) -> Reply:
