@@ -80,7 +80,7 @@ def simulated(faults_text: str, steps: int) -> dict[str, Any]:
 def transport_s_per_group(response_tokens: int, group_size: int, repeats: int = 50) -> float:
     """Processor seconds to pack and unpack one group on all its ways: request, rollouts, to and from reward, trainer.
 
-    Each array is packed twice where `chunks` measures it first. Messages of the engine come on top.
+    Messages of the engine come on top.
     """
     prompt_T = np.zeros(512, np.int32)
     prompt = Prompt(prompt_id="p", text="x" * 2000, token_ids_T=prompt_T, answer="1")

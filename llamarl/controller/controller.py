@@ -26,7 +26,7 @@ from llamarl.cluster.port import port
 from llamarl.config import RunConfig, build
 from llamarl.controller.admission import Admission, Problems
 from llamarl.controller.evaluation import EvalResult, Evaluation
-from llamarl.controller.groups import FIRST_EVAL_ID, PendingGroup, Scoring, greedy_request
+from llamarl.controller.groups import FIRST_EVAL_ID, SCORED_TOKENS, PendingGroup, Scoring, greedy_request
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.recovery import Recovery
 from llamarl.controller.replicas import NO_VERSION, Replica, Replicas
@@ -46,9 +46,6 @@ from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import Adoption, ControllerState, Published
 from llamarl.training.result import StepResult
 from llamarl.types import GenerationRequest, Prompt, RolloutGroup
-
-SCORED_TOKENS = 1 << 20
-"""Response tokens from which on a call to the reward takes no more groups: the first need not wait for the last."""
 
 
 class Controller:
@@ -178,8 +175,10 @@ class Controller:
         scored groups, for the window or for an evaluation; unblocked by the collect loops."""
         while True:
             batch = [await self._to_score.get()]
-            while not self._to_score.empty() and sum(pending.num_tokens for pending in batch) < SCORED_TOKENS:
+            num_tokens = batch[0].num_tokens
+            while not self._to_score.empty() and num_tokens < SCORED_TOKENS:
                 batch.append(self._to_score.get_nowait())
+                num_tokens += batch[-1].num_tokens
             groups = await self._score(batch)
             for pending, group in zip(batch, groups, strict=True):
                 for request in pending.requests:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import numpy as np
 
@@ -26,6 +27,8 @@ from llamarl.types import (
 
 FIRST_EVAL_ID, FIRST_GREEDY_ID = 1 << 40, 1 << 41
 """Group ids key the sampling noise, so those of evaluations and greedy responses begin far from the training's."""
+SCORED_TOKENS = 1 << 20
+"""Response tokens from which on a call to the reward takes no more groups: the first need not wait for the last."""
 
 
 def greedy_request(request: GenerationRequest) -> GenerationRequest:
@@ -119,16 +122,16 @@ class Scoring:
     async def __call__(self, batch: Sequence[PendingGroup]) -> list[RolloutGroup]:
         """Asks everybody at once."""
         responses = [(item.prompt, [one.with_only("token_ids") for one in item.in_order()]) for item in batch]
-        trained = [item for item in batch if item.is_trained_on]
         to_train = [one for one, item in zip(responses, batch, strict=True) if item.is_trained_on]
         said, by_model, columns = await asyncio.gather(
             self._reward.score(responses), self._by_model(to_train), self._filled(to_train)
         )
-        number_of = {item.group_id: number for number, item in enumerate(trained)}
+        trained = count()
         groups = list[RolloutGroup]()
         for item, by_rules in zip(batch, said, strict=True):
             rollouts, judged = item.in_order(), by_rules
-            if (number := number_of.get(item.group_id)) is not None:
+            if item.is_trained_on:
+                number = next(trained)
                 rollouts = [
                     replace(
                         one, columns=one.columns | {name: of_batch[number][n] for name, of_batch in columns.items()}
