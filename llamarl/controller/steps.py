@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from llamarl.controller.sync import SyncReport
 from llamarl.controller.telemetry import StepMark, Telemetry
-from llamarl.training.result import StepResult
+from llamarl.training.result import PolicyStepResult, StepResult
 from llamarl.types import RolloutGroup
 
 
@@ -16,7 +16,7 @@ class Step:
     """At most one is under way, and one completed but not yet on record."""
 
     groups: list[RolloutGroup]
-    result: asyncio.Task[StepResult]
+    result: asyncio.Task[PolicyStepResult]
     critic: asyncio.Task[StepResult] | None
     """The same step of the critic."""
     sync: asyncio.Task[SyncReport] | None = None

@@ -25,7 +25,7 @@ from llamarl.observability.sinks import MetricsLog
 from llamarl.observability.spans import Span, now_s
 from llamarl.observability.view import CompletionView, ExecutorView, RunView
 from llamarl.training.packing import is_flat
-from llamarl.training.result import StepResult
+from llamarl.training.result import PolicyStepResult
 from llamarl.types import FinishReason, Outcome, RolloutGroup
 from llamarl.weight_sync.select import Selection
 
@@ -220,7 +220,12 @@ class Telemetry:
         self.warn(f"step {step} {whose}was skipped (trainer.on_nonfinite = 'skip'): {cause}")
 
     def step(
-        self, groups: Sequence[RolloutGroup], result: StepResult, mark: StepMark, sync: SyncReport, ready_groups: int
+        self,
+        groups: Sequence[RolloutGroup],
+        result: PolicyStepResult,
+        mark: StepMark,
+        sync: SyncReport,
+        ready_groups: int,
     ) -> None:
         """Records one completed optimizer step."""
         metrics = self._metrics(groups, result, mark, sync, ready_groups)
@@ -243,7 +248,12 @@ class Telemetry:
         )
 
     def _metrics(
-        self, groups: Sequence[RolloutGroup], result: StepResult, mark: StepMark, sync: SyncReport, ready_groups: int
+        self,
+        groups: Sequence[RolloutGroup],
+        result: PolicyStepResult,
+        mark: StepMark,
+        sync: SyncReport,
+        ready_groups: int,
     ) -> StepMetrics:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         lengths = np.array([rollout.num_tokens for rollout in rollouts])
@@ -253,7 +263,6 @@ class Telemetry:
         staleness = np.array([consumed_at - one.oldest_version for one in rollouts if one.num_tokens] or [0])
         previous, mask_truncated = self._marks[-1], self._config.shaping.mask_truncated
         step_s = mark.ended_s - previous.ended_s
-        measured = dict(result.metrics)
         return StepMetrics(
             step=result.policy_version,
             policy_version=result.policy_version,
@@ -270,21 +279,14 @@ class Telemetry:
             staleness_mean=float(staleness.mean()),
             staleness_max=int(staleness.max()),
             staleness_limit=self._staleness_limit,
-            num_loss_tokens=int(measured.pop("num_loss_tokens")),
-            importance_ratio_mean=measured.pop("importance_ratio_mean"),
-            importance_ratio_max=measured.pop("importance_ratio_max", 1.0),
-            capped_share=measured.pop("capped_share", 0.0),
-            kl_to_behavior=measured.pop("kl_to_behavior", 0.0),
-            loss=measured.pop("loss", 0.0),
-            grad_norm=measured.pop("grad_norm"),
-            learning_rate=measured.pop("learning_rate"),
+            update=result.update,
             waiting_rollouts=mark.generators.num_waiting,
             running_rollouts=mark.generators.num_running,
             ready_groups=ready_groups,
             busy_share=self._recent_busy_share(mark.ended_s),
             sync_s=sync.sync_s,
             fingerprint=sync.fingerprint or None,
-            extra=measured
+            extra=result.metrics
             | mark.generators.since(previous.generators)
             | sync.measured()
             | {
@@ -314,7 +316,7 @@ class Telemetry:
                 taken.append(span)
         return recent
 
-    def _completions(self, groups: Sequence[RolloutGroup], result: StepResult) -> tuple[CompletionView, ...]:
+    def _completions(self, groups: Sequence[RolloutGroup], result: PolicyStepResult) -> tuple[CompletionView, ...]:
         shown = list(groups)[: self._config.screen.completions]
         return tuple(
             CompletionView(

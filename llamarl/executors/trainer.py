@@ -24,7 +24,7 @@ from llamarl.models.lora import add_adapters
 from llamarl.training.meter import check_memory, device_seconds, peak_flops, peak_memory_bytes, rates
 from llamarl.training.preflight import check_layout
 from llamarl.training.probe import probe_sequences
-from llamarl.training.result import NonFiniteStep, StepResult
+from llamarl.training.result import NonFiniteStep, PolicyStepResult
 from llamarl.training.shaping import shaping
 from llamarl.training.state import StateMismatch, load_training_state, training_state
 from llamarl.training.trainer import Trainer
@@ -102,7 +102,7 @@ class TrainerExecutor(Optimizing):
         """The controller's state in the checkpoint that was resumed (None: fresh), and what was found damaged."""
         return self._resumed
 
-    def step(self, group_ids: Sequence[int]) -> StepResult:
+    def step(self, group_ids: Sequence[int]) -> PolicyStepResult:
         """One optimizer step on these groups. Raises NonFiniteStep."""
         device = self._device
         start_s = device_seconds(device)

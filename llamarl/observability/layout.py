@@ -248,15 +248,15 @@ def _metric_rows(last: StepMetrics) -> list[tuple[str, _Cell, _Cell, _Cell]]:
         ),
         (
             "ratio",
-            _Cell("mean", number(last.importance_ratio_mean)),
-            _Cell("max", number(last.importance_ratio_max)),
-            _Cell("capped", percent(last.capped_share, 1)),
+            _Cell("mean", number(last.update.importance_ratio_mean)),
+            _Cell("max", number(last.update.importance_ratio_max)),
+            _Cell("capped", percent(last.update.capped_share, 1)),
         ),
         (
             "update",
-            _Cell("grad norm", number(last.grad_norm)),
-            _Cell("loss", number(last.loss)),
-            _Cell("kl", number(last.kl_to_behavior, 2)),
+            _Cell("grad norm", number(last.update.grad_norm)),
+            _Cell("loss", number(last.update.loss)),
+            _Cell("kl", number(last.update.kl_to_behavior, 2)),
         ),
         (
             "length",

@@ -7,11 +7,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 Row = dict[str, float | int | str | None]
 """A flat JSON object."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateMetrics:
+    """What the trainer says of one update of the weights."""
+
+    loss: float = 0.0
+    """Loss, as the optimizer saw it."""
+    grad_norm: float = 0.0
+    """Global gradient norm before clipping."""
+    learning_rate: float = 0.0
+    """Step size of this step."""
+    num_loss_tokens: int = 0
+    """Trainable tokens."""
+    importance_ratio_mean: float = 1.0
+    """Mean pi/mu over trainable tokens, before the cap."""
+    importance_ratio_max: float = 1.0
+    """Largest pi/mu over trainable tokens, before the cap."""
+    capped_share: float = 0.0
+    """Share of trainable tokens whose ratio met the cap, 0 to 1."""
+    kl_to_behavior: float = 0.0
+    """Estimate of KL(mu || pi) per token, in nats."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,22 +70,8 @@ class StepMetrics:
     """Largest staleness, in optimizer steps."""
     staleness_limit: int
     """Largest staleness that admission allows, in optimizer steps."""
-    importance_ratio_mean: float
-    """Mean pi/mu over trainable tokens, before the cap."""
-    importance_ratio_max: float
-    """Largest pi/mu over trainable tokens, before the cap."""
-    capped_share: float
-    """Share of trainable tokens whose ratio met the cap, 0 to 1."""
-    kl_to_behavior: float
-    """Estimate of KL(mu || pi) per token, in nats."""
-    loss: float
-    """Loss, as the optimizer saw it."""
-    grad_norm: float
-    """Global gradient norm before clipping."""
-    learning_rate: float
-    """Step size of this step."""
-    num_loss_tokens: int
-    """Trainable tokens."""
+    update: UpdateMetrics
+    """In JSON its fields stand beside the others."""
     waiting_rollouts: int
     """Rollouts queued at the generators at the end of the step."""
     running_rollouts: int
@@ -77,7 +85,7 @@ class StepMetrics:
     fingerprint: str | None = None
     """Of the weights of this version as the generators serve them, in hexadecimal digits."""
     extra: Mapping[str, float] = field(default_factory=dict)
-    """What a loss or an advantage reports beyond these."""
+    """What executors, a loss or an advantage report beyond these."""
 
     def to_json(self) -> Row:
         """Flat JSON; mappings become `busy_share.NAME` and `extra.NAME`."""
@@ -113,11 +121,13 @@ class EvalMetrics:
 
 
 def flat(kind: str, record: Any) -> Row:
-    """The fields of a dataclass as one flat JSON object that begins with its kind."""
+    """The fields of a dataclass, and of those in it, as one flat JSON object that begins with its kind."""
     row: Row = {"kind": kind}
     for entry in fields(record):
         value = getattr(record, entry.name)
-        if isinstance(value, Mapping):
+        if is_dataclass(value):
+            row |= flat(kind, value)
+        elif isinstance(value, Mapping):
             row.update({f"{entry.name}.{name}": finite(item) for name, item in value.items()})
         elif value is not None:
             row[entry.name] = finite(value)

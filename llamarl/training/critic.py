@@ -20,7 +20,7 @@ from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.models.scalar import ScalarModel
 from llamarl.training.collectives import summed
-from llamarl.training.optimization import Logged, Optimization
+from llamarl.training.optimization import Optimization
 from llamarl.training.optimizer import set_learning_rate
 from llamarl.training.packing import EMPTY, Microbatch
 from llamarl.training.parallel import Read
@@ -28,6 +28,7 @@ from llamarl.training.policy import Inputs, RankModel
 from llamarl.training.responses import per_response
 from llamarl.training.result import StepResult
 from llamarl.training.shaping import UNSHAPED, Shaping
+from llamarl.training.totals import Totals
 from llamarl.types import Prompt, Rollout, RolloutGroup, TrainBatch
 
 
@@ -125,21 +126,17 @@ class Critic(Optimization[ScalarModel]):
             "explained_variance": _explained(batch) if finite else 0.0,
             "critic_skipped": float(not finite),
         }
-        return StepResult(
-            policy_version=self.policy_version, skipped=not finite, cause=cause, metrics=metrics, advantages={}
-        )
+        return StepResult(policy_version=self.policy_version, skipped=not finite, cause=cause, metrics=metrics)
 
     def _forward(self, microbatch: Microbatch, hidden_M_D: Tensor | None) -> Tensor:
         inputs = self.module.place(microbatch, self.device)
         return self.module(inputs, hidden_M_D, self.config.dtype == "bfloat16")
 
-    def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, logged: Logged) -> Tensor:
+    def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, totals: Totals) -> Tensor:
         """Sum over the tokens."""
         old_R = self.tensor(microbatch.values_R)
         returns_R = old_R + self.tensor(microbatch.advantages_R)
-        loss = value_losses(output_R, old_R, returns_R, self._clip).sum()
-        logged[0]["loss"] = logged[0].get("loss", 0.0) + float(loss.detach())
-        return loss
+        return value_losses(output_R, old_R, returns_R, self._clip).sum()
 
 
 def _explained(batch: TrainBatch) -> float:

@@ -41,10 +41,11 @@ class Health:
         """Of a step."""
         self._first_bad = ""
 
-    def computed(self, index: int, count: int, sums: dict[str, float]) -> None:
-        """Forward of microbatch `index` of `count`."""
-        if not self._first_bad and not math.isfinite(sums.get("loss", 0.0)):
-            self._first_bad = f"microbatch {index + 1} of {count}"
+    def computed(self, losses: Sequence[float]) -> None:
+        """Loss of each microbatch of this rank."""
+        bad = (number for number, loss in enumerate(losses, 1) if not math.isfinite(loss))
+        if not self._first_bad and (first := next(bad, None)):
+            self._first_bad = f"microbatch {first} of {len(losses)}"
             if self._mesh.fsdp.size > 1:
                 self._first_bad += f" on fsdp rank {self._mesh.fsdp.rank}"
 

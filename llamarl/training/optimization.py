@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -24,11 +24,10 @@ from llamarl.training.packing import Microbatch
 from llamarl.training.parallel import Read, held_tensors, parallelize
 from llamarl.training.pipeline import Pipeline
 from llamarl.training.policy import Model, RankModel, own_share
+from llamarl.training.totals import Logged, Totals, merged
 from llamarl.types import SampleGroup
 from llamarl.weight_sync.layout import TensorSpec
 
-Logged = tuple[dict[str, float], dict[str, float]]
-"""Sums and maxima, by name."""
 T = TypeVar("T")
 
 
@@ -70,8 +69,8 @@ class Optimization(ABC, Generic[Model]):
         """What the objective needs of each target, [R]; before the last stage, hidden states [M, D]."""
 
     @abstractmethod
-    def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, logged: Logged) -> Tensor:
-        """Sum over one microbatch; adds to `logged`, its `loss` at least. `first_R` is the first pass's output."""
+    def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, totals: Totals) -> Tensor:
+        """Sum over one microbatch; what else is to be logged goes to `totals`. `first_R` is the first pass's output."""
 
     def passes(
         self, groups: Sequence[SampleGroup], denominator: int
@@ -103,16 +102,15 @@ class Optimization(ABC, Generic[Model]):
         """
         mesh, first = self.mesh, {} if at_first is None else at_first
         own = own_share(groups, mesh, self.config.microbatch_tokens)
-        num_inputs = float(sum(len(microbatch.token_ids_N) for microbatch in own))
-        sums, maxima = {"num_input_tokens": num_inputs}, dict[str, float]()
+        totals = Totals()
 
         def forward(index: int, hidden_M_D: Tensor | None) -> Tensor:
             output = self._forward(own[index], hidden_M_D)
             if not mesh.pp.is_last:
                 return output
-            loss = self._loss(own[index], output, first.get(index), (sums, maxima))
+            loss = self._loss(own[index], output, first.get(index), totals)
+            totals.add({"loss": loss}, {})
             first.setdefault(index, output.detach())
-            self.health.computed(index, len(own), sums)
             return loss / denominator
 
         size = 1 if mesh.pp.size == 1 else max(len(own), 1)
@@ -121,7 +119,10 @@ class Optimization(ABC, Generic[Model]):
             self.pipeline.train(shapes, lambda index, hidden_M_D, start=start: forward(start + index, hidden_M_D))
             yield
         self.sharding.finish_gradients()
-        return merged(mesh.exchange((sums, maxima) if self.is_logging else ({}, {})))
+        logged, losses = totals.read()
+        self.health.computed(losses)
+        logged.sums["num_input_tokens"] = float(sum(len(microbatch.token_ids_N) for microbatch in own))
+        return merged(mesh.exchange(logged if self.is_logging else Logged({}, {})))
 
     def alone(self, groups: Sequence[SampleGroup], denominator: int) -> tuple[dict[str, float], float]:
         """Sums and gradient norm of a step on nothing else, which is not taken."""
@@ -159,14 +160,3 @@ def finished(pieces: Generator[None, None, T]) -> T:
             next(pieces)
         except StopIteration as end:
             return end.value
-
-
-def merged(logged: Iterable[Logged]) -> Logged:
-    """Sums added, maxima compared."""
-    all_sums, all_maxima = dict[str, float](), dict[str, float]()
-    for sums, maxima in logged:
-        for name, value in sums.items():
-            all_sums[name] = all_sums.get(name, 0.0) + value
-        for name, value in maxima.items():
-            all_maxima[name] = max(all_maxima.get(name, -math.inf), value)
-    return all_sums, all_maxima

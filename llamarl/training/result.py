@@ -5,9 +5,11 @@ Shape suffix: G rollouts of a group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from llamarl.observability.metrics import UpdateMetrics
 
 
 class NonFiniteStep(RuntimeError):
@@ -16,7 +18,7 @@ class NonFiniteStep(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What one optimizer step reports."""
+    """What one optimizer step, of the trainer or the critic, reports."""
 
     policy_version: int
     """Completed optimizer steps, this one included."""
@@ -25,7 +27,14 @@ class StepResult:
     weights and was the last."""
     cause: str = ""
     """Of a skipped step: which rollouts, and what of them is not finite."""
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(default_factory=dict)
+    """To be logged by these names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyStepResult(StepResult):
+    """What one optimizer step of the trainer reports."""
+
+    update: UpdateMetrics
     advantages: dict[int, np.ndarray]
-    """By group id, float64 [G], the mean over a rollout's tokens; 0 for rollouts that were masked out. The critic gives
-    none."""
+    """By group id, float64 [G], the mean over a rollout's tokens; 0 for rollouts that were masked out."""

@@ -5,7 +5,6 @@ Shape suffixes: R response tokens (targets), G rollouts of a group.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,15 +19,17 @@ from llamarl.algorithms.losses._base import Loss, LossInputs
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.models.transformer import Transformer
+from llamarl.observability.metrics import UpdateMetrics
 from llamarl.training.cost import step_cost
 from llamarl.training.health import age_sums, split_by_age
-from llamarl.training.optimization import Logged, Optimization, finished, merged
+from llamarl.training.optimization import Optimization, finished
 from llamarl.training.optimizer import set_learning_rate
 from llamarl.training.packing import EMPTY, Microbatch, with_advantage
 from llamarl.training.parallel import Read
 from llamarl.training.policy import Policy
-from llamarl.training.result import StepResult
+from llamarl.training.result import PolicyStepResult
 from llamarl.training.shaping import UNSHAPED, Shaping
+from llamarl.training.totals import Totals, merged
 from llamarl.types import RolloutGroup, TrainBatch
 
 
@@ -69,7 +70,7 @@ class Trainer(Optimization[Transformer]):
         self.shaping = shaping
         self.kl_in_loss = kl_in_loss
 
-    def step(self, groups: Sequence[RolloutGroup]) -> StepResult:
+    def step(self, groups: Sequence[RolloutGroup]) -> PolicyStepResult:
         """Learns from `groups` and completes one policy version.
 
         Raises:
@@ -88,13 +89,21 @@ class Trainer(Optimization[Transformer]):
         loss, num_inputs = sums.pop("loss", 0.0) / denominator / len(logged), sums.pop("num_input_tokens")
         num_computed = len(logged) * TrainBatch(groups=tuple(computed)).num_loss_tokens
         ages, cost = split_by_age(sums), step_cost(self.model.shape, computed, self.config.lora)
-        metrics = {name: value / num_computed for name, value in sums.items()} | maxima | self.shaping.metrics(groups)
-        metrics |= {
-            "loss": loss,
-            "importance_ratio_mean": 1 + metrics.pop("importance_ratio_excess", 0.0),
-            "grad_norm": grad_norm,
-            "learning_rate": rate,
-            "num_loss_tokens": float(batch.num_loss_tokens),
+        means = {name: value / num_computed for name, value in sums.items()}
+        update = UpdateMetrics(
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=rate,
+            num_loss_tokens=batch.num_loss_tokens,
+            importance_ratio_mean=1 + means.pop("importance_ratio_excess", 0.0),
+            importance_ratio_max=maxima.pop("importance_ratio_max", 1.0),
+            capped_share=means.pop("capped_share", 0.0),
+            kl_to_behavior=means.pop("kl_to_behavior", 0.0),
+        )
+        metrics = {
+            **means,
+            **maxima,
+            **self.shaping.metrics(groups),
             "num_computed_tokens": float(num_computed),
             "num_input_tokens": num_inputs,
             "num_flops": cost.flops * len(logged),
@@ -106,8 +115,13 @@ class Trainer(Optimization[Transformer]):
         said = f"step {self.policy_version}{of_pass}: loss {loss}, gradient norm {grad_norm}"
         cause = self.health.ended(said, finite, groups, computed, partial(self.alone, denominator=denominator))
         self.policy_version += 1
-        return StepResult(
-            policy_version=self.policy_version, skipped=not finite, cause=cause, metrics=metrics, advantages=advantages
+        return PolicyStepResult(
+            policy_version=self.policy_version,
+            skipped=not finite,
+            cause=cause,
+            update=update,
+            metrics=metrics,
+            advantages=advantages,
         )
 
     def _batch(self, groups: Sequence[RolloutGroup]) -> tuple[TrainBatch, dict[int, np.ndarray]]:
@@ -123,8 +137,8 @@ class Trainer(Optimization[Transformer]):
         inputs = self.policy.place(microbatch, self.device)
         return self.policy(inputs, hidden_M_D, self.temperature, self.config.dtype == "bfloat16")
 
-    def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, logged: Logged) -> Tensor:
-        """Sum over one microbatch; adds to what is logged."""
+    def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, totals: Totals) -> Tensor:
+        """Sum over one microbatch."""
         if not len(microbatch.targets_R):
             return output_R.sum()
         columns_R = {name: self.tensor(values_R) for name, values_R in microbatch.columns_R.items()}
@@ -140,15 +154,12 @@ class Trainer(Optimization[Transformer]):
             columns_N=columns_R,
             kl=self.kl_in_loss,
         )
-        output, (sums, maxima) = self.loss(inputs), logged
+        output = self.loss(inputs)
         at_first = first_R is None
         is_stale_R = columns_R["policy_versions"] < self.policy_version
         # Later passes move away from the behavior policy by themselves, which is neither staleness nor mismatch.
         ages = age_sums(output_R, inputs.behavior_logprobs_N, inputs.loss_mask_N, is_stale_R) if at_first else {}
-        for name, value in {"loss": output.loss, **output.sums, **ages}.items():
-            sums[name] = sums.get(name, 0.0) + float(value.detach())
-        for name, value in output.maxima.items():
-            maxima[name] = max(maxima.get(name, -math.inf), float(value))
+        totals.add(output.sums | ages, output.maxima)
         return output.loss
 
     def logprobs(self, microbatch: Microbatch) -> Tensor:

@@ -12,7 +12,8 @@ import numpy as np
 
 from llamarl.cluster.api import RemoteError
 from llamarl.executors.replies import Probe, Published
-from llamarl.training.result import StepResult
+from llamarl.observability.metrics import UpdateMetrics
+from llamarl.training.result import PolicyStepResult
 from llamarl.types import RolloutGroup
 
 
@@ -39,7 +40,7 @@ class Trainer:
     async def add_groups(self, groups: list[RolloutGroup]) -> None:
         self._groups.update((group.group_id, group) for group in groups)
 
-    async def step(self, group_ids: list[int]) -> StepResult:
+    async def step(self, group_ids: list[int]) -> PolicyStepResult:
         clock = asyncio.get_running_loop()
         begin_s = clock.time()
         groups = [self._groups.pop(group_id) for group_id in group_ids]
@@ -47,10 +48,10 @@ class Trainer:
         await asyncio.sleep(self.step_s)
         self.spans.append((begin_s, clock.time()))
         self.version += 1
-        return StepResult(
+        return PolicyStepResult(
             policy_version=self.version,
             skipped=False,
-            metrics={"num_loss_tokens": 1, "importance_ratio_mean": 1, "grad_norm": 0, "learning_rate": 0},
+            update=UpdateMetrics(num_loss_tokens=1),
             advantages={group.group_id: np.zeros(len(group.rollouts)) for group in groups},
         )
 

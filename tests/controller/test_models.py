@@ -65,7 +65,7 @@ class Model:
                 self.learnt.append((asyncio.get_running_loop().time(), group_ids))
                 self._results[first] = StepResult(
                     policy_version=first, skipped=first == self.skips, cause="nan",
-                    metrics={"value_loss": float(len(self.learnt))}, advantages={},
+                    metrics={"value_loss": float(len(self.learnt))},
                 )  # fmt: skip
         return self._results.pop(step, None)
 

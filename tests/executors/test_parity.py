@@ -151,7 +151,7 @@ def test_behavior_logprobs_are_the_trainer_s_before_and_after_syncs(
         seen.append(own)
         result = stepped(trainer, generator, version)
         assert result.policy_version == version + 1
-        assert result.metrics["importance_ratio_mean"] == pytest.approx(1.0, abs=TOLERANCE)
+        assert result.update.importance_ratio_mean == pytest.approx(1.0, abs=TOLERANCE)
     assert not any(
         len(a) == len(b) and np.allclose(a, b, atol=100 * TOLERANCE) for a in seen for b in seen if a is not b
     )

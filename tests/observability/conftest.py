@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llamarl.observability.accounting import Verdict
-from llamarl.observability.metrics import EvalMetrics, StepMetrics
+from llamarl.observability.metrics import EvalMetrics, StepMetrics, UpdateMetrics
 from llamarl.observability.view import CompletionView, ExecutorView, RunInfo, RunView
 
 NOW_S = 1_000.0
+
+UPDATE = UpdateMetrics(
+    loss=-0.0123,
+    grad_norm=0.834,
+    learning_rate=3e-4,
+    num_loss_tokens=3900,
+    importance_ratio_mean=1.01,
+    importance_ratio_max=3.91,
+    capped_share=0.0012,
+    kl_to_behavior=0.0031,
+)
 
 
 def step_metrics(step: int = 43, **changes: Any) -> StepMetrics:
@@ -32,21 +44,14 @@ def step_metrics(step: int = 43, **changes: Any) -> StepMetrics:
         "staleness_mean": 0.82,
         "staleness_max": 1,
         "staleness_limit": 1,
-        "importance_ratio_mean": 1.01,
-        "importance_ratio_max": 3.91,
-        "capped_share": 0.0012,
-        "kl_to_behavior": 0.0031,
-        "loss": -0.0123,
-        "grad_norm": 0.834,
-        "learning_rate": 3e-4,
-        "num_loss_tokens": 3900,
         "waiting_rollouts": 32,
         "running_rollouts": 96,
         "ready_groups": 9,
         "busy_share": {"generator": 0.97, "trainer": 0.58},
         "sync_s": 0.0043,
     }
-    return StepMetrics(**(values | changes))
+    updated = {name: changes.pop(name) for name in UpdateMetrics.__slots__ if name in changes}
+    return StepMetrics(**(values | {"update": replace(UPDATE, **updated)} | changes))
 
 
 def eval_metrics(step: int, accuracy: float, k: int = 1) -> EvalMetrics:

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from llamarl.sharding.tensor_parallel import sharded_dim
 from llamarl.training import logprobs, parallel
 from llamarl.training.critic import Critic
 from llamarl.training.preflight import check_critic_layout, check_layout
-from llamarl.training.result import NonFiniteStep
+from llamarl.training.result import NonFiniteStep, PolicyStepResult, StepResult
 from llamarl.training.state import load_training_state, training_state
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
@@ -110,13 +110,18 @@ def train(
         except NonFiniteStep as error:
             found.error = str(error)
             break
-        found.metrics.append(result.metrics)
+        found.metrics.append(logged(result))
         found.skipped.append(result.skipped)
         found.scores.append(trainer.score(SEQUENCES))
     keep_parts(found, trainer, seen)
     if checkpoints is not None:
         found.state = save(trainer, checkpoints) if batches else parts(trainer)
     return found
+
+
+def logged(result: StepResult) -> dict[str, float]:
+    """All that it says, by name."""
+    return asdict(result.update) | result.metrics if isinstance(result, PolicyStepResult) else result.metrics
 
 
 def keep_parts(found: Found, trainer: Trainer | Critic, gradients: Mapping[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ from llamarl.training.health import MAX_NAMED_GROUPS, find_cause
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.result import NonFiniteStep
 from llamarl.types import RolloutGroup, SampleGroup
+from tests.training.layouts import logged
 
 NAN = float("nan")
 
@@ -36,7 +37,7 @@ class TestAges:
         (batch,) = pack(list(trainer._batch(groups)[0].groups), 1000)
         log_ratio_R = trainer.logprobs(batch).detach().numpy() - batch.behavior_logprobs_R
         stale_R = batch.policy_versions_R < 3
-        metrics = trainer.step(groups).metrics
+        metrics = logged(trainer.step(groups))
         assert metrics["stale_share"] == pytest.approx(stale_R.mean())
         for part, own_R in (("staleness", stale_R), ("mismatch", ~stale_R)):
             ratio_N = np.exp(log_ratio_R[own_R])
@@ -63,7 +64,7 @@ class TestAges:
         for microbatch_tokens in (1000, 12):
             trainer = make_trainer(torch.float64, microbatch_tokens=microbatch_tokens)
             trainer.policy_version = 2
-            found.append(trainer.step(aged(make_groups(), (1, 2))).metrics)
+            found.append(logged(trainer.step(aged(make_groups(), (1, 2)))))
         for name in (
             "stale_share",
             "kl_staleness",

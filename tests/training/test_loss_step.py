@@ -91,7 +91,7 @@ def test_step(make_model, groups, kind: type[Loss], coefficient: float, budget: 
     by_hand, batch = trainer_of(make_model, loss), whole(groups)
     value = expected_loss(kind, batch, by_hand.logprobs(batch), coefficient)
     value.backward()
-    assert result.metrics["loss"] == pytest.approx(float(value.detach()), rel=1e-7)
+    assert result.update.loss == pytest.approx(float(value.detach()), rel=1e-7)
     for name, weight in by_hand.model.named_parameters():
         torch.testing.assert_close(found[name], weight.grad, rtol=1e-6, atol=1e-9)
 

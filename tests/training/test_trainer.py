@@ -19,13 +19,14 @@ from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config.schema import TrainerConfig
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
 from llamarl.training.packing import pack, to_sample_group
-from llamarl.training.result import NonFiniteStep, StepResult
+from llamarl.training.result import NonFiniteStep, PolicyStepResult
 from llamarl.training.state import StateMismatch, load_training_state, training_state
 from llamarl.training.trainer import Trainer
 from llamarl.types import Outcome, RolloutGroup
+from tests.training.layouts import logged
 
 
-def step_with_gradient(trainer: Trainer, groups: Sequence[RolloutGroup]) -> tuple[StepResult, dict[str, Tensor]]:
+def step_with_gradient(trainer: Trainer, groups: Sequence[RolloutGroup]) -> tuple[PolicyStepResult, dict[str, Tensor]]:
     """One step, and the gradient that the optimizer saw."""
     seen = dict[str, Tensor]()
 
@@ -73,9 +74,10 @@ class TestAccumulation:
         result, parts = step_with_gradient(trainer, groups)
         difference = norm({name: parts[name] - whole[name] for name in whole}) / norm(whole)
         assert difference < tolerance
-        for name, value in whole_result.metrics.items():
+        found = logged(result)
+        for name, value in logged(whole_result).items():
             if name != "num_input_tokens":  # a group that is cut in two repeats its prompt
-                assert result.metrics[name] == pytest.approx(value, rel=1e-5), name
+                assert found[name] == pytest.approx(value, rel=1e-5), name
 
     def test_the_gradient_is_per_trainable_token(self, make_trainer, make_groups) -> None:
         """The same groups twice have the same mean gradient; invalid groups beside them change nothing."""
@@ -96,7 +98,7 @@ class TestAccumulation:
         logprobs_R = trainer.logprobs(batch).detach()
         ratio_R = (logprobs_R - torch.from_numpy(batch.behavior_logprobs_R)).exp()
         loss_R = -ratio_R.clamp(max=4.0) * torch.from_numpy(batch.advantages_R) * logprobs_R
-        metrics = trainer.step(groups).metrics
+        metrics = logged(trainer.step(groups))
         assert metrics["loss"] == pytest.approx(float(loss_R.mean()), rel=1e-9)
         assert metrics["importance_ratio_mean"] == pytest.approx(float(ratio_R.mean()), rel=1e-9)
         assert metrics["importance_ratio_max"] == pytest.approx(float(ratio_R.max()), rel=1e-9)
@@ -123,8 +125,8 @@ class TestReport:
         after = snapshot(trainer)
         assert_same_bits({name: after[name] for name in before}, before)
         assert (result.policy_version, result.skipped) == (1, False)
-        assert (result.metrics["loss"], result.metrics["grad_norm"], result.metrics["num_computed_tokens"]) == (0, 0, 0)
-        assert result.metrics["importance_ratio_mean"] == 1
+        assert (result.update.loss, result.update.grad_norm, result.metrics["num_computed_tokens"]) == (0, 0, 0)
+        assert result.update.importance_ratio_mean == 1
         assert all((advantages_G == 0).all() for advantages_G in result.advantages.values())
 
     def test_momentum_goes_on_without_gradient(self, make_trainer, make_groups) -> None:
@@ -147,8 +149,8 @@ class TestReport:
         result, gradient = step_with_gradient(thrifty, groups)
         full_result, full_gradient = step_with_gradient(thorough, groups)
         assert result.metrics["num_computed_tokens"] < full_result.metrics["num_computed_tokens"]
-        assert result.metrics["num_loss_tokens"] == full_result.metrics["num_loss_tokens"]
-        assert result.metrics["loss"] == pytest.approx(full_result.metrics["loss"], rel=1e-12)
+        assert result.update.num_loss_tokens == full_result.update.num_loss_tokens
+        assert result.update.loss == pytest.approx(full_result.update.loss, rel=1e-12)
         assert norm({name: gradient[name] - full_gradient[name] for name in gradient}) < 1e-13 * norm(gradient)
 
     def test_it_learns(self, make_trainer, make_groups) -> None:
@@ -173,7 +175,7 @@ class TestPasses:
         assert_same_bits(*({name: weight.detach() for name, weight in named.items()} for named in weights))
         assert (once.policy_version, twice.policy_version) == (2, 1)
         for name in ("loss", "kl_to_behavior", "importance_ratio_mean"):
-            assert result.metrics[name] == pytest.approx(np.mean([step.metrics[name] for step in steps]), rel=1e-5)
+            assert logged(result)[name] == pytest.approx(np.mean([logged(step)[name] for step in steps]), rel=1e-5)
 
     def test_later_passes_stay_near_the_policy_before_the_first(self, make_trainer, make_groups) -> None:
         """In the first pass the ratio to it is 1; then what moved the way of its advantage is clipped."""
@@ -181,7 +183,7 @@ class TestPasses:
         for passes in (1, 2):
             trainer = make_trainer(passes=passes)
             trainer.loss = DecoupledPpo(clip=1e-6, max_weight=1e9)
-            capped.append(trainer.step(make_groups()).metrics["capped_share"])
+            capped.append(trainer.step(make_groups()).update.capped_share)
         assert capped[0] == 0
         assert 0.3 < capped[1] <= 0.5, "most tokens moved the right way; the mean is over both passes"
 
@@ -195,10 +197,10 @@ class TestOptimizer:
     def test_clipping(self, make_trainer, make_groups) -> None:
         groups = make_groups()
         free_result, free = step_with_gradient(make_trainer(), groups)
-        limit = free_result.metrics["grad_norm"] / 10
+        limit = free_result.update.grad_norm / 10
         result, clipped = step_with_gradient(make_trainer(max_grad_norm=limit), groups)
-        assert free_result.metrics["grad_norm"] == pytest.approx(norm(free), rel=1e-5)
-        assert result.metrics["grad_norm"] == pytest.approx(norm(free), rel=1e-5), "reported before clipping"
+        assert free_result.update.grad_norm == pytest.approx(norm(free), rel=1e-5)
+        assert result.update.grad_norm == pytest.approx(norm(free), rel=1e-5), "reported before clipping"
         assert norm(clipped) == pytest.approx(limit, rel=1e-3)
         direction = norm({name: clipped[name] * 10 - free[name] for name in free})
         assert direction < 1e-3 * norm(free)
@@ -213,7 +215,7 @@ class TestOptimizer:
         for _ in range(2):
             before = snapshot(trainer)
             result = trainer.step(groups)
-            assert result.metrics["learning_rate"] == trainer.optimizer.param_groups[0]["lr"]
+            assert result.update.learning_rate == trainer.optimizer.param_groups[0]["lr"]
             after = snapshot(trainer)
             moved.append(max(float((after[name] - before[name]).abs().max()) for name in before if ":" not in name))
         assert moved[0] == pytest.approx(0.5e-3, rel=0.01), "the first AdamW step has the size of the rate"
@@ -309,7 +311,7 @@ class TestResume:
         assert_same_bits(snapshot(resumed), snapshot(first))
         again = [resumed.step(batch) for batch in batches[2:]]
         assert_same_bits(snapshot(resumed), snapshot(straight))
-        assert [result.metrics for result in again] == [result.metrics for result in results[2:]]
+        assert list(map(logged, again)) == list(map(logged, results[2:]))
         assert resumed.policy_version == 4
 
     def test_training_leaves_the_checkpoint_alone(

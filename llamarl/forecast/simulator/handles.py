@@ -20,8 +20,9 @@ from llamarl.forecast.costs import Costs
 from llamarl.forecast.simulator.decoding import Attempt, Decoded, DecodeQueue
 from llamarl.forecast.simulator.draws import ResponseLengths
 from llamarl.forecast.simulator.records import repeated
+from llamarl.observability.metrics import UpdateMetrics
 from llamarl.observability.spans import Span
-from llamarl.training.result import StepResult
+from llamarl.training.result import PolicyStepResult
 from llamarl.types import FinishReason, GenerationRequest, Prompt, Rollout, RolloutGroup, continued
 from llamarl.weight_sync.layout import Address
 
@@ -351,15 +352,15 @@ class SimulatedTrainer(SimulatedHandle):
                 return 0.0, ""
         raise AssertionError(f"{self.name} has no method {method}")
 
-    def _step(self, group_ids: Sequence[int]) -> tuple[float, StepResult]:
+    def _step(self, group_ids: Sequence[int]) -> tuple[float, PolicyStepResult]:
         sizes = [self._groups.pop(group_id) for group_id in group_ids]
         loss_tokens = sum(tokens for _, tokens, _ in sizes)
         tokens = sum(computed for _, _, computed in sizes)
         self._version += 1
-        result = StepResult(
+        result = PolicyStepResult(
             policy_version=self._version,
             skipped=False,
-            metrics={"num_loss_tokens": loss_tokens, "importance_ratio_mean": 1, "grad_norm": 0, "learning_rate": 0},
+            update=UpdateMetrics(num_loss_tokens=loss_tokens),
             advantages={group_id: np.zeros(size[0]) for group_id, size in zip(group_ids, sizes, strict=True)},
         )
         return self._costs.train_s(tokens, self._num_gpus), result

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 
 from llamarl.cluster.executor import Executor
 from llamarl.executors.replies import Adoption, Collected, GeneratorStats, Published, Scored
-from llamarl.training.result import StepResult
+from llamarl.observability.metrics import UpdateMetrics
+from llamarl.training.result import PolicyStepResult
 from llamarl.types import FinishReason, GenerationRequest, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 
 
@@ -88,15 +88,14 @@ class LightTrainer(Executor):
     def add_groups(self, groups: Sequence[RolloutGroup]) -> None:
         self._groups.update((group.group_id, group) for group in groups)
 
-    def step(self, group_ids: Sequence[int]) -> StepResult:
+    def step(self, group_ids: Sequence[int]) -> PolicyStepResult:
         time.sleep(0.02)
         groups = [self._groups.pop(group_id) for group_id in group_ids]
         self._version += 1
-        metrics: dict[str, Any] = {"importance_ratio_mean": 1.0, "grad_norm": 0.0, "learning_rate": 0.0}
-        return StepResult(
+        return PolicyStepResult(
             policy_version=self._version,
             skipped=False,
-            metrics=metrics | {"num_loss_tokens": 2.0 * sum(len(group.rollouts) for group in groups)},
+            update=UpdateMetrics(num_loss_tokens=2 * sum(len(group.rollouts) for group in groups)),
             advantages={group.group_id: np.zeros(len(group.rollouts)) for group in groups},
         )
 

@@ -201,7 +201,9 @@ def test_segments_change_who_decodes_but_not_what(simulated: Simulate) -> None:
         tokens: simulated(run_config(steps=20, max_staleness=0, segment_tokens=tokens), costs=costs, faults=slow)
         for tokens in (0, 60)
     }
-    assert [step.num_loss_tokens for step in found[60].steps] == [step.num_loss_tokens for step in found[0].steps]
+    assert [step.update.num_loss_tokens for step in found[60].steps] == [
+        step.update.num_loss_tokens for step in found[0].steps
+    ]
     assert sorted(found[60].group_ids) == list(range(80))
     assert sum(step.extra["resumed_segments"] for step in found[60].steps) > 20 * 8
     assert not any(step.extra["resumed_segments"] for step in found[0].steps)
