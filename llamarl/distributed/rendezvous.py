@@ -1,7 +1,8 @@
-"""Where the ranks of an executor find each other, and hear of one that fails: a store in the process that starts them.
+"""Where processes find each other, and ranks hear of one that fails: a store in the process that starts the ranks of an
+executor, or in one of two that pair up.
 
 Who connects proves that it knows the secret, and so does the store; torch's `TCPStore` has none and listens at every
-address. Ranks need nothing but the address and the secret, so they may be on other hosts. No torch.
+address. Others need nothing but the address and the secret, so they may be on other hosts. No torch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple
@@ -27,10 +28,13 @@ class Rendezvous(NamedTuple):
     """`host:port` of the store."""
     secret: str
 
-    def connect(self, rank: int | None = None) -> Connection:
-        """To the store: for requests, or to hear and tell notes as `rank`. Raises what is in `BROKEN`."""
-        connection = connect(self.address, self.secret, ANSWER_S)
-        connection.send(rank)
+    def connect(self, purpose: int | str | None = None, timeout_s: float = ANSWER_S) -> Connection:
+        """To the store: for values, to hear and tell notes as a rank, or for what else is served there, by a name.
+
+        Raises what is in `BROKEN`.
+        """
+        connection = connect(self.address, self.secret, timeout_s)
+        connection.send(purpose)
         return connection
 
 
@@ -47,22 +51,44 @@ class Note(NamedTuple):
 
 
 class RendezvousStore:
-    """Values and notes of ranks that meet once. Runs in threads that sleep while nothing is asked."""
+    """Values and notes of ranks that meet once, in threads that sleep while nothing is asked.
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        """`host` is an address of this machine that the ranks can reach."""
+    It ends by itself: once all ranks have come nobody else can, and they are served until they leave.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int | None = None,
+        timeout_s: float | None = None,
+        *,
+        host: str = "127.0.0.1",
+        secret: str = "",
+        serve: Callable[[Connection, str], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            num_ranks: that will come; None: any number, until `close`.
+            timeout_s: it ends when nobody has come for so long.
+            host: an address of this machine that the others can reach.
+            secret: empty: a new one.
+            serve: gets, in a thread each, connections of another purpose, which end as it returns.
+        """
         self._listener = socket.create_server((host, 0))
-        self.rendezvous = Rendezvous(f"{host}:{self._listener.getsockname()[1]}", secrets.token_hex(16))
+        self._listener.settimeout(timeout_s)
+        address = f"{host}:{self._listener.getsockname()[1]}"
+        self.rendezvous = Rendezvous(address, secret or secrets.token_hex(16))
+        self._num_ranks, self._others = num_ranks, serve
         self._changed = threading.Condition()
         self._values = dict[str, bytes]()
         self._notes = list[Note]()
         self._watching = dict[int, Connection]()
+        self._num_come = 0
         threading.Thread(target=self._listen, name="rendezvous", daemon=True).start()
 
     def close(self) -> None:
         """Nobody can come any more; those that are there are served until they leave."""
-        self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in it
-        self._listener.close()
+        with suppress(OSError):  # closed before
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in it
 
     def set(self, key: str, value: bytes) -> None:
         with self._changed:
@@ -76,16 +102,19 @@ class RendezvousStore:
             return [self._values.get(key) for key in keys]
 
     def _listen(self) -> None:
-        with suppress(OSError):  # closed
+        with self._listener, suppress(OSError):  # closed, or nobody comes
             while True:
                 accepted, _ = self._listener.accept()
                 threading.Thread(target=self._serve, args=(accepted,), name="rendezvous", daemon=True).start()
 
     def _serve(self, accepted: socket.socket) -> None:
         with suppress(*BROKEN), accept(accepted, self.rendezvous.secret, ANSWER_S) as connection:
-            if (rank := connection.recv()) is not None:
-                self._watch(connection, rank)
-            while rank is None and connection.poll(None):
+            purpose = connection.recv()
+            if isinstance(purpose, int):
+                self._watch(connection, purpose)
+            elif purpose is not None and self._others is not None:
+                self._others(connection, purpose)
+            while purpose is None and connection.poll(None):
                 method, *arguments = connection.recv()
                 connection.send(getattr(self, method)(*arguments))
 
@@ -93,8 +122,11 @@ class RendezvousStore:
         """Notes from a rank, and to it, until it leaves or is gone."""
         with self._changed:
             self._watching[rank] = connection
+            self._num_come += 1
             for note in self._notes:
                 connection.send(note)
+        if self._num_come == self._num_ranks:
+            self.close()
         try:
             while connection.poll(None) and (note := connection.recv()):  # nothing: it leaves
                 self._tell(note)
@@ -109,3 +141,8 @@ class RendezvousStore:
             for connection in self._watching.values():
                 with suppress(*BROKEN):
                     connection.send(note)
+
+
+def open_rendezvous(num_ranks: int, timeout_s: float) -> Rendezvous | None:
+    """A new one, for ranks that are about to start; None: one rank has nobody to meet."""
+    return RendezvousStore(num_ranks, timeout_s).rendezvous if num_ranks > 1 else None

@@ -1,4 +1,4 @@
-"""`TorchStore`: a rank's connection to the rendezvous store, as torch's process groups ask it."""
+"""`TorchStore`: a connection to the rendezvous store, as torch's process groups ask it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ from llamarl.distributed.rendezvous import ANSWER_S, Rendezvous
 class TorchStore(dist.Store):
     """Keep it as long as the groups that were made with it: they come back to it."""
 
-    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        """`timeout_s` is how long to wait for a value at most. Raises what is in `BROKEN`."""
+    def __init__(self, rendezvous: Rendezvous, timeout_s: float, answer_s: float = ANSWER_S) -> None:
+        """
+        Args:
+            timeout_s: to wait for a value at most.
+            answer_s: for the store to take a request, beside that.
+
+        Raises what is in `BROKEN`.
+        """
         super().__init__()
-        self._connection, self._timeout_s = rendezvous.connect(), timeout_s
+        self._connection = rendezvous.connect(timeout_s=answer_s)
+        self._timeout_s, self._answer_s = timeout_s, answer_s
         self._lock = threading.Lock()
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -48,6 +55,6 @@ class TorchStore(dist.Store):
     def _call(self, method: str, *arguments: Any, wait_s: float = 0.0) -> Any:
         with self._lock:
             self._connection.send((method, *arguments))
-            if not self._connection.poll(wait_s + ANSWER_S):
-                raise TimeoutError(f"the store did not answer `{method}` in {wait_s + ANSWER_S:g} s")
+            if not self._connection.poll(wait_s + self._answer_s):
+                raise TimeoutError(f"the store did not answer `{method}` in {wait_s + self._answer_s:g} s")
             return self._connection.recv()

@@ -18,7 +18,7 @@ from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.run.assembly import assembled
-from llamarl.run.executors import GeneratorSpecs, executor_spec, generator_specs, spawn_all
+from llamarl.run.executors import GeneratorSpecs, executor_spec, spawn_all
 
 
 class _Progress(NullScreen):
@@ -39,11 +39,10 @@ def evaluate_checkpoint(config: RunConfig, progress: Callable[[int, int], None])
         ConfigError: model, data or a combination of them cannot work.
         ExecutorError, Interrupted, Stalled: it failed, or was ended.
     """
-    with generator_specs(config.model.path, config.generator) as generators:
-        return asyncio.run(_evaluate(config, generators, progress))
+    return asyncio.run(_evaluate(config, progress))
 
 
-async def _evaluate(config: RunConfig, generators: GeneratorSpecs, progress: Callable[[int, int], None]) -> EvalResult:
+async def _evaluate(config: RunConfig, progress: Callable[[int, int], None]) -> EvalResult:
     path = config.model.path
     shape, tokenizer = load_shape(path), Tokenizer(path)
     check_vocabulary(tokenizer, shape.vocab_size)
@@ -53,7 +52,7 @@ async def _evaluate(config: RunConfig, generators: GeneratorSpecs, progress: Cal
 
     async def spawn() -> Executors:
         reward = executor_spec("reward", "reward:RewardExecutor", 1, model_path=path, config=config.reward)
-        specs = [reward, *map(generators, range(config.generator.replicas))]
+        specs = [reward, *map(GeneratorSpecs(config=config), range(config.generator.replicas))]
         first, *others = await spawn_all(cluster, specs, config.cluster.start_timeout_s)
         return Executors(reward=first, generators=others)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -13,9 +12,9 @@ from zlib import crc32
 from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, RemoteError
 from llamarl.config import ConfigError, build
-from llamarl.config.schema import CriticConfig, GeneratorConfig, ReferenceConfig, RewardModelConfig, RunConfig
+from llamarl.config.schema import CriticConfig, ReferenceConfig, RewardModelConfig, RunConfig
 from llamarl.config.trainer import LoraConfig
-from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
+from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.generation.vllm_server import VllmSettings
 
 VLLM_START_SHARE = 0.8
@@ -41,83 +40,46 @@ def models_in_use(config: RunConfig) -> dict[str, ReferenceConfig | CriticConfig
     return found
 
 
-def model_specs(
-    config: RunConfig, checkpoints: Path, rendezvous: Callable[[int], Rendezvous | None]
-) -> list[ExecutorSpec]:
-    """One executor for each of `models_in_use`.
-
-    Args:
-        checkpoints: the run's.
-        rendezvous: of an executor with so many ranks.
-    """
+def model_specs(config: RunConfig, checkpoints: Path) -> list[ExecutorSpec]:
+    """One executor for each of `models_in_use`; `checkpoints` are the run's."""
     targets = {
         "reward-model": "reward_model:RewardModelExecutor",
         "reference": "reference:ReferenceExecutor",
         "critic": "critic:CriticExecutor",
     }
-    num_ranks, options = config.critic.parallelism.num_ranks, dict[str, dict[str, Any]]()
-    meets = rendezvous(num_ranks)
-    options["critic"] = {"num_ranks": num_ranks, "checkpoint_folder": str(checkpoints), "rendezvous": meets}
+    models, options = models_in_use(config), dict[str, dict[str, Any]]()
+    if "critic" in models:
+        num_ranks = config.critic.parallelism.num_ranks
+        rendezvous = open_rendezvous(num_ranks, config.cluster.start_timeout_s)
+        options["critic"] = {"num_ranks": num_ranks, "checkpoint_folder": str(checkpoints), "rendezvous": rendezvous}
     return [
         executor_spec(name, targets[name], settings.threads, config=config, **options.get(name, {}))
-        for name, settings in models_in_use(config).items()
+        for name, settings in models.items()
     ]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GeneratorSpecs:
     """Generators of one run: numbered, and each with a rendezvous of its own for its ranks."""
 
-    def __init__(
-        self,
-        model_path: str,
-        config: GeneratorConfig,
-        delta: bool,
-        vllm: VllmSettings | None,
-        lora: LoraConfig | None,
-        stores: ExitStack,
-        choices: Path | None,
-    ) -> None:
-        self._model_path = model_path
-        self._config = config
-        self._delta = delta
-        self._vllm = vllm
-        self._lora = lora
-        self._stores = stores
-        self._choices = str(choices or "")
+    config: RunConfig
+    delta: bool = False
+    vllm: VllmSettings | None = None
+    lora: LoraConfig | None = None
+    choices: Path | None = None
+    """Folder of the run that keeps which kernels serve; None: nothing is kept."""
 
     def __call__(self, number: int) -> ExecutorSpec:
-        name, vllm = f"generator-{number}", self._vllm
+        name, config, vllm = f"generator-{number}", self.config.generator, self.vllm
         if vllm is not None:
             log_path = Path(vllm.log_path or "").with_name(f"{name}.vllm.log")
             vllm = replace(vllm, seed=crc32(f"{vllm.seed}/{number}".encode()), log_path=str(log_path))
         return executor_spec(
-            name, "generator:GeneratorExecutor", self._config.threads, self._config.tensor_parallel,
-            model_path=self._model_path, config=self._config, delta=self._delta, vllm=vllm,
-            lora=self._lora, choices=self._choices, rendezvous=self.rendezvous(self._config.tensor_parallel),
+            name, "generator:GeneratorExecutor", config.threads, config.tensor_parallel,
+            model_path=self.config.model.path, config=config, delta=self.delta, vllm=vllm, lora=self.lora,
+            choices=str(self.choices or ""),
+            rendezvous=open_rendezvous(config.tensor_parallel, self.config.cluster.start_timeout_s),
         )  # fmt: skip
-
-    def rendezvous(self, num_ranks: int) -> Rendezvous | None:
-        """A new one for ranks of an executor; None: one rank has nobody to meet."""
-        return self._stores.enter_context(closing(RendezvousStore())).rendezvous if num_ranks > 1 else None
-
-
-@contextmanager
-def generator_specs(
-    model_path: str,
-    config: GeneratorConfig,
-    *,
-    delta: bool = False,
-    vllm: VllmSettings | None = None,
-    lora: LoraConfig | None = None,
-    choices: Path | None = None,
-) -> Iterator[GeneratorSpecs]:
-    """Ranks can meet as long as the context lasts.
-
-    Args:
-        choices: folder of the run that keeps which kernels serve; None: nothing is kept.
-    """
-    with ExitStack() as stores:
-        yield GeneratorSpecs(model_path, config, delta, vllm, lora, stores, choices)
 
 
 def vllm_settings(config: RunConfig, logs: Path) -> VllmSettings | None:

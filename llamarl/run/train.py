@@ -19,6 +19,7 @@ from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.saving import NotSaved
 from llamarl.controller.supervision import Interrupted, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
+from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.accounting import verdict, write_trace
 from llamarl.observability.recorder import RolloutRecorder
@@ -31,7 +32,6 @@ from llamarl.run.assembly import assembled
 from llamarl.run.executors import (
     GeneratorSpecs,
     executor_spec,
-    generator_specs,
     model_specs,
     spawn_all,
     vllm_settings,
@@ -115,15 +115,6 @@ class _Run:
         return summary
 
     async def _with_executors(self, screen: Screen, telemetry: Telemetry) -> None:
-        config = self._config
-        vllm, lora = vllm_settings(config, self._folder.logs), config.trainer.lora
-        delta = config.weight_sync.delta
-        with generator_specs(
-            config.model.path, config.generator, delta=delta, vllm=vllm, lora=lora, choices=self._folder.kernels
-        ) as specs:
-            await self._with_specs(specs, screen, telemetry)
-
-    async def _with_specs(self, generator: GeneratorSpecs, screen: Screen, telemetry: Telemetry) -> None:
         cluster = open_cluster(self._config.cluster.kind, log_folder=self._folder.logs)
         screen.phase("starting executors")
         async with assembled(
@@ -131,7 +122,7 @@ class _Run:
             self._problems,
             telemetry,
             cluster.shutdown,
-            lambda: self._spawn(cluster, generator),
+            lambda: self._spawn(cluster),
             resumed=lambda executors: self._resumed(executors, screen),
             on_stop=lambda: self._stopping(screen),
         ) as (controller, supervisor):
@@ -150,16 +141,20 @@ class _Run:
         if math.isnan(self._outcome.loop_ended_s):
             self._outcome.loop_ended_s = now_s()
 
-    async def _spawn(self, cluster: Cluster, generator: GeneratorSpecs) -> Executors:
+    async def _spawn(self, cluster: Cluster) -> Executors:
         config, timeout_s = self._config, self._config.cluster.start_timeout_s
+        generator = GeneratorSpecs(
+            config=config, delta=config.weight_sync.delta, vllm=vllm_settings(config, self._folder.logs),
+            lora=config.trainer.lora, choices=self._folder.kernels,
+        )  # fmt: skip
         specs = [
             executor_spec("trainer", "trainer:TrainerExecutor", config.trainer.threads,
                           (num_ranks := config.trainer.parallelism.num_ranks), config=config,
-                          rendezvous=generator.rendezvous(num_ranks),
+                          rendezvous=open_rendezvous(num_ranks, timeout_s),
                           checkpoint_folder=str(self._folder.checkpoints), resume=self._resume),
             executor_spec("reward", "reward:RewardExecutor", 1, model_path=config.model.path, config=config.reward),
         ]  # fmt: skip
-        specs += (models := model_specs(config, self._folder.checkpoints, generator.rendezvous))
+        specs += (models := model_specs(config, self._folder.checkpoints))
         specs += map(generator, range(config.generator.replicas))
         trainer, reward, *others = await spawn_all(cluster, specs, timeout_s)
         return Executors(

@@ -88,9 +88,9 @@ class Workers:
 
 
 @contextmanager
-def rendezvous() -> Iterator[Rendezvous]:
+def rendezvous(num_ranks: int | None = None) -> Iterator[Rendezvous]:
     """Where ranks meet."""
-    with closing(RendezvousStore()) as store:
+    with closing(RendezvousStore(num_ranks)) as store:
         yield store.rendezvous
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import AuthenticationError
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from llamarl.distributed.interrupt import open_sockets
 from llamarl.distributed.links import RanksLost, connect
-from llamarl.distributed.rendezvous import Rendezvous
+from llamarl.distributed.rendezvous import Rendezvous, open_rendezvous
 from llamarl.distributed.store import TorchStore
 from tests.distributed.ranks import Workers, join, rendezvous, results
 
@@ -162,3 +164,22 @@ def test_a_stranger_is_turned_away(workers: Workers) -> None:
         store.close()
         ranks[1].start(meet, where, 1, 2, 30.0)
         assert results(ranks) == ["met", "met"]
+
+
+def test_ranks_that_are_replaced_leave_nothing_behind() -> None:
+    """Where they met, whether they left, died or never all came: no thread, no socket."""
+    before = open_sockets()
+    for epoch in range(5):
+        where = open_rendezvous(2, 60.0)
+        assert where is not None
+        held = [connection for rank in range(2) for connection in (where.connect(), where.connect(rank))]
+        if epoch:
+            held[1].send(None)
+        for connection in held:
+            connection.close()
+    assert open_rendezvous(2, 0.05) is not None
+    threads = [thread for thread in threading.enumerate() if thread.name == "rendezvous"]
+    for thread in threads:
+        thread.join(NOTICE_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert open_sockets() == before

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from llamarl.cluster.api import ExecutorHandle, RemoteError
 from llamarl.cluster.open import open_cluster
 from llamarl.config import ConfigError, RunConfig
 from llamarl.distributed.links import RanksLost
-from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
+from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 from tests.end_to_end.tiny import ROOT
@@ -72,13 +70,13 @@ def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, 
             }
         )
 
-    async def ends(meet: Callable[[], Rendezvous]) -> tuple[RemoteError, float]:
+    async def ends() -> tuple[RemoteError, float]:
         async with open_cluster("monarch", tmp_path / "logs") as cluster:
 
             async def spawn(path: Path) -> ExecutorHandle:
                 spec = executor_spec(
                     "trainer", "trainer:TrainerExecutor", 1, 2, config=config(path), resume=False,
-                    checkpoint_folder=str(tmp_path / "checkpoints"), rendezvous=meet(),
+                    checkpoint_folder=str(tmp_path / "checkpoints"), rendezvous=open_rendezvous(2, 120.0),
                 )  # fmt: skip
                 (handle,) = await spawn_all(cluster, [replace(spec, code_paths=(str(ROOT),))], 120.0)
                 return handle
@@ -93,8 +91,7 @@ def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, 
             await trainer.stop(timeout_s=8.0)
             return failed.value, time.monotonic() - start_s
 
-    with ExitStack() as stores:
-        error, after_s = asyncio.run(ends(lambda: stores.enter_context(closing(RendezvousStore())).rendezvous))
+    error, after_s = asyncio.run(ends())
     assert isinstance(error.__cause__, RanksLost)
     assert str(error.__cause__).startswith("rank 1 failed: ZeroDivisionError: no luck, in token_losses (layouts.py:")
     assert after_s < END_S

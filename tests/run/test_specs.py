@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llamarl.config import RunConfig
-from llamarl.run.executors import generator_specs, vllm_settings
+from llamarl.run.executors import GeneratorSpecs, vllm_settings
 
 MINIMAL = {"model": {"path": "m"}, "data": {"train": "running_total"}, "cluster": {"start_timeout_s": 50.0}}
 
@@ -15,8 +15,8 @@ def test_each_replica_has_its_own_vllm_seed_and_log(tmp_path: Path) -> None:
     seeds = set[int]()
     for seed in (0, 1):
         config = RunConfig.model_validate(MINIMAL | {"generator": generator, "seed": seed})
-        with generator_specs("m", config.generator, vllm=vllm_settings(config, tmp_path)) as specs:
-            settings = [specs(number).options["vllm"] for number in range(3)]
+        specs = GeneratorSpecs(config=config, vllm=vllm_settings(config, tmp_path))
+        settings = [specs(number).options["vllm"] for number in range(3)]
         seeds |= {one.seed for one in settings}
         assert [one.log_path for one in settings] == [f"{tmp_path}/generator-{i}.vllm.log" for i in range(3)]
         for one in settings:
@@ -27,5 +27,5 @@ def test_each_replica_has_its_own_vllm_seed_and_log(tmp_path: Path) -> None:
 
 def test_a_native_generator_has_no_vllm(tmp_path: Path) -> None:
     config = RunConfig.model_validate(MINIMAL)
-    with generator_specs("m", config.generator, vllm=vllm_settings(config, tmp_path)) as specs:
-        assert specs(0).options["vllm"] is None
+    specs = GeneratorSpecs(config=config, vllm=vllm_settings(config, tmp_path))
+    assert specs(0).options["vllm"] is None

@@ -11,17 +11,13 @@ once more, whole.
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
-import socket
-import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,8 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.distributed.links import accept, connect
-from llamarl.sharding.box import Box
+from llamarl.distributed import links
+from llamarl.distributed.pair import Pair
+from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
 from llamarl.weight_sync.base import (
     CPU,
     Exchange,
@@ -46,7 +43,6 @@ from llamarl.weight_sync.base import (
 from llamarl.weight_sync.buckets import Bucket, changes, changes_bytes, into_buckets, packed, wanted
 from llamarl.weight_sync.copying import NOTHING, CopyingSubscriber, Request
 from llamarl.weight_sync.layout import Address, TensorSpec
-from llamarl.weight_sync.pair import MAX_MESSAGE_BYTES, form_group
 
 NUM_SLOTS = 16
 MAX_THREADS = 8
@@ -55,7 +51,7 @@ MAX_SENDS = 4
 """Buckets that are on their way to a generator rank at once."""
 POLL_S = 0.2
 """Idle threads look this often whether the publisher was closed."""
-BROKEN = (OSError, EOFError, RuntimeError, AuthenticationError)
+BROKEN = (*links.BROKEN, RuntimeError)
 """What a pair does when the other process dies, hangs, or is none of ours."""
 
 
@@ -88,23 +84,21 @@ class P2pPublisher(Publisher):
         **options: Any,
     ) -> None:
         super().__init__(plan, exchange, folder, **options)
-        self._host, self._device, self._timeout_s = host, device, timeout_s
+        self._device, self._timeout_s = device, timeout_s
         self._table = SlotTable(NUM_SLOTS)
         self._slots: list[_Slot | None] = [None] * NUM_SLOTS
         self._buckets = [into_buckets(layout, parts) for layout, parts in zip(plan.layouts, plan.parts, strict=True)]
         self._numbers = {layout.digest: number for number, layout in enumerate(plan.layouts)}
         self._closed = False
-        self._listener = socket.create_server((host, 0))
-        ranks = exchange((secrets.token_hex(16), f"{host}:{self._listener.getsockname()[1]}"))
-        places = ",".join(place for _, place in ranks)
+        secret = exchange(secrets.token_hex(16))[0]
+        self._store = RendezvousStore(host=host, secret=secret, serve=self._serve)
+        places = ",".join(exchange(self._store.rendezvous.address))
         self._address = Address(
             transport="p2p",
-            publisher=ranks[0][0],
+            publisher=secret,
             num_writers=plan.num_writers,
             places={layout.digest: places for layout in plan.layouts},
         )
-        self._threads = [threading.Thread(target=self._listen, name="weight-listener", daemon=True)]
-        self._threads[0].start()
 
     def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:
         plan, number = self._plan, self._table.claim(version, in_use)
@@ -128,40 +122,26 @@ class P2pPublisher(Publisher):
             proofs=[np.zeros((2, len(layout.specs)), np.uint64) for layout in self._plan.layouts],
         )
 
-    def _listen(self) -> None:
-        self._listener.settimeout(POLL_S)
-        while not self._closed:
-            try:
-                accepted, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            self._threads = [thread for thread in self._threads if thread.is_alive()]
-            self._threads.append(threading.Thread(target=self._serve, args=(accepted,), daemon=True))
-            self._threads[-1].start()
-
-    def _serve(self, accepted: socket.socket) -> None:
-        """One generator rank, until it is gone."""
-        try:
-            with accept(accepted, self._address.publisher, self._timeout_s) as connection:
-                number = self._numbers[connection.recv_bytes(MAX_MESSAGE_BYTES).decode()]
-                boxes = [(part.tensor, part.box.starts, part.box.stops) for part in self._plan.parts[number]]
-                connection.send_bytes(json.dumps(boxes).encode())
-                group = form_group(connection, 0, self._host, self._device, self._timeout_s)
+    def _serve(self, connection: Connection, digest: str) -> None:
+        """One generator rank, until it is gone; it connects again if it still wants something."""
+        number, name = self._numbers[digest], secrets.token_hex(8)
+        connection.send((name, self._plan.parts[number]))
+        with suppress(*BROKEN):
+            pair = Pair(connection, self._store.rendezvous, name, 0, self._device, self._timeout_s)
+            with closing(pair):
                 while not self._closed:
                     if connection.poll(POLL_S):
-                        self._send(group, number, *json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES)))
-        except BROKEN:  # it connects again if it still wants something
-            return
+                        self._send(pair, number, *connection.recv())
 
-    def _send(self, group: Any, number: int, version: int, tensors: list[int] | None, base: int | None) -> None:
+    def _send(self, pair: Pair, number: int, version: int, tensors: list[int] | None, base: int | None) -> None:
         works = deque[Any]()
         since = self._slot_of(base) if self._delta and base is not None else None
         for piece in self._pieces(number, self._slot_of(version), tensors, since):
-            works.append(group.send([piece], 1, 0))
+            works.append(pair.send(piece))
             if len(works) > MAX_SENDS:
-                works.popleft().wait(timedelta(seconds=self._timeout_s))
+                works.popleft().wait()
         for work in works:
-            work.wait(timedelta(seconds=self._timeout_s))
+            work.wait()
 
     def _slot_of(self, version: int) -> _Slot | None:
         return next((slot for slot in self._slots if slot is not None and slot.version == version), None)
@@ -185,9 +165,7 @@ class P2pPublisher(Publisher):
 
     def close(self) -> None:
         self._closed = True
-        for thread in self._threads:
-            thread.join(5 * POLL_S)
-        self._listener.close()
+        self._store.close()
         self._slots = []
 
 
@@ -195,8 +173,7 @@ class P2pPublisher(Publisher):
 class _Writer:
     """A trainer rank that this generator rank is paired with."""
 
-    connection: Connection
-    group: Any
+    pair: Pair
     buckets: tuple[Bucket, ...]
 
 
@@ -208,12 +185,11 @@ class P2pSubscriber(CopyingSubscriber):
         specs: Sequence[TensorSpec],
         rank: int,
         delta: bool = False,
-        host: str = "127.0.0.1",
         device: torch.device = CPU,
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(specs, rank, delta, device)
-        self._host, self._timeout_s = host, timeout_s
+        self._timeout_s = timeout_s
         self._publisher = ""
         self._writers = dict[int, _Writer]()
 
@@ -236,7 +212,7 @@ class P2pSubscriber(CopyingSubscriber):
             raise
         except BROKEN as error:
             if (broken := self._writers.pop(rank, None)) is not None:
-                broken.connection.close()
+                broken.pair.close()
             if is_used:
                 return self._pull_from(rank, place, request)
             what = f"version {request.version} from trainer rank {rank} at {place}"
@@ -245,53 +221,48 @@ class P2pSubscriber(CopyingSubscriber):
     def _receive(self, rank: int, place: str, request: Request) -> tuple[np.ndarray, tuple[int, int]]:
         if rank not in self._writers:
             self._writers[rank] = self._pair_with(place)
-        writer, timeout = self._writers[rank], timedelta(seconds=self._timeout_s)
-        writer.connection.send_bytes(json.dumps((request.version, request.only, request.base.version)).encode())
+        writer = self._writers[rank]
+        writer.pair.connection.send((request.version, request.only, request.base.version))
         head = torch.empty(2 + 2 * len(self.layout.specs), dtype=torch.int64, device=self._device)
-        writer.group.recv([head], 0, 0).wait(timeout)
+        writer.pair.receive(head).wait()
         is_there, are_changes, *proof = head.tolist()
         if not is_there:
             raise Superseded(f"version {request.version} is no longer at trainer rank {rank}")
         buckets = wanted(writer.buckets, request.only)
         receive = self._receive_changes if are_changes else self._receive_buckets
-        counts = receive(writer.group, buckets, request, timeout)
+        counts = receive(writer.pair, buckets, request)
         return np.array(proof, np.int64).view(np.uint64).reshape(2, -1), counts
 
     def _pair_with(self, place: str) -> _Writer:
-        connection = connect(place, self._publisher, self._timeout_s)
-        connection.send_bytes(self.layout.digest.encode())
-        boxes = json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
-        parts = [Part(tensor=index, box=Box(tuple(starts), tuple(stops))) for index, starts, stops in boxes]
-        group = form_group(connection, 1, self._host, self._device, self._timeout_s)
-        return _Writer(connection=connection, group=group, buckets=into_buckets(self.layout, parts))
+        rendezvous = Rendezvous(place, self._publisher)
+        connection = rendezvous.connect(self.layout.digest, self._timeout_s)
+        name, parts = connection.recv()
+        pair = Pair(connection, rendezvous, name, 1, self._device, self._timeout_s)
+        return _Writer(pair=pair, buckets=into_buckets(self.layout, parts))
 
-    def _receive_buckets(
-        self, group: Any, buckets: Sequence[Bucket], request: Request, timeout: timedelta
-    ) -> tuple[int, int]:
+    def _receive_buckets(self, pair: Pair, buckets: Sequence[Bucket], request: Request) -> tuple[int, int]:
         """Receives one bucket while the one before is put in place."""
         size = max((bucket.num_bytes for bucket in buckets), default=0)
         scratch = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
         works = list[Any]()
         for number, bucket in enumerate((*buckets, None)):
             if bucket is not None:
-                works.append(group.recv([scratch[number % 2][: bucket.num_bytes]], 0, 0))
+                works.append(pair.receive(scratch[number % 2][: bucket.num_bytes]))
             if number:
-                works[number - 1].wait(timeout)
+                works[number - 1].wait()
                 self._put(buckets[number - 1], scratch[(number - 1) % 2], request.tensors)
         num_elements = sum(self._num_elements(part) for bucket in buckets for part, _ in bucket.parts)
         return sum(bucket.num_bytes for bucket in buckets), num_elements
 
-    def _receive_changes(
-        self, group: Any, buckets: Sequence[Bucket], request: Request, timeout: timedelta
-    ) -> tuple[int, int]:
+    def _receive_changes(self, pair: Pair, buckets: Sequence[Bucket], request: Request) -> tuple[int, int]:
         """Applies what arrives to copies of the base's parts."""
         num_bytes, num_changed = 0, 0
         for bucket in buckets:
             numbers = torch.empty(len(bucket.parts), dtype=torch.int64, device=self._device)
-            group.recv([numbers], 0, 0).wait(timeout)
+            pair.receive(numbers).wait()
             sizes = changes_bytes(self.layout, bucket, numbers.tolist())
             message = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-            group.recv([message], 0, 0).wait(timeout)
+            pair.receive(message).wait()
             num_bytes += numbers.nbytes + message.nbytes
             pieces = message.split_with_sizes(sizes)
             for (part, _), number, piece in zip(bucket.parts, numbers.tolist(), pieces, strict=True):
@@ -308,5 +279,5 @@ class P2pSubscriber(CopyingSubscriber):
 
     def close(self) -> None:
         for writer in self._writers.values():
-            writer.connection.close()
+            writer.pair.close()
         self._writers, self._publisher, self._base = {}, "", NOTHING
