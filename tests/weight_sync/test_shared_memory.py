@@ -20,7 +20,7 @@ from in_process import Trainer, faults
 
 from llamarl.weight_sync.base import FingerprintMismatch, Superseded, TransferFailed, WriterPlan, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
-from llamarl.weight_sync.transports.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
+from llamarl.weight_sync.transports.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber, word
 from tests.weight_sync.conftest import DEADLINE_S, exchange_among, receive
 
 SHAPES = {"embed": (50, 30), "other": (50, 30), "layer.0": (64, 64), "norm": (7,), "nothing": (0, 3)}
@@ -63,6 +63,14 @@ class TestVersions:
         with pytest.raises(TransferFailed, match=r"rank 3 waited for the trainer to begin \(version 7\) for 0.2 s"):
             subscriber.fetch(7, address)
         subscriber.fetch(2, address)
+
+    def test_a_version_is_there_when_all_writers_say_so(self, pair) -> None:
+        """Not when all of its bytes are: one that waits for that in vain has not been overtaken."""
+        publisher, subscriber = pair
+        address = publisher.publish(0, weights(0), ())
+        publisher._segments[0].versions[0] = word(0, writing=True)
+        with pytest.raises(TransferFailed, match=r"rank 3 waited for the trainer to finish \(version 0\) for 0.2 s"):
+            subscriber.fetch(0, address)
 
     def test_a_reader_that_is_overtaken_gets_no_mixture(self, pair, monkeypatch) -> None:
         publisher, subscriber = pair
