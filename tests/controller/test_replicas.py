@@ -39,7 +39,8 @@ def test_one_that_answers_again_ends_what_others_have_taken_over(tmp_path: Path)
     slow = Generator(duration_s=lambda *_: 1.0 if thawed_s else 1e6)
 
     async def strike(run: Run) -> None:
-        await run.controller.replicas.alive[1].busy.wait()
+        while not slow.sampled:
+            await asyncio.sleep(0.1)
         run.handles["generator-1"].thawed.clear()
         await asyncio.sleep(40.0)
         thawed_s.append(asyncio.get_running_loop().time())
