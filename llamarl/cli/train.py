@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import command_parser
-from llamarl.config import dump_toml, load_config
+from llamarl.config import RunConfig, dump_toml, load_config
 from llamarl.observability.spans import now_s
 
 EPILOG = """Every setting of the file can be overridden: --steps 10 --trainer.learning_rate 1e-5
@@ -24,7 +24,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("config", metavar="RUN.toml")
     parser.add_argument("--resume", action="store_true", help="go on from the run's newest valid checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
-    parser.add_argument("--dry-run", action="store_true", help="check the settings, print them in full and stop")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the settings, print who computes where and them, stop"
+    )
     options, overrides = parser.parse_known_args(arguments)
     config = load_config(options.config, overrides)
 
@@ -35,18 +37,14 @@ def main(arguments: Sequence[str]) -> int:
     from llamarl.controller.sync import WeightsWrong
     from llamarl.observability.report import render_summary
     from llamarl.run.folder import check_run_folder, prepare_run_folder
-    from llamarl.run.prepare import check_layout, check_parts, prepare
+    from llamarl.run.prepare import check_parts, prepare
     from llamarl.run.train import run
     from llamarl.run.warm_start import ensure_base_model
     from llamarl.training.result import NonFiniteStep
 
     check_parts(config)
     if options.dry_run:
-        if Path(config.model.path).exists() or not config.model.warm_start:  # the warm start makes it on first use
-            for warning in check_layout(config)[1]:
-                print(f"llamarl train: {warning}", file=sys.stderr)
-        print(dump_toml(config), end="")
-        return 0
+        return _dry_run(config)
     check_run_folder(config, resume=options.resume, overwrite=options.overwrite)
     ensure_base_model(config)
     prepared = prepare(config)
@@ -62,4 +60,20 @@ def main(arguments: Sequence[str]) -> int:
         print(f"Files: {folder.path}; output of each executor: {folder.logs}", file=sys.stderr)
         return FAILURE
     print(render_summary(summary))
+    return 0
+
+
+def _dry_run(config: RunConfig) -> int:
+    """Who would compute where, as a comment, and all settings."""
+    from llamarl.run.placement import place
+    from llamarl.run.prepare import check_layout
+
+    placement = place(config)
+    if placement.num_needed > placement.num_devices:
+        lacks = f"{placement.num_needed} GPUs are needed and this host has {placement.num_devices}"
+        print(f"llamarl train: {lacks}", file=sys.stderr)
+    if Path(config.model.path).exists() or not config.model.warm_start:  # the warm start makes it on first use
+        for warning in check_layout(config)[1]:
+            print(f"llamarl train: {warning}", file=sys.stderr)
+    print("".join(f"# {line}\n" for line in placement.table()), dump_toml(config), sep="\n", end="")
     return 0

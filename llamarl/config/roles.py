@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from llamarl.config.device import Device
 from llamarl.config.section import Section
 from llamarl.config.trainer import ParallelismConfig
 
@@ -23,8 +24,8 @@ class ReferenceConfig(Section):
     """Weights, as `generator.dtype`."""
     threads: int = Field(default=1, ge=1)
     """CPU threads."""
-    device: str = "cpu"
-    """`cpu` or `cuda`."""
+    device: Device = "cpu"
+    """`cpu`, `cuda` (the next free GPUs, one for each rank), or `cuda:0,2-3` to name them."""
 
 
 class CriticConfig(Section):
@@ -39,8 +40,8 @@ class CriticConfig(Section):
     """Values may move so far per step before the loss stops rewarding it, in units of the reward."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of each process."""
-    device: str = "cpu"
-    """`cpu` or `cuda`."""
+    device: Device = "cpu"
+    """`cpu`, `cuda` (the next free GPUs, one for each rank), or `cuda:0,2-3` to name them."""
     parallelism: ParallelismConfig = ParallelismConfig()
     """Its own processes."""
 
@@ -56,5 +57,5 @@ class RewardModelConfig(Section):
     """Tokens of one forward; a longer response is one by itself."""
     threads: int = Field(default=1, ge=1)
     """CPU threads."""
-    device: str = "cpu"
-    """`cpu` or `cuda`."""
+    device: Device = "cpu"
+    """`cpu`, `cuda` (the next free GPUs, one for each rank), or `cuda:0,2-3` to name them."""

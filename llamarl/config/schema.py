@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from llamarl.config.device import Device
 from llamarl.config.ref import Ref
 from llamarl.config.roles import CriticConfig, ReferenceConfig, RewardModelConfig
 from llamarl.config.section import Section
@@ -91,8 +92,8 @@ class GeneratorConfig(Section):
     follows exactly the new policy's."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     """Memory for keys and values per process; none: what `max_running` full contexts take, within what is free."""
-    device: str = "cpu"
-    """`cpu` or `cuda`."""
+    device: Device = "cpu"
+    """`cpu`, `cuda` (the next free GPUs, one for each rank), or `cuda:0,2-3` to name them."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """Decode steps are captured on GPUs, unless `tensor_parallel` cuts the model; they then start without the host."""
 

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from pydantic import Field
 
+from llamarl.config.device import Device
 from llamarl.config.ref import Ref
 from llamarl.config.section import Section
 
@@ -86,8 +87,8 @@ class TrainerConfig(Section):
     """CPU threads."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type; master weights stay float32."""
-    device: str = "cpu"
-    """`cpu` or `cuda`."""
+    device: Device = "cpu"
+    """`cpu`, `cuda` (the next free GPUs, one for each rank), or `cuda:0,2-3` to name them."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A non-finite loss or gradient ends the run, or skips that step and counts it."""
     max_skipped_steps: int = Field(default=3, ge=1)

@@ -7,6 +7,7 @@ import os
 import torch
 
 from llamarl.config import ConfigError
+from llamarl.config.device import PLACED, named_devices
 
 
 def set_up_device(name: str, threads: int, option: str) -> torch.device:
@@ -18,10 +19,9 @@ def set_up_device(name: str, threads: int, option: str) -> torch.device:
     torch.set_num_threads(threads)
     if name == "cpu":
         return torch.device("cpu")
-    if not name.startswith("cuda"):
-        raise ConfigError(f"`{option} = {name!r}` is no device; use `cpu` or `cuda`")
     if not torch.cuda.is_available():
         raise ConfigError(f"`{option} = {name!r}`, but torch sees no GPU; use `cpu` or install a CUDA build of torch")
-    if name == "cuda" and "LOCAL_RANK" in os.environ:  # one of several ranks
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return torch.device(name)
+    named = () if PLACED in os.environ else named_devices(name)
+    device = torch.device("cuda", named[0] if named else int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)  # else NCCL and whoever synchronizes make a context on the first one
+    return device

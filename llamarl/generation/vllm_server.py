@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -20,6 +19,7 @@ from typing import Any, Literal, NoReturn
 
 import llamarl
 from llamarl.config import ConfigError
+from llamarl.config.device import PLACED, named_devices
 from llamarl.generation import vllm_plugin
 from llamarl.models.folder import load_shape
 
@@ -206,16 +206,14 @@ def visible_devices(device: str) -> dict[str, str]:
     """The environment in which a process finds `device`, and no other, to be its GPU. Raises ConfigError."""
     if device == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""}
-    found = re.fullmatch(r"cuda(?::(\d+))?", device)
-    if found is None:
-        raise ConfigError(f"generator.device = {device!r} is no device; use 'cpu', 'cuda' or 'cuda:0'")
-    if found[1] is None:
+    named = named_devices(device)
+    if not named or PLACED in os.environ:
         return {}
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = seen.split(",") if seen else [str(number) for number in range(int(found[1]) + 1)]
-    if len(names) <= int(found[1]):
+    names = seen.split(",") if seen else [str(number) for number in range(max(named) + 1)]
+    if len(names) <= max(named):
         raise ConfigError(f"generator.device = {device!r}, but CUDA_VISIBLE_DEVICES = {seen!r} has {len(names)} GPUs")
-    return {"CUDA_VISIBLE_DEVICES": names[int(found[1])]}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in named)}
 
 
 def _command(model_path: Path, settings: VllmSettings) -> list[str]:

@@ -3,44 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, RemoteError
-from llamarl.config import ConfigError, build
-from llamarl.config.schema import CriticConfig, ReferenceConfig, RewardModelConfig, RunConfig
+from llamarl.config import ConfigError
+from llamarl.config.schema import RunConfig
 from llamarl.config.trainer import LoraConfig
 from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.generation.vllm_server import VllmSettings
+from llamarl.run.placement import Placement, models_in_use
 
 VLLM_START_SHARE = 0.8
 """Of the longest wait for an executor; the rest is for its process, and to hear why vLLM did not start."""
 
 
-def executor_spec(name: str, target: str, threads: int, num_ranks: int = 1, **options: Any) -> ExecutorSpec:
-    """`target` is `module:Class` below `llamarl.executors`; `threads` are those of one rank."""
-    env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    return ExecutorSpec(name=name, target=f"llamarl.executors.{target}", options=options, num_ranks=num_ranks, env=env)
+def executor_spec(
+    name: str, target: str, threads: int, num_ranks: int = 1, *, env: Mapping[str, str] | None = None, **options: Any
+) -> ExecutorSpec:
+    """`target` is `module:Class` below `llamarl.executors`; `threads` and `env` are those of one rank."""
+    alone = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    alone.update(env or {})
+    target = f"llamarl.executors.{target}"
+    return ExecutorSpec(name=name, target=target, options=options, num_ranks=num_ranks, env=alone)
 
 
-def models_in_use(config: RunConfig) -> dict[str, ReferenceConfig | CriticConfig | RewardModelConfig]:
-    """Settings of the models beside policy and rule-based reward that the config asks for. Raises ConfigError."""
-    found = dict[str, ReferenceConfig | CriticConfig | RewardModelConfig]()
-    if config.reward.model:
-        found["reward-model"] = config.reward.model
-    if config.reference.kl_coefficient:
-        found["reference"] = config.reference
-    advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
-    if isinstance(advantage, ValueAdvantage):
-        found["critic"] = config.critic
-    return found
-
-
-def model_specs(config: RunConfig, checkpoints: Path) -> list[ExecutorSpec]:
+def model_specs(config: RunConfig, checkpoints: Path, placement: Placement) -> list[ExecutorSpec]:
     """One executor for each of `models_in_use`; `checkpoints` are the run's."""
     targets = {
         "reward-model": "reward_model:RewardModelExecutor",
@@ -53,7 +44,9 @@ def model_specs(config: RunConfig, checkpoints: Path) -> list[ExecutorSpec]:
         rendezvous = open_rendezvous(num_ranks, config.cluster.start_timeout_s)
         options["critic"] = {"num_ranks": num_ranks, "checkpoint_folder": str(checkpoints), "rendezvous": rendezvous}
     return [
-        executor_spec(name, targets[name], settings.threads, config=config, **options.get(name, {}))
+        executor_spec(
+            name, targets[name], settings.threads, env=placement.env(name), config=config, **options.get(name, {})
+        )
         for name, settings in models.items()
     ]
 
@@ -69,13 +62,14 @@ class GeneratorSpecs:
     choices: Path | None = None
     """Folder of the run that keeps which kernels serve; None: nothing is kept."""
 
-    def __call__(self, number: int) -> ExecutorSpec:
+    def __call__(self, number: int, env: Mapping[str, str] | None = None) -> ExecutorSpec:
+        """`env` shows its devices."""
         name, config, vllm = f"generator-{number}", self.config.generator, self.vllm
         if vllm is not None:
             log_path = Path(vllm.log_path or "").with_name(f"{name}.vllm.log")
             vllm = replace(vllm, seed=crc32(f"{vllm.seed}/{number}".encode()), log_path=str(log_path))
         return executor_spec(
-            name, "generator:GeneratorExecutor", config.threads, config.tensor_parallel,
+            name, "generator:GeneratorExecutor", config.threads, config.tensor_parallel, env=env,
             model_path=self.config.model.path, config=config, delta=self.delta, vllm=vllm, lora=self.lora,
             choices=str(self.choices or ""),
             rendezvous=open_rendezvous(config.tensor_parallel, self.config.cluster.start_timeout_s),

@@ -20,7 +20,7 @@ from llamarl.generation.vllm_server import check_python
 from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.rewards._build import build_reward
-from llamarl.run.executors import models_in_use
+from llamarl.run.placement import Placement, models_in_use, place
 from llamarl.training.cost import activation_bytes
 from llamarl.types import Prompt
 from llamarl.weight_sync.select import check_name
@@ -32,6 +32,7 @@ class Prepared:
 
     shape: ModelShape
     problems: Problems
+    placement: Placement
     warnings: tuple[str, ...]
     """Sentences for the user."""
 
@@ -63,6 +64,8 @@ def prepare(config: RunConfig) -> Prepared:
         ConfigError: the model, the data or a combination of them cannot work.
     """
     shape, warnings = check_layout(config)
+    placement = place(config)
+    placement.check()
     tokenizer = Tokenizer(config.model.path)
     check_vocabulary(tokenizer, shape.vocab_size)
     compiler = os.environ.get("CXX", "g++")
@@ -84,7 +87,7 @@ def prepare(config: RunConfig) -> Prepared:
         train=load("train"), eval=load("eval") if config.data.eval else (), stop_token_ids=tokenizer.eos_token_ids
     )
     check_microbatch(config, shape, max(len(prompt.token_ids_T) for prompt in problems.train))
-    return Prepared(shape=shape, problems=problems, warnings=tuple(warnings))
+    return Prepared(shape=shape, problems=problems, placement=placement, warnings=tuple(warnings))
 
 
 def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:

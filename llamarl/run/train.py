@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llamarl.cluster.api import Cluster, ExecutorError
+from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
 from llamarl.cluster.open import open_cluster
 from llamarl.cluster.port import port
 from llamarl.config import ConfigError, RunConfig
@@ -80,6 +80,7 @@ class _Run:
         self._command_started_s = command_started_s
         self._problems = prepared.problems
         self._shape = prepared.shape
+        self._placement = prepared.placement
         self._outcome = _Progress(warnings=list(prepared.warnings))
 
     async def run(self) -> RunSummary:
@@ -142,27 +143,44 @@ class _Run:
             self._outcome.loop_ended_s = now_s()
 
     async def _spawn(self, cluster: Cluster) -> Executors:
-        config, timeout_s = self._config, self._config.cluster.start_timeout_s
+        config, timeout_s, placement = self._config, self._config.cluster.start_timeout_s, self._placement
         generator = GeneratorSpecs(
             config=config, delta=config.weight_sync.delta, vllm=vllm_settings(config, self._folder.logs),
             lora=config.trainer.lora, choices=self._folder.kernels,
         )  # fmt: skip
         specs = [
             executor_spec("trainer", "trainer:TrainerExecutor", config.trainer.threads,
-                          (num_ranks := config.trainer.parallelism.num_ranks), config=config,
+                          (num_ranks := config.trainer.parallelism.num_ranks), env=placement.env("trainer"),
+                          config=config,
                           rendezvous=open_rendezvous(num_ranks, timeout_s),
                           checkpoint_folder=str(self._folder.checkpoints), resume=self._resume),
-            executor_spec("reward", "reward:RewardExecutor", 1, model_path=config.model.path, config=config.reward),
+            executor_spec("reward", "reward:RewardExecutor", 1, env=placement.env("reward"),
+                          model_path=config.model.path, config=config.reward),
         ]  # fmt: skip
-        specs += (models := model_specs(config, self._folder.checkpoints))
-        specs += map(generator, range(config.generator.replicas))
+        specs += (models := model_specs(config, self._folder.checkpoints, placement))
+        specs += (generator(i, placement.env(f"generator-{i}")) for i in range(config.generator.replicas))
         trainer, reward, *others = await spawn_all(cluster, specs, timeout_s)
+        vacant = list[dict[str, str]]()
+        for handle in (generators := others[len(models) :]):
+            handle.failed.add_done_callback(lambda _, name=handle.name: vacant.append(placement.env(name)))
+
+        async def spawn_generator(number: int) -> ExecutorHandle:
+            """On the devices of one that is gone."""
+            env = vacant.pop()
+            try:
+                handle = await cluster.spawn(generator(number, env), timeout_s)
+            except BaseException:
+                vacant.append(env)
+                raise
+            handle.failed.add_done_callback(lambda _: vacant.append(env))
+            return handle
+
         return Executors(
             trainer=trainer,
             reward=reward,
             models={handle.name: handle for handle in others[: len(models)]},
-            generators=others[len(models) :],
-            spawn_generator=lambda number: cluster.spawn(generator(number), timeout_s),
+            generators=generators,
+            spawn_generator=spawn_generator,
         )
 
     async def _resumed(self, executors: Executors, screen: Screen) -> ControllerState | None:

@@ -30,7 +30,7 @@ from llamarl.observability.screen import NullScreen
 from llamarl.observability.spans import Span
 from llamarl.observability.view import RunView
 from llamarl.run.assembly import assembled
-from llamarl.run.executors import models_in_use
+from llamarl.run.placement import models_in_use
 
 NUM_PROMPTS = 4096
 PROGRESS_S = 5.0

@@ -1,0 +1,28 @@
+"""Settings that name a device."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+PLACED = "LLAMARL_PLACED"
+"""Environment variable of an executor that sees its own devices alone."""
+
+
+def named_devices(text: str) -> tuple[int, ...]:
+    """The numbers in `cuda:0,2-3`; none in `cuda` and `cpu`."""
+    parts = (part.split("-") for part in text.partition(":")[2].split(",") if part)
+    return tuple(number for part in parts for number in range(int(part[0]), int(part[-1]) + 1))
+
+
+def _checked(text: str) -> str:
+    devices = named_devices(text) if (fits := re.fullmatch(r"cpu|cuda(:\d+(-\d+)?(,\d+(-\d+)?)*)?", text)) else ()
+    if not fits or len(set(devices)) < len(devices) or (":" in text and not devices):
+        raise ValueError(f"{text!r} is no device; use 'cpu', 'cuda', or 'cuda:0,2-3' to name some, each once")
+    return text
+
+
+Device = Annotated[str, AfterValidator(_checked)]
+"""`cpu`; `cuda`: as many GPUs as there are ranks, the next that are free; `cuda:0,2-3`: these."""

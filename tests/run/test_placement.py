@@ -1,0 +1,153 @@
+"""Who computes on which devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llamarl.config import ConfigError, RunConfig
+from llamarl.config.device import named_devices
+from llamarl.distributed import runtime
+from llamarl.run.placement import Placement, place, ranges
+
+
+def config_of(**sections: dict[str, Any]) -> RunConfig:
+    rollout = sections.pop("rollout", {})
+    return RunConfig.model_validate(
+        {"model": {"path": "m"}, "data": {"train": "running_total"}, "rollout": rollout, **sections}
+    )
+
+
+def devices(placement: Placement) -> dict[str, tuple[int, ...]]:
+    return {one.executor: one.devices for one in placement.assignments}
+
+
+FOUR_AND_FOUR = {
+    "trainer": {"device": "cuda", "parallelism": {"fsdp": 4}},
+    "generator": {"device": "cuda", "replicas": 4},
+}
+
+
+def test_a_trainer_of_four_beside_four_replicas_fills_a_host_of_eight() -> None:
+    placement = place(config_of(**FOUR_AND_FOUR), 8)
+    placement.check()
+    replicas = {f"generator-{i}": (4 + i,) for i in range(4)}
+    assert devices(placement) == {"trainer": (0, 1, 2, 3), **replicas, "reward": ()}
+    assert placement.table() == [
+        "executor     ranks  devices",
+        "trainer          4  cuda 0-3",
+        *(f"generator-{i}      1  cuda {4 + i}" for i in range(4)),
+        "reward           1  cpu",
+    ]
+
+
+def test_all_roles_are_counted_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = place(
+        config_of(
+            trainer={"device": "cuda", "advantage": "gae"},
+            critic={"device": "cuda", "parallelism": {"tp": 2}},
+            generator={"device": "cuda", "tensor_parallel": 2, "replicas": 2},
+            reference={"device": "cuda", "kl_coefficient": 0.1},
+            reward={"model": {"path": "r", "device": "cuda"}},
+        ),
+        9,
+    )
+    placement.check()
+    assert devices(placement) == {
+        "trainer": (0,), "critic": (1, 2), "generator-0": (3, 4), "generator-1": (5, 6), "reward-model": (7,),
+        "reference": (8,), "reward": (),
+    }  # fmt: skip
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert placement.env("generator-1") == {"CUDA_VISIBLE_DEVICES": "5,6", "LLAMARL_PLACED": "1"}
+    assert placement.env("reward")["CUDA_VISIBLE_DEVICES"] == "", "it makes no context on anybody's GPU"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(f"GPU-{i}" for i in range(9)))
+    assert placement.env("critic")["CUDA_VISIBLE_DEVICES"] == "GPU-1,GPU-2"
+
+
+def test_too_few_are_refused_with_the_table() -> None:
+    placement = place(config_of(**FOUR_AND_FOUR), 6)
+    with pytest.raises(ConfigError, match=r"8 GPUs are needed and this host has 6; lower .*:\n  executor [^$]*cuda 7"):
+        placement.check()
+
+
+def test_without_gpus_there_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"^trainer.device = 'cuda', generator.device = 'cuda', but torch sees"):
+        place(config_of(**FOUR_AND_FOUR), 0).check()
+
+
+def test_named_devices_are_left_to_who_names_them_and_may_be_shared() -> None:
+    sections = {"trainer": {"device": "cuda:0,2", "parallelism": {"tp": 2}}, "reference": {"kl_coefficient": 0.1}}
+    sections["generator"] = {"device": "cuda", "replicas": 2}
+    sections["reference"]["device"] = "cuda:2"
+    found = devices(place(config_of(**sections), 4))
+    assert found["trainer"] == (0, 2) and found["reference"] == (2,)
+    assert (found["generator-0"], found["generator-1"]) == ((1,), (3,))
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cuda:4-7", [(4, 5), (6, 7)]), ("cuda:1,0", [(1, 0), (1, 0)]), ("cpu", [(), ()])]
+)
+def test_named_devices_of_replicas(device: str, expected: list[tuple[int, ...]]) -> None:
+    config = config_of(generator={"device": device, "tensor_parallel": 2, "replicas": 2})
+    found = devices(place(config, 8))
+    assert [found["generator-0"], found["generator-1"]] == expected
+
+
+def test_names_for_some_ranks_are_refused() -> None:
+    config = config_of(trainer={"device": "cuda:4", "parallelism": {"fsdp": 4}})
+    with pytest.raises(ConfigError, match=r"trainer.device = 'cuda:4' names 1 devices for 4 ranks; name one for each"):
+        place(config, 8)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:0,0", "cuda:3-1", "cuda:-1", "CPU"])
+def test_what_is_no_device_is_refused(device: str) -> None:
+    with pytest.raises(ValueError, match="is no device; use 'cpu', 'cuda', or 'cuda:0,2-3' to name some, each once"):
+        config_of(trainer={"device": device})
+
+
+def test_colocated_roles_count_from_the_first_device() -> None:
+    sections = FOUR_AND_FOUR | {"cluster": {"placement": "colocated"}, "rollout": {"max_staleness": 0}}
+    placement = place(config_of(**sections), 4)
+    placement.check()
+    found = devices(placement)
+    assert found["trainer"] == (0, 1, 2, 3) and [found[f"generator-{i}"] for i in range(4)] == [(0,), (1,), (2,), (3,)]
+
+
+def test_one_process_needs_one_device() -> None:
+    sections = {"trainer": {"device": "cuda"}, "generator": {"device": "cuda", "replicas": 3}}
+    placement = place(config_of(**sections, cluster={"kind": "inline"}), 1)
+    placement.check()
+    assert all(one.devices in {(), (0,)} for one in placement.assignments)
+
+
+def test_without_gpus_nothing_is_counted_or_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamarl.run.placement.count_devices", lambda: pytest.fail("torch is not asked"))
+    placement = place(config_of())
+    placement.check()
+    assert placement.num_needed == 0 and placement.env("trainer") == {}
+
+
+def test_long_tables_are_cut() -> None:
+    table = place(config_of(generator={"device": "cuda", "replicas": 100}), 100).table()
+    assert len(table) == 24 and table[-2].split() == ["..."] and table[-1].startswith("reward ")
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("cuda", ()), ("cuda:3", (3,)), ("cuda:0,2-4,9", (0, 2, 3, 4, 9))])
+def test_names_and_ranges(text: str, numbers: tuple[int, ...]) -> None:
+    assert named_devices(text) == numbers
+    assert ranges(numbers) == text.partition(":")[2]
+
+
+def test_an_executor_takes_its_rank_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that it sees alone; in one process those that are named."""
+    made = []
+    monkeypatch.setattr(runtime.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runtime.torch.cuda, "set_device", made.append)
+    monkeypatch.setattr(runtime.torch, "set_num_threads", lambda _: None)
+    assert str(runtime.set_up_device("cuda:2,5", 1, "x")) == "cuda:2"
+    monkeypatch.setenv("LLAMARL_PLACED", "1")
+    assert str(runtime.set_up_device("cuda:2,5", 1, "x")) == "cuda:0"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert str(runtime.set_up_device("cuda:2,5", 1, "x")) == str(runtime.set_up_device("cuda", 1, "x")) == "cuda:1"
+    assert list(map(str, made)) == ["cuda:2", "cuda:0", "cuda:1", "cuda:1"]
