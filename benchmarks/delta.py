@@ -38,7 +38,7 @@ from llamarl.rewards._build import build_reward
 from llamarl.run.prepare import prepare
 from llamarl.training.trainer import Trainer
 from llamarl.types import GenerationRequest, Prompt, RewardItem, Rollout, RolloutGroup, SamplingParams
-from llamarl.weight_sync.delta import to_message
+from llamarl.weight_sync.delta import encode
 
 CODECS: dict[str, tuple[Precision, bool]] = {
     "float32": ("float32", False),
@@ -72,7 +72,7 @@ def difference(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str
     for part, keys in parts.items():
         num_changed, num_elements = 0, 0
         for key in keys:
-            number, message = to_message(old[key], new[key])
+            number, message = encode(old[key], new[key])
             sent_bytes += sum(piece.nbytes for piece in message)
             dense_bytes += new[key].nbytes
             words = [tensor.view(-1).view(WORDS[tensor.element_size()]) for tensor in (old[key], new[key])]

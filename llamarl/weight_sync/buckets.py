@@ -12,7 +12,7 @@ from torch import Tensor
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import DTYPE_BYTES
 from llamarl.weight_sync.base import Part
-from llamarl.weight_sync.delta import message_bytes, to_message
+from llamarl.weight_sync.delta import encode, message_bytes
 from llamarl.weight_sync.layout import ALIGNMENT_BYTES, Layout, TensorSpec
 
 BUCKET_BYTES = 16 << 20
@@ -68,9 +68,9 @@ def changes(layout: Layout, flat: Tensor, base: Tensor, bucket: Bucket) -> tuple
     """(number of changes of each part, bytes of all) from one version of a packed buffer to another."""
     numbers, pieces = list[int](), list[Tensor]()
     for part, start in bucket.parts:
-        number, message = to_message(packed(layout, base, part, start), packed(layout, flat, part, start))
+        number, message = encode(packed(layout, base, part, start), packed(layout, flat, part, start))
         numbers.append(number)
-        pieces += [piece.to(flat.device) for piece in message]
+        pieces += message
     return torch.tensor(numbers, device=flat.device), torch.cat(pieces)
 
 

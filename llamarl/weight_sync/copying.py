@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llamarl.weight_sync.base import CPU, FingerprintMismatch, Part, Subscriber, dense, part_of, views
-from llamarl.weight_sync.delta import from_message
+from llamarl.weight_sync.delta import decode
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 
@@ -91,11 +91,11 @@ class CopyingSubscriber(Subscriber):
         return found
 
     def put(self, request: Request, part: Part, number: int, message: Tensor) -> None:
-        """Fills a part from a message of `delta.to_message`: `number` changes of the base, or all elements."""
+        """Fills a part from a message of `delta.encode`: `number` changes of the base, or all elements."""
         target, base = part_of(self.layout, request.tensors, part), request.base.tensors
         held = part_of(self.layout, base, part) if base else target
         with suppress(ValueError):  # what does not fit is left out; the fingerprint tells, and it is sent again
-            target.copy_(from_message(held, number, message))
+            target.copy_(decode(held, number, message))
 
 
 class Buffers:

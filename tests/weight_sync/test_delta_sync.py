@@ -175,16 +175,16 @@ def test_changes_that_arrive_damaged_are_sent_whole(tmp_path, monkeypatch) -> No
     run = Run("p2p", tmp_path)
     run.fetch(0)
     run.publish(0.01)
-    from_message, calls = copying.from_message, list[int]()
+    decode, calls = copying.decode, list[int]()
 
     def damaged(base: Tensor, number: int, message: Tensor) -> Tensor:
         calls.append(number)
         if len(calls) in (1, 2):
             message = message.clone()
             message[0 if len(calls) == 1 else -1] ^= 4  # a count that does not fit, then a value
-        return from_message(base, number, message)
+        return decode(base, number, message)
 
-    monkeypatch.setattr(copying, "from_message", damaged)
+    monkeypatch.setattr(copying, "decode", damaged)
     assert run.fetch(0).received.num_bytes > 0.01 * DENSE_BYTES
     assert len(calls) > 2
     run.close()

@@ -25,7 +25,7 @@ from torch import Tensor
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import Exchange, Part, Publisher, Superseded, TransferFailed, WriterPlan, part_of
 from llamarl.weight_sync.copying import CopyingSubscriber, Request
-from llamarl.weight_sync.delta import to_message
+from llamarl.weight_sync.delta import encode
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 
@@ -102,7 +102,7 @@ def _changes(base: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     changed = dict[str, Tensor]()
     with safe_open(base, framework="pt") as file:
         for name, tensor in tensors.items():
-            number, pieces = to_message(file.get_tensor(name), tensor)
+            number, pieces = encode(file.get_tensor(name), tensor)
             if number < tensor.numel():
                 changed[f"{name}#{number}"] = torch.cat(pieces)
     return changed
