@@ -146,7 +146,7 @@ def _row(model: str, variant: str) -> dict[str, Any]:
         "seconds_reached": found.seconds / REACHED,
         "paper_s": PAPER_S[model],
         "paper_over_reached": PAPER_S[model] * REACHED / found.seconds,
-        **_staging(plan),
+        "parameters_by_type_on_the_wire": _types(plan),
     }
 
 
@@ -157,20 +157,17 @@ def _compare(fsdp: int, tp: int, replicas: int) -> dict[str, Any]:
         layouts = _layouts("llama3-405b", fsdp, tp, replicas, dtype)
         for route, is_relayed in (("direct", False), ("relayed", True)):
             plan = plan_reshard(*layouts, is_relayed=is_relayed)
-            found[f"{dtype}, {route}"] = asdict(estimate(plan, LINKS)) | _staging(plan)
+            found[f"{dtype}, {route}"] = asdict(estimate(plan, LINKS)) | {"types": _types(plan)}
         found[f"{dtype}, chosen"] = fastest(*layouts, LINKS)[2]
     return found
 
 
-def _staging(plan: ReshardPlan) -> dict[str, Any]:
-    sender, receiver = plan.staging_bytes()
+def _types(plan: ReshardPlan) -> dict[str, int]:
+    """Parameters by type on the wire."""
     travels = Counter[str]()
     for group in plan.groups:
         travels[group.dtype] += len(group.names)
-    return {
-        "staging_bytes": {"trainer_rank": sender, "generator_rank": receiver},
-        "parameters_by_type_on_the_wire": dict(travels),
-    }
+    return dict(travels)
 
 
 if __name__ == "__main__":

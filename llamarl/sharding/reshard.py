@@ -103,35 +103,12 @@ class ReshardPlan:
 
     def moves_to(self, rank: int) -> list[Move]:
         """What a destination rank receives from the source."""
+        needs = np.array([rank in audience for audience in self.audiences], bool)
         rows = [
-            self._needed(group, rank) if group.owners_M is None else np.flatnonzero(group.owners_M == rank)
+            np.flatnonzero(needs[group.audiences_M] if group.owners_M is None else group.owners_M == rank)
             for group in self.groups
         ]
         return list(self._moves(rows, rank))
-
-    def staging_bytes(self) -> tuple[int, int]:
-        """Most bytes beside its own shards that a source and a destination rank need.
-
-        A source rank keeps a copy of what it sends, once however many need it: never more than it holds. A destination
-        rank receives into place, except parameters that it quantizes itself: one of them at a time.
-        """
-        staged_R, elements_R, held_R = (np.zeros(self.source.num_ranks, np.int64) for _ in range(3))
-        largest = 0
-        for group in self.groups:
-            sent_M = (group.stops_M_N - group.starts_M_N).prod(axis=1)
-            np.add.at(staged_R, group.senders_M, group.bytes_M * len(group.names))
-            np.add.at(elements_R, group.senders_M, sent_M * len(group.names))
-            held_R += self.source.parameters[group.names[0]].boxes.elements_R * len(group.names)
-            served = self.destination.parameters[group.names[0]]
-            if served.dtype in QUANTIZED and group.dtype not in QUANTIZED:
-                largest = max(largest, int(served.boxes.elements_R.max()) * DTYPE_BYTES[group.dtype])
-        assert (elements_R <= held_R).all(), "a rank sends more than it holds"
-        return int(staged_R.max(initial=0)), largest
-
-    def _needed(self, group: CopyGroup, rank: int) -> np.ndarray:
-        """Pieces of which `rank` is one of the audience."""
-        needs = np.array([rank in audience for audience in self.audiences], bool)
-        return np.flatnonzero(needs[group.audiences_M])
 
     def _moves(self, rows: Sequence[np.ndarray], receiver: int | None) -> Iterator[Move]:
         for group, found in zip(self.groups, rows, strict=True):

@@ -276,11 +276,6 @@ class SlotTable:
         """All of `version` has been written."""
         self._versions[slot] = self._newest = version
 
-    @property
-    def num_used(self) -> int:
-        """Slots that hold a version."""
-        return sum(version is not None for version in self._versions)
-
 
 def _add(proof: np.ndarray, part: Part, target: Tensor, share: int) -> None:
     proof[0, part.tensor] = (int(proof[0, part.tensor]) + share) % MODULUS

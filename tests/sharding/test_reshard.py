@@ -121,7 +121,10 @@ def check(plan: ReshardPlan) -> None:
     found, expected = traffic(plan), counted(plan, *execute(plan))
     for field in fields(Traffic):
         assert getattr(found, field.name) == pytest.approx(getattr(expected, field.name)), field.name
-    plan.staging_bytes()  # asserts that no rank stages more than it holds
+    for rank in range(plan.source.num_ranks):
+        staged = {(move.name, move.box) for move in plan.moves_from(rank)}
+        held = plan.source.boxes(rank).values()
+        assert sum(box.num_elements for _, box in staged) <= sum(box.num_elements for box in held)
 
 
 SIZES = st.integers(1, 5)
@@ -271,14 +274,8 @@ def test_quantized_bytes_travel_where_a_row_comes_from_one_sender(trainer_tp, ge
     plan = plan_reshard(source, generator_layout(SHAPES, tp=generator_tp, num_kv_heads=4, dtype="int8"))
     dtypes = [next(group.dtype for group in plan.groups if name in group.names) for name in SHAPES]
     assert dtypes == ["bfloat16", "int8", o_proj]
-    staged, quantized = plan.staging_bytes()
-    assert quantized == (0 if o_proj == "int8" else 8 * 16 // generator_tp * 4), "one parameter in full precision"
     move = next(move for move in plan.moves_to(0) if move.dtype == "int8")
     assert move.num_bytes == move.box.num_elements + 4 * move.box.shape[0], "values and a scale for each row"
-    assert staged == max(
-        sum({(move.name, move.box): move.num_bytes for move in plan.moves_from(rank)}.values())
-        for rank in range(source.num_ranks)
-    )
 
 
 LINKS = Links(network=50e9, host=450e9)

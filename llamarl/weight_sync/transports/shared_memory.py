@@ -117,11 +117,6 @@ class SharedMemoryPublisher(Publisher):
             places=dict(zip(digests, places, strict=True)),
         )
 
-    @property
-    def num_slots_used(self) -> int:
-        """Slots that have taken memory: two while generators keep up."""
-        return self._slots.num_used
-
     def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:
         plan, slot = self._plan, self._slots.claim(version, in_use)
         for segment in self._segments:
