@@ -114,7 +114,7 @@ class Adopter:
             subscriber = self._reader(address)
             tensors = self._hold(subscriber.fetch(version, address))
             adoption = Adoption(
-                version=version, fingerprint=subscriber.fingerprint, num_bytes=subscriber.received.num_bytes
+                version=version, fingerprint=subscriber.fingerprint, num_bytes=subscriber.received_bytes
             )
         except Superseded as error:
             adoption = Adoption(version=version, outcome="superseded", reason=str(error))

@@ -315,7 +315,7 @@ class VllmSubscriber(Subscriber):
                 raise pickle.loads(base64.b64decode(errors[0]))
             if all(state["version"] == version for state in states):
                 self.fingerprint = states[0]["fingerprint"]  # each worker fetches, and proves, the same
-                self.received = replace(self.received, num_bytes=sum(state["num_bytes"] for state in states))
+                self.received_bytes = sum(state["num_bytes"] for state in states)
                 return {}
             stuck = not any(state["fetching"] for state in states)
             if stuck or time.monotonic() > deadline_s:

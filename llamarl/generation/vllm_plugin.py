@@ -141,7 +141,7 @@ class Receiver:
         state = {"fetching": self.is_fetching, "version": self.version, "error": self.fetch_error}
         if self.version is not None:
             subscriber = self._subscriber
-            state |= {"fingerprint": subscriber.fingerprint, "num_bytes": subscriber.received.num_bytes}
+            state |= {"fingerprint": subscriber.fingerprint, "num_bytes": subscriber.received_bytes}
         return state
 
     def start_weight_update(self) -> None:

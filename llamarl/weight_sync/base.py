@@ -173,27 +173,6 @@ class Publisher(ABC):
         """Ends threads and frees memory; what readers have mapped stays with them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Received:
-    """What one fetch took."""
-
-    num_bytes: int
-    """That this rank received, what was sent twice included."""
-    dense_bytes: int
-    """Of all its tensors."""
-    num_changed: int
-    """Elements that deltas changed, and all of those that were sent whole."""
-    num_elements: int
-    """Of all its tensors, scales included."""
-
-
-def dense(layout: Layout) -> Received:
-    """All tensors whole."""
-    num_bytes = sum(spec.num_bytes for spec in layout.specs)
-    num_elements = sum(math.prod(spec.shape) for spec in layout.specs)
-    return Received(num_bytes=num_bytes, dense_bytes=num_bytes, num_changed=num_elements, num_elements=num_elements)
-
-
 class Subscriber(ABC):
     """A generator rank's end."""
 
@@ -203,8 +182,8 @@ class Subscriber(ABC):
         self._delta = delta
         self.fingerprint = ""
         """Of the version last fetched, over all tensors of this rank, in hexadecimal digits."""
-        self.received = dense(self.layout)
-        """By the last fetch."""
+        self.received_bytes = sum(spec.num_bytes for spec in self.layout.specs)
+        """By the last fetch, what was sent twice included; this is what all tensors take."""
 
     @abstractmethod
     def fetch(self, version: int, address: Address) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.weight_sync.base import CPU, FingerprintMismatch, Part, Subscriber, dense, part_of, views
+from llamarl.weight_sync.base import CPU, FingerprintMismatch, Part, Subscriber, part_of, views
 from llamarl.weight_sync.delta import decode
 from llamarl.weight_sync.layout import Address, TensorSpec
 
@@ -53,11 +53,11 @@ class CopyingSubscriber(Subscriber):
         self._buffers = Buffers(self.layout.num_bytes, device)
 
     @abstractmethod
-    def receive(self, request: Request, address: Address) -> tuple[np.ndarray, np.ndarray]:
+    def receive(self, request: Request, address: Address) -> tuple[np.ndarray, int]:
         """Fills `request.tensors`.
 
         Returns:
-            The proofs of all writers, uint64 [writers, 2, tensors], and how many (bytes, changed elements) came.
+            The proofs of all writers, uint64 [writers, 2, tensors], and how many bytes came.
 
         Raises:
             Superseded, TransferFailed: as `fetch` does.
@@ -66,17 +66,14 @@ class CopyingSubscriber(Subscriber):
     def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
         base = self._base if self._base.publisher == address.publisher else NOTHING
         request = Request(version=version, tensors=views(self.layout, self._buffers.take()), base=base)
-        proofs, counts = self.receive(request, address)
+        proofs, self.received_bytes = self.receive(request, address)
         try:
             self.prove(request.tensors, version, proofs)
         except FingerprintMismatch:
             damaged = self._damaged(request, proofs)
             proofs, again = self.receive(replace(request, base=NOTHING, only=damaged), address)
             self.prove(request.tensors, version, proofs)
-            counts = counts + again
-        whole = dense(self.layout)
-        num_bytes, num_changed = counts.tolist()
-        self.received = replace(whole, num_bytes=num_bytes, num_changed=min(num_changed, whole.num_elements))
+            self.received_bytes += again
         if self._delta:
             self._base = Base(publisher=address.publisher, version=version, tensors=request.tensors)
         return dict(request.tensors)

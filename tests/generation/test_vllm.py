@@ -221,7 +221,7 @@ class VllmServed:
         address = self.publisher.publish(version, dict(model.named_parameters()), in_use=())
         subscriber = self.backend.subscribe(address, self.backend.specs(), 0)
         subscriber.fetch(version, address)
-        assert len(subscriber.fingerprint) == 16 and subscriber.received.num_bytes > 0
+        assert len(subscriber.fingerprint) == 16 and subscriber.received_bytes > 0
         self.backend.set_version(version)
 
 

@@ -165,7 +165,7 @@ def generator(connection: Connection, specs: tuple[TensorSpec, ...], rank: int, 
         except RuntimeError as error:
             connection.send(error)
             continue
-        proof = {"fingerprint": subscriber.fingerprint, "received": subscriber.received}
+        proof = {"fingerprint": subscriber.fingerprint, "received_bytes": subscriber.received_bytes}
         connection.send({key: bits(tensor) for key, tensor in served.items()} | proof)
 
 

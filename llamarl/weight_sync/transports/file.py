@@ -120,28 +120,25 @@ def _name(spec: TensorSpec, part: Part) -> str:
 class FileSubscriber(CopyingSubscriber):
     """Copies the parts of all writers together."""
 
-    def receive(self, request: Request, address: Address) -> tuple[np.ndarray, np.ndarray]:
+    def receive(self, request: Request, address: Address) -> tuple[np.ndarray, int]:
         folder, digest, version = Path(self.place_in(address)), self.layout.digest, request.version
         proofs = np.zeros((address.num_writers, 2, len(self.layout.specs)), np.uint64)
-        counts = np.zeros(2, np.int64)
+        num_bytes = 0
         for writer in range(address.num_writers):
             path, base = folder / file_name(version, digest, writer), request.base.version
             changes = {} if base is None else _read_changes(folder / file_name(version, digest, writer, base))
             try:
-                proofs[writer] = self._read(path, address.publisher, request, counts, changes)
+                proofs[writer], size = self._read(path, address.publisher, request, changes)
             except FileNotFoundError as error:
                 raise Superseded(f"version {version} of trainer rank {writer} is not there: {path}") from error
-        return proofs, counts
+            num_bytes += size
+        return proofs, num_bytes
 
     def _read(
-        self,
-        path: Path,
-        publisher: str,
-        request: Request,
-        counts: np.ndarray,
-        changes: Mapping[str, tuple[int, Tensor]],
-    ) -> list[list[int]]:
-        """One writer's file; adds to `counts` what came."""
+        self, path: Path, publisher: str, request: Request, changes: Mapping[str, tuple[int, Tensor]]
+    ) -> tuple[list[list[int]], int]:
+        """The proof of one writer's file, and how many bytes came."""
+        num_bytes = 0
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
             if metadata["publisher"] != publisher:
@@ -153,12 +150,12 @@ class FileSubscriber(CopyingSubscriber):
                 if name in changes:
                     number, message = changes[name]
                     self.put(request, part, number, message)
-                    counts += message.nbytes, number
+                    num_bytes += message.nbytes
                 else:
                     target = part_of(self.layout, request.tensors, part)
                     target.copy_(file.get_tensor(name))
-                    counts += target.nbytes, target.numel()
-            return json.loads(metadata["proof"])
+                    num_bytes += target.nbytes
+            return json.loads(metadata["proof"]), num_bytes
 
     def close(self) -> None:
         """Keeps no file open."""

@@ -11,7 +11,6 @@ once more, whole.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,9 +31,8 @@ from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
 from llamarl.weight_sync.base import (
     CPU,
     Exchange,
-    Part,
+    NoFreeSlot,
     Publisher,
-    SlotTable,
     Superseded,
     TransferFailed,
     WriterPlan,
@@ -44,7 +42,8 @@ from llamarl.weight_sync.buckets import Bucket, changes, changes_bytes, into_buc
 from llamarl.weight_sync.copying import NOTHING, CopyingSubscriber, Request
 from llamarl.weight_sync.layout import Address, TensorSpec
 
-NUM_SLOTS = 16
+MAX_SLOTS = 16
+"""Two are used while generators keep up."""
 MAX_THREADS = 8
 """Trainer ranks that a generator rank receives from at once."""
 MAX_SENDS = 4
@@ -57,10 +56,8 @@ BROKEN = (*links.BROKEN, RuntimeError)
 
 @dataclass(slots=True)
 class _Slot:
-    """One version of what a trainer rank sends."""
+    """Memory for one version of what a trainer rank sends."""
 
-    version: int | None
-    """None before the first one."""
     flats: list[Tensor]
     """Packed parts for each layout."""
     proofs: list[np.ndarray]
@@ -85,8 +82,8 @@ class P2pPublisher(Publisher):
     ) -> None:
         super().__init__(plan, exchange, folder, **options)
         self._device, self._timeout_s = device, timeout_s
-        self._table = SlotTable(NUM_SLOTS)
-        self._slots: list[_Slot | None] = [None] * NUM_SLOTS
+        self._slots = dict[int, _Slot]()
+        """By version."""
         self._buckets = [into_buckets(layout, parts) for layout, parts in zip(plan.layouts, plan.parts, strict=True)]
         self._numbers = {layout.digest: number for number, layout in enumerate(plan.layouts)}
         self._closed = False
@@ -101,23 +98,22 @@ class P2pPublisher(Publisher):
         )
 
     def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:
-        plan, number = self._plan, self._table.claim(version, in_use)
-        slot = self._slots[number] or self._new_slot()
-        self._slots[number] = None  # not to be found while it changes
+        plan, kept = self._plan, {*in_use, max(self._slots, default=version)}
+        free = [self._slots.pop(old) for old in list(self._slots) if old not in kept]
+        if len(self._slots) == MAX_SLOTS:
+            raise NoFreeSlot(f"no slot for version {version}: versions {[*self._slots]} are in use")
+        slot = free[0] if free else self._new_slot()
         for index, layout in enumerate(plan.layouts):
             slot.proofs[index][:] = 0
             places = (place for bucket in self._buckets[index] for place in bucket.parts)
             targets = ((part, packed(layout, slot.flats[index], part, start)) for part, start in places)
             plan.write(index, version, weights, targets, slot.proofs[index], self._power_of_two)
-        slot.version = version
-        self._slots[number] = slot
-        self._table.settle(number, version)
+        self._slots[version] = slot
         return self._address
 
     def _new_slot(self) -> _Slot:
         sizes = [sum(bucket.num_bytes for bucket in buckets) for buckets in self._buckets]
         return _Slot(
-            version=None,
             flats=[torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes],
             proofs=[np.zeros((2, len(layout.specs)), np.uint64) for layout in self._plan.layouts],
         )
@@ -135,16 +131,13 @@ class P2pPublisher(Publisher):
 
     def _send(self, pair: Pair, number: int, version: int, tensors: list[int] | None, base: int | None) -> None:
         works = deque[Any]()
-        since = self._slot_of(base) if self._delta and base is not None else None
-        for piece in self._pieces(number, self._slot_of(version), tensors, since):
+        since = self._slots.get(base) if self._delta and base is not None else None
+        for piece in self._pieces(number, self._slots.get(version), tensors, since):
             works.append(pair.send(piece))
             if len(works) > MAX_SENDS:
                 works.popleft().wait()
         for work in works:
             work.wait()
-
-    def _slot_of(self, version: int) -> _Slot | None:
-        return next((slot for slot in self._slots if slot is not None and slot.version == version), None)
 
     def _pieces(
         self, number: int, slot: _Slot | None, tensors: list[int] | None, base: _Slot | None
@@ -166,7 +159,7 @@ class P2pPublisher(Publisher):
     def close(self) -> None:
         self._closed = True
         self._store.close()
-        self._slots = []
+        self._slots = {}
 
 
 @dataclass(slots=True)
@@ -193,17 +186,17 @@ class P2pSubscriber(CopyingSubscriber):
         self._publisher = ""
         self._writers = dict[int, _Writer]()
 
-    def receive(self, request: Request, address: Address) -> tuple[np.ndarray, np.ndarray]:
+    def receive(self, request: Request, address: Address) -> tuple[np.ndarray, int]:
         if self._publisher != address.publisher:
             self.close()
             self._publisher = address.publisher
         places = self.place_in(address).split(",")
         with ThreadPoolExecutor(min(MAX_THREADS, len(places)), "weight-receiver") as pool:
             jobs = [pool.submit(self._pull_from, rank, place, request) for rank, place in enumerate(places)]
-        proofs, counts = zip(*(job.result() for job in jobs), strict=True)
-        return np.stack(proofs), np.sum(counts, axis=0)
+        proofs, sizes = zip(*(job.result() for job in jobs), strict=True)
+        return np.stack(proofs), sum(sizes)
 
-    def _pull_from(self, rank: int, place: str, request: Request) -> tuple[np.ndarray, tuple[int, int]]:
+    def _pull_from(self, rank: int, place: str, request: Request) -> tuple[np.ndarray, int]:
         """From one trainer rank. A pair that has broken since the last time is formed anew."""
         is_used = rank in self._writers
         try:
@@ -218,7 +211,7 @@ class P2pSubscriber(CopyingSubscriber):
             what = f"version {request.version} from trainer rank {rank} at {place}"
             raise TransferFailed(f"generator rank {self.rank} did not get {what}: {error}") from error
 
-    def _receive(self, rank: int, place: str, request: Request) -> tuple[np.ndarray, tuple[int, int]]:
+    def _receive(self, rank: int, place: str, request: Request) -> tuple[np.ndarray, int]:
         if rank not in self._writers:
             self._writers[rank] = self._pair_with(place)
         writer = self._writers[rank]
@@ -230,8 +223,8 @@ class P2pSubscriber(CopyingSubscriber):
             raise Superseded(f"version {request.version} is no longer at trainer rank {rank}")
         buckets = wanted(writer.buckets, request.only)
         receive = self._receive_changes if are_changes else self._receive_buckets
-        counts = receive(writer.pair, buckets, request)
-        return np.array(proof, np.int64).view(np.uint64).reshape(2, -1), counts
+        num_bytes = receive(writer.pair, buckets, request)
+        return np.array(proof, np.int64).view(np.uint64).reshape(2, -1), num_bytes
 
     def _pair_with(self, place: str) -> _Writer:
         rendezvous = Rendezvous(place, self._publisher)
@@ -240,7 +233,7 @@ class P2pSubscriber(CopyingSubscriber):
         pair = Pair(connection, rendezvous, name, 1, self._device, self._timeout_s)
         return _Writer(pair=pair, buckets=into_buckets(self.layout, parts))
 
-    def _receive_buckets(self, pair: Pair, buckets: Sequence[Bucket], request: Request) -> tuple[int, int]:
+    def _receive_buckets(self, pair: Pair, buckets: Sequence[Bucket], request: Request) -> int:
         """Receives one bucket while the one before is put in place."""
         size = max((bucket.num_bytes for bucket in buckets), default=0)
         scratch = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
@@ -251,12 +244,11 @@ class P2pSubscriber(CopyingSubscriber):
             if number:
                 works[number - 1].wait()
                 self._put(buckets[number - 1], scratch[(number - 1) % 2], request.tensors)
-        num_elements = sum(self._num_elements(part) for bucket in buckets for part, _ in bucket.parts)
-        return sum(bucket.num_bytes for bucket in buckets), num_elements
+        return sum(bucket.num_bytes for bucket in buckets)
 
-    def _receive_changes(self, pair: Pair, buckets: Sequence[Bucket], request: Request) -> tuple[int, int]:
+    def _receive_changes(self, pair: Pair, buckets: Sequence[Bucket], request: Request) -> int:
         """Applies what arrives to copies of the base's parts."""
-        num_bytes, num_changed = 0, 0
+        num_bytes = 0
         for bucket in buckets:
             numbers = torch.empty(len(bucket.parts), dtype=torch.int64, device=self._device)
             pair.receive(numbers).wait()
@@ -267,11 +259,7 @@ class P2pSubscriber(CopyingSubscriber):
             pieces = message.split_with_sizes(sizes)
             for (part, _), number, piece in zip(bucket.parts, numbers.tolist(), pieces, strict=True):
                 self.put(request, part, number, piece)
-                num_changed += number
-        return num_bytes, num_changed
-
-    def _num_elements(self, part: Part) -> int:
-        return math.prod(self.layout.specs[part.tensor].shape_of(part.box))
+        return num_bytes
 
     def _put(self, bucket: Bucket, scratch: Tensor, tensors: Mapping[str, Tensor]) -> None:
         for part, start in bucket.parts:
