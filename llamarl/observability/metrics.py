@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 Row = dict[str, float | int | str | None]
@@ -121,11 +121,11 @@ class EvalMetrics:
 
 
 def flat(kind: str, record: Any) -> Row:
-    """The fields of a dataclass, and of those in it, as one flat JSON object that begins with its kind."""
+    """The fields of a dataclass, and of an update in it, as one flat JSON object that begins with its kind."""
     row: Row = {"kind": kind}
     for entry in fields(record):
         value = getattr(record, entry.name)
-        if is_dataclass(value):
+        if isinstance(value, UpdateMetrics):
             row |= flat(kind, value)
         elif isinstance(value, Mapping):
             row.update({f"{entry.name}.{name}": finite(item) for name, item in value.items()})

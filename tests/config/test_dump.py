@@ -78,14 +78,14 @@ def _written(text: str, folder: str) -> Path:
     return path
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(run_configs())
 def test_run_config_comes_back(config: RunConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert load_config(_written(dump_toml(config), folder)) == config
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(sft_configs())
 def test_sft_config_comes_back(config: SftConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:
