@@ -13,7 +13,7 @@ from llamarl.config import ConfigError
 
 COMMANDS = {
     "train": "run reinforcement learning from a TOML file",
-    "sft": "make a small base model by a supervised warm start",
+    "sft": "fine-tune a checkpoint on worked solutions, or make a small base model from scratch",
     "generate": "answer the prompts of a file",
     "eval": "score a checkpoint on held-out problems",
     "export": "write a run's checkpoint as a Hugging Face folder",

@@ -1,35 +1,91 @@
-"""`llamarl sft SFT.toml [--key value ...]`."""
+"""`llamarl sft RUN.toml|SFT.toml [--key value ...]`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import command_parser
-from llamarl.config import load_sft_config
+from llamarl.config import ConfigError, RunConfig, SftConfig, load_sft
+
+EPILOG = """RUN.toml, as of `llamarl train`: fine-tunes model.path on data.train, whose rows need a `solution`, with the
+settings of trainer, checkpoint and cluster; a step learns rollout.prompts_per_step documents. `llamarl export` writes
+the model.
+SFT.toml, without a section `model`: makes a small base model from scratch, tokenizer included.
+Every setting of the file can be overridden: --steps 500 --trainer.learning_rate 1e-5."""
+
+
+class Show(Protocol):
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
-    parser = command_parser(
-        "sft",
-        "Make a small base model, tokenizer included, by a supervised warm start.",
-        "Every setting of the file can be overridden: --output runs/base/mine --steps 500 --shape.num_layers 4.",
-    )
-    parser.add_argument("config", metavar="SFT.toml")
+    parser = command_parser("sft", "Supervised training on worked solutions.", EPILOG)
+    parser.add_argument("config", metavar="TOML")
+    parser.add_argument("--resume", action="store_true", help="go on from the run's newest valid checkpoint")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
     options, overrides = parser.parse_known_args(arguments)
-    config = load_sft_config(options.config, overrides)
+    config = load_sft(options.config, overrides)
+    if isinstance(config, RunConfig):
+        return _fine_tune(config, options.resume, options.overwrite)
+    if options.resume or options.overwrite:
+        raise ConfigError("--resume and --overwrite are for runs, with a section `model`; leave them out")
+    return _warm_start(config)
 
-    from llamarl.training.sft import SftProgress, run_sft
 
-    columns = (TextColumn("warm start"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
-    with Progress(*columns, TimeRemainingColumn()) as bar:
-        task = bar.add_task("", total=config.steps, loss=float("nan"))
+def _warm_start(config: SftConfig) -> int:
+    from llamarl.training.warm_start import warm_start
 
-        def show(progress: SftProgress) -> None:
-            bar.update(task, completed=progress.step, loss=progress.loss)
-
-        folder = run_sft(config, show)
+    with _bar("warm start", config.steps) as show:
+        folder = warm_start(config, show)
     print(f"base model: {folder}")
     return 0
+
+
+def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
+    from llamarl.cluster.api import ExecutorError
+    from llamarl.controller.supervision import Interrupted
+    from llamarl.run.folder import check_run_folder, prepare_run_folder
+    from llamarl.run.sft import FineTuning, load_documents
+    from llamarl.run.warm_start import ensure_base_model
+    from llamarl.training.result import NonFiniteStep
+
+    def warn(said: str) -> None:
+        print(f"llamarl sft: {said}", file=sys.stderr)
+
+    check_run_folder(config, resume=resume, overwrite=overwrite)
+    ensure_base_model(config)
+    documents = load_documents(config, warn)
+    folder = prepare_run_folder(config, resume=resume, overwrite=overwrite)
+    try:
+        with _bar(config.name, config.steps) as show:
+            FineTuning(config, documents, folder, resume=resume, progress=show, warn=warn).run()
+    except Interrupted as error:
+        warn(f"{error}; go on with --resume. Files: {folder.path}")
+        return INTERRUPTED
+    except (ExecutorError, NonFiniteStep) as error:
+        warn(f"{type(error).__name__}: {error}; {folder.way_on()}")
+        warn(f"files: {folder.path}; output of each rank: {folder.logs}")
+        return FAILURE
+    print(
+        f"checkpoints: {folder.checkpoints}; `llamarl export {folder.path}` makes a Hugging Face folder of the newest"
+    )
+    return 0
+
+
+@contextmanager
+def _bar(name: str, steps: int) -> Iterator[Show]:
+    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
+    with Progress(*columns, TimeRemainingColumn()) as bar:
+        task = bar.add_task("", total=steps, loss=float("nan"))
+
+        def show(step: int, metrics: Mapping[str, float]) -> None:
+            bar.update(task, completed=step, loss=metrics["loss"])
+
+        yield show

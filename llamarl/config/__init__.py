@@ -1,7 +1,16 @@
 """Run configuration: TOML plus dotted overrides, validated before any process starts. Imports no torch."""
 
 from llamarl.config.errors import ConfigError, did_you_mean
-from llamarl.config.load import dump_toml, load_config, load_sft_config, read_json, read_rows, read_text, validated
+from llamarl.config.load import (
+    dump_toml,
+    load_config,
+    load_sft,
+    load_sft_config,
+    read_json,
+    read_rows,
+    read_text,
+    validated,
+)
 from llamarl.config.ref import Ref, build, make_record
 from llamarl.config.schema import RunConfig
 from llamarl.config.sft import SftConfig
@@ -15,6 +24,7 @@ __all__ = [
     "did_you_mean",
     "dump_toml",
     "load_config",
+    "load_sft",
     "load_sft_config",
     "make_record",
     "read_json",

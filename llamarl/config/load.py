@@ -25,7 +25,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: file, key, type or combination is wrong.
     """
-    config = _load(path, overrides, RunConfig)
+    config = validated(_parsed(path, overrides), RunConfig)
     if config.recipe:
         recipe = find(config.recipe, "llamarl.recipes", "recipe", config.recipe)
         try:
@@ -40,17 +40,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
     """The warm start that `path` describes. Raises ConfigError."""
-    return _load(path, overrides, SftConfig)
+    return validated(_parsed(path, overrides), SftConfig)
 
 
-def _load(path: str | Path, overrides: Sequence[str], schema: type[S]) -> S:
+def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig | SftConfig:
+    """What `path` describes: a run, by its section `model`, or a warm start. Raises ConfigError."""
+    is_run = "model" in _parsed(path, overrides)
+    return load_config(path, overrides) if is_run else load_sft_config(path, overrides)
+
+
+def _parsed(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
     try:
         data = tomllib.loads(read_text(path, "give the path of a TOML file"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for key, value in _pairs(overrides):
         _set(data, key, value)
-    return validated(data, schema)
+    return data
 
 
 def validated(data: dict[str, Any], schema: type[S]) -> S:

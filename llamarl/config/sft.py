@@ -48,9 +48,9 @@ class SftConfig(Section):
     steps: int = Field(default=300, ge=1)
     """Optimizer steps."""
     rows: int = Field(default=8, ge=1)
-    """Packed rows per step."""
+    """A step learns up to `rows * row_tokens` tokens."""
     row_tokens: int = Field(default=256, ge=1)
-    """Tokens per packed row."""
+    """Longest document."""
     muon_learning_rate: float = Field(default=0.02, gt=0)
     """Muon, on the layers' matrices."""
     adamw_learning_rate: float = Field(default=0.008, gt=0)

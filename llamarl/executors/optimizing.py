@@ -1,21 +1,31 @@
-"""What the executors of trainer and critic share: ranks that meet, groups that arrive as they are scored, and
-checkpoints."""
+"""What the executors of trainer, critic and supervised training share: ranks that meet, groups that arrive as they are
+scored, and checkpoints."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.cluster.executor import Executor
+from llamarl.config import ConfigError, RunConfig
 from llamarl.config.roles import CriticConfig
 from llamarl.config.trainer import TrainerConfig
 from llamarl.distributed.mesh import join_mesh
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.distributed.runtime import set_up_device
+from llamarl.models.hf import open_model
+from llamarl.models.lora import add_adapters
+from llamarl.models.transformer import Transformer
 from llamarl.training.optimization import Optimization
+from llamarl.training.parallel import Read
+from llamarl.training.preflight import check_layout
+from llamarl.training.state import StateMismatch, load_training_state
 from llamarl.types import RolloutGroup
 
 
@@ -60,6 +70,41 @@ class Optimizing(Executor):
         """Makes what was saved last the newest checkpoint; its folder. Raises OSError when the disk is full."""
         with self._mesh.together(OSError):
             return self._store.commit()
+
+    def _open_policy(self, config: RunConfig) -> tuple[Transformer, Read]:
+        """The model to train with its adapters, without memory, and where its weights come from. Says in the log that
+        the layout is right.
+
+        Raises:
+            ConfigError: it is not, or the model cannot be read.
+        """
+        torch.manual_seed(config.seed)
+        model, weights = open_model(config.model.path)
+        if lora := config.trainer.lora:
+            add_adapters(model, lora, config.seed, getattr(torch, config.trainer.dtype))
+        if self._mesh.world.size > 1:
+            sys.stdout.write(f"{check_layout(model.shape, self._mesh, self._device, lora)}\n")
+        return model, weights.read
+
+    def _resume(
+        self, optimization: Optimization[Any], kind: str, beside: Sequence[CheckpointStore] = ()
+    ) -> tuple[Any, list[str]]:
+        """Goes on from the newest valid checkpoint: its state of this `kind` (None: there is none), and what was found
+        damaged.
+
+        Raises:
+            ConfigError: what it holds is not for this model, or of another kind.
+        """
+        checkpoint, damaged = self._store.load_newest(beside)
+        if checkpoint is None:
+            return None, damaged
+        if kind not in checkpoint.state:
+            raise ConfigError(f"--resume: {checkpoint.folder} is of another command; go on with the one that began it")
+        try:
+            load_training_state(optimization, checkpoint.shapes, checkpoint.read, checkpoint.state)
+        except StateMismatch as error:
+            raise ConfigError(f"--resume: {error}") from None
+        return checkpoint.state[kind], damaged
 
     def _take(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
         return [self._groups.pop(group_id) for group_id in group_ids]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -10,23 +9,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
 from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.algorithms.kl import penalty
 from llamarl.checkpoint.store import CRITIC
-from llamarl.config import ConfigError, RunConfig, build
+from llamarl.config import RunConfig, build
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.executors.optimizing import Optimizing
 from llamarl.executors.replies import ControllerState, Probe, Published
-from llamarl.models.hf import open_model
-from llamarl.models.lora import add_adapters
 from llamarl.training.meter import check_memory, device_seconds, peak_flops, peak_memory_bytes, rates
-from llamarl.training.preflight import check_layout
 from llamarl.training.probe import probe_sequences
 from llamarl.training.result import NonFiniteStep, PolicyStepResult
 from llamarl.training.shaping import shaping
-from llamarl.training.state import StateMismatch, load_training_state, training_state
+from llamarl.training.state import training_state
 from llamarl.training.trainer import Trainer
 from llamarl.weight_sync.base import Publisher, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
@@ -50,13 +45,7 @@ class TrainerExecutor(Optimizing):
         super().__init__(
             "trainer", settings, folder, config.checkpoint.keep, rendezvous, config.cluster.start_timeout_s
         )
-        torch.manual_seed(config.seed)
-        model, weights = open_model(config.model.path)
-        if settings.lora:
-            add_adapters(model, settings.lora, config.seed, getattr(torch, settings.dtype))
-        if self._mesh.world.size > 1:
-            said = check_layout(model.shape, self._mesh, self._device, settings.lora)
-            sys.stdout.write(f"{said}\n")  # into the executor's log
+        model, read = self._open_policy(config)
         self._trainer = Trainer(
             model,
             settings,
@@ -67,7 +56,7 @@ class TrainerExecutor(Optimizing):
             kl_in_loss=penalty(config.reference, "loss"),
             mesh=self._mesh,
             device=self._device,
-            read=weights.read,
+            read=read,
         )
         check_memory(self._trainer, model.shape, config)
         self._peak_flops = peak_flops(settings, self._device)
@@ -85,18 +74,10 @@ class TrainerExecutor(Optimizing):
         self._probe_every_steps = sync.probe_every_steps
         self._probed = list[np.ndarray]()
         """Sequences of the last step."""
-        self._resumed: tuple[ControllerState | None, list[str]] = self._resume() if resume else (None, [])
-
-    def _resume(self) -> tuple[ControllerState | None, list[str]]:
-        beside = [self._store.beside(CRITIC)] if isinstance(self._trainer.advantage, ValueAdvantage) else []
-        checkpoint, damaged = self._store.load_newest(beside)
-        if checkpoint is None:
-            return None, damaged
-        try:
-            load_training_state(self._trainer, checkpoint.shapes, checkpoint.read, checkpoint.state)
-        except StateMismatch as error:
-            raise ConfigError(f"--resume: {error}") from None
-        return checkpoint.state["controller"], damaged
+        self._resumed: tuple[ControllerState | None, list[str]] = (None, [])
+        if resume:
+            beside = [self._store.beside(CRITIC)] if isinstance(self._trainer.advantage, ValueAdvantage) else []
+            self._resumed = self._resume(self._trainer, "controller", beside)
 
     def resumed(self) -> tuple[ControllerState | None, list[str]]:
         """The controller's state in the checkpoint that was resumed (None: fresh), and what was found damaged."""

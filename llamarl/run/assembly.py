@@ -44,7 +44,7 @@ async def assembled(
     """
     supervisor = Supervisor()
     try:
-        with _interruptible(supervisor) if handles_signals else nullcontext():
+        with interruptible(supervisor) if handles_signals else nullcontext():
             executors = await supervisor.run(spawn())
             for handle in executors.irreplaceable:  # generators have a policy of their own
                 supervisor.watch(handle)
@@ -60,7 +60,7 @@ async def assembled(
 
 
 @contextmanager
-def _interruptible(supervisor: Supervisor) -> Iterator[None]:
+def interruptible(supervisor: Supervisor) -> Iterator[None]:
     """Ctrl-C and SIGTERM end the run in order; a second one ends this process at once, and the executors with it."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM)

@@ -8,7 +8,6 @@ are predicted by tokens of this context rank, D model dim, T tokens of one respo
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -21,7 +20,6 @@ from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.models.scalar import ScalarModel
 from llamarl.training.collectives import summed
 from llamarl.training.optimization import Optimization
-from llamarl.training.optimizer import set_learning_rate
 from llamarl.training.packing import EMPTY, Microbatch
 from llamarl.training.parallel import Read
 from llamarl.training.policy import Inputs, RankModel
@@ -60,6 +58,8 @@ class Critic(Optimization[ScalarModel]):
 
     All ranks of `mesh` make the same calls, in the same order, with the same groups; each computes its share.
     """
+
+    NAME = "critic "
 
     def __init__(
         self,
@@ -113,20 +113,14 @@ class Critic(Optimization[ScalarModel]):
             NonFiniteStep: loss or gradient is NaN or infinite, and the policy is to stop.
         """
         batch, _ = self._shaping.batch(groups, self._advantage.estimate)
-        count = max(batch.num_loss_tokens, 1)
-        set_learning_rate(self.optimizer, self.policy_version, self.config)
-        logged, grad_norm, finite = yield from self.passes(batch.groups, count)
-        loss = sum(sums.get("loss", 0.0) for sums, _ in logged) / count / len(logged)
-        said = f"critic step {self.policy_version}: loss {loss}, gradient norm {grad_norm}"
-        cause = self.health.ended(said, finite, groups, batch.groups, partial(self.alone, denominator=count))
-        self.policy_version += 1
+        taken = yield from self.update(batch.groups, max(batch.num_loss_tokens, 1), groups)
         metrics = {
-            "value_loss": loss,
-            "critic_grad_norm": grad_norm,
-            "explained_variance": _explained(batch) if finite else 0.0,
-            "critic_skipped": float(not finite),
+            "value_loss": taken.loss,
+            "critic_grad_norm": taken.grad_norm,
+            "explained_variance": 0.0 if taken.skipped else _explained(batch),
+            "critic_skipped": float(taken.skipped),
         }
-        return StepResult(policy_version=self.policy_version, skipped=not finite, cause=cause, metrics=metrics)
+        return StepResult(policy_version=self.policy_version, skipped=taken.skipped, cause=taken.cause, metrics=metrics)
 
     def _forward(self, microbatch: Microbatch, hidden_M_D: Tensor | None) -> Tensor:
         inputs = self.module.place(microbatch, self.device)

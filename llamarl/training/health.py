@@ -49,15 +49,11 @@ class Health:
             if self._mesh.fsdp.size > 1:
                 self._first_bad += f" on fsdp rank {self._mesh.fsdp.rank}"
 
-    def ended(
-        self,
-        said: str,
-        is_finite: bool,
-        groups: Sequence[RolloutGroup],
-        computed: Sequence[SampleGroup],
-        alone: Alone,
-    ) -> str:
+    def ended(self, said: str, is_finite: bool, find: Callable[[], str] | None = None) -> str:
         """Why the step is to be skipped; empty when it is not.
+
+        Args:
+            find: see `find_cause`.
 
         Raises:
             NonFiniteStep: it ends the run, by `trainer.on_nonfinite` or `trainer.max_skipped_steps`.
@@ -66,7 +62,8 @@ class Health:
             self.num_skipped_in_row = 0
             return ""
         places = ", ".join(dict.fromkeys(place for place in self._mesh.exchange(self._first_bad) if place))
-        cause = f"{said}{places and f' from {places}'}: {find_cause(groups, computed, alone)}"
+        cause = f"{said}{places and f' from {places}'}"
+        cause += f": {find()}" if find else ""
         if self._config.on_nonfinite == "stop":
             raise NonFiniteStep(f"{cause}; lower {self._rate}, or set trainer.on_nonfinite = 'skip'")
         self.num_skipped_in_row += 1

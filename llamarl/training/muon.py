@@ -24,24 +24,31 @@ NUM_STEPS = 5
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is the nearest matrix with equal singular values; for matrices only."""
 
-    def __init__(self, matrices: Iterable[Tensor], lr: float) -> None:
+    def __init__(self, matrices: Iterable[Tensor], lr: float, others: torch.optim.Optimizer | None = None) -> None:
+        """`others` takes its steps, on other weights, with this one; rates keep their ratio."""
         super().__init__(matrices, {"lr": lr})
-        assert all(weight.ndim == 2 for group in self.param_groups for weight in group["params"]), "matrices only"
+        (self._matrices,) = self.param_groups
+        assert all(weight.ndim == 2 for weight in self._matrices["params"]), "matrices only"
+        self._others = others
+        if others is not None:
+            self._matrices["lr_scale"] = lr / others.param_groups[0]["lr"]
+            self.param_groups += others.param_groups
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyrefly: ignore[bad-override]
         """One update with Nesterov momentum; the step grows with sqrt(rows / columns) of tall matrices."""
         assert closure is None, "no closure is supported"
-        for group in self.param_groups:
-            by_shape = defaultdict[torch.Size, list[Tensor]](list)
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    by_shape[weight.shape].append(weight)
-            for shape, weights in by_shape.items():
-                updates = orthogonalized(torch.stack([self._momentum(weight) for weight in weights]))
-                rate = group["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
-                for weight, update in zip(weights, updates, strict=True):
-                    weight.sub_(update, alpha=rate)
+        by_shape = defaultdict[torch.Size, list[Tensor]](list)
+        for weight in self._matrices["params"]:
+            if weight.grad is not None:
+                by_shape[weight.shape].append(weight)
+        for shape, weights in by_shape.items():
+            updates = orthogonalized(torch.stack([self._momentum(weight) for weight in weights]))
+            rate = self._matrices["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
+            for weight, update in zip(weights, updates, strict=True):
+                weight.sub_(update, alpha=rate)
+        if self._others is not None:
+            self._others.step()
 
     def _momentum(self, weight: Tensor) -> Tensor:
         gradient = weight.grad

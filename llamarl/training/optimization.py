@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -18,17 +20,35 @@ from torch.distributed.fsdp import FSDPModule
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import RankMesh
 from llamarl.training.compute import set_compute
-from llamarl.training.health import Health
-from llamarl.training.optimizer import build_optimizer
+from llamarl.training.health import Health, find_cause
+from llamarl.training.optimizer import build_optimizer, set_learning_rate
 from llamarl.training.packing import Microbatch
 from llamarl.training.parallel import Read, held_tensors, parallelize
 from llamarl.training.pipeline import Pipeline
 from llamarl.training.policy import Model, RankModel, own_share
 from llamarl.training.totals import Logged, Totals, merged
-from llamarl.types import SampleGroup
+from llamarl.types import RolloutGroup, SampleGroup
 from llamarl.weight_sync.layout import TensorSpec
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """What a step, of whatever objective, says."""
+
+    loss: float
+    """Over the denominator, the mean of the passes."""
+    grad_norm: float
+    """Of the last pass, before clipping."""
+    learning_rate: float
+    sums: dict[str, float]
+    """Of all passes, by name."""
+    maxima: dict[str, float]
+    num_passes: int
+    skipped: bool
+    cause: str
+    """Of a skipped step."""
 
 
 class Optimization(ABC, Generic[Model]):
@@ -36,6 +56,9 @@ class Optimization(ABC, Generic[Model]):
 
     All ranks of `mesh` make the same calls, in the same order, with the same groups; each computes its share.
     """
+
+    NAME: ClassVar[str] = ""
+    """In front of `step`, in what is said of one."""
 
     def __init__(
         self,
@@ -59,7 +82,7 @@ class Optimization(ABC, Generic[Model]):
         self.module = module
         self.sharding = parallelize(module, self.model, mesh, device, read)
         self.pipeline = Pipeline(mesh.pp, dtype, device)
-        self.optimizer = build_optimizer(self.sharding.weights.values(), config)
+        self.optimizer: torch.optim.Optimizer = build_optimizer(self.sharding.weights.values(), config)
         self.policy_version = 0
         """Completed steps."""
         self.health = Health(config, mesh, rate)
@@ -72,24 +95,41 @@ class Optimization(ABC, Generic[Model]):
     def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, totals: Totals) -> Tensor:
         """Sum over one microbatch; what else is to be logged goes to `totals`. `first_R` is the first pass's output."""
 
-    def passes(
-        self, groups: Sequence[SampleGroup], denominator: int
-    ) -> Generator[None, None, tuple[list[Logged], float, bool]]:
-        """`trainer.passes` updates; what each logs, the last gradient norm, and whether all was finite.
+    def update(
+        self, groups: Sequence[SampleGroup], denominator: int, rollouts: Sequence[RolloutGroup] = ()
+    ) -> Generator[None, None, Update]:
+        """One step, of `trainer.passes` passes, a microbatch at a time.
 
-        The first pass finds what later ones stay near. One that is not finite is the last, and makes no update; those
-        before it stay.
+        The first pass finds what later ones stay near. One that is not finite is the last, and changes no weights;
+        those before it stay.
+
+        Args:
+            rollouts: which `groups` were made of, if of any, to name those that are not finite.
+
+        Raises:
+            NonFiniteStep: loss or gradient is NaN or infinite, and that ends the run.
         """
+        rate = set_learning_rate(self.optimizer, self.policy_version, self.config)
         logged, at_first, grad_norm, finite = list[Logged](), dict[int, Tensor](), 0.0, True
         self.health.begin()
         while finite and len(logged) < self.config.passes:
             logged.append((yield from self.accumulate(groups, denominator, at_first)))
             grad_norm = self.sharding.clip_gradients(self.config.max_grad_norm)
-            finite = math.isfinite(grad_norm) and math.isfinite(logged[-1][0].get("loss", 0.0))
+            finite = math.isfinite(grad_norm) and math.isfinite(logged[-1].sums.get("loss", 0.0))
             if finite:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=False)  # a step without any gradient still moves by its momentum
-        return logged, grad_norm, finite
+        sums, maxima = merged(logged)
+        loss = sums.pop("loss", 0.0) / denominator / len(logged)
+        of_pass = f" pass {len(logged)} of {self.config.passes}" if self.config.passes > 1 else ""
+        said = f"{self.NAME}step {self.policy_version}{of_pass}: loss {loss}, gradient norm {grad_norm}"
+        alone = partial(self.alone, denominator=denominator)
+        cause = self.health.ended(said, finite, partial(find_cause, rollouts, groups, alone) if rollouts else None)
+        self.policy_version += 1
+        return Update(
+            loss=loss, grad_norm=grad_norm, learning_rate=rate, sums=sums, maxima=maxima, num_passes=len(logged),
+            skipped=not finite, cause=cause,
+        )  # fmt: skip
 
     def accumulate(
         self, groups: Sequence[SampleGroup], denominator: int, at_first: dict[int, Tensor] | None = None

@@ -29,7 +29,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: Train
     """Brings an optimizer to the rate of the step with this number; that rate."""
     rate = learning_rate_at(step, config)
     for param_group in optimizer.param_groups:
-        param_group["lr"] = rate
+        param_group["lr"] = rate * param_group.get("lr_scale", 1.0)
     return rate
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -23,13 +22,12 @@ from llamarl.observability.metrics import UpdateMetrics
 from llamarl.training.cost import step_cost
 from llamarl.training.health import age_sums, split_by_age
 from llamarl.training.optimization import Optimization, finished
-from llamarl.training.optimizer import set_learning_rate
 from llamarl.training.packing import EMPTY, Microbatch, with_advantage
 from llamarl.training.parallel import Read
 from llamarl.training.policy import Policy
 from llamarl.training.result import PolicyStepResult
 from llamarl.training.shaping import UNSHAPED, Shaping
-from llamarl.training.totals import Totals, merged
+from llamarl.training.totals import Totals
 from llamarl.types import RolloutGroup, TrainBatch
 
 
@@ -79,21 +77,20 @@ class Trainer(Optimization[Transformer]):
         batch, advantages = self._batch(groups)
         count = batch.num_loss_tokens if self.loss.MEAN_OVER == "tokens" else batch.num_loss_sequences
         denominator = max(count, 1)
-        rate = set_learning_rate(self.optimizer, self.policy_version, self.config)
 
         # Samples without gradient still count in the denominator: leaving them out changes nothing but the time.
         needs_all = self.loss.LEARNS_WITHOUT_ADVANTAGE or self.kl_in_loss is not None
         computed = batch.groups if needs_all else with_advantage(batch.groups)
-        logged, grad_norm, finite = finished(self.passes(computed, denominator))
-        sums, maxima = merged(logged)
-        loss, num_inputs = sums.pop("loss", 0.0) / denominator / len(logged), sums.pop("num_input_tokens")
-        num_computed = len(logged) * TrainBatch(groups=tuple(computed)).num_loss_tokens
+        taken = finished(self.update(computed, denominator, groups))
+        sums, maxima = taken.sums, taken.maxima
+        num_inputs = sums.pop("num_input_tokens")
+        num_computed = taken.num_passes * TrainBatch(groups=tuple(computed)).num_loss_tokens
         ages, cost = split_by_age(sums), step_cost(self.model.shape, computed, self.config.lora)
         means = {name: value / num_computed for name, value in sums.items()}
         update = UpdateMetrics(
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=rate,
+            loss=taken.loss,
+            grad_norm=taken.grad_norm,
+            learning_rate=taken.learning_rate,
             num_loss_tokens=batch.num_loss_tokens,
             importance_ratio_mean=1 + means.pop("importance_ratio_excess", 0.0),
             importance_ratio_max=maxima.pop("importance_ratio_max", 1.0),
@@ -106,19 +103,14 @@ class Trainer(Optimization[Transformer]):
             **self.shaping.metrics(groups),
             "num_computed_tokens": float(num_computed),
             "num_input_tokens": num_inputs,
-            "num_flops": cost.flops * len(logged),
+            "num_flops": cost.flops * taken.num_passes,
             "padding_share": cost.padding_share,
             **ages,
         }
-
-        of_pass = f" pass {len(logged)} of {self.config.passes}" if self.config.passes > 1 else ""
-        said = f"step {self.policy_version}{of_pass}: loss {loss}, gradient norm {grad_norm}"
-        cause = self.health.ended(said, finite, groups, computed, partial(self.alone, denominator=denominator))
-        self.policy_version += 1
         return PolicyStepResult(
             policy_version=self.policy_version,
-            skipped=not finite,
-            cause=cause,
+            skipped=taken.skipped,
+            cause=taken.cause,
             update=update,
             metrics=metrics,
             advantages=advantages,

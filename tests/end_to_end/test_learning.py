@@ -143,14 +143,14 @@ def test_export_loads_in_transformers_with_the_same_logits(exported: Path) -> No
     import torch
     import transformers
 
+    from llamarl.models.attention import causal_attend
     from llamarl.models.hf import load_model
-    from llamarl.training.sft import attend_rows
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, torch_dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     token_ids = torch.tensor(tokenizer("27+8\n35").input_ids)
     ours = load_model(exported, torch.float32, "cpu")
-    attend = attend_rows(torch.zeros(1, len(token_ids), dtype=torch.int64))
+    attend = causal_attend([len(token_ids)])
     with torch.no_grad():
         logits = ours.logits(ours(token_ids, torch.arange(len(token_ids)), attend))
         torch.testing.assert_close(logits, theirs(token_ids[None]).logits[0], atol=1e-4, rtol=1e-4)

@@ -34,6 +34,7 @@ from llamarl.sharding.box import Box
 from llamarl.sharding.tensor_parallel import sharded_dim
 from llamarl.training import logprobs, parallel
 from llamarl.training.critic import Critic
+from llamarl.training.optimization import Optimization
 from llamarl.training.preflight import check_critic_layout, check_layout
 from llamarl.training.result import NonFiniteStep, PolicyStepResult, StepResult
 from llamarl.training.state import load_training_state, training_state
@@ -124,7 +125,7 @@ def logged(result: StepResult) -> dict[str, float]:
     return asdict(result.update) | result.metrics if isinstance(result, PolicyStepResult) else result.metrics
 
 
-def keep_parts(found: Found, trainer: Trainer | Critic, gradients: Mapping[str, Tensor]) -> None:
+def keep_parts(found: Found, trainer: Optimization[Any], gradients: Mapping[str, Tensor]) -> None:
     """This rank's weights and their first gradients, if there are any."""
     for name, spec in trainer.sharding.specs.items():
         part = trainer.sharding.weights[name].detach()

@@ -16,6 +16,7 @@ import torch
 
 from llamarl.algorithms.losses.gspo import Gspo
 from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.distributed.mesh import ALONE
 from llamarl.models.hf import new_model, save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
@@ -40,6 +41,7 @@ from tests.training.layouts import (
     rank,
     ready,
 )
+from tests.training.supervised import learn, learn_rank, make_documents
 
 TOLERANCE = 1e-5
 NOTICE_S = 5.0
@@ -105,6 +107,12 @@ def test_layout_computes_what_one_process_computes(run, make_groups, sizes: dict
     batches = [make_groups(), make_groups(seed=1)]
     tolerance = TOLERANCE if shape["dtype"] == torch.float32 else 1e-11
     assert_same(run(sizes, shape, batches), alone(shape, batches), tolerance)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}], ids=str)
+def test_supervised_training_too(run, sizes: dict) -> None:
+    documents = make_documents(((3, 4), (2, 9), (5, 1), (1, 2), (4, 20)))
+    assert_same(run(sizes, documents, function=learn_rank), learn(ALONE, documents), TOLERANCE)
 
 
 def test_more_ranks_than_groups_rows_or_layers_to_share_evenly(run, make_groups) -> None:

@@ -1,0 +1,154 @@
+"""Supervised fine-tuning of a checkpoint, in a run folder: documents from `data.train`, and one executor that learns
+them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
+from typing import Protocol
+
+from llamarl.cluster.api import ExecutorError, ExecutorSpec
+from llamarl.cluster.open import open_cluster
+from llamarl.cluster.port import port
+from llamarl.config import ConfigError, RunConfig
+from llamarl.config.schema import GeneratorConfig
+from llamarl.controller.ports import OptimizingPort
+from llamarl.controller.supervision import Interrupted, Supervisor
+from llamarl.data.documents import check_solution, num_tokens, to_documents
+from llamarl.data.prompts import load_prompts
+from llamarl.data.sampler import PromptSampler
+from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+from llamarl.distributed.rendezvous import open_rendezvous
+from llamarl.models.folder import load_shape
+from llamarl.observability.sinks import MetricsLog
+from llamarl.run.assembly import interruptible
+from llamarl.run.executors import executor_spec, spawn_all
+from llamarl.run.folder import RunFolder
+from llamarl.run.placement import place
+from llamarl.run.prepare import check_parallelism
+from llamarl.training.result import StepResult
+from llamarl.types import SampleGroup
+
+WIND_DOWN_S = 4.0
+"""Longest wait for a checkpoint when the run is asked to end."""
+Progress = Callable[[int, dict[str, float]], None]
+"""Called after each step with the number of finished ones and what the step reports."""
+
+
+class SftPort(OptimizingPort, Protocol):
+    """Learns documents."""
+
+    async def resumed(self) -> tuple[dict[str, int] | None, list[str]]: ...
+    async def step(self, documents: list[SampleGroup], order: dict[str, int]) -> StepResult: ...
+    async def save(self) -> None: ...
+
+
+def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[SampleGroup]:
+    """Prompts of `data.train` with their solutions; the model exists. `warn` hears how many are too long.
+
+    Raises:
+        ConfigError: the model, the data or a combination of them cannot work.
+    """
+    shape, path = load_shape(config.model.path), config.model.path
+    check_parallelism(shape, config.trainer.parallelism, path)
+    tokenizer = Tokenizer(path)
+    check_vocabulary(tokenizer, shape.vocab_size)
+    prompts = load_prompts(config.data, tokenizer, shape.max_position_embeddings).prompts
+    solutions = [check_solution(one.metadata.get("solution"), one.prompt_id, "data.train") for one in prompts]
+    documents = list(to_documents([one.token_ids_T for one in prompts], solutions, tokenizer))
+    limit = min(config.trainer.microbatch_tokens, shape.max_position_embeddings)
+    fitting = [document for document in documents if num_tokens(document) <= limit]
+    if num_overlong := len(documents) - len(fitting):
+        said = f"data.train: {num_overlong} documents have more than {limit} tokens"
+        if not fitting or config.data.overlong_prompts == "refuse":
+            raise ConfigError(f"{said}; raise trainer.microbatch_tokens (within the model's context), or shorten them")
+        warn(f"{said} and were skipped")
+    return fitting
+
+
+class FineTuning:
+    """A run of `steps` times `rollout.prompts_per_step` documents."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        documents: list[SampleGroup],
+        folder: RunFolder,
+        *,
+        resume: bool,
+        progress: Progress,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._config, self._folder, self._resume = config, folder, resume
+        self._documents, self._sampler = documents, PromptSampler(len(documents), config.seed)
+        self._progress, self._warn = progress, warn
+        self._log = MetricsLog(folder.metrics, lambda failure: warn(str(failure)))
+
+    def run(self) -> None:
+        """To its end.
+
+        Raises:
+            ConfigError: a device or the checkpoint cannot work.
+            Interrupted: the user ended it; the last checkpoint is intact.
+            ExecutorError, NonFiniteStep: it failed.
+        """
+        config, num_ranks = self._config, self._config.trainer.parallelism.num_ranks
+        placement = place(config.model_copy(update={"generator": GeneratorConfig()}))  # which does not run
+        placement = replace(placement, assignments=placement.assignments[:1])
+        placement.check()
+        spec = executor_spec(
+            "trainer", "sft:SftExecutor", config.trainer.threads, num_ranks, config=config, resume=self._resume,
+            env=placement.env("trainer"),
+            rendezvous=open_rendezvous(num_ranks, config.cluster.start_timeout_s),
+            checkpoint_folder=str(self._folder.checkpoints),
+        )  # fmt: skip
+        with closing(self._log):
+            asyncio.run(self._with_executor(spec))
+
+    async def _with_executor(self, spec: ExecutorSpec) -> None:
+        limits, supervisor = self._config.cluster, Supervisor()
+        cluster = open_cluster(limits.kind, log_folder=self._folder.logs)
+        try:
+            with interruptible(supervisor):
+                (handle,) = await supervisor.run(spawn_all(cluster, [spec], limits.start_timeout_s))
+                supervisor.watch(handle)
+                trainer = port(SftPort, handle, limits.call_timeout_s)
+                try:
+                    await supervisor.run(self._learn(trainer))
+                except Interrupted:
+                    with suppress(TimeoutError, ExecutorError):  # then the last periodic one stands
+                        async with asyncio.timeout(WIND_DOWN_S):
+                            await self._save(trainer)
+                    raise
+        finally:
+            await supervisor.stop()
+            await cluster.shutdown(limits.shutdown_timeout_s)
+
+    async def _learn(self, trainer: SftPort) -> None:
+        config, sampler, done = self._config, self._sampler, 0
+        order, damaged = await trainer.resumed()
+        if damaged:
+            self._warn(f"--resume: {'; '.join(damaged)}")
+        if order is not None:
+            sampler.restore(order)
+            done = order["step"]
+        elif damaged:
+            raise ConfigError("--resume: no checkpoint is whole, so --overwrite is all that is left")
+        self._log.drop_after(done)
+        while done < config.steps:
+            documents = [self._documents[sampler.next()] for _ in range(config.rollout.prompts_per_step)]
+            done += 1
+            result = await trainer.step(documents, sampler.state() | {"step": done})
+            self._log.write({"kind": "step", "step": done, "skipped": int(result.skipped), **result.metrics})
+            self._progress(done, result.metrics)
+            if result.skipped:
+                self._warn(f"skipped {result.cause}")
+            every = config.checkpoint.every_steps
+            if done == config.steps or (every and done % every == 0):
+                await self._save(trainer)
+
+    async def _save(self, trainer: SftPort) -> None:
+        await trainer.save()
+        await trainer.commit()

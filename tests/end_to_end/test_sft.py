@@ -1,0 +1,69 @@
+"""`llamarl sft RUN.toml`: a checkpoint learns worked solutions, with the files, checkpoints and refusals of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.tiny import llamarl_here, make_model, rows, write_toml
+
+TIMES = {"train_s", "train_tokens_per_s", "mfu", "peak_tflops"}
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sft")
+    return write_toml(folder, make_model(folder / "model"))
+
+
+def options(toml: Path, name: str, steps: int) -> list[object]:
+    return [
+        toml, "--name", name, "--output", toml.parent / "runs", "--steps", steps, "--cluster.kind", "inline",
+        "--checkpoint.every_steps", 3, "--trainer.learning_rate", 0.01,
+    ]  # fmt: skip
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(toml: Path) -> None:
+    """Weights and metrics; the model that is exported from it has learnt."""
+    runs = toml.parent / "runs"
+    for name, steps in (("whole", 7), ("parts", 4)):
+        done = llamarl_here("sft", *options(toml, name, steps))
+        assert done.returncode == 0, done.stderr
+    assert [path.name for path in sorted((runs / "parts/checkpoints").iterdir())] == ["step-00000003", "step-00000004"]
+    done = llamarl_here("sft", *options(toml, "parts", 7), "--resume")
+    assert done.returncode == 0, done.stderr
+    kept = [
+        [{key: value for key, value in row.items() if key not in TIMES} for row in rows(runs / name / "metrics.jsonl")]
+        for name in ("whole", "parts")
+    ]
+    assert kept[0] == kept[1]
+    assert [row["step"] for row in kept[0]] == list(range(1, 8))
+    assert kept[0][-1]["loss"] < kept[0][0]["loss"] - 0.5
+    weights = list[bytes]()
+    for name in ("whole", "parts"):
+        done = llamarl_here("export", runs / name)
+        assert done.returncode == 0, done.stderr
+        weights.append((runs / name / "export/model.safetensors").read_bytes())
+    assert weights[0] == weights[1] != (toml.parent / "model/model.safetensors").read_bytes()
+
+
+def test_what_cannot_work_is_refused(toml: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"id": "r7", "question": "1?", "answer": "1"}\n')
+    source = f"{{name = 'jsonl', path = '{tmp_path}/rows.jsonl'}}"
+    for more, said in (
+        (["--data.train", source], "data.train: row 'r7' has no `solution` text to learn from"),
+        (["--trainer.microbatch_tokens", 9], "documents have more than 9 tokens; raise trainer.microbatch_tokens"),
+        (["--trainer.parallelism.tp", 3], "trainer.parallelism"),
+        (["--resume"], "--resume: there is no run"),
+    ):
+        done = llamarl_here("sft", *options(toml, "refused", 1), *more)
+        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+    assert not (toml.parent / "runs/refused").exists()
+
+
+def test_one_command_does_not_resume_the_other_s_run(toml: Path) -> None:
+    assert llamarl_here("sft", *options(toml, "other", 1)).returncode == 0
+    done = llamarl_here("train", *options(toml, "other", 2), "--resume")
+    assert done.returncode == 2
+    assert "is of another command" in done.stderr
