@@ -49,9 +49,10 @@ def _render(costs: dict[str, Any]) -> str:
         "train step": f"{ms('train_base_s')} and {ms('train_token_gpu_s')} per computed token",
         "decode step": f"{ms('decode_base_s')} and {ms('decode_per_rollout_s')} per rollout in it",
         "prefill": f"{ms('prefill_token_s')} per token, prompts of {costs['prompt_tokens']} tokens",
-        "weight sync": f"{ms('publish_s')} to publish, {ms('adopt_s')} to adopt",
+        "weight sync": f"{ms('publish_s')} to publish, {ms('adopt_s')} to adopt, {ms('probe_s')} to probe",
         "score": f"{ms('score_s')} per response",
         "call": f"{ms('call_s')} there and back",
-        "controller": f"{ms('controller_rollout_s')} per rollout",
+        "controller": f"{ms('controller_call_s')} per call and {ms('controller_rollout_s')} per rollout",
+        "overrun": f"{costs['overrun']:.3f} s of the run per second of its simulation",
     }
     return "\n".join(f"{name:<12} {text}" for name, text in facts.items())

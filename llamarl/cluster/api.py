@@ -128,6 +128,8 @@ class ExecutorHandle(ABC):
     """Process per rank; this process for an inline executor."""
     failed: asyncio.Future[ExecutorError]
     """Resolves, with MeshFailed or RemoteError as its result, when the executor dies. A stop leaves it pending."""
+    num_calls: int = 0
+    """That were made, those for its status left out."""
 
     @abstractmethod
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:

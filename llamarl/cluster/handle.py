@@ -68,6 +68,7 @@ class BaseHandle(ExecutorHandle):
         return (await self.call_each(method, *args, timeout_s=timeout_s, **kwargs))[0]
 
     async def call_each(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
+        self.num_calls += 1
         payload = pickled((args, kwargs), self.name, f"the argument list of {method}")
         deadline_s = time.monotonic() + timeout_s
         replies = await self._whole(await self._ask(method, payload, timeout_s), deadline_s)

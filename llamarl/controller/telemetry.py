@@ -48,6 +48,8 @@ class StepMark:
     generators: GeneratorStats
     controller_cpu_s: float
     """Processor seconds of this process since its start."""
+    calls: int
+    """Made to executors so far."""
     dropped_groups: int
     """Replaced by others, as their rewards were all equal."""
 
@@ -86,6 +88,7 @@ class Telemetry:
         self.num_invalid = 0
         self.staleness_max = 0
         self._dropped_groups = 0
+        self._calls_of_left = 0
         self.stalls_s = list[float]()
         self.warnings = list[str]()
         self._in_loop = False
@@ -112,6 +115,7 @@ class Telemetry:
     def left(self, handle: ExecutorHandle) -> None:
         """An executor is gone; what it did stays in the accounts."""
         self._handles.remove(handle)
+        self._calls_of_left += handle.num_calls
         self._status.pop(handle.name, None)
 
     def silent_s(self, handle: ExecutorHandle) -> float:
@@ -177,6 +181,7 @@ class Telemetry:
             resumed_segments=self._replicas.num_resumed,
             generators=self._replicas.stats,
             controller_cpu_s=time.process_time(),
+            calls=self._calls_of_left + sum(handle.num_calls for handle in self._handles),
             dropped_groups=self._dropped_groups,
         )
 
@@ -294,6 +299,7 @@ class Telemetry:
                 "dropped_groups": mark.dropped_groups - previous.dropped_groups,
                 "flat_groups": sum(is_flat(group, mask_truncated=mask_truncated) for group in groups),
                 "controller_cpu_s": mark.controller_cpu_s - previous.controller_cpu_s,
+                "calls": mark.calls - previous.calls,
             },
         )
 

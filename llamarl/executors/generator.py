@@ -18,15 +18,11 @@ from llamarl.distributed.mesh import own_rank
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.executors.adoption import Adoptions
 from llamarl.executors.backends import open_native, open_vllm
-from llamarl.executors.replies import Adoption, Collected, GeneratorStats
+from llamarl.executors.replies import REPLY_INTERVAL_S, Adoption, Collected, GeneratorStats
 from llamarl.generation.vllm_server import VllmSettings
 from llamarl.kernels.build import keep_choices_in
 from llamarl.types import GenerationRequest, Rollout
 from llamarl.weight_sync.layout import Address, TensorSpec
-
-REPLY_INTERVAL_S = 0.02
-"""Finished rollouts are handed over at most this often: one message carries many."""
-
 
 REPLY_TOKENS = 1 << 20
 """Tokens from which on a reply takes no more rollouts; those of a fleet that parks at once come in several."""

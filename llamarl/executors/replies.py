@@ -10,6 +10,9 @@ import numpy as np
 from llamarl.types import RewardResult, Rollout
 from llamarl.weight_sync.layout import Address
 
+REPLY_INTERVAL_S = 0.02
+"""Finished rollouts are handed over at most this often, unless there is nothing else to do: a message carries many."""
+
 
 class GeneratorStats(NamedTuple):
     """What a generator does, and has done since its start: sums over its forwards, so that a line through (rows,

@@ -24,6 +24,11 @@ Group = Annotated[tuple[tuple[WholeOrNone, float], ...], Field(min_length=1)]
 
 BLOCKED_SHARE = 0.05
 """Of a checkpoint's seconds, those in which the trainer copies (measured by `benchmarks/checkpoint.py`)."""
+MEASURED_SECONDS = (
+    *("decode_base_s", "decode_per_rollout_s", "prefill_token_s", "train_base_s", "train_token_gpu_s", "publish_s"),
+    *("adopt_s", "probe_s", "score_s", "call_s", "controller_call_s", "controller_rollout_s"),
+)
+"""What a profile finds in a run."""
 SAVED_BYTES = 12
 """Of a parameter in a checkpoint: float32 weight and two moments."""
 
@@ -50,6 +55,8 @@ class Costs:
     """Seconds in which the trainer makes its weights available."""
     adopt_s: ZeroOrMore = 0.6
     """Seconds in which a generator stands still to take new weights over."""
+    probe_s: ZeroOrMore = 0.0
+    """Seconds in which it computes the log-probabilities of a probe after that."""
     save_bytes: ZeroOrMore = 12 * 70.6e9
     """Of a checkpoint: float32 weights and two moments."""
     save_bandwidth: Positive = 0.34e9
@@ -81,8 +88,18 @@ class Costs:
     cores: ZeroOrMore = 0
     """Cores of the one machine that all executors on `cpu` and the controller share, or a container's part of them; 0:
     everybody has his own."""
+    controller_call_s: ZeroOrMore = 0.0
+    """With `cores`: processor seconds of a call in the controller, and of its messages in executors."""
     controller_rollout_s: ZeroOrMore = 0.0
-    """With `cores`: processor seconds of the controller, and of messages in executors, per rollout."""
+    """The same of a rollout, whatever the calls; the controller does nothing else meanwhile."""
+    overrun: Positive = 1.0
+    """Seconds of the profiled run per second of its own simulation: cold caches, waits for a core and whatever else
+    nobody models. All seconds above are so many times as long."""
+
+    def overrunning(self) -> Costs:
+        """The seconds that a run takes, `overrun` included."""
+        seconds = {name: getattr(self, name) * self.overrun for name in MEASURED_SECONDS}
+        return dataclasses.replace(self, overrun=1.0, **seconds)
 
     def decode_s(self, running: np.ndarray) -> np.ndarray:
         """Seconds of a decode step of so many rollouts."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,9 @@ from llamarl.forecast.lengths import Lengths
 from llamarl.forecast.recorded import RecordedRun
 from llamarl.forecast.request import Request
 from llamarl.forecast.shapes import find_model
+from llamarl.forecast.simulator.faults import Faults
+from llamarl.forecast.simulator.run import simulate
+from llamarl.forecast.simulator.split import choose_split
 from llamarl.forecast.training import step_flops
 from llamarl.observability.spans import Span
 
@@ -52,9 +57,22 @@ def make_profile(run: RecordedRun, *, cores: float, gpu: str | None) -> dict[str
     if gpu is not None and gpu not in GPUS:
         raise ConfigError(f"`--gpu {gpu}` is not in the table; known: {', '.join(GPUS)}")
     costs = replace(measure(run), cores=cores if "cpu" in devices else 0)
+    costs = replace(costs, overrun=_overrun(run, costs))
     constants, device = planner_constants(run, costs, None if devices == {"cpu"} else GPUS[gpu or CPU], cores)
     described = {"path": str(run.path), "steps": len(run.counters["train_s"]) + 1, "device": gpu or CPU, "cores": cores}
     return {"run": described, "constants": constants, "gpu": device, "costs": asdict(costs)}
+
+
+def _overrun(run: RecordedRun, costs: Costs) -> float:
+    """How many times longer the run took than its simulation; 1 where no simulation is possible."""
+    config = run.config.model_copy(update={"steps": len(run.counters["train_s"]) + 1})
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            split = choose_split(config, costs, None, None)
+            simulation = simulate(config, costs, Faults(), split, Path(folder) / "metrics.jsonl")
+        except ConfigError:  # executors that only a real run has
+            return 1.0
+    return run.step_s / float(simulation.step_s.mean())
 
 
 def measure(run: RecordedRun) -> Costs:
@@ -62,8 +80,9 @@ def measure(run: RecordedRun) -> Costs:
     decode_base_s, decode_per_rollout_s, prefill_token_s = _forward(run)
     train_base_s, train_token_s = robust_line(run.counters["num_input_tokens"], run.counters["train_s"])
     trains, publishes = _spans(run, "trainer", "train"), _spans(run, "trainer", "weight_sync")
-    adopts = [span for name in run.spans if name.startswith("generator") for span in _spans(run, name, "weight_sync")]
-    if len(trains) < 2 or not publishes or not adopts:
+    generators = [name for name in run.spans if name.startswith("generator")]
+    adopts_s = [_length_s(span) for name in generators for span in _spans(run, name, "weight_sync")]
+    if len(trains) < 2 or not publishes or not adopts_s:
         raise ConfigError(f"{run.path / 'trace.json'} shows no training with weight sync; profile a whole run")
     rollout = run.config.rollout
     samples = rollout.prompts_per_step * rollout.group_size
@@ -71,6 +90,9 @@ def measure(run: RecordedRun) -> Costs:
     scores = [span for span in _spans(run, "reward", "score") if start_s <= span.start_s < end_s]
     scores_s = np.sort([_length_s(span) for span in scores])
     cut = math.floor(TRIMMED * len(scores_s))
+    pause_s = sum(adopts_s) / len(publishes) / len(generators)
+    adopt_s = min(pause_s, float(np.median(run.counters["fetch_s"])))
+    background_s, call_s = robust_line(run.counters["calls"], _background_s(run))
     score_s = float(scores_s[cut : len(scores_s) - cut].mean()) if len(scores_s) else 0.0
     return Costs(
         generator_gpus=1,
@@ -81,7 +103,8 @@ def measure(run: RecordedRun) -> Costs:
         train_base_s=train_base_s,
         train_token_gpu_s=train_token_s,
         publish_s=float(np.median([_length_s(span) for span in publishes])),
-        adopt_s=float(np.median([_length_s(span) for span in adopts])),
+        adopt_s=adopt_s,
+        probe_s=pause_s - adopt_s,
         save_bytes=SAVED_BYTES * find_model(run.config.model.path).num_parameters,
         score_s=score_s * len(scores_s) / ((len(trains) - 1) * samples),
         score_workers=1,  # the seconds of a response are what it adds to a call, workers included
@@ -89,7 +112,8 @@ def measure(run: RecordedRun) -> Costs:
         measured_groups=tuple(map(tuple, run.groups)),
         skips_equal_rewards=run.skips_equal_rewards,
         call_s=_call_s(trains, publishes),
-        controller_rollout_s=_background_s(run) / samples,
+        controller_call_s=call_s,
+        controller_rollout_s=background_s / samples,
     )
 
 
@@ -218,7 +242,7 @@ def _forward(run: RecordedRun) -> tuple[float, float, float]:
     return base_s, per_rollout_s, max(float(np.median(rest_s[prefilled] / c["prefill_tokens"][prefilled])), LEAST_S)
 
 
-def _background_s(run: RecordedRun) -> float:
+def _background_s(run: RecordedRun) -> np.ndarray:
     """Processor seconds per step of controller and messages.
 
     They count on cores that are shared, hence the other threads of executors on other devices do too; with several
@@ -227,7 +251,7 @@ def _background_s(run: RecordedRun) -> float:
     counters, settings = run.counters, run.config
     own = (settings.generator.threads == 1) * counters["background_s"]
     own = own + (settings.trainer.threads == 1) * counters["trainer_background_s"]
-    return float(np.median(counters["controller_cpu_s"] + own))
+    return counters["controller_cpu_s"] + own
 
 
 def _call_s(trains: Sequence[Span], publishes: Sequence[Span]) -> float:

@@ -30,6 +30,8 @@ COUNTERS = (
     "background_s",
     "trainer_background_s",
     "controller_cpu_s",
+    "calls",
+    "fetch_s",
 )
 """Names under `extra.` in metrics.jsonl."""
 _FIX = "profile a run that has ended by itself"
@@ -43,6 +45,8 @@ class RecordedRun:
     config: RunConfig
     counters: dict[str, np.ndarray]
     """Each of `COUNTERS`, per step, float64."""
+    step_s: float
+    """Mean seconds of a step."""
     skips_equal_rewards: bool
     """Some response tokens were not computed, as their advantage was 0."""
     groups: list[list[tuple[int, float]]]
@@ -69,6 +73,7 @@ def read_run(path: str | Path) -> RecordedRun:
         path=folder,
         config=config,
         counters={name: _column(folder, rows, f"extra.{name}") for name in COUNTERS},
+        step_s=float(_column(folder, rows, "step_s").mean()),
         skips_equal_rewards=bool(
             (_column(folder, rows, "extra.num_computed_tokens") < _column(folder, rows, "num_loss_tokens")).any()
         ),

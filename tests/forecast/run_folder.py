@@ -15,9 +15,11 @@ COSTS = {
     "train_base_s": 0.02,
     "train_token_gpu_s": 8e-5,
     "publish_s": 0.002,
-    "adopt_s": 0.003,
+    "adopt_s": 0.001,
+    "probe_s": 0.002,
     "score_s": 5e-5,
     "call_s": 0.004,
+    "controller_call_s": 1e-3,
     "controller_rollout_s": 4e-4,
 }
 """What a profile of it should find."""
@@ -60,16 +62,20 @@ def write_run(folder: Path, *, steps: int = 30, noise: float = 0.03, outliers: i
         mixed = (rewards != rewards[:, :1]).any(axis=1)
         inputs = int((lengths * GROUP + PROMPT_TOKENS)[mixed].sum())
         train_s = (known["train_base_s"] + known["train_token_gpu_s"] * inputs) * factor
+        calls = int(random.integers(10, 30))
+        controller_s = known["controller_rollout_s"] * PROMPTS * GROUP + known["controller_call_s"] * calls
         extra = {name: value * (factor if name.endswith("_s") else 1) for name, value in sums.items()} | {
             "num_computed_tokens": int((lengths * GROUP)[mixed].sum()),
             "num_input_tokens": inputs,
             "train_s": train_s,
-            "controller_cpu_s": known["controller_rollout_s"] * PROMPTS * GROUP * factor / 2,
-            "background_s": known["controller_rollout_s"] * PROMPTS * GROUP * factor / 4,
-            "trainer_background_s": known["controller_rollout_s"] * PROMPTS * GROUP * factor / 4,
+            "controller_cpu_s": controller_s * factor / 2,
+            "background_s": controller_s * factor / 4,
+            "trainer_background_s": controller_s * factor / 4,
+            "calls": calls,
+            "fetch_s": known["adopt_s"],
         }
         metrics.append(
-            {"kind": "step", "step": step, "num_loss_tokens": int(lengths.sum()) * GROUP}
+            {"kind": "step", "step": step, "step_s": train_s + 0.2, "num_loss_tokens": int(lengths.sum()) * GROUP}
             | {f"extra.{name}": float(value) for name, value in extra.items()}
         )
         for row in range(PROMPTS):
@@ -124,5 +130,6 @@ def _trace(events: list[dict[str, Any]], known: dict[str, float], now_s: float, 
         add("reward", "score", now_s + 0.001 * part, known["score_s"] * PROMPTS * GROUP / 4)
     now_s = add("trainer", "train", now_s, train_s)
     now_s = add("trainer", "weight_sync", now_s + known["call_s"], known["publish_s"])
-    now_s = add("generator-0", "weight_sync", now_s, known["adopt_s"])
+    now_s = add("generator-0", "weight_sync", now_s, 1e-4)
+    now_s = add("generator-0", "weight_sync", now_s, known["adopt_s"] + known["probe_s"] - 1e-4)
     return add("generator-0", "generate", now_s, 0.1)

@@ -19,7 +19,8 @@ from llamarl.forecast.hardware import Pool, find_gpu
 from llamarl.forecast.lengths import Lengths
 from llamarl.forecast.profile import make_profile, measure, robust_line, run_request
 from llamarl.forecast.recorded import read_run
-from llamarl.forecast.simulator.cores import SharedCores
+from llamarl.forecast.simulator.cores import SharedCores, in_turn
+from llamarl.forecast.simulator.draws import ResponseLengths
 from llamarl.forecast.simulator.faults import Faults
 from llamarl.forecast.simulator.result import Simulation
 from llamarl.forecast.simulator.run import simulate
@@ -150,24 +151,37 @@ def test_devices_other_than_the_cpu_share_no_cores(run_folder: Path, tmp_path: P
 def test_shared_cores_stretch_the_clock() -> None:
     spans = {"trainer": [Span("train", 1.0, 3.0)], "generator-0": [Span("generate", 2.0, 4.0)]}
     threads = {"trainer": 1, "generator-0": 1}
-    one = SharedCores(spans, threads, cores=1, controller_s=0.0)
+    one = SharedCores(spans, threads, cores=1)
     assert [one(at_s) for at_s in (0.0, 1.0, 2.0, 3.0, 4.0, 6.0)] == pytest.approx([0, 1, 2, 4, 5, 7])
-    two = SharedCores(spans, threads, cores=2, controller_s=0.0)
+    two = SharedCores(spans, threads, cores=2)
     assert [two(at_s) for at_s in (1.0, 3.0, 5.0)] == pytest.approx([1, 3, 5])
-    # A controller that always works is a third thread: two on two cores become three.
-    busy = SharedCores({"trainer": [Span("train", 0.0, 4.0)]}, {"trainer": 2}, cores=2, controller_s=6.0)
-    assert busy(4.0) == pytest.approx(6.0)
+    # The controller, while it works, is a third thread: two on two cores become three.
+    controller = {"trainer": [Span("train", 0.0, 4.0)], "controller": in_turn([(1.0, 1.0), (1.5, 1.0)])}
+    busy = SharedCores(controller, {"trainer": 2, "controller": 1}, cores=2)
+    assert [busy(at_s) for at_s in (1.0, 3.0, 4.0)] == pytest.approx([1, 4, 5])
 
 
-def test_the_controller_works_in_the_loop_alone() -> None:
-    """However long the executors took to start, its seconds fall between the first work and the last."""
-    spans = {"trainer": [Span("train", 60.0, 64.0)]}
-    late, soon = (
-        SharedCores(spans, {"trainer": 2}, cores=2, controller_s=6.0, start_s=60.0),
-        SharedCores({"trainer": [Span("train", 0.0, 4.0)]}, {"trainer": 2}, cores=2, controller_s=6.0),
-    )
-    assert late(60.0) == pytest.approx(60.0)
-    assert late(64.0) - 60.0 == pytest.approx(soon(4.0)) == pytest.approx(6.0)
+def test_what_a_profile_cannot_explain_stretches_all_it_found(run_folder: Path, tmp_path: Path) -> None:
+    run = read_run(run_folder)
+    twice = make_profile(replace(run, step_s=2 * run.step_s), cores=2, gpu=None)["costs"]["overrun"]
+    once = make_profile(run, cores=2, gpu=None)["costs"]["overrun"]
+    assert twice == pytest.approx(2 * once)
+    step_s = _simulated(run_folder, tmp_path, overrun=1.0).step_s.mean()
+    assert _simulated(run_folder, tmp_path, overrun=1.5).step_s.mean() == pytest.approx(1.5 * step_s, rel=0.05)
+
+
+def test_a_larger_group_is_as_mixed_as_the_measured_ones() -> None:
+    """Groups of one kind stay so; where rewards come at random, a group that happens to be equal does not."""
+    random = np.random.default_rng(0)
+    alike = tuple(((9, float(number % 2)),) * 4 for number in range(200))
+    mixed = tuple(tuple((9, float(reward)) for reward in random.integers(0, 2, 4)) for _ in range(200))
+
+    def equal_share(groups: tuple[Any, ...]) -> float:
+        lengths = ResponseLengths(Costs(measured_groups=groups), 20, seed=0)
+        return float(np.mean([len(set(lengths.rewards(number, 16) or ())) == 1 for number in range(200)]))
+
+    assert equal_share(alike) == 1.0
+    assert equal_share(mixed) < 0.02 < np.mean([len({reward for _, reward in group}) == 1 for group in mixed])
 
 
 def _break(run: Path, file: str, text: str | None) -> None:

@@ -37,6 +37,10 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._clock.now_s
 
+    def spend(self, seconds: float) -> None:
+        """The code that runs now takes so long: nothing else runs meanwhile."""
+        self._clock.now_s += seconds
+
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` under a virtual clock. Raises NothingScheduled, and whatever `main` raises."""

@@ -44,7 +44,8 @@ class SimulatedCluster:
 
     def _make(self, name: str) -> SimulatedHandle:
         if name == "trainer":
-            return SimulatedTrainer(name, self.watch, self._costs, self._trainer_gpus)
+            return SimulatedTrainer(name, self.watch, self._costs, self._trainer_gpus,
+                                    self._config.weight_sync.probe_every_steps)  # fmt: skip
         if name == "reward":
             return SimulatedReward(name, self.watch, self._costs, self._config.seed, self._faults.reward_timeout_share,
                                    self._lengths)  # fmt: skip

@@ -2,12 +2,11 @@
 
 A simulation runs as if every executor had cores of its own. While executors want K threads on c cores, all of them go
 c / K as fast (processor sharing), so the order of events stays and only the clock is stretched: by max(1, K / c).
-The controller works too: whenever it does, K is larger by one. It is taken to work evenly over the run.
+The controller is one more that does, whenever it sends or gets a message.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -20,39 +19,35 @@ from llamarl.observability.spans import Span, merged
 Spans = Mapping[str, Sequence[Span]]
 
 
+def in_turn(work: Sequence[tuple[float, float]]) -> list[Span]:
+    """Work of one thread that comes at some seconds and takes some."""
+    spans, free_s = list[Span](), 0.0
+    for at_s, seconds in work:
+        start_s, free_s = max(at_s, free_s), max(at_s, free_s) + seconds
+        spans.append(Span("message", start_s, free_s))
+    return spans
+
+
 class SharedCores:
     """Simulated seconds, mapped to those on shared cores."""
 
-    def __init__(
-        self, spans: Spans, threads: Mapping[str, int], cores: float, controller_s: float, start_s: float = 0.0
-    ) -> None:
+    def __init__(self, spans: Spans, threads: Mapping[str, int], cores: float) -> None:
         """
         Args:
-            spans: of every executor, in simulated seconds.
-            threads: that each executor keeps busy while it works; 0 for one that does not use the cores.
+            spans: of every executor and of the controller, in simulated seconds.
+            threads: that each keeps busy while it works; 0 for one that does not use the cores.
             cores: of the machine, or a container's part of them.
-            controller_s: processor seconds of the controller from `start_s` on.
-            start_s: of the loop; before it the controller waits.
         """
-        changes = [
+        changes = sorted(
             (at_s, change * threads[name])
             for name, work in spans.items()
             for start_s, end_s in merged(work)  # an executor has one thread for all it does
             for at_s, change in ((start_s, 1), (end_s, -1))
-        ]
-        changes.sort()
-        times_s = np.array([0.0, *(at_s for at_s, _ in changes)])
+        )
+        self._simulated_s = np.array([0.0, *(at_s for at_s, _ in changes)])
         wanted = np.cumsum([0, *(change for _, change in changes)])[:-1]
-        lengths_s = np.diff(times_s)
-        alone = np.maximum(1.0, wanted / cores)
-        beside = (np.maximum(1.0, (wanted + 1) / cores) - alone) * (times_s[:-1] >= start_s)
-        # With controller_s / T the controller's share of the loop, T = sum(lengths * (alone + beside * share)).
-        in_loop = np.diff(np.maximum(times_s, start_s))
-        without_s, with_s = float(in_loop @ alone), float(in_loop @ beside) * controller_s
-        total_s = (without_s + math.sqrt(without_s**2 + 4 * with_s)) / 2
-        share = min(1.0, controller_s / total_s) if total_s else 0.0
-        self._simulated_s = times_s
-        self._real_s = np.concatenate([[0.0], np.cumsum(lengths_s * (alone + share * beside))])
+        stretched_s = np.diff(self._simulated_s) * np.maximum(1.0, wanted / cores)
+        self._real_s = np.concatenate([[0.0], np.cumsum(stretched_s)])
 
     def __call__(self, simulated_s: float) -> float:
         """Seconds on the shared cores; after the last work both clocks go at the same pace."""

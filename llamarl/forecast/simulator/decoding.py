@@ -80,8 +80,11 @@ class DecodeQueue:
     @property
     def next_finish_s(self) -> float:
         """When the next rollout ends if nothing else happens; infinite when none runs."""
-        if self.finished:
-            return self.finished[0].finished_s
+        return self.finished[0].finished_s if self.finished else self.next_end_s
+
+    @property
+    def next_end_s(self) -> float:
+        """The same, of those that still run."""
         if not self._running:
             return math.inf
         return self._boundary_s + (self._running[0][0] - self.num_steps) * self.step_s

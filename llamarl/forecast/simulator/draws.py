@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from llamarl.forecast.costs import Costs
+from llamarl.forecast.costs import Costs, Group
 
 
 class ResponseLengths:
@@ -13,6 +15,7 @@ class ResponseLengths:
     def __init__(self, costs: Costs, limit_tokens: int, seed: int) -> None:
         self._measured = np.array(costs.response_lengths)
         self._groups = costs.measured_groups
+        self._concentration = concentration(self._groups)
         self._sigma = costs.response_sigma
         self._mu = float(np.log(costs.response_tokens)) - self._sigma**2 / 2
         self.limit_tokens = limit_tokens
@@ -37,14 +40,38 @@ class ResponseLengths:
         return [reward if tokens <= self.limit_tokens else 0.0 for tokens, reward in chosen]
 
     def _chosen(self, group_id: int, group_size: int) -> list[tuple[int, float]]:
-        """All of the measured group; a part of it, or some of it again, when the group has another size."""
-        group = self._groups[group_id % len(self._groups)]
+        """All of the measured group, or a part of it; beyond its size more responses to the same prompt.
+
+        A further one resembles one before it with probability n / (n + k), and one of the groups around otherwise (the
+        urn of Blackwell and MacQueen 1973), k being such that responses to a prompt are as alike as the measured ones.
+        """
+        place = group_id % len(self._groups)
+        group = self._groups[place]
         if len(group) == group_size:
             return list(group)
-        order = keyed(self._seed, LENGTHS, group_id).permutation(len(group))
-        return [group[order[number % len(group)]] for number in range(group_size)]
+        random = keyed(self._seed, LENGTHS, group_id)
+        chosen = [group[number] for number in random.permutation(len(group))[:group_size]]
+        around = [one for near in self._groups[max(0, place - NEAR) : place + NEAR + 1] for one in near]
+        while len(chosen) < group_size:
+            resembles = random.random() * (len(chosen) + self._concentration) < len(chosen)
+            source = chosen if resembles else around
+            chosen.append(source[int(random.integers(len(source)))])
+        return chosen
 
 
+def concentration(groups: Sequence[Group]) -> float:
+    """k = (1 - r) / r of the intraclass correlation r of rewards, by analysis of variance (Fisher 1925)."""
+    rewards = [np.array([reward for _, reward in group]) for group in groups if len(group) > 1]
+    if len(rewards) < 2:
+        return 0.0
+    size = float(np.mean([len(one) for one in rewards]))
+    between = size * float(np.var([one.mean() for one in rewards], ddof=1))
+    within = float(np.mean([one.var(ddof=1) for one in rewards]))
+    return size * within / max(between - within, 1e-9)
+
+
+NEAR = 16
+"""Measured groups before and after one that are taken to be by about the same policy."""
 LENGTHS, SCORES, FAULTS = 1, 2, 3
 """Purposes of random numbers."""
 

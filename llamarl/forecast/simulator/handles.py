@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
-from llamarl.executors.replies import Adoption, Collected, GeneratorStats, Published
+from llamarl.executors.replies import REPLY_INTERVAL_S, Adoption, Collected, GeneratorStats, Probe, Published
 from llamarl.forecast.costs import Costs
 from llamarl.forecast.simulator.decoding import Attempt, Decoded, DecodeQueue
 from llamarl.forecast.simulator.draws import ResponseLengths
@@ -27,15 +27,18 @@ from llamarl.types import FinishReason, GenerationRequest, Prompt, Rollout, Roll
 from llamarl.weight_sync.layout import Address
 
 NOWHERE = Address(transport="simulated", publisher="", num_writers=0, places={})
-REPLY_INTERVAL_S = 0.02
-"""As in the real generator: finished rollouts are handed over at most this often."""
+NOTHING_T = np.zeros(1, np.float32)
+PROBE = Probe(sequences=[NOTHING_T], logprobs=[NOTHING_T])
 
 
 class Stopwatch:
-    """Processor time inside simulated executors: in a real run it passes elsewhere, not in the controller."""
+    """What time passes for beside the work of executors."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        """Processor time inside simulated executors: in a real run it passes elsewhere, not in the controller."""
+        self.messages = list[tuple[float, float]]()
+        """When the controller sent or got something, and its processor seconds."""
 
 
 class SimulatedHandle(ExecutorHandle):
@@ -72,7 +75,9 @@ class SimulatedHandle(ExecutorHandle):
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         if self._ended:
             raise self._ended
+        self.num_calls += 1
         start_s = max(self._loop.time(), self._free_s)
+        self._message()
         began_s = time.thread_time()
         duration_s, result = self._answer(method, args)
         self._watch.seconds += time.thread_time() - began_s
@@ -80,8 +85,14 @@ class SimulatedHandle(ExecutorHandle):
         await self._under_way()
         return result
 
+    def _message(self) -> None:
+        """One to the executor or from it costs the controller time."""
+        if self._costs.cores:
+            self._watch.messages.append((self._loop.time(), self._costs.controller_call_s / 2))
+
     async def _under_way(self) -> None:
         """While a call and its answer are under way the executor may do other work."""
+        self._message()
         if self._costs.call_s:
             await asyncio.sleep(self._costs.call_s)
 
@@ -151,7 +162,7 @@ def _resolve(done: asyncio.Future[None]) -> None:
 class SimulatedGenerator(SimulatedHandle):
     """Decodes by `DecodeQueue`; one timer stands for its next event."""
 
-    SPANS: ClassVar[dict[str, str]] = {"adopt": "weight_sync"}
+    SPANS: ClassVar[dict[str, str]] = {"adopt": "weight_sync", "score": "weight_sync"}
 
     def __init__(
         self,
@@ -192,9 +203,11 @@ class SimulatedGenerator(SimulatedHandle):
         if self._ended:
             raise self._ended
         assert self._reply is None, "one collect at a time"
+        self.num_calls += 1
         reply = self._reply = self._loop.create_future()
         self._reply_timeout_s, self._reply_deadline_s = timeout_s, self._loop.time() + timeout_s
         self._schedule()
+        self._message()
         collected = await reply
         await self._under_way()
         return collected
@@ -210,7 +223,9 @@ class SimulatedGenerator(SimulatedHandle):
                 self._schedule()
                 return 0.0, None
             case "adopt":
-                return self._adopt(now_s, args[0])
+                return self._pause(now_s, args[0], self._costs.adopt_s)
+            case "score":
+                return self._pause(now_s, self._queue.version, self._costs.probe_s)[0], PROBE.logprobs
         raise AssertionError(f"{self.name} has no method {method}")
 
     def _submit(self, now_s: float, request: GenerationRequest) -> None:
@@ -226,8 +241,8 @@ class SimulatedGenerator(SimulatedHandle):
             prefilled += earlier
         self._queue.submit(now_s, attempts, self._costs.prefill_token_s * self._slowness * prefilled)
 
-    def _adopt(self, now_s: float, version: int) -> tuple[float, Adoption]:
-        pause_s = self._costs.adopt_s * self._slowness
+    def _pause(self, now_s: float, version: int, seconds: float) -> tuple[float, Adoption]:
+        pause_s = seconds * self._slowness
         end_s = self._queue.adopt(max(now_s, self._free_s), version, pause_s)
         if self._decoding_since_s is not None:
             self._spans.append(Span("generate", self._decoding_since_s, end_s - pause_s))
@@ -239,8 +254,10 @@ class SimulatedGenerator(SimulatedHandle):
         """Sets the timer to the next moment at which something can be handed over, or at which the reply is overdue."""
         if self._reply is None:
             return
-        due_s = max(self._queue.next_finish_s, self._replied_s + REPLY_INTERVAL_S)
-        due_s = max(min(due_s, self._reply_deadline_s), self._loop.time())
+        now_s, due_s = self._loop.time(), self._queue.next_finish_s
+        if due_s <= now_s < self._replied_s + REPLY_INTERVAL_S:  # others may end, and the last one hands over at once
+            due_s = min(self._replied_s + REPLY_INTERVAL_S, self._queue.next_end_s)
+        due_s = max(min(due_s, self._reply_deadline_s), now_s)
         if self._timer is None or due_s < self._timer_s:
             if self._timer is not None:
                 self._timer.cancel()
@@ -259,7 +276,8 @@ class SimulatedGenerator(SimulatedHandle):
         self._queue.advance(now_s)
         finished = self._queue.finished
         rollouts = list[Rollout]()
-        while finished and finished[0].finished_s <= now_s:
+        is_due = now_s >= self._replied_s + REPLY_INTERVAL_S or not self._queue.has_work
+        while is_due and finished and finished[0].finished_s <= now_s:
             rollouts.append(self._rollout(finished.popleft()))
         if not self._queue.has_work and not finished and self._decoding_since_s is not None:
             self._spans.append(Span("generate", self._decoding_since_s, now_s))
@@ -321,9 +339,10 @@ class SimulatedTrainer(SimulatedHandle):
 
     SPANS: ClassVar[dict[str, str]] = {"step": "train", "publish": "weight_sync", "save": "checkpoint"}
 
-    def __init__(self, name: str, watch: Stopwatch, costs: Costs, num_gpus: int) -> None:
+    def __init__(self, name: str, watch: Stopwatch, costs: Costs, num_gpus: int, probe_every_steps: int) -> None:
         super().__init__(name, watch, costs)
         self._num_gpus = num_gpus
+        self._probe_every_steps = probe_every_steps
         self._groups = dict[int, tuple[int, int, int]]()
         """Rollouts, response tokens and computed tokens of each group that was sent ahead."""
         self._version = 0
@@ -345,7 +364,8 @@ class SimulatedTrainer(SimulatedHandle):
             case "set_layout":
                 return 0.0, None
             case "publish":
-                return self._costs.publish_s, Published(version=args[0], address=NOWHERE)
+                probe = PROBE if self._probe_every_steps and args[0] % self._probe_every_steps == 0 else None
+                return self._costs.publish_s, Published(version=args[0], address=NOWHERE, probe=probe)
             case "save":
                 return self._costs.save_s(self._num_gpus)[0], None
             case "commit":
@@ -370,4 +390,5 @@ def _size(group: RolloutGroup, skips_equal_rewards: bool) -> tuple[int, int, int
     prompt: Prompt = group.prompt
     tokens = sum(rollout.num_tokens for rollout in group.rollouts)
     is_skipped = skips_equal_rewards and len({result.value for result in group.results}) == 1
-    return len(group.rollouts), tokens, 0 if is_skipped else tokens + len(prompt.token_ids_T)
+    # The last token of a response predicts nothing, so it is no input.
+    return len(group.rollouts), tokens, 0 if is_skipped else len(prompt.token_ids_T) + tokens - len(group.rollouts)

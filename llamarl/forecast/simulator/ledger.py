@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +19,17 @@ from llamarl.types import RolloutGroup
 class StalenessCounter(RolloutRecorder):
     """Counts the staleness of every rollout that is trained on, and which groups they were; writes nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, spend: Callable[[int], None] = lambda _: None) -> None:
+        """`spend` lets the time pass that so many rollouts take to be recorded."""
         super().__init__(None, lambda _: None)
+        self._spend = spend
         self.counts = Counter[int]()
         """Rollouts by staleness, in optimizer steps."""
         self.group_ids = list[int]()
         """In the order of their consumption."""
 
     def record(self, step: int, groups: Sequence[RolloutGroup], advantages: Mapping[int, np.ndarray]) -> None:
+        self._spend(sum(len(group.rollouts) for group in groups))
         for group in groups:
             self.group_ids.append(group.group_id)
             self.counts.update(step - 1 - rollout.oldest_version for rollout in group.rollouts)

@@ -17,9 +17,9 @@ from llamarl.controller.ports import Executors
 from llamarl.controller.supervision import Stalled, Supervisor, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
 from llamarl.forecast.costs import Costs
-from llamarl.forecast.simulator.clock import run_virtual
+from llamarl.forecast.simulator.clock import VirtualClockLoop, run_virtual
 from llamarl.forecast.simulator.cluster import SimulatedCluster
-from llamarl.forecast.simulator.cores import SharedCores
+from llamarl.forecast.simulator.cores import SharedCores, in_turn
 from llamarl.forecast.simulator.faults import Faults
 from llamarl.forecast.simulator.ledger import StalenessCounter, StepLog
 from llamarl.forecast.simulator.records import simulated_prompts
@@ -53,6 +53,7 @@ def simulate(config: RunConfig, costs: Costs, faults: Faults, split: Split, metr
     generator = config.generator.model_copy(update={"replicas": split.replicas})
     screen = config.screen.model_copy(update={"kind": "none"})
     config = config.model_copy(update={"generator": generator, "screen": screen})
+    costs = costs.overrunning()
     wall_s, cpu_s = time.monotonic(), time.process_time()
     run = _Run(config, costs, faults, split, metrics)
     with rare_garbage_collections():  # as a real run does
@@ -83,7 +84,7 @@ class _Run:
         self._costs = costs
         self._split = split
         self._bound = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
-        self._staleness = StalenessCounter()
+        self._staleness = StalenessCounter(self._record)
         self._log = StepLog(metrics)
         self._cluster = SimulatedCluster(config, costs, faults, split.trainer_gpus)
         self._problems = Problems(
@@ -98,6 +99,8 @@ class _Run:
     async def run(self) -> None:
         """Starts the executors, trains, stops them."""
         clock = asyncio.get_running_loop()
+        assert isinstance(clock, VirtualClockLoop)
+        self._clock = clock
         self._telemetry = Telemetry(
             self._config, _Progress(self._config.steps), self._log, self._staleness, self._bound, clock.time
         )
@@ -140,6 +143,12 @@ class _Run:
             spawn_generator=lambda _: self._cluster.spawn_generator(),
         )
 
+    def _record(self, num_rollouts: int) -> None:
+        """The controller does nothing else meanwhile."""
+        seconds = self._costs.controller_rollout_s * num_rollouts
+        self._cluster.watch.messages.append((self._clock.time(), seconds))
+        self._clock.spend(seconds)
+
     def _shared_cores(self, spans: dict[str, list[Span]]) -> SharedCores:
         """How the executors on `cpu` get in each other's way."""
         trainer, generator = self._config.trainer, self._config.generator
@@ -148,14 +157,8 @@ class _Run:
             "generator": generator.threads if generator.device == "cpu" else 0,
             "reward": 1,
         }
-        num_rollouts = sum(self._staleness.counts.values())
-        return SharedCores(
-            spans,
-            {name: threads[role_of(name)] for name in spans},
-            self._costs.cores,
-            self._costs.controller_rollout_s * num_rollouts,
-            self._loop_s[0],
-        )
+        all_spans = spans | {"controller": in_turn(self._cluster.watch.messages)}
+        return SharedCores(all_spans, {name: threads.get(role_of(name), 1) for name in all_spans}, self._costs.cores)
 
     def _generator_busy_share(self, accounts: Accounts, clock: Callable[[float], float]) -> float:
         """Of the time in which they were alive: a generator that is not there does not idle."""

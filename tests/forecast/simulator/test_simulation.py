@@ -29,8 +29,8 @@ EXACT = Costs(
     prompt_tokens=100,
     response_lengths=(400,),
 )
-TOKENS = 4 * (100 + 2 * 400)
-"""Trained tokens of a step of `run_config`: 4 prompts, 8 responses."""
+TOKENS = 4 * (100 + 2 * 399)
+"""Computed tokens of a step of `run_config`: 4 prompts, 8 responses, whose last tokens predict nothing."""
 TRAIN_S = 2.0 + 0.001 * TOKENS
 LARGE = {"max_staleness": 8, "window": 36}
 
