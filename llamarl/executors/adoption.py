@@ -15,7 +15,7 @@ from llamarl.generation.backend import GenerationBackend
 from llamarl.generation.tensor_parallel import TensorParallelEngine
 from llamarl.weight_sync.base import FingerprintMismatch, Subscriber, Superseded, TransferFailed
 from llamarl.weight_sync.layout import Address, TensorSpec
-from llamarl.weight_sync.select import open_subscriber, sample
+from llamarl.weight_sync.select import Reader, open_subscriber, sample
 
 WAIT_S = 0.01
 """An idle engine looks this often whether weights have arrived."""
@@ -45,36 +45,32 @@ class Adopter:
     ) -> None:
         """
         Args:
-            specs: what this rank wants to receive.
             use: points the model to what `hold` gave.
             hold: brings fetched tensors to the model's device, in the background.
             delta: weights may come as changes to the version in use.
             subscribe: opens the end that fetches, as `open_subscriber` does.
         """
-        self.specs = tuple(specs)
+        self._reader = Reader(specs, rank, subscribe, delta=delta)
+        self._sampler = Reader(sample(specs), rank, subscribe)
         self._use, self._hold = use, hold
-        self._rank = rank
-        self._delta = delta
-        self._subscribe = subscribe
-        self._subscriber: Subscriber | None = None
-        self._publisher = ""
-        self._sampler: tuple[str, Subscriber] | None = None
         self._thread = ThreadPoolExecutor(1, "weights")
         self._fetch: Future[_Fetched] | None = None
         self._fetched: _Fetched | None = None
         """Done, reported and not yet in use."""
 
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """What this rank wants to receive."""
+        return self._reader.specs
+
     def try_sample(self, version: int, address: Address) -> None:
         """Fetches a version of a sample of the weights, by a transport that is being tried, and drops it."""
-        if self._sampler is None or self._sampler[0] != address.publisher:
-            self._end_sampling()
-            self._sampler = address.publisher, self._subscribe(address, sample(self.specs), self._rank)
-        self._sampler[1].fetch(version, address)
+        self._sampler.at(address).fetch(version, address)
 
     def begin(self, version: int, address: Address) -> None:
         """Starts to fetch a version; one that was fetched and never used is dropped."""
         assert self._fetch is None, "one version at a time"
-        self._end_sampling()
+        self._sampler.close()
         self._fetched = None
         self._fetch = self._thread.submit(self._run, version, address)
 
@@ -98,20 +94,14 @@ class Adopter:
     def close(self) -> None:
         """Leaves the weights in use alone."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._end_sampling()
-        if self._subscriber is not None:
-            self._subscriber.close()
-
-    def _end_sampling(self) -> None:
-        if self._sampler is not None:
-            self._sampler[1].close()
-            self._sampler = None
+        self._sampler.close()
+        self._reader.close()
 
     def _run(self, version: int, address: Address) -> _Fetched:
         start_s = time.monotonic()
         tensors: Mapping[str, Tensor] = {}
         try:
-            subscriber = self._reader(address)
+            subscriber = self._reader.at(address)
             tensors = self._hold(subscriber.fetch(version, address))
             adoption = Adoption(
                 version=version, fingerprint=subscriber.fingerprint, num_bytes=subscriber.received_bytes
@@ -123,15 +113,6 @@ class Adopter:
         except TransferFailed as error:
             adoption = Adoption(version=version, outcome="failed", reason=str(error))
         return _Fetched(adoption=replace(adoption, fetch_s=time.monotonic() - start_s), tensors=tensors)
-
-    def _reader(self, address: Address) -> Subscriber:
-        """The end that reads this address; a publisher that was started anew gets a new one."""
-        if self._subscriber is None or self._publisher != address.publisher:
-            if self._subscriber is not None:
-                self._subscriber.close()
-            self._subscriber = self._subscribe(address, self.specs, self._rank, delta=self._delta)
-            self._publisher = address.publisher
-        return self._subscriber
 
 
 class Adoptions:

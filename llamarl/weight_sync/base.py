@@ -174,7 +174,7 @@ class Publisher(ABC):
 
 
 class Subscriber(ABC):
-    """A generator rank's end."""
+    """A generator rank's end, for one publisher."""
 
     def __init__(self, specs: Sequence[TensorSpec], rank: int, delta: bool = False) -> None:
         self.layout = lay_out(specs)

@@ -22,13 +22,12 @@ from llamarl.weight_sync.layout import Address, TensorSpec
 class Base:
     """A fetched version to which changes are applied."""
 
-    publisher: str
     version: int | None
     """None: there is none."""
     tensors: Mapping[str, Tensor]
 
 
-NOTHING = Base(publisher="", version=None, tensors={})
+NOTHING = Base(version=None, tensors={})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +63,7 @@ class CopyingSubscriber(Subscriber):
         """
 
     def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
-        base = self._base if self._base.publisher == address.publisher else NOTHING
-        request = Request(version=version, tensors=views(self.layout, self._buffers.take()), base=base)
+        request = Request(version=version, tensors=views(self.layout, self._buffers.take()), base=self._base)
         proofs, self.received_bytes = self.receive(request, address)
         try:
             self.prove(request.tensors, version, proofs)
@@ -75,7 +73,7 @@ class CopyingSubscriber(Subscriber):
             self.prove(request.tensors, version, proofs)
             self.received_bytes += again
         if self._delta:
-            self._base = Base(publisher=address.publisher, version=version, tensors=request.tensors)
+            self._base = Base(version=version, tensors=request.tensors)
         return dict(request.tensors)
 
     def _damaged(self, request: Request, proofs: np.ndarray) -> list[int]:

@@ -9,6 +9,7 @@ import asyncio
 import statistics
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
@@ -147,6 +148,39 @@ def open_subscriber(
     """
     publisher, subscriber = _ends(address.transport)
     return subscriber(specs, rank, delta and publisher.TAKES_DELTA, **options)
+
+
+class Reader:
+    """A generator rank's end of whatever publishes: a publisher that was started anew gets a new subscriber."""
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        rank: int,
+        subscribe: Callable[..., Subscriber] = open_subscriber,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            subscribe: takes address, specs, rank and options, as `open_subscriber` does.
+        """
+        self.specs = tuple(specs)
+        self._subscribe = partial(subscribe, specs=self.specs, rank=rank, **options)
+        self._publisher = ""
+        self._subscriber: Subscriber | None = None
+
+    def at(self, address: Address) -> Subscriber:
+        """The subscriber that fetches from there."""
+        if self._subscriber is None or self._publisher != address.publisher:
+            self.close()
+            self._subscriber, self._publisher = self._subscribe(address), address.publisher
+        return self._subscriber
+
+    def close(self) -> None:
+        """Leaves tensors that were fetched alone; may be called again."""
+        if self._subscriber is not None:
+            self._subscriber.close()
+            self._subscriber = None
 
 
 def _ends(transport: str) -> tuple[type[Publisher], type[Subscriber]]:

@@ -23,7 +23,7 @@ from llamarl.weight_sync import copying
 from llamarl.weight_sync.base import FingerprintMismatch, Subscriber
 from llamarl.weight_sync.copying import Base
 from llamarl.weight_sync.layout import TensorSpec
-from llamarl.weight_sync.select import candidates, open_subscriber, publisher_class
+from llamarl.weight_sync.select import Reader, candidates, open_subscriber, publisher_class
 
 TRANSPORTS = ("p2p", "file")
 SHAPE = (90, 700)
@@ -137,7 +137,7 @@ def test_a_base_that_is_another_than_it_says_is_found_out_and_weights_are_sent_w
     run.fetch(0)
     subscriber = run.generators[0]
     older = processes.cut(run.weights[0], SPECS)
-    subscriber._base = Base(publisher=run.address.publisher, version=1, tensors=older)
+    subscriber._base = Base(version=1, tensors=older)
     run.served.clear()
     run.publish(0.01, in_use=(1,))
     assert 1.001 * DENSE_BYTES < run.fetch(0).received_bytes < 1.1 * DENSE_BYTES
@@ -155,14 +155,16 @@ def test_a_base_that_the_trainer_no_longer_has_is_not_used(run) -> None:
 
 
 def test_versions_of_another_trainer_are_no_base(run, tmp_path) -> None:
-    run.fetch(0)
-    transport, subscriber = run.address.transport, run.generators[0]
-    other = Trainer(transport, [SPECS], 2, tmp_path / "other", delta=True)
+    reader = Reader(SPECS, 0, delta=True)
+    reader.at(run.address).fetch(0, run.address)
+    other = Trainer(run.address.transport, [SPECS], 2, tmp_path / "other", delta=True)
     weights = changed(run.weights[0], 1.0, 7)
     other.publish(0, weights)
     newer = changed(weights, 0.001, 8)
-    assert faults(subscriber, 1, other.publish(1, newer, [0]), newer) == []
-    assert is_dense(subscriber)
+    address = other.publish(1, newer, [0])
+    assert faults(reader.at(address), 1, address, newer) == []
+    assert is_dense(reader.at(address))
+    reader.close()
     other.close()
 
 

@@ -20,6 +20,7 @@ from in_process import Trainer, faults
 
 from llamarl.weight_sync.base import FingerprintMismatch, Superseded, TransferFailed, WriterPlan, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
+from llamarl.weight_sync.select import Reader
 from llamarl.weight_sync.transports.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber, word
 from tests.weight_sync.conftest import DEADLINE_S, exchange_among, receive
 
@@ -258,14 +259,14 @@ class TestKilledWriters:
 
     def test_killed_at_any_moment_and_started_anew(self, start) -> None:
         """The old version is served throughout; the next one is adopted within 2 s of the restart."""
-        plan, rng = alone(BIG), random.Random(3)
-        subscriber = SharedMemorySubscriber(BIG, 0)
+        plan, rng, reader = alone(BIG), random.Random(3), Reader(BIG, 0)
         for _ in range(NUM_KILLS):
             process, connection = start(processes.write_freely, plan, 1)
             exchange_among([connection])
             connection.send("go")
             started_s = time.monotonic()
             address = receive(connection)
+            subscriber = reader.at(address)
             served = self.newest(subscriber, address)
             assert time.monotonic() - started_s < 2
             segment = subscriber._open(address)

@@ -18,7 +18,7 @@ from llamarl.sharding.parallel_layout import QUANTIZED
 from llamarl.sharding.tensor_parallel import tensor_parallel_box
 from llamarl.weight_sync.base import WriterPlan
 from llamarl.weight_sync.layout import Layout, TensorSpec, lay_out
-from llamarl.weight_sync.select import open_subscriber, publisher_class
+from llamarl.weight_sync.select import Reader, publisher_class
 
 NUM_KV_HEADS = 2
 NUM_LAYERS = 4
@@ -154,12 +154,11 @@ def trainer(
 
 def generator(connection: Connection, specs: tuple[TensorSpec, ...], rank: int, options: Any) -> None:
     """Fetches each (version, address) that it is sent; answers the bytes of all tensors, or the error."""
-    subscriber = None
+    reader = Reader(specs, rank, **options)
     served = {}
     while (order := connection.recv()) is not None:
         version, address = order
-        if subscriber is None:
-            subscriber = open_subscriber(address, specs, rank, **options)
+        subscriber = reader.at(address)
         try:
             served = subscriber.fetch(version, address)
         except RuntimeError as error:
@@ -226,7 +225,7 @@ def serve_freely(connection: Connection, specs: tuple[TensorSpec, ...]) -> None:
 
     Answers how often it looked, and what it saw that was not the version served.
     """
-    subscriber, served, version, looks, torn = None, dict[str, Tensor](), -1, 0, list[str]()
+    reader, served, version, looks, torn = Reader(specs, 0), dict[str, Tensor](), -1, 0, list[str]()
     while True:
         looks += 1
         torn += [f"{name} of {version}" for name, tensor in served.items() if not (tensor == version).all()]
@@ -235,6 +234,5 @@ def serve_freely(connection: Connection, specs: tuple[TensorSpec, ...]) -> None:
             if order is None:
                 return
             version, address = order
-            subscriber = subscriber or open_subscriber(address, specs, 0)
-            served = subscriber.fetch(version, address)
+            served = reader.at(address).fetch(version, address)
             connection.send((looks, torn))

@@ -183,20 +183,16 @@ class P2pSubscriber(CopyingSubscriber):
     ) -> None:
         super().__init__(specs, rank, delta, device)
         self._timeout_s = timeout_s
-        self._publisher = ""
         self._writers = dict[int, _Writer]()
 
     def receive(self, request: Request, address: Address) -> tuple[np.ndarray, int]:
-        if self._publisher != address.publisher:
-            self.close()
-            self._publisher = address.publisher
-        places = self.place_in(address).split(",")
+        places = [Rendezvous(place, address.publisher) for place in self.place_in(address).split(",")]
         with ThreadPoolExecutor(min(MAX_THREADS, len(places)), "weight-receiver") as pool:
             jobs = [pool.submit(self._pull_from, rank, place, request) for rank, place in enumerate(places)]
         proofs, sizes = zip(*(job.result() for job in jobs), strict=True)
         return np.stack(proofs), sum(sizes)
 
-    def _pull_from(self, rank: int, place: str, request: Request) -> tuple[np.ndarray, int]:
+    def _pull_from(self, rank: int, place: Rendezvous, request: Request) -> tuple[np.ndarray, int]:
         """From one trainer rank. A pair that has broken since the last time is formed anew."""
         is_used = rank in self._writers
         try:
@@ -208,10 +204,10 @@ class P2pSubscriber(CopyingSubscriber):
                 broken.pair.close()
             if is_used:
                 return self._pull_from(rank, place, request)
-            what = f"version {request.version} from trainer rank {rank} at {place}"
+            what = f"version {request.version} from trainer rank {rank} at {place.address}"
             raise TransferFailed(f"generator rank {self.rank} did not get {what}: {error}") from error
 
-    def _receive(self, rank: int, place: str, request: Request) -> tuple[np.ndarray, int]:
+    def _receive(self, rank: int, place: Rendezvous, request: Request) -> tuple[np.ndarray, int]:
         if rank not in self._writers:
             self._writers[rank] = self._pair_with(place)
         writer = self._writers[rank]
@@ -226,8 +222,7 @@ class P2pSubscriber(CopyingSubscriber):
         num_bytes = receive(writer.pair, buckets, request)
         return np.array(proof, np.int64).view(np.uint64).reshape(2, -1), num_bytes
 
-    def _pair_with(self, place: str) -> _Writer:
-        rendezvous = Rendezvous(place, self._publisher)
+    def _pair_with(self, rendezvous: Rendezvous) -> _Writer:
         connection = rendezvous.connect(self.layout.digest, self._timeout_s)
         name, parts = connection.recv()
         pair = Pair(connection, rendezvous, name, 1, self._device, self._timeout_s)
@@ -268,4 +263,4 @@ class P2pSubscriber(CopyingSubscriber):
     def close(self) -> None:
         for writer in self._writers.values():
             writer.pair.close()
-        self._writers, self._publisher, self._base = {}, "", NOTHING
+        self._writers, self._base = {}, NOTHING

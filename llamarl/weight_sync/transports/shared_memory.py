@@ -144,7 +144,6 @@ class SharedMemorySubscriber(Subscriber):
     def __init__(self, specs: Sequence[TensorSpec], rank: int, delta: bool = False, timeout_s: float = 60.0) -> None:
         super().__init__(specs, rank, delta)
         self._timeout_s = timeout_s
-        self._publisher = ""
         self._segment: SlotMemory | None = None
 
     def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
@@ -180,10 +179,10 @@ class SharedMemorySubscriber(Subscriber):
         return dict(tensors)
 
     def close(self) -> None:
-        self._segment, self._publisher = None, ""
+        self._segment = None
 
     def _open(self, address: Address) -> SlotMemory:
-        if self._segment is None or self._publisher != address.publisher:
+        if self._segment is None:
             place = self.place_in(address)
             try:
                 fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
@@ -193,7 +192,6 @@ class SharedMemorySubscriber(Subscriber):
                 self._segment = SlotMemory(fd, self.layout, address.num_writers, MAP_PRIVATE | MAP_NORESERVE)
             finally:
                 os.close(fd)
-            self._publisher = address.publisher
         return self._segment
 
     def _wait(self, segment: SlotMemory, version: int, deadline_s: float, there: Callable[[], bool], what: str) -> None:
