@@ -10,48 +10,35 @@ from llamarl.config import RunConfig
 from llamarl.forecast.costs import Costs
 from llamarl.forecast.simulator.draws import FAULTS, ResponseLengths, keyed
 from llamarl.forecast.simulator.faults import Faults
-from llamarl.forecast.simulator.handles import SimulatedGenerator, SimulatedHandle, SimulatedTrainer, Stopwatch
+from llamarl.forecast.simulator.handles import SimulatedGenerator, SimulatedTrainer, World
 from llamarl.forecast.simulator.reward import SimulatedReward
+
+KINDS = {"trainer": SimulatedTrainer, "reward": SimulatedReward, "generator": SimulatedGenerator}
 
 
 class SimulatedCluster:
     """Spawns by name: `trainer`, `reward`, `generator-0`, ..."""
 
     def __init__(self, config: RunConfig, costs: Costs, faults: Faults, trainer_gpus: int) -> None:
-        self._config = config
-        self._costs = costs
-        self._faults = faults
-        self._trainer_gpus = trainer_gpus
-        self._lengths = ResponseLengths(costs, config.rollout.max_new_tokens, config.seed)
+        lengths = ResponseLengths(costs, config.rollout.max_new_tokens, config.seed)
+        self.world = World(config=config, costs=costs, faults=faults, trainer_gpus=trainer_gpus, lengths=lengths)
         self.generators = list[SimulatedGenerator]()
         """All that were ever spawned."""
-        self.watch = Stopwatch()
         self.num_deaths = 0
         self.num_dropped = 0
         """Rollouts that were lost with their generator."""
 
     async def spawn(self, name: str) -> ExecutorHandle:
         """Starts an executor."""
-        handle = self._make(name)
+        handle = KINDS[name.partition("-")[0]](name, self.world)
         if isinstance(handle, SimulatedGenerator):
             self.generators.append(handle)
-            await asyncio.sleep(self._costs.generator_start_s)
+            await asyncio.sleep(self.world.costs.generator_start_s)
         return handle
 
     async def spawn_generator(self) -> ExecutorHandle:
         """Under the next free number: both replacements and joins come through here."""
         return await self.spawn(f"generator-{len(self.generators)}")
-
-    def _make(self, name: str) -> SimulatedHandle:
-        if name == "trainer":
-            return SimulatedTrainer(name, self.watch, self._costs, self._trainer_gpus,
-                                    self._config.weight_sync.probe_every_steps)  # fmt: skip
-        if name == "reward":
-            return SimulatedReward(name, self.watch, self._costs, self._config.seed, self._faults.reward_timeout_share,
-                                   self._lengths)  # fmt: skip
-        number, settings = int(name.removeprefix("generator-")), self._config.generator
-        slowness = self._faults.slowness(number, settings.replicas)
-        return SimulatedGenerator(name, self.watch, self._costs, self._lengths, settings.max_running, slowness)
 
     async def shutdown(self, timeout_s: float) -> None:
         for handle in self.generators:
@@ -67,11 +54,11 @@ class SimulatedCluster:
 
     async def strike(self, add_generator: Callable[[], Awaitable[None]]) -> None:
         """Lets the faults happen, at their seconds from now; never returns when some are random."""
-        events = [(at_s, 0, replica) for at_s, replica in self._faults.deaths]
-        events += [(at_s, 1, count) for at_s, count in self._faults.joins]
+        events = [(at_s, 0, replica) for at_s, replica in self.world.faults.deaths]
+        events += [(at_s, 1, count) for at_s, count in self.world.faults.joins]
         clock = asyncio.get_running_loop()
         start_s = clock.time()
-        tasks = [asyncio.create_task(self._die_at_random())] if self._faults.deaths_per_hour else []
+        tasks = [asyncio.create_task(self._die_at_random())] if self.world.faults.deaths_per_hour else []
         for at_s, is_join, number in sorted(events):
             await asyncio.sleep(max(0.0, start_s + at_s - clock.time()))
             if is_join:
@@ -82,9 +69,9 @@ class SimulatedCluster:
 
     async def _die_at_random(self) -> None:
         """A Poisson process of deaths."""
-        random = keyed(self._config.seed, FAULTS, 0)
+        random = keyed(self.world.config.seed, FAULTS, 0)
         while True:
-            await asyncio.sleep(random.exponential(3600 / self._faults.deaths_per_hour))
+            await asyncio.sleep(random.exponential(3600 / self.world.faults.deaths_per_hour))
             alive = [handle for handle in self.generators if handle.is_alive]
             if alive:
                 self.kill(alive[int(random.integers(len(alive)))])

@@ -8,17 +8,19 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
+from llamarl.config import RunConfig
 from llamarl.executors.replies import REPLY_INTERVAL_S, Adoption, Collected, GeneratorStats, Probe, Published
 from llamarl.forecast.costs import Costs
 from llamarl.forecast.simulator.decoding import Attempt, Decoded, DecodeQueue
 from llamarl.forecast.simulator.draws import ResponseLengths
+from llamarl.forecast.simulator.faults import Faults
 from llamarl.forecast.simulator.records import repeated
 from llamarl.observability.metrics import UpdateMetrics
 from llamarl.observability.spans import Span
@@ -31,26 +33,35 @@ NOTHING_T = np.zeros(1, np.float32)
 PROBE = Probe(sequences=[NOTHING_T], logprobs=[NOTHING_T])
 
 
-class Stopwatch:
-    """What time passes for beside the work of executors."""
+@dataclass(kw_only=True, slots=True)
+class World:
+    """What all executors of a simulation share."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        """Processor time inside simulated executors: in a real run it passes elsewhere, not in the controller."""
-        self.messages = list[tuple[float, float]]()
-        """When the controller sent or got something, and its processor seconds."""
+    config: RunConfig
+    costs: Costs
+    faults: Faults
+    trainer_gpus: int
+    lengths: ResponseLengths
+    executors_cpu_s: float = 0.0
+    """Processor time inside simulated executors: in a real run it passes elsewhere, not in the controller."""
+    controller: list[tuple[float, float]] = field(default_factory=list)
+    """When the controller works, and its processor seconds."""
+
+    def message(self, now_s: float) -> None:
+        """One between the controller and an executor."""
+        if self.costs.cores:
+            self.controller.append((now_s, self.costs.controller_call_s / 2))
 
 
 class SimulatedHandle(ExecutorHandle):
-    """One executor that only takes time."""
+    """One executor that only takes time: `do_METHOD` gives the seconds of a call and its result."""
 
     SPANS: ClassVar[dict[str, str]] = {}
     """Span name of each method that is work."""
 
-    def __init__(self, name: str, watch: Stopwatch, costs: Costs) -> None:
+    def __init__(self, name: str, world: World) -> None:
         self._loop = asyncio.get_running_loop()
-        self._costs = costs
-        self._watch = watch
+        self._world, self._costs = world, world.costs
         self.name = name
         self.pids = [0]
         self.failed: asyncio.Future[ExecutorError] = self._loop.create_future()
@@ -59,8 +70,7 @@ class SimulatedHandle(ExecutorHandle):
         """Virtual seconds of its birth and of its death."""
         self._free_s = 0.0
         """When the calls that were taken so far are done."""
-        self._doing = "idle"
-        self._doing_since_s = 0.0
+        self._doing, self._doing_since_s = "idle", 0.0
         self._calls = set[asyncio.Future[None]]()
         self._spans = list[Span]()
 
@@ -68,31 +78,22 @@ class SimulatedHandle(ExecutorHandle):
     def is_alive(self) -> bool:
         return self._ended is None
 
-    @abstractmethod
-    def _answer(self, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
-        """Seconds that the call takes, and its result."""
-
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         if self._ended:
             raise self._ended
         self.num_calls += 1
         start_s = max(self._loop.time(), self._free_s)
-        self._message()
+        self._world.message(self._loop.time())
         began_s = time.thread_time()
-        duration_s, result = self._answer(method, args)
-        self._watch.seconds += time.thread_time() - began_s
+        duration_s, result = getattr(self, f"do_{method}")(*args)
+        self._world.executors_cpu_s += time.thread_time() - began_s
         await self._busy_until(start_s, start_s + duration_s, method, timeout_s)
         await self._under_way()
         return result
 
-    def _message(self) -> None:
-        """One to the executor or from it costs the controller time."""
-        if self._costs.cores:
-            self._watch.messages.append((self._loop.time(), self._costs.controller_call_s / 2))
-
     async def _under_way(self) -> None:
         """While a call and its answer are under way the executor may do other work."""
-        self._message()
+        self._world.message(self._loop.time())
         if self._costs.call_s:
             await asyncio.sleep(self._costs.call_s)
 
@@ -164,22 +165,14 @@ class SimulatedGenerator(SimulatedHandle):
 
     SPANS: ClassVar[dict[str, str]] = {"adopt": "weight_sync", "score": "weight_sync"}
 
-    def __init__(
-        self,
-        name: str,
-        watch: Stopwatch,
-        costs: Costs,
-        lengths: ResponseLengths,
-        max_running: int,
-        slowness: float,
-    ) -> None:
-        super().__init__(name, watch, costs)
-        self._lengths = lengths
-        self._slowness = slowness
+    def __init__(self, name: str, world: World) -> None:
+        super().__init__(name, world)
+        settings, costs = world.config.generator, world.costs
+        self._slowness = slowness = world.faults.slowness(int(name.removeprefix("generator-")), settings.replicas)
         self._queue = DecodeQueue(
             base_s=costs.decode_base_s * slowness,
             per_rollout_s=costs.decode_per_rollout_s * slowness,
-            max_running=max_running,
+            max_running=settings.max_running,
         )
         self._begun = dict[tuple[int, int], Rollout]()
         """What unfinished rollouts began with, by group and index."""
@@ -207,31 +200,31 @@ class SimulatedGenerator(SimulatedHandle):
         reply = self._reply = self._loop.create_future()
         self._reply_timeout_s, self._reply_deadline_s = timeout_s, self._loop.time() + timeout_s
         self._schedule()
-        self._message()
+        self._world.message(self._loop.time())
         collected = await reply
         await self._under_way()
         return collected
 
-    def _answer(self, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
-        now_s = self._loop.time()
-        match method:
-            case "weight_specs":
-                return 0.0, ()
-            case "submit":
-                for request in args[0]:
-                    self._submit(now_s, request)
-                self._schedule()
-                return 0.0, None
-            case "adopt":
-                return self._pause(now_s, args[0], self._costs.adopt_s)
-            case "score":
-                return self._pause(now_s, self._queue.version, self._costs.probe_s)[0], PROBE.logprobs
-        raise AssertionError(f"{self.name} has no method {method}")
+    def do_weight_specs(self) -> tuple[float, Any]:
+        return 0.0, ()
+
+    def do_submit(self, requests: Sequence[GenerationRequest]) -> tuple[float, Any]:
+        for request in requests:
+            self._submit(self._loop.time(), request)
+        self._schedule()
+        return 0.0, None
+
+    def do_adopt(self, version: int, _: Address) -> tuple[float, Any]:
+        pause_s = self._costs.adopt_s * self._slowness
+        return self._pause(version, pause_s), Adoption(version=version, stall_s=pause_s)
+
+    def do_score(self, _: Sequence[np.ndarray]) -> tuple[float, Any]:
+        return self._pause(self._queue.version, self._costs.probe_s * self._slowness), PROBE.logprobs
 
     def _submit(self, now_s: float, request: GenerationRequest) -> None:
         if self._decoding_since_s is None:
             self._decoding_since_s = max(now_s, self._free_s)
-        lengths = self._lengths.draw(request.group_id, request.group_size)
+        lengths = self._world.lengths.draw(request.group_id, request.group_size)
         attempts, prefilled = list[Attempt](), len(request.prompt_token_ids_T)
         for partial in request.starts():
             left, earlier = lengths[partial.index] - partial.num_tokens, partial.num_tokens
@@ -241,14 +234,15 @@ class SimulatedGenerator(SimulatedHandle):
             prefilled += earlier
         self._queue.submit(now_s, attempts, self._costs.prefill_token_s * self._slowness * prefilled)
 
-    def _pause(self, now_s: float, version: int, seconds: float) -> tuple[float, Adoption]:
-        pause_s = seconds * self._slowness
-        end_s = self._queue.adopt(max(now_s, self._free_s), version, pause_s)
+    def _pause(self, version: int, pause_s: float) -> float:
+        """Seconds until decoding has stood still for `pause_s`."""
+        start_s = max(self._loop.time(), self._free_s)
+        end_s = self._queue.adopt(start_s, version, pause_s)
         if self._decoding_since_s is not None:
             self._spans.append(Span("generate", self._decoding_since_s, end_s - pause_s))
             self._decoding_since_s = end_s
         self._schedule()
-        return end_s - max(now_s, self._free_s), Adoption(version=version, stall_s=pause_s)
+        return end_s - start_s
 
     def _schedule(self) -> None:
         """Sets the timer to the next moment at which something can be handed over, or at which the reply is overdue."""
@@ -269,7 +263,7 @@ class SimulatedGenerator(SimulatedHandle):
         self._timer = None
         if self._reply is not None:
             self._hand_over(self._reply, self._loop.time())
-        self._watch.seconds += time.thread_time() - began_s
+        self._world.executors_cpu_s += time.thread_time() - began_s
 
     def _hand_over(self, reply: asyncio.Future[Collected], now_s: float) -> None:
         """Answers the waiting `collect` with what has finished."""
@@ -284,16 +278,9 @@ class SimulatedGenerator(SimulatedHandle):
             self._decoding_since_s = None
         if rollouts:
             self._reply, self._replied_s = None, now_s
-            reply.set_result(
-                Collected(
-                    rollouts=rollouts,
-                    stats=GeneratorStats(
-                        num_running=self._queue.num_running,
-                        num_waiting=self._queue.num_waiting,
-                        generated_tokens=self._queue.generated_tokens,
-                    ),
-                )
-            )
+            queue = self._queue
+            stats = GeneratorStats(queue.num_running, queue.num_waiting, queue.generated_tokens)
+            reply.set_result(Collected(rollouts=rollouts, stats=stats))
         elif now_s >= self._reply_deadline_s:
             self._reply = None
             reply.set_exception(CallTimeout(self.name, "collect", self._reply_timeout_s, "is in work"))
@@ -310,7 +297,7 @@ class SimulatedGenerator(SimulatedHandle):
             group_id=attempt.group_id,
             index=attempt.index,
             columns=continued(before.columns, dict.fromkeys(before.columns, versions_T)),
-            finish_reason=_finish_reason(attempt, self._lengths.limit_tokens),
+            finish_reason=_finish_reason(attempt, self._world.lengths.limit_tokens),
         )
 
     def _current(self, now_s: float) -> tuple[str, float]:
@@ -339,10 +326,8 @@ class SimulatedTrainer(SimulatedHandle):
 
     SPANS: ClassVar[dict[str, str]] = {"step": "train", "publish": "weight_sync", "save": "checkpoint"}
 
-    def __init__(self, name: str, watch: Stopwatch, costs: Costs, num_gpus: int, probe_every_steps: int) -> None:
-        super().__init__(name, watch, costs)
-        self._num_gpus = num_gpus
-        self._probe_every_steps = probe_every_steps
+    def __init__(self, name: str, world: World) -> None:
+        super().__init__(name, world)
         self._groups = dict[int, tuple[int, int, int]]()
         """Rollouts, response tokens and computed tokens of each group that was sent ahead."""
         self._version = 0
@@ -350,29 +335,29 @@ class SimulatedTrainer(SimulatedHandle):
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         result = await super().call(method, *args, timeout_s=timeout_s, **kwargs)
         if method == "save":  # copied; the answer comes when it is written
-            await asyncio.sleep(self._costs.save_s(self._num_gpus)[1])
+            await asyncio.sleep(self._costs.save_s(self._world.trainer_gpus)[1])
         return result
 
-    def _answer(self, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
-        match method:
-            case "add_groups":
-                for group in args[0]:
-                    self._groups[group.group_id] = _size(group, self._costs.skips_equal_rewards)
-                return 0.0, None
-            case "step":
-                return self._step(args[0])
-            case "set_layout":
-                return 0.0, None
-            case "publish":
-                probe = PROBE if self._probe_every_steps and args[0] % self._probe_every_steps == 0 else None
-                return self._costs.publish_s, Published(version=args[0], address=NOWHERE, probe=probe)
-            case "save":
-                return self._costs.save_s(self._num_gpus)[0], None
-            case "commit":
-                return 0.0, ""
-        raise AssertionError(f"{self.name} has no method {method}")
+    def do_add_groups(self, groups: Sequence[RolloutGroup]) -> tuple[float, Any]:
+        skips = self._costs.skips_equal_rewards
+        self._groups.update((group.group_id, _size(group, skips)) for group in groups)
+        return 0.0, None
 
-    def _step(self, group_ids: Sequence[int]) -> tuple[float, PolicyStepResult]:
+    def do_set_layout(self, *_: Any) -> tuple[float, Any]:
+        return 0.0, None
+
+    def do_publish(self, version: int, _: tuple[int, ...]) -> tuple[float, Any]:
+        every = self._world.config.weight_sync.probe_every_steps
+        probe = PROBE if every and version % every == 0 else None
+        return self._costs.publish_s, Published(version=version, address=NOWHERE, probe=probe)
+
+    def do_save(self, *_: Any) -> tuple[float, Any]:
+        return self._costs.save_s(self._world.trainer_gpus)[0], None
+
+    def do_commit(self) -> tuple[float, Any]:
+        return 0.0, ""
+
+    def do_step(self, group_ids: Sequence[int]) -> tuple[float, Any]:
         sizes = [self._groups.pop(group_id) for group_id in group_ids]
         loss_tokens = sum(tokens for _, tokens, _ in sizes)
         tokens = sum(computed for _, _, computed in sizes)
@@ -383,7 +368,7 @@ class SimulatedTrainer(SimulatedHandle):
             update=UpdateMetrics(num_loss_tokens=loss_tokens),
             advantages={group_id: np.zeros(size[0]) for group_id, size in zip(group_ids, sizes, strict=True)},
         )
-        return self._costs.train_s(tokens, self._num_gpus), result
+        return self._costs.train_s(tokens, self._world.trainer_gpus), result
 
 
 def _size(group: RolloutGroup, skips_equal_rewards: bool) -> tuple[int, int, int]:

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from llamarl.controller.ports import Responses
 from llamarl.executors.replies import Scored
-from llamarl.forecast.costs import Costs
-from llamarl.forecast.simulator.draws import SCORES, ResponseLengths, keyed
-from llamarl.forecast.simulator.handles import SimulatedHandle, Stopwatch
+from llamarl.forecast.simulator.draws import SCORES, keyed
+from llamarl.forecast.simulator.handles import SimulatedHandle, World
 from llamarl.types import Outcome, RewardResult, Rollout
 
 
@@ -19,29 +19,18 @@ class SimulatedReward(SimulatedHandle):
 
     SPANS: ClassVar[dict[str, str]] = {"score": "score"}
 
-    def __init__(
-        self,
-        name: str,
-        watch: Stopwatch,
-        costs: Costs,
-        seed: int,
-        timeout_share: float,
-        lengths: ResponseLengths,
-    ) -> None:
-        super().__init__(name, watch, costs)
-        self._lengths = lengths
-        self._seed = seed
-        self._timeout_share = timeout_share
+    def __init__(self, name: str, world: World) -> None:
+        super().__init__(name, world)
+        self._timeout_share = world.faults.reward_timeout_share
         self._invalid = RewardResult(
-            outcome=Outcome.INVALID, value=0.0, reason=f"grader timed out after {costs.score_timeout_s:g} s"
+            outcome=Outcome.INVALID, value=0.0, reason=f"grader timed out after {self._costs.score_timeout_s:g} s"
         )
         self._right = RewardResult(outcome=Outcome.SCORE, value=1.0)
         self._wrong = RewardResult(outcome=Outcome.WRONG, value=0.0)
 
-    def _answer(self, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
-        assert method == "score", method
+    def do_score(self, groups: Responses) -> tuple[float, Any]:
         answers, busy_s, longest_s = list[list[Scored]](), 0.0, 0.0
-        for _, rollouts in args[0]:
+        for _, rollouts in groups:
             scored, seconds = self._score(rollouts)
             answers.append(scored)
             busy_s += float(seconds.sum())
@@ -49,12 +38,12 @@ class SimulatedReward(SimulatedHandle):
         return max(longest_s, busy_s / self._costs.score_workers), answers
 
     def _score(self, rollouts: Sequence[Rollout]) -> tuple[list[Scored], np.ndarray]:
-        random = keyed(self._seed, SCORES, rollouts[0].group_id)
+        random = keyed(self._world.config.seed, SCORES, rollouts[0].group_id)
         fates = random.random(len(rollouts))
         seconds = self._costs.score_s * random.standard_exponential(len(rollouts))
         late = fates < self._timeout_share
         seconds[late] = self._costs.score_timeout_s
-        rewards = self._lengths.rewards(rollouts[0].group_id, len(rollouts))
+        rewards = self._world.lengths.rewards(rollouts[0].group_id, len(rollouts))
         if rewards is None:
             rewards = (fates > (1 + self._timeout_share) / 2).astype(float).tolist()
         results = [

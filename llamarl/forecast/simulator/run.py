@@ -146,7 +146,7 @@ class _Run:
     def _record(self, num_rollouts: int) -> None:
         """The controller does nothing else meanwhile."""
         seconds = self._costs.controller_rollout_s * num_rollouts
-        self._cluster.watch.messages.append((self._clock.time(), seconds))
+        self._cluster.world.controller.append((self._clock.time(), seconds))
         self._clock.spend(seconds)
 
     def _shared_cores(self, spans: dict[str, list[Span]]) -> SharedCores:
@@ -157,7 +157,7 @@ class _Run:
             "generator": generator.threads if generator.device == "cpu" else 0,
             "reward": 1,
         }
-        all_spans = spans | {"controller": in_turn(self._cluster.watch.messages)}
+        all_spans = spans | {"controller": in_turn(self._cluster.world.controller)}
         return SharedCores(all_spans, {name: threads.get(role_of(name), 1) for name in all_spans}, self._costs.cores)
 
     def _generator_busy_share(self, accounts: Accounts, clock: Callable[[float], float]) -> float:
@@ -202,5 +202,5 @@ class _Run:
             spans=spans,
             wall_s=wall_s,
             cpu_s=cpu_s,
-            executors_cpu_s=cluster.watch.seconds,
+            executors_cpu_s=cluster.world.executors_cpu_s,
         )
