@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import xxhash
 from torch import Tensor
@@ -21,13 +21,8 @@ WAIT_S = 0.01
 """An idle engine looks this often whether weights have arrived."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Fetched:
-    """What came of a fetch on this rank."""
-
-    adoption: Adoption
-    tensors: Mapping[str, Tensor]
-    """Empty unless the outcome is `adopted`."""
+_Fetched = tuple[Adoption, Mapping[str, Tensor]]
+"""What came of a fetch on this rank; the tensors are empty unless it is adopted."""
 
 
 class Adopter:
@@ -82,13 +77,14 @@ class Adopter:
         if not self._fetch.done():
             return None
         self._fetched, self._fetch = self._fetch.result(), None
-        return self._fetched.adoption
+        return self._fetched[0]
 
     def use(self, version: int) -> None:
         """The model computes with the fetched version from now on."""
         assert self._fetched is not None, "nothing has been fetched"
-        assert self._fetched.adoption.version == version, "another version has been fetched"
-        self._use(self._fetched.tensors)
+        adoption, tensors = self._fetched
+        assert adoption.version == version, "another version has been fetched"
+        self._use(tensors)
         self._fetched = None
 
     def close(self) -> None:
@@ -112,7 +108,7 @@ class Adopter:
             adoption = Adoption(version=version, outcome="mismatch", reason=str(error))
         except TransferFailed as error:
             adoption = Adoption(version=version, outcome="failed", reason=str(error))
-        return _Fetched(adoption=replace(adoption, fetch_s=time.monotonic() - start_s), tensors=tensors)
+        return replace(adoption, fetch_s=time.monotonic() - start_s), tensors
 
 
 class Adoptions:

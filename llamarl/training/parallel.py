@@ -2,7 +2,7 @@
 
 Tensor parallelism (Megatron-LM, arXiv 1909.08053) always comes with sequence parallelism (arXiv 2205.05198): outside of
 attention and feed-forward each rank has its own rows, which costs no more communication and cuts activations and norms.
-What is cut is decided in `distributed/tensor_parallel.py`, for generators too. A weight that is not cut sees a part of
+What is cut is decided in `sharding/tensor_parallel.py`, for generators too. A weight that is not cut sees a part of
 the rows, or of the heads, on each rank, so its gradient is the sum over them: once per step, for all such weights.
 
 FSDP2 then cuts the rows of what a rank has, over the fsdp and the cp axis together, and sums gradients; the loss has

@@ -60,6 +60,16 @@ def test_optional_packages_have_one_adapter_each() -> None:
             assert set(users) <= {MONARCH_FILE}
 
 
+def test_process_groups_are_set_up_in_one_place() -> None:
+    """Elsewhere they are used: by FSDP2, and through `RankMesh` and `Pair`."""
+    elsewhere = [path for path in python_files("llamarl") if "distributed" not in path.parts]
+    lines = [line for path in elsewhere for line in path.read_text(encoding="utf-8").splitlines()]
+    found = {line for line in lines if "torch.distributed" in line}
+    assert found and all(
+        line.startswith(("from torch.distributed.fsdp", "from torch.distributed.tensor")) for line in found
+    )
+
+
 def test_only_supervision_catches_everything() -> None:
     caught = {name_of(path) for path in python_files("llamarl") if _catches_everything(tree(path))}
     assert not caught - set(CATCHES_EVERYTHING), "catch what you expect, and let the rest be seen"

@@ -5,9 +5,11 @@ Not covered: several hosts, GPUs, and processors that reorder stores (these must
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from llamarl.distributed.interrupt import open_sockets
 from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.weight_sync.base import FingerprintMismatch, Superseded, TransferFailed, WriterPlan, plan_writers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
@@ -176,6 +179,20 @@ class TestPairs:
         address = publisher.publish(1, self.weights(1), ())
         assert (subscriber.fetch(1, address)["w3"] == 1).all()
         subscriber.close()
+
+    def test_a_pair_leaves_nothing_behind(self) -> None:
+        before = open_sockets()
+        for _ in range(3):
+            publisher, subscriber = P2pPublisher(alone(self.SPECS), lambda value: [value]), P2pSubscriber(self.SPECS, 0)
+            subscriber.fetch(0, publisher.publish(0, self.weights(0), ()))
+            publisher.close()
+            subscriber.close()
+        threads = [thread for thread in threading.enumerate() if thread.name == "rendezvous"]
+        for thread in threads:
+            thread.join(5)
+        assert not any(thread.is_alive() for thread in threads)
+        gc.collect()  # a process group ends with the last reference to it
+        assert open_sockets().keys() == before.keys()
 
     def test_strangers_are_refused_and_disturb_nobody(self, publisher) -> None:
         address = publisher.publish(0, self.weights(0), ())
