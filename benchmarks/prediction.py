@@ -63,7 +63,7 @@ The simulator runs the real controller with the profile's costs and shares the m
 controller. It repeats the profiled run's groups (lengths and rewards) in their order, so what the policy learns
 differently under other settings is not foreseen: a response that another limit cuts counts as wrong, a smaller group is
 a part of the profiled one, and a larger one has more responses that are as alike as those of profiled groups.
-By `overrun` of the profile the simulation of the profiled run takes as long as the run; all settings have that factor.
+By `contention` of the profile the simulation of the profiled run takes as long as the run; all settings have it.
 The planner's roofline gives every executor a core of its own: with 2 generators on 2 cores it is too fast.
 Errors are predicted / measured - 1 for times and rates; differences for shares and staleness (in steps).
 other_cores: cores that processes outside the run kept busy during it. simulator_given_others is no prediction: it tells

@@ -53,6 +53,6 @@ def _render(costs: dict[str, Any]) -> str:
         "score": f"{ms('score_s')} per response",
         "call": f"{ms('call_s')} there and back",
         "controller": f"{ms('controller_call_s')} per call and {ms('controller_rollout_s')} per rollout",
-        "overrun": f"{costs['overrun']:.3f} s of the run per second of its simulation",
+        "contention": f"{costs['contention']:.3f} times longer while two threads work at once",
     }
     return "\n".join(f"{name:<12} {text}" for name, text in facts.items())

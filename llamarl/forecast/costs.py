@@ -24,11 +24,6 @@ Group = Annotated[tuple[tuple[WholeOrNone, float], ...], Field(min_length=1)]
 
 BLOCKED_SHARE = 0.05
 """Of a checkpoint's seconds, those in which the trainer copies (measured by `benchmarks/checkpoint.py`)."""
-MEASURED_SECONDS = (
-    *("decode_base_s", "decode_per_rollout_s", "prefill_token_s", "train_base_s", "train_token_gpu_s", "publish_s"),
-    *("adopt_s", "probe_s", "score_s", "call_s", "controller_call_s", "controller_rollout_s"),
-)
-"""What a profile finds in a run."""
 SAVED_BYTES = 12
 """Of a parameter in a checkpoint: float32 weight and two moments."""
 
@@ -92,14 +87,9 @@ class Costs:
     """With `cores`: processor seconds of a call in the controller, and of its messages in executors."""
     controller_rollout_s: ZeroOrMore = 0.0
     """The same of a rollout, whatever the calls; the controller does nothing else meanwhile."""
-    overrun: Positive = 1.0
-    """Seconds of the profiled run per second of its own simulation: cold caches, waits for a core and whatever else
-    nobody models. All seconds above are so many times as long."""
-
-    def overrunning(self) -> Costs:
-        """The seconds that a run takes, `overrun` included."""
-        seconds = {name: getattr(self, name) * self.overrun for name in MEASURED_SECONDS}
-        return dataclasses.replace(self, overrun=1.0, **seconds)
+    contention: Positive = 1.0
+    """With `cores`: how many times longer all takes while two threads work at once, beyond their shares of the cores:
+    cold caches, memory that they share, waits for a core while another is free. Each thread more adds as much."""
 
     def decode_s(self, running: np.ndarray) -> np.ndarray:
         """Seconds of a decode step of so many rollouts."""

@@ -57,22 +57,26 @@ def make_profile(run: RecordedRun, *, cores: float, gpu: str | None) -> dict[str
     if gpu is not None and gpu not in GPUS:
         raise ConfigError(f"`--gpu {gpu}` is not in the table; known: {', '.join(GPUS)}")
     costs = replace(measure(run), cores=cores if "cpu" in devices else 0)
-    costs = replace(costs, overrun=_overrun(run, costs))
+    costs = replace(costs, contention=_contention(run, costs))
     constants, device = planner_constants(run, costs, None if devices == {"cpu"} else GPUS[gpu or CPU], cores)
     described = {"path": str(run.path), "steps": len(run.counters["train_s"]) + 1, "device": gpu or CPU, "cores": cores}
     return {"run": described, "constants": constants, "gpu": device, "costs": asdict(costs)}
 
 
-def _overrun(run: RecordedRun, costs: Costs) -> float:
-    """How many times longer the run took than its simulation; 1 where no simulation is possible."""
+def _contention(run: RecordedRun, costs: Costs) -> float:
+    """With which a simulation of the run takes as long as the run did, at least 1; 1 where none is possible."""
     config = run.config.model_copy(update={"steps": len(run.counters["train_s"]) + 1})
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            split = choose_split(config, costs, None, None)
-            simulation = simulate(config, costs, Faults(), split, Path(folder) / "metrics.jsonl")
-        except ConfigError:  # executors that only a real run has
-            return 1.0
-    return run.step_s / float(simulation.step_s.mean())
+
+    def step_s(contention: float) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            split, given = choose_split(config, costs, None, None), replace(costs, contention=contention)
+            return float(simulate(config, given, Faults(), split, Path(folder) / "metrics.jsonl").step_s.mean())
+
+    try:
+        without_s, twice_s = step_s(1.0), step_s(2.0)
+    except ConfigError:  # executors that only a real run has
+        return 1.0
+    return 1 + max(0.0, run.step_s - without_s) / (twice_s - without_s) if twice_s > without_s else 1.0
 
 
 def measure(run: RecordedRun) -> Costs:

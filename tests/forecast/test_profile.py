@@ -161,13 +161,18 @@ def test_shared_cores_stretch_the_clock() -> None:
     assert [busy(at_s) for at_s in (1.0, 3.0, 4.0)] == pytest.approx([1, 4, 5])
 
 
-def test_what_a_profile_cannot_explain_stretches_all_it_found(run_folder: Path, tmp_path: Path) -> None:
+def test_what_a_profile_cannot_explain_is_contention(run_folder: Path, tmp_path: Path) -> None:
+    """With it the simulation takes as long as the run; it slows those down that work beside others."""
     run = read_run(run_folder)
-    twice = make_profile(replace(run, step_s=2 * run.step_s), cores=2, gpu=None)["costs"]["overrun"]
-    once = make_profile(run, cores=2, gpu=None)["costs"]["overrun"]
-    assert twice == pytest.approx(2 * once)
-    step_s = _simulated(run_folder, tmp_path, overrun=1.0).step_s.mean()
-    assert _simulated(run_folder, tmp_path, overrun=1.5).step_s.mean() == pytest.approx(1.5 * step_s, rel=0.05)
+    found = make_profile(run, cores=2, gpu=None)["costs"]["contention"]
+    longer = make_profile(replace(run, step_s=1.2 * run.step_s), cores=2, gpu=None)["costs"]["contention"]
+    assert longer > found > 1
+    split = choose_split(run.config, measure(run), None, None)
+    costs = replace(measure(run), cores=2, contention=longer)
+    again = simulate(run.config, costs, Faults(), split, tmp_path / "metrics.jsonl")
+    assert again.step_s.mean() == pytest.approx(1.2 * run.step_s, rel=1e-6)
+    spans = {"trainer": [Span("train", 0.0, 2.0)], "generator-0": [Span("generate", 1.0, 2.0)]}
+    assert SharedCores(spans, {"trainer": 1, "generator-0": 1}, cores=2, contention=1.5)(2.0) == pytest.approx(2.5)
 
 
 def test_a_larger_group_is_as_mixed_as_the_measured_ones() -> None:

@@ -1,7 +1,8 @@
 """Executors that share the cores of one machine: each core's time is split evenly among those who want it.
 
 A simulation runs as if every executor had cores of its own. While executors want K threads on c cores, all of them go
-c / K as fast (processor sharing), so the order of events stays and only the clock is stretched: by max(1, K / c).
+c / K as fast (processor sharing), so the order of events stays and only the clock is stretched: by max(1, K / c), and
+by 1 + (contention - 1) (K - 1), as every other thread costs caches and waits besides.
 The controller is one more that does, whenever it sends or gets a message.
 """
 
@@ -31,12 +32,13 @@ def in_turn(work: Sequence[tuple[float, float]]) -> list[Span]:
 class SharedCores:
     """Simulated seconds, mapped to those on shared cores."""
 
-    def __init__(self, spans: Spans, threads: Mapping[str, int], cores: float) -> None:
+    def __init__(self, spans: Spans, threads: Mapping[str, int], cores: float, contention: float = 1.0) -> None:
         """
         Args:
             spans: of every executor and of the controller, in simulated seconds.
             threads: that each keeps busy while it works; 0 for one that does not use the cores.
             cores: of the machine, or a container's part of them.
+            contention: how many times longer all takes where two threads work, beyond that.
         """
         changes = sorted(
             (at_s, change * threads[name])
@@ -46,7 +48,8 @@ class SharedCores:
         )
         self._simulated_s = np.array([0.0, *(at_s for at_s, _ in changes)])
         wanted = np.cumsum([0, *(change for _, change in changes)])[:-1]
-        stretched_s = np.diff(self._simulated_s) * np.maximum(1.0, wanted / cores)
+        stretch = np.maximum(1.0, wanted / cores) * (1 + (contention - 1) * np.maximum(0, wanted - 1))
+        stretched_s = np.diff(self._simulated_s) * stretch
         self._real_s = np.concatenate([[0.0], np.cumsum(stretched_s)])
 
     def __call__(self, simulated_s: float) -> float:

@@ -53,7 +53,6 @@ def simulate(config: RunConfig, costs: Costs, faults: Faults, split: Split, metr
     generator = config.generator.model_copy(update={"replicas": split.replicas})
     screen = config.screen.model_copy(update={"kind": "none"})
     config = config.model_copy(update={"generator": generator, "screen": screen})
-    costs = costs.overrunning()
     wall_s, cpu_s = time.monotonic(), time.process_time()
     run = _Run(config, costs, faults, split, metrics)
     with rare_garbage_collections():  # as a real run does
@@ -158,7 +157,8 @@ class _Run:
             "reward": 1,
         }
         all_spans = spans | {"controller": in_turn(self._cluster.world.controller)}
-        return SharedCores(all_spans, {name: threads.get(role_of(name), 1) for name in all_spans}, self._costs.cores)
+        threads = {name: threads.get(role_of(name), 1) for name in all_spans}
+        return SharedCores(all_spans, threads, self._costs.cores, self._costs.contention)
 
     def _generator_busy_share(self, accounts: Accounts, clock: Callable[[float], float]) -> float:
         """Of the time in which they were alive: a generator that is not there does not idle."""
