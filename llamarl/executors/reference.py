@@ -12,7 +12,7 @@ from llamarl.cluster.executor import Executor
 from llamarl.config import RunConfig
 from llamarl.distributed.runtime import set_up_device
 from llamarl.generation.model import load_generator_model
-from llamarl.generation.score import target_logprobs
+from llamarl.generation.score import logprobs_of
 from llamarl.training.packing import Microbatch
 from llamarl.training.responses import hidden_of, per_response
 from llamarl.types import Prompt, Rollout
@@ -39,4 +39,4 @@ class ReferenceExecutor(Executor):
     def _logprobs(self, microbatch: Microbatch) -> np.ndarray:
         hidden_R_D = hidden_of(self._model, microbatch, self._device)
         targets_R = torch.from_numpy(microbatch.targets_R).to(self._device)
-        return target_logprobs(self._model, hidden_R_D, targets_R, self._temperature).cpu().numpy()
+        return logprobs_of(self._model, hidden_R_D, targets_R, self._temperature).cpu().numpy()

@@ -40,13 +40,14 @@ def score(model: EngineModel, sequences: Sequence[np.ndarray]) -> list[np.ndarra
         if not sum(lengths):
             scores += [np.empty(0, np.float32) for _ in pack]
             continue
-        logprobs_N = target_logprobs(model, model(fed, positions, causal_attend(lengths)), targets)
+        logprobs_N = logprobs_of(model, model(fed, positions, causal_attend(lengths)), targets)
         scores += [part.numpy() for part in logprobs_N.cpu().split(lengths)]
     return scores
 
 
-def target_logprobs(model: EngineModel, hidden_N_D: Tensor, targets_N: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probabilities of given tokens, float32 [N], without gradients; few logits are held at once."""
+def logprobs_of(model: EngineModel, hidden_N_D: Tensor, targets_N: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities of given tokens by the model's own head, float32 [N], without gradients; few logits are held
+    at once."""
     rows = max(1, _LOGITS // model.shape.vocab_size)
     return torch.cat([
         (model.logits(hidden_C_D).float() / temperature).log_softmax(-1).gather(1, targets_C[:, None])[:, 0]

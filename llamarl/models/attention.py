@@ -1,32 +1,143 @@
-"""Reference attention over packed documents.
+"""Attention over packed documents, or groups of them: every response sees its group's prompt and itself, nothing else.
 
-Shape suffixes: N packed tokens, H query heads, J kv heads, K head dim, T tokens of one document.
+With context parallelism each rank computes the queries of its own rows and gathers all keys and values. Its rows are
+two of 2 * ranks equal slices, one from the front and one from the back, as later queries see more keys.
+
+Shape suffixes: N packed tokens, M this rank's rows of them, S tokens of a group, G its responses, Q queries of a group
+(of responses: the longest part), T the longest part of a response among the keys, P prompt tokens, H heads, J key/value
+heads, K head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llamarl.distributed.collectives import gather_rows
+from llamarl.distributed.mesh import ALONE, CPU, Axis
 from llamarl.models.transformer import Attend
+
+
+def own_rows(num_tokens: int, cp: Axis) -> list[range]:
+    """The slices of the packed tokens that this rank computes; `num_tokens` is a multiple of 2 * ranks."""
+    if cp.size == 1:
+        return [range(num_tokens)]
+    size = num_tokens // (2 * cp.size)
+    return [range(part * size, (part + 1) * size) for part in (cp.rank, 2 * cp.size - 1 - cp.rank)]
+
+
+def own_index(num_tokens: int, cp: Axis) -> Tensor:
+    """The same as positions among the packed tokens, int64 [M]."""
+    return torch.cat([torch.arange(rows.start, rows.stop) for rows in own_rows(num_tokens, cp)])
 
 
 def causal_attend(lengths: Sequence[int]) -> Attend:
     """Causal attention inside each of the documents that lie one after the other, `lengths` tokens each."""
-    lengths = list(lengths)
+    return packed_attend(lengths, [()] * len(lengths))
 
-    def attend(_layer: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
-        documents = zip(*(x.split(lengths) for x in (q_N_H_K, k_N_J_K, v_N_J_K)), strict=True)
-        return torch.cat([_attend_one(q, k, v) for q, k, v in documents])
+
+def packed_attend(
+    prompt_lengths: Sequence[int],
+    response_lengths: Sequence[tuple[int, ...]],
+    device: torch.device = CPU,
+    cp: Axis = ALONE.cp,
+) -> Attend:
+    """Causal attention for group after group, a prompt and then its responses.
+
+    The responses of a group are padded to the longest of them for one batched call. Padding sits behind every valid
+    query, so the causal mask alone keeps it out; its outputs are never read. A prompt and its only response are one
+    causal document: one call without a mask or copies, which for many short ones took half of the time.
+
+    Args:
+        device: for masks and indices, of which documents without responses need none, but with context parallelism.
+    """
+    groups = [
+        (prompt + sum(given), ()) if len(given) == 1 else (prompt, given)
+        for prompt, given in zip(prompt_lengths, response_lengths, strict=True)
+    ]
+    sizes = [prompt + sum(responses) for prompt, responses in groups]
+    starts = [0, *accumulate(sizes)]
+    plans = [
+        (index, _GroupPlan(*groups[index], overlap, device))
+        for rows in own_rows(starts[-1], cp)
+        for index, size in enumerate(sizes)
+        if (overlap := range(max(rows.start - starts[index], 0), min(rows.stop - starts[index], size)))
+    ]
+    num_queries = [len(plan.rows) for _, plan in plans]
+    ranks = [own_index(starts[-1], Axis(rank, cp.size)) for rank in range(cp.size)]
+    packed_N = torch.cat(ranks).argsort().to(device)  # where each packed token is among the gathered ones
+
+    def attend(_layer: int, q_M_H_K: Tensor, k_M_J_K: Tensor, v_M_J_K: Tensor) -> Tensor:
+        k_N_J_K, v_N_J_K = k_M_J_K, v_M_J_K
+        if cp.size > 1:
+            kv_N_J_2K = gather_rows(torch.cat((k_M_J_K, v_M_J_K), -1), cp).index_select(0, packed_N)
+            k_N_J_K, v_N_J_K = kv_N_J_2K.chunk(2, -1)
+        # Split, not sliced: the gradient of each slice would be as large as the whole.
+        keys, values, outputs = k_N_J_K.split(sizes), v_N_J_K.split(sizes), list[Tensor]()
+        for (index, plan), q in zip(plans, q_M_H_K.split(num_queries), strict=True):
+            outputs += plan.attend(q, keys[index], values[index])
+        return torch.cat(outputs)
 
     return attend
 
 
-def _attend_one(q_T_H_K: Tensor, k_T_J_K: Tensor, v_T_J_K: Tensor) -> Tensor:
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_T_H_K, k_T_J_K, v_T_J_K))
-    grouped = q.shape[1] != k.shape[1]
-    out_1_H_T_K = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    return out_1_H_T_K.squeeze(0).transpose(0, 1)
+class _GroupPlan:
+    """Which of one group's tokens are queries, and what these see; places count from the group's first token."""
+
+    def __init__(self, prompt: int, responses: tuple[int, ...], rows: range, device: torch.device) -> None:
+        """`rows` are the queries."""
+        self.prompt, self.rows = prompt, rows
+        self.seen = min(rows.stop, prompt)
+        self.num_prompt_queries = max(0, self.seen - rows.start)
+        self.mask_P_P = None
+        if self.num_prompt_queries and rows.start:
+            own = torch.ones(self.num_prompt_queries, self.seen, dtype=torch.bool, device=device)
+            self.mask_P_P = own.tril(rows.start)
+        begins = [prompt + before for before in accumulate((0, *responses[:-1]))]
+        parts = [
+            (begin, max(rows.start - begin, 0), min(rows.stop - begin, length))
+            for begin, length in zip(begins, responses, strict=False)
+        ]
+        parts = [part for part in parts if part[2] > part[1]]
+        self.num_responses = len(parts)
+        if parts:
+            self._plan_responses(torch.tensor(parts), device)
+
+    def _plan_responses(self, parts_G_3: Tensor, device: torch.device) -> None:
+        """Queries are the tokens from low to high of each response, which begins somewhere, keys those up to high."""
+        begins_G, lows_G, highs_G = parts_G_3.unbind(1)
+        queries_Q, keys_T = torch.arange(int((highs_G - lows_G).max())), torch.arange(int(highs_G.max()))
+        valid_G_Q = queries_Q < (highs_G - lows_G)[:, None]
+        # Padding reads the response's own first row (any finite row would do).
+        queries_G_Q = (begins_G + lows_G - self.rows.start)[:, None] + queries_Q.where(valid_G_Q, 0)
+        keys_G_T = begins_G[:, None] + keys_T.where(keys_T < highs_G[:, None], 0)
+        sees_G_1_Q_T = keys_T <= (lows_G[:, None] + queries_Q)[:, None, :, None]
+        self.queries, self.keys = queries_G_Q.flatten().to(device), keys_G_T.flatten().to(device)
+        self.valid = valid_G_Q.flatten().nonzero().squeeze(1).to(device)
+        if not lows_G.any():
+            sees_G_1_Q_T = sees_G_1_Q_T[:1]
+        self.mask_G_1_Q_S = F.pad(sees_G_1_Q_T, (self.prompt, 0), value=True).to(device)
+
+    def attend(self, q_Q_H_K: Tensor, k_S_J_K: Tensor, v_S_J_K: Tensor) -> list[Tensor]:
+        """Of the group's queries in order, from all of its keys."""
+        outputs, rep = list[Tensor](), q_Q_H_K.shape[1] // k_S_J_K.shape[1]
+        k_P, v_P = (x[: self.prompt].transpose(0, 1)[None].repeat_interleave(rep, 1) for x in (k_S_J_K, v_S_J_K))
+        if self.num_prompt_queries:
+            q_P = q_Q_H_K[: self.num_prompt_queries].transpose(0, 1)[None]
+            k, v, mask = k_P[:, :, : self.seen], v_P[:, :, : self.seen], self.mask_P_P
+            out_P = F.scaled_dot_product_attention(q_P, k, v, attn_mask=mask, is_causal=mask is None)
+            outputs.append(out_P[0].transpose(0, 1))
+        if G := self.num_responses:
+            q_G, k_G, v_G = (
+                x.index_select(0, index).unflatten(0, (G, -1)).transpose(1, 2)
+                for x, index in ((q_Q_H_K, self.queries), (k_S_J_K, self.keys), (v_S_J_K, self.keys))
+            )
+            k_G = torch.cat((k_P.expand(G, -1, -1, -1), k_G.repeat_interleave(rep, 1)), 2)
+            v_G = torch.cat((v_P.expand(G, -1, -1, -1), v_G.repeat_interleave(rep, 1)), 2)
+            out_G = F.scaled_dot_product_attention(q_G, k_G, v_G, attn_mask=self.mask_G_1_Q_S)
+            outputs.append(out_G.transpose(1, 2).flatten(0, 1).index_select(0, self.valid))
+        return outputs

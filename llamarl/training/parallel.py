@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from llamarl.distributed.collectives import gather_rows, scatter_rows
 from llamarl.distributed.mesh import Axis, RankMesh
 from llamarl.models.hf import EMBEDDING
 from llamarl.models.scalar import ScalarModel
@@ -30,7 +31,6 @@ from llamarl.models.transformer import Decoder, Transformer
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import stage_layers
 from llamarl.sharding.tensor_parallel import sharded_dim, tensor_parallel_box
-from llamarl.training.collectives import gather_rows, scatter_rows
 from llamarl.weight_sync.layout import TensorSpec
 
 BLOCKS = ("self_attn", "mlp")

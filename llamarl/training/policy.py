@@ -14,11 +14,11 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from llamarl.distributed.collectives import gather_rows, summed
 from llamarl.distributed.mesh import RankMesh
+from llamarl.models.attention import own_index, packed_attend
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Attend, Transformer
-from llamarl.training.attention import own_index, shared_prefix_attend
-from llamarl.training.collectives import gather_rows, summed
 from llamarl.training.logprobs import target_logprobs
 from llamarl.training.packing import EMPTY, Microbatch, SampleGroup, pack, padded
 
@@ -67,7 +67,7 @@ class RankModel(nn.Module, Generic[Model]):
         return Inputs(
             token_ids_N=torch.from_numpy(whole.token_ids_N)[rows_N].to(device),
             positions_N=torch.from_numpy(whole.positions_N)[rows_N].to(device),
-            attend=shared_prefix_attend(whole.prompt_lengths, whole.response_lengths, device, cp),
+            attend=packed_attend(whole.prompt_lengths, whole.response_lengths, device, cp),
             predictors_O=predictors_R[index_O].to(device),
             targets_O=torch.from_numpy(whole.targets_R)[index_O].to(device),
             index_O=index_O.to(device),

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llamarl.models.attention import packed_attend
 from llamarl.models.transformer import Attend
-from llamarl.training.attention import shared_prefix_attend
 from llamarl.training.packing import Microbatch, pack
 from llamarl.types import FinishReason, Prompt, Rollout, SampleGroup, TrainSample
 
@@ -23,7 +23,7 @@ Forward = Callable[[Tensor, Tensor, Attend], Tensor]
 
 def hidden_of(forward: Forward, microbatch: Microbatch, device: torch.device) -> Tensor:
     """Hidden states that predict the response tokens, [R, D]."""
-    attend = shared_prefix_attend(microbatch.prompt_lengths, microbatch.response_lengths, device)
+    attend = packed_attend(microbatch.prompt_lengths, microbatch.response_lengths, device)
     ids_N, positions_N, predictors_R = (
         torch.from_numpy(array).to(device)
         for array in (microbatch.token_ids_N, microbatch.positions_N, microbatch.predictors_R)

@@ -6,7 +6,6 @@ Shape suffixes: R response tokens (targets), G rollouts of a group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,13 +21,13 @@ from llamarl.observability.metrics import UpdateMetrics
 from llamarl.training.cost import step_cost
 from llamarl.training.health import age_sums, split_by_age
 from llamarl.training.optimization import Optimization, finished
-from llamarl.training.packing import EMPTY, Microbatch, with_advantage
+from llamarl.training.packing import EMPTY, Microbatch, pack, with_advantage
 from llamarl.training.parallel import Read
 from llamarl.training.policy import Policy
 from llamarl.training.result import PolicyStepResult
 from llamarl.training.shaping import UNSHAPED, Shaping
 from llamarl.training.totals import Totals
-from llamarl.types import RolloutGroup, TrainBatch
+from llamarl.types import RolloutGroup, SampleGroup, TrainBatch, TrainSample
 
 
 class Trainer(Optimization[Transformer]):
@@ -160,21 +159,16 @@ class Trainer(Optimization[Transformer]):
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Log-probabilities of all tokens but the first at temperature 1, float32 [T - 1] each; on every rank."""
-        lengths = [len(token_ids_T) - 1 for token_ids_T in sequences]
-        starts = np.cumsum([0, *lengths])[:-1]
-        microbatch = replace(
-            EMPTY,
-            token_ids_N=np.concatenate([token_ids_T[:-1] for token_ids_T in sequences]).astype(np.int64),
-            positions_N=np.concatenate([np.arange(length) for length in lengths]),
-            prompt_lengths=tuple(lengths),
-            response_lengths=((),) * len(lengths),
-            predictors_R=np.arange(sum(lengths)),
-            targets_R=np.concatenate([token_ids_T[1:] for token_ids_T in sequences]).astype(np.int64),
-        )
+        groups = [
+            SampleGroup(prompt_token_ids_T=ids_T[:1], samples=(TrainSample(columns={"token_ids": ids_T[1:]}),))
+            for ids_T in sequences
+            if len(ids_T) > 1
+        ]
+        (microbatch,) = pack(groups, sum(map(len, sequences))) or [EMPTY]
         inputs = self.policy.place(microbatch, self.device)
         result = self.pipeline.infer(
             self.policy.hidden_shape(microbatch), lambda _, hidden_M_D: self.policy(inputs, hidden_M_D, 1.0, False)
         )
         self.reshard()
         logprobs_R = self.mesh.exchange(result.cpu().numpy() if self.mesh.pp.is_last else None)[-1]
-        return np.split(logprobs_R, starts[1:])
+        return np.split(logprobs_R, np.cumsum([len(token_ids_T) - 1 for token_ids_T in sequences])[:-1])

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.models.attention import causal_attend
 from llamarl.models.transformer import Transformer
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.trainer import Trainer
@@ -35,13 +35,19 @@ def random_layouts(count: int) -> list[tuple[tuple[int, ...], ...]]:
     ]
 
 
+def plain_attend(_layer: int, q_T_H_K: Tensor, k_T_J_K: Tensor, v_T_J_K: Tensor) -> Tensor:
+    """Of one document, by torch alone."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_T_H_K, k_T_J_K, v_T_J_K))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
 def naive_logprobs(model: Transformer, groups: Sequence[RolloutGroup], temperature: float) -> Tensor:
     """One full forward per rollout, all logits, log_softmax."""
     found = list[Tensor]()
     for group in groups:
         for rollout in group.rollouts:
             tokens_T = torch.from_numpy(np.concatenate((group.prompt.token_ids_T, rollout.token_ids_T))).long()
-            hidden_T_D = model(tokens_T, torch.arange(len(tokens_T)), causal_attend([len(tokens_T)]))
+            hidden_T_D = model(tokens_T, torch.arange(len(tokens_T)), plain_attend)
             logprobs_T_V = (model.logits(hidden_T_D) / temperature).log_softmax(-1)
             begin = len(group.prompt.token_ids_T)
             rows = torch.arange(begin - 1, len(tokens_T) - 1)

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from llamarl.config.trainer import TrainerConfig
-from llamarl.models.attention import causal_attend
 from llamarl.models.transformer import Transformer
 from llamarl.training.result import NonFiniteStep
 from llamarl.training.sft import Supervised
 from tests.training.conftest import MakeModel
 from tests.training.supervised import make_documents
+from tests.training.test_attention import plain_attend
 
 DOCUMENTS = make_documents(((3, 4), (2, 9), (5, 1), (1, 2), (4, 8)))
 
@@ -42,7 +42,7 @@ def test_loss_and_gradient_are_those_of_plain_cross_entropy(make_model: MakeMode
     for one in documents:
         sample, num_prompt = one.samples[0], len(one.prompt_token_ids_T)
         ids_T = torch.from_numpy(np.concatenate((one.prompt_token_ids_T, sample.token_ids_T))).long()
-        logits_T_V = model.logits(model(ids_T, torch.arange(len(ids_T)), causal_attend([len(ids_T)])))
+        logits_T_V = model.logits(model(ids_T, torch.arange(len(ids_T)), plain_attend))
         of_token_T = F.cross_entropy(logits_T_V[num_prompt - 1 : -1], ids_T[num_prompt:], reduction="none")
         losses.append(of_token_T[torch.from_numpy(sample.loss_mask_T)].sum())
         count += int(sample.loss_mask_T.sum())
