@@ -66,7 +66,7 @@ class TrainerExecutor(Optimizing):
         self._layouts = list[tuple[TensorSpec, ...]]()
         """Of each rank of a generator."""
         self._publisher: Publisher | None = None
-        self._sampled: tuple[str, Publisher] | None = None
+        self._sampled = ""
         """The transport that is being tried."""
         sync = config.weight_sync
         self._delta = {"delta": True, "power_of_two": sync.power_of_two_scales} if sync.delta else {}
@@ -110,21 +110,20 @@ class TrainerExecutor(Optimizing):
 
     def publish_sample(self, version: int, transport: str) -> Address:
         """Makes a sample of the weights available by a transport that is being tried."""
-        if self._sampled is None or self._sampled[0] != transport:
-            if self._sampled is not None:
-                self._sampled[1].close()
-            self._sampled = transport, self._open(transport, [sample(specs) for specs in self._layouts])
-        return self._sampled[1].publish(version, self._weights, (version - 1,))
+        if self._sampled != transport:
+            self._publisher = self._open(transport, [sample(specs) for specs in self._layouts])
+            self._sampled = transport
+        assert self._publisher is not None
+        return self._publisher.publish(version, self._weights, (version - 1,))
 
     def choose(self, transport: str) -> None:
         """Weights are published by this transport from now on."""
-        if self._sampled is not None:
-            self._sampled[1].close()
-            self._sampled = None
         with self._mesh.together():
             self._publisher = self._open(transport, self._layouts)
 
     def _open(self, transport: str, layouts: Sequence[tuple[TensorSpec, ...]]) -> Publisher:
+        if self._publisher is not None:
+            self._publisher.close()
         names = {spec.name for specs in layouts for spec in specs}
         held = [
             spec for name, spec in self._trainer.sharding.specs.items() if name in names or layouts is self._layouts
@@ -144,9 +143,8 @@ class TrainerExecutor(Optimizing):
         return Published(version=version, address=address, probe=probe)
 
     def close(self) -> None:
-        for publisher in (self._publisher, self._sampled[1] if self._sampled else None):
-            if publisher is not None:
-                publisher.close()
+        if self._publisher is not None:
+            self._publisher.close()
         super().close()
 
     def save(self, state: ControllerState) -> Future[dict[str, Any] | OSError]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import GeneratorConfig
 from llamarl.controller.sync import mismatch_of
+from llamarl.distributed.interrupt import open_sockets
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.replies import Published
 from llamarl.executors.trainer import TrainerExecutor
@@ -29,6 +32,7 @@ from llamarl.types import (
     RolloutGroup,
     SamplingParams,
 )
+from llamarl.weight_sync.select import names
 
 TEMPERATURE, GROUP = 0.7, 3
 TOLERANCE = 1e-4
@@ -155,6 +159,24 @@ def test_behavior_logprobs_are_the_trainer_s_before_and_after_syncs(
     assert not any(
         len(a) == len(b) and np.allclose(a, b, atol=100 * TOLERANCE) for a in seen for b in seen if a is not b
     )
+
+
+def test_transports_are_tried_with_a_sample_and_one_carries_all(
+    trainer: TrainerExecutor, generator: GeneratorExecutor
+) -> None:
+    """What was tried is closed: of the sockets, those of the one that was chosen are left."""
+    before = open_sockets()
+    for transport in names():
+        for version in (1, 2):
+            generator.try_sample(version, trainer.publish_sample(version, transport))
+    trainer.choose("file")
+    synced(trainer, generator, 0, ())
+    for thread in [thread for thread in threading.enumerate() if thread.name == "rendezvous"]:
+        thread.join(5)
+    gc.collect()
+    assert open_sockets().keys() == before.keys()
+    trainer.close()
+    assert not list(Path(trainer._weights_folder).glob("*"))
 
 
 def test_rates_of_a_step(trainer: TrainerExecutor, generator: GeneratorExecutor) -> None:
