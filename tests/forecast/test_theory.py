@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llamarl.forecast.theory import Executor, asynchronous, synchronous
+from tests.forecast.theory import Executor, asynchronous, synchronous
 
 INSTANCES = 3000
 GPU_BYTES, GPUS, SAMPLES = 80e9, 1024.0, 2048.0

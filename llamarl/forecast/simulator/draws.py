@@ -42,8 +42,8 @@ class ResponseLengths:
     def _chosen(self, group_id: int, group_size: int) -> list[tuple[int, float]]:
         """All of the measured group, or a part of it; beyond its size more responses to the same prompt.
 
-        A further one resembles one before it with probability n / (n + k), and one of the groups around otherwise (the
-        urn of Blackwell and MacQueen 1973), k being such that responses to a prompt are as alike as the measured ones.
+        A further one is as long as one before it, and as right with probability n / (n + k), otherwise as one of the
+        groups around (the urn of Blackwell and MacQueen 1973); with this k rewards are as alike as the measured ones.
         """
         place = group_id % len(self._groups)
         group = self._groups[place]
@@ -53,9 +53,10 @@ class ResponseLengths:
         chosen = [group[number] for number in random.permutation(len(group))[:group_size]]
         around = [one for near in self._groups[max(0, place - NEAR) : place + NEAR + 1] for one in near]
         while len(chosen) < group_size:
-            resembles = random.random() * (len(chosen) + self._concentration) < len(chosen)
-            source = chosen if resembles else around
-            chosen.append(source[int(random.integers(len(source)))])
+            tokens, reward = chosen[int(random.integers(len(chosen)))]
+            if random.random() * (len(chosen) + self._concentration) >= len(chosen):
+                _, reward = around[int(random.integers(len(around)))]
+            chosen.append((tokens, reward))
         return chosen
 
 
