@@ -88,9 +88,9 @@ class Workers:
 
 
 @contextmanager
-def rendezvous(num_ranks: int | None = None) -> Iterator[Rendezvous]:
+def rendezvous() -> Iterator[Rendezvous]:
     """Where ranks meet."""
-    with closing(RendezvousStore(num_ranks)) as store:
+    with closing(RendezvousStore()) as store:
         yield store.rendezvous
 
 
