@@ -65,7 +65,7 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
     folder = prepare_run_folder(config, resume=resume, overwrite=overwrite)
     try:
         with _bar(config.name, config.steps) as show:
-            FineTuning(config, documents, folder, resume=resume, progress=show, warn=warn).run()
+            FineTuning(config=config, documents=documents, folder=folder, resume=resume, progress=show, warn=warn).run()
     except Interrupted as error:
         warn(f"{error}; go on with --resume. Files: {folder.path}")
         return INTERRUPTED

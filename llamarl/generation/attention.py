@@ -14,12 +14,13 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.rows import Rows
 from llamarl.generation.scheduler import Chunk
-from llamarl.generation.torch_attention import TorchAttention, rows_of_groups
+from llamarl.generation.torch_attention import TorchAttention, block_table, rows_of_groups
 from llamarl.kernels import attention
 from llamarl.kernels.attention import PagedAttention, Tasks
 from llamarl.models.transformer import Attend
@@ -42,7 +43,8 @@ def plan_attention(
         offsets_N: their place in the block.
     """
     if cache.library is None:
-        return TorchAttention(cache, rows, chunks, blocks_N, offsets_N)
+        arrays = (torch.from_numpy(array).to(cache.device) for array in (blocks_N, offsets_N, *block_table(rows)))
+        return TorchAttention(cache, *arrays, chunks=chunks)
     return KernelAttention(cache, cache.library, _tasks(rows, chunks, blocks_N * BLOCK_SIZE + offsets_N))
 
 

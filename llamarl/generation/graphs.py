@@ -27,7 +27,7 @@ from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.model import GeneratorModel
 from llamarl.generation.rows import Rows
 from llamarl.generation.sampler import invert, truncated, uniforms, unpacked
-from llamarl.generation.torch_attention import attend_to_table, block_table, valid_places
+from llamarl.generation.torch_attention import TorchAttention, block_table
 
 _HEAD = 8
 """Inputs of a row before its blocks: token, position, where its keys and values go (block, place), tokens of its prefix
@@ -122,21 +122,16 @@ class _Step:
         self._model = copy.copy(model)  # bound to these weights, as a graph is
         self._cache = cache
         self.inputs_B_X = torch.zeros((size, _HEAD + width), dtype=torch.int64, device=cache.device)
-        self._valid_B_M_S = torch.empty(0)
 
     def run(self) -> Tensor:
         """Token and bits of its log-probability, int32 [B, 2]."""
-        token_B, position_B, _, _, prefix_B, own_B, *bits = self.inputs_B_X[:, :_HEAD].unbind(1)
+        token_B, position_B, block_B, offset_B, prefix_B, own_B, *bits = self.inputs_B_X[:, :_HEAD].unbind(1)
         noise_B, temperature_B = (one.int().view(torch.float32) for one in bits)
-        self._valid_B_M_S = valid_places(prefix_B, own_B, self.inputs_B_X.shape[1] - _HEAD)
-        logits_B_V = self._model.logits(self._model(token_B, position_B, self._attend)).float()
+        attend = TorchAttention(self._cache, block_B, offset_B, self.inputs_B_X[:, _HEAD:], prefix_B, own_B)
+        logits_B_V = self._model.logits(self._model(token_B, position_B, attend)).float()
         greedy_B = temperature_B == 0
         logits_B_V = logits_B_V / temperature_B.masked_fill(greedy_B, 1.0)[:, None]
         return invert(logits_B_V, torch.softmax(logits_B_V, -1), noise_B, greedy_B)
-
-    def _attend(self, layer: int, q_B_H_K: Tensor, k_B_J_K: Tensor, v_B_J_K: Tensor) -> Tensor:
-        self._cache.write(layer, self.inputs_B_X[:, 2], self.inputs_B_X[:, 3], k_B_J_K, v_B_J_K)
-        return attend_to_table(self._cache, layer, q_B_H_K, self.inputs_B_X[:, _HEAD:], self._valid_B_M_S)
 
 
 def _power(count: int) -> int:

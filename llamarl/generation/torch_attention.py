@@ -9,6 +9,7 @@ blocks of one row (at most), S tokens of one block.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -25,26 +26,33 @@ class TorchAttention:
     """`attend` of one step: packed are first one token per row, then the tokens of each chunk."""
 
     def __init__(
-        self, cache: KVCache, rows: Rows, chunks: list[Chunk], blocks_N: np.ndarray, offsets_N: np.ndarray
+        self,
+        cache: KVCache,
+        blocks_N: Tensor,
+        offsets_N: Tensor,
+        table_B_M: Tensor,
+        prefix_B: Tensor,
+        own_B: Tensor,
+        chunks: Sequence[Chunk] = (),
     ) -> None:
-        self._cache, self._chunks, self._num_rows = cache, chunks, len(rows)
-        table_B_M, prefix_B, own_B = block_table(rows)
-        arrays = (blocks_N, offsets_N, table_B_M, prefix_B, own_B)
-        self._blocks_N, self._offsets_N, self._table_B_M, prefix_B, own_B = (
-            torch.from_numpy(array).to(cache.device) for array in arrays
-        )
+        """
+        Args:
+            blocks_N: the block that each token's own keys and values go to, and `offsets_N` their place in it.
+            table_B_M: see `block_table`, as `prefix_B` and `own_B`.
+        """
+        self._cache, self._blocks_N, self._offsets_N, self._table_B_M = cache, blocks_N, offsets_N, table_B_M
         self._valid_B_M_S = valid_places(prefix_B, own_B, table_B_M.shape[1])
+        self._chunks = chunks
 
     def __call__(self, layer: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
         self._cache.write(layer, self._blocks_N, self._offsets_N, k_N_J_K, v_N_J_K)
-        parts, start = list[Tensor](), self._num_rows
-        if start:
-            parts.append(attend_to_table(self._cache, layer, q_N_H_K[:start], self._table_B_M, self._valid_B_M_S))
-        for chunk in self._chunks:
-            stop = start + chunk.stop - chunk.start
-            parts.append(self._prefill(layer, chunk, q_N_H_K[start:stop]))
-            start = stop
-        return torch.cat(parts)
+        sizes = [len(self._table_B_M), *(chunk.stop - chunk.start for chunk in self._chunks)]
+        q_B_H_K, *of_chunks = q_N_H_K.split(sizes)
+        parts = [self._prefill(layer, chunk, q) for chunk, q in zip(self._chunks, of_chunks, strict=True)]
+        if not len(q_B_H_K):
+            return torch.cat(parts)
+        out_B_H_K = attend_to_table(self._cache, layer, q_B_H_K, self._table_B_M, self._valid_B_M_S)
+        return torch.cat((out_B_H_K, *parts)) if parts else out_B_H_K
 
     def _prefill(self, layer: int, chunk: Chunk, q_N_H_K: Tensor) -> Tensor:
         """Causal attention of one chunk to all that is cached before it and to itself."""

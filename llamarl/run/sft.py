@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from llamarl.cluster.api import ExecutorError, ExecutorSpec
@@ -68,23 +68,16 @@ def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[Sampl
     return fitting
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FineTuning:
     """A run of `steps` times `rollout.prompts_per_step` documents."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        documents: list[SampleGroup],
-        folder: RunFolder,
-        *,
-        resume: bool,
-        progress: Progress,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._config, self._folder, self._resume = config, folder, resume
-        self._documents, self._sampler = documents, PromptSampler(len(documents), config.seed)
-        self._progress, self._warn = progress, warn
-        self._log = MetricsLog(folder.metrics, lambda failure: warn(str(failure)))
+    config: RunConfig
+    documents: list[SampleGroup]
+    folder: RunFolder
+    resume: bool
+    progress: Progress
+    warn: Callable[[str], None]
 
     def run(self) -> None:
         """To its end.
@@ -94,61 +87,62 @@ class FineTuning:
             Interrupted: the user ended it; the last checkpoint is intact.
             ExecutorError, NonFiniteStep: it failed.
         """
-        config, num_ranks = self._config, self._config.trainer.parallelism.num_ranks
+        config, num_ranks = self.config, self.config.trainer.parallelism.num_ranks
         placement = place(config.model_copy(update={"generator": GeneratorConfig()}))  # which does not run
         placement = replace(placement, assignments=placement.assignments[:1])
         placement.check()
         spec = executor_spec(
-            "trainer", "sft:SftExecutor", config.trainer.threads, num_ranks, config=config, resume=self._resume,
+            "trainer", "sft:SftExecutor", config.trainer.threads, num_ranks, config=config, resume=self.resume,
             env=placement.env("trainer"),
             rendezvous=open_rendezvous(num_ranks, config.cluster.start_timeout_s),
-            checkpoint_folder=str(self._folder.checkpoints),
+            checkpoint_folder=str(self.folder.checkpoints),
         )  # fmt: skip
-        with closing(self._log):
-            asyncio.run(self._with_executor(spec))
+        with closing(MetricsLog(self.folder.metrics, lambda failure: self.warn(str(failure)))) as log:
+            asyncio.run(self._with_executor(spec, log))
 
-    async def _with_executor(self, spec: ExecutorSpec) -> None:
-        limits, supervisor = self._config.cluster, Supervisor()
-        cluster = open_cluster(limits.kind, log_folder=self._folder.logs)
+    async def _with_executor(self, spec: ExecutorSpec, log: MetricsLog) -> None:
+        limits, supervisor = self.config.cluster, Supervisor()
+        cluster = open_cluster(limits.kind, log_folder=self.folder.logs)
         try:
             with interruptible(supervisor):
                 (handle,) = await supervisor.run(spawn_all(cluster, [spec], limits.start_timeout_s))
                 supervisor.watch(handle)
                 trainer = port(SftPort, handle, limits.call_timeout_s)
                 try:
-                    await supervisor.run(self._learn(trainer))
+                    await supervisor.run(self._learn(trainer, log))
                 except Interrupted:
                     with suppress(TimeoutError, ExecutorError):  # then the last periodic one stands
                         async with asyncio.timeout(WIND_DOWN_S):
-                            await self._save(trainer)
+                            await _save(trainer)
                     raise
         finally:
             await supervisor.stop()
             await cluster.shutdown(limits.shutdown_timeout_s)
 
-    async def _learn(self, trainer: SftPort) -> None:
-        config, sampler, done = self._config, self._sampler, 0
+    async def _learn(self, trainer: SftPort, log: MetricsLog) -> None:
+        config, sampler, done = self.config, PromptSampler(len(self.documents), self.config.seed), 0
         order, damaged = await trainer.resumed()
         if damaged:
-            self._warn(f"--resume: {'; '.join(damaged)}")
+            self.warn(f"--resume: {'; '.join(damaged)}")
         if order is not None:
             sampler.restore(order)
             done = order["step"]
         elif damaged:
             raise ConfigError("--resume: no checkpoint is whole, so --overwrite is all that is left")
-        self._log.drop_after(done)
+        log.drop_after(done)
         while done < config.steps:
-            documents = [self._documents[sampler.next()] for _ in range(config.rollout.prompts_per_step)]
+            documents = [self.documents[sampler.next()] for _ in range(config.rollout.prompts_per_step)]
             done += 1
             result = await trainer.step(documents, sampler.state() | {"step": done})
-            self._log.write({"kind": "step", "step": done, "skipped": int(result.skipped), **result.metrics})
-            self._progress(done, result.metrics)
+            log.write({"kind": "step", "step": done, "skipped": int(result.skipped), **result.metrics})
+            self.progress(done, result.metrics)
             if result.skipped:
-                self._warn(f"skipped {result.cause}")
+                self.warn(f"skipped {result.cause}")
             every = config.checkpoint.every_steps
             if done == config.steps or (every and done % every == 0):
-                await self._save(trainer)
+                await _save(trainer)
 
-    async def _save(self, trainer: SftPort) -> None:
-        await trainer.save()
-        await trainer.commit()
+
+async def _save(trainer: SftPort) -> None:
+    await trainer.save()
+    await trainer.commit()
