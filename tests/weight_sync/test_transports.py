@@ -175,7 +175,7 @@ class TestPairs:
     def test_a_pair_that_breaks_is_formed_anew(self, publisher) -> None:
         address, subscriber = publisher.publish(0, self.weights(0), ()), P2pSubscriber(self.SPECS, 0)
         subscriber.fetch(0, address)
-        subscriber._writers[0].pair.group.abort()
+        subscriber._writers[0][0].group.abort()
         address = publisher.publish(1, self.weights(1), ())
         assert (subscriber.fetch(1, address)["w3"] == 1).all()
         subscriber.close()

@@ -162,14 +162,6 @@ class P2pPublisher(Publisher):
         self._slots = {}
 
 
-@dataclass(slots=True)
-class _Writer:
-    """A trainer rank that this generator rank is paired with."""
-
-    pair: Pair
-    buckets: tuple[Bucket, ...]
-
-
 class P2pSubscriber(CopyingSubscriber):
     """A generator rank: asks every trainer rank for its parts, several at once."""
 
@@ -183,7 +175,8 @@ class P2pSubscriber(CopyingSubscriber):
     ) -> None:
         super().__init__(specs, rank, delta, device)
         self._timeout_s = timeout_s
-        self._writers = dict[int, _Writer]()
+        self._writers = dict[int, tuple[Pair, tuple[Bucket, ...]]]()
+        """Trainer ranks that this rank is paired with, and what each sends."""
 
     def receive(self, request: Request, address: Address) -> tuple[np.ndarray, int]:
         places = [Rendezvous(place, address.publisher) for place in self.place_in(address).split(",")]
@@ -201,7 +194,7 @@ class P2pSubscriber(CopyingSubscriber):
             raise
         except BROKEN as error:
             if (broken := self._writers.pop(rank, None)) is not None:
-                broken.pair.close()
+                broken[0].close()
             if is_used:
                 return self._pull_from(rank, place, request)
             what = f"version {request.version} from trainer rank {rank} at {place.address}"
@@ -210,23 +203,22 @@ class P2pSubscriber(CopyingSubscriber):
     def _receive(self, rank: int, place: Rendezvous, request: Request) -> tuple[np.ndarray, int]:
         if rank not in self._writers:
             self._writers[rank] = self._pair_with(place)
-        writer = self._writers[rank]
-        writer.pair.connection.send((request.version, request.only, request.base.version))
+        pair, buckets = self._writers[rank]
+        pair.connection.send((request.version, request.only, request.base.version))
         head = torch.empty(2 + 2 * len(self.layout.specs), dtype=torch.int64, device=self._device)
-        writer.pair.receive(head).wait()
+        pair.receive(head).wait()
         is_there, are_changes, *proof = head.tolist()
         if not is_there:
             raise Superseded(f"version {request.version} is no longer at trainer rank {rank}")
-        buckets = wanted(writer.buckets, request.only)
         receive = self._receive_changes if are_changes else self._receive_buckets
-        num_bytes = receive(writer.pair, buckets, request)
+        num_bytes = receive(pair, wanted(buckets, request.only), request)
         return np.array(proof, np.int64).view(np.uint64).reshape(2, -1), num_bytes
 
-    def _pair_with(self, rendezvous: Rendezvous) -> _Writer:
+    def _pair_with(self, rendezvous: Rendezvous) -> tuple[Pair, tuple[Bucket, ...]]:
         connection = rendezvous.connect(self.layout.digest, self._timeout_s)
         name, parts = connection.recv()
         pair = Pair(connection, rendezvous, name, 1, self._device, self._timeout_s)
-        return _Writer(pair=pair, buckets=into_buckets(self.layout, parts))
+        return pair, into_buckets(self.layout, parts)
 
     def _receive_buckets(self, pair: Pair, buckets: Sequence[Bucket], request: Request) -> int:
         """Receives one bucket while the one before is put in place."""
@@ -261,6 +253,6 @@ class P2pSubscriber(CopyingSubscriber):
             part_of(self.layout, tensors, part).copy_(packed(self.layout, scratch, part, start - bucket.start))
 
     def close(self) -> None:
-        for writer in self._writers.values():
-            writer.pair.close()
+        for pair, _ in self._writers.values():
+            pair.close()
         self._writers, self._base = {}, NOTHING
