@@ -6,7 +6,6 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,8 +15,7 @@ from llamarl.distributed.store import TorchStore
 
 
 class Pair:
-    """A connection for requests, and a process group of two for tensors: gloo, on the addresses of that connection, or
-    NCCL."""
+    """A connection for requests, and a gloo group of two for tensors, on the addresses of that connection."""
 
     def __init__(
         self,
@@ -25,7 +23,6 @@ class Pair:
         rendezvous: Rendezvous,
         name: str,
         rank: int,
-        device: torch.device,
         timeout_s: float,
     ) -> None:
         """Both ends make one.
@@ -40,12 +37,11 @@ class Pair:
         """
         self.connection, self._other = connection, 1 - rank
         self._store = TorchStore(rendezvous, timeout_s, answer_s=timeout_s)
-        backend: Any = dist.ProcessGroupGloo if device.type == "cpu" else dist.ProcessGroupNCCL
-        options = backend._Options() if device.type == "cpu" else backend.Options()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
-        if device.type == "cpu":
-            options._devices = [backend.create_device(hostname=local_host(connection))]
-        self.group = backend(dist.PrefixStore(name, self._store), rank, 2, options)
+        options._devices = [gloo.create_device(hostname=local_host(connection))]
+        self.group = gloo(dist.PrefixStore(name, self._store), rank, 2, options)
 
     def send(self, x: Tensor) -> dist.Work:
         """Begins to."""

@@ -14,6 +14,7 @@ from llamarl.executors.replies import Adoption
 from llamarl.generation.backend import GenerationBackend
 from llamarl.generation.tensor_parallel import TensorParallelEngine
 from llamarl.weight_sync.base import FingerprintMismatch, Subscriber, Superseded, TransferFailed
+from llamarl.weight_sync.copying import Room
 from llamarl.weight_sync.layout import Address, TensorSpec
 from llamarl.weight_sync.select import Reader, open_subscriber, sample
 
@@ -36,6 +37,7 @@ class Adopter:
         *,
         hold: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda tensors: tensors,
         delta: bool = False,
+        room: Callable[[Sequence[TensorSpec]], Room] | None = None,
         subscribe: Callable[..., Subscriber] = open_subscriber,
     ) -> None:
         """
@@ -43,10 +45,12 @@ class Adopter:
             use: points the model to what `hold` gave.
             hold: brings fetched tensors to the model's device, in the background.
             delta: weights may come as changes to the version in use.
+            room: on the model's device, for tensors like some specs; None: in this machine's memory.
             subscribe: opens the end that fetches, as `open_subscriber` does.
         """
-        self._reader = Reader(specs, rank, subscribe, delta=delta)
-        self._sampler = Reader(sample(specs), rank, subscribe)
+        options = {"room": room} if room else {}
+        self._reader = Reader(specs, rank, subscribe, delta=delta, **options)
+        self._sampler = Reader(sample(specs), rank, subscribe, **options)
         self._use, self._hold = use, hold
         self._thread = ThreadPoolExecutor(1, "weights")
         self._fetch: Future[_Fetched] | None = None

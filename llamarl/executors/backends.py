@@ -64,7 +64,8 @@ def open_native(
         kv_on_update=config.kv_on_update, decode=Tokenizer(model_path).decode,
         graphs=False if config.cuda_graphs == "off" else None,
     )  # fmt: skip
-    adopter = Adopter(receiver.specs(), model.use, rank, delta=delta, hold=receiver.hold)
+    room = model.room if device.type == "cuda" else None
+    adopter = Adopter(receiver.specs(), model.use, rank, delta=delta, hold=receiver.hold, room=room)
     opened = Opened(
         engine=native, adopter=adopter, description=native.describe(),
         clock=time.thread_time if device.type == "cpu" else time.monotonic,

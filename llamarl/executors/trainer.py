@@ -69,7 +69,7 @@ class TrainerExecutor(Optimizing):
         self._sampled = ""
         """The transport that is being tried."""
         sync = config.weight_sync
-        self._delta = {"delta": True, "power_of_two": sync.power_of_two_scales} if sync.delta else {}
+        self._delta, self._power_of_two = sync.delta, sync.power_of_two_scales
         self._weights_folder = folder.parent / "weights"
         self._probe_every_steps = sync.probe_every_steps
         self._probed = list[np.ndarray]()
@@ -106,7 +106,7 @@ class TrainerExecutor(Optimizing):
 
     def transports(self, same_host: bool, same_process: bool) -> list[str]:
         """Those that can carry weights to the generators, in the order of preference."""
-        return candidates(same_host, same_process, delta=bool(self._delta))
+        return candidates(same_host, same_process, self._delta, on_gpu=self._device.type == "cuda")
 
     def publish_sample(self, version: int, transport: str) -> Address:
         """Makes a sample of the weights available by a transport that is being tried."""
@@ -130,7 +130,10 @@ class TrainerExecutor(Optimizing):
         ]
         plans = plan_writers([lay_out(specs) for specs in layouts], self._mesh.exchange(held))
         publisher = publisher_class(transport)
-        return publisher(plans[self._mesh.world.rank], self._mesh.exchange, self._weights_folder, **self._delta)
+        return publisher(
+            plans[self._mesh.world.rank], self._mesh.exchange, self._weights_folder, delta=self._delta,
+            power_of_two=self._power_of_two, device=self._device,
+        )  # fmt: skip
 
     def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
         """Makes the current weights available as `version`, in the generators' types; versions `in_use` stay."""

@@ -172,6 +172,14 @@ class GeneratorModel:
             self._spare = spare
         return self._spare
 
+    def room(self, specs: Sequence[TensorSpec]) -> Callable[[], Mapping[str, Tensor]]:
+        """Gives memory on this device to write tensors like `specs` into: that of `spare`, if they are the weights."""
+        if tuple(specs) == self._specs:
+            return self.spare
+        layout = lay_out(specs)
+        tensors = views(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device))
+        return lambda: tensors
+
     def _are_here(self, tensors: Mapping[str, Tensor]) -> bool:
         return all(tensor.device.type == self.device.type for tensor in tensors.values())
 

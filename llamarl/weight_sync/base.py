@@ -134,6 +134,9 @@ class Publisher(ABC):
     WITHIN_PROCESS: ClassVar[bool] = False
     """Whether `auto` tries it where trainer and generator are one process."""
     TAKES_DELTA: ClassVar[bool] = False
+    ON_DEVICE: ClassVar[bool] = False
+    """Whether what is published stays on the trainer's device, and arrives on the generator's; `auto` tries such a
+    transport for GPUs."""
 
     def __init__(
         self,
@@ -142,10 +145,12 @@ class Publisher(ABC):
         folder: Path | None = None,
         delta: bool = False,
         power_of_two: bool = False,
+        device: torch.device = CPU,
     ) -> None:
         """
         Args:
             folder: the same on all ranks, for what writes files; nothing else may lie in it.
+            device: of the weights.
         """
         if delta and not self.TAKES_DELTA:
             raise ConfigError(
@@ -153,7 +158,7 @@ class Publisher(ABC):
                 "delta = false, or transport = 'p2p' or 'file'"
             )
         self._plan, self._exchange, self._folder = plan, exchange, folder
-        self._delta, self._power_of_two = delta, power_of_two
+        self._delta, self._power_of_two, self._device = delta, power_of_two, device
 
     @abstractmethod
     def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.weight_sync.base import CPU, FingerprintMismatch, Part, Subscriber, part_of, views
+from llamarl.weight_sync.base import FingerprintMismatch, Part, Subscriber, part_of, views
 from llamarl.weight_sync.delta import decode
 from llamarl.weight_sync.layout import Address, TensorSpec
 
@@ -42,14 +42,21 @@ class Request:
     """Positions of the tensors that are wanted; None: all."""
 
 
+Room = Callable[[], Mapping[str, Tensor]]
+"""Tensors to fill with the next version, by key: views of one flat buffer that is laid out as the subscriber's."""
+
+
 class CopyingSubscriber(Subscriber):
     """One that fills memory of its own. What does not prove right is asked for once more, whole."""
 
-    def __init__(self, specs: Sequence[TensorSpec], rank: int, delta: bool = False, device: torch.device = CPU) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], rank: int, delta: bool = False, room: Room | None = None) -> None:
         super().__init__(specs, rank, delta)
         self._base = NOTHING
-        self._device = device
-        self._buffers = Buffers(self.layout.num_bytes, device)
+        self._room = room or self._own_room
+        self._buffers = Buffers(self.layout.num_bytes)
+
+    def _own_room(self) -> Mapping[str, Tensor]:
+        return views(self.layout, self._buffers.take())
 
     @abstractmethod
     def receive(self, request: Request, address: Address) -> tuple[np.ndarray, int]:
@@ -63,7 +70,7 @@ class CopyingSubscriber(Subscriber):
         """
 
     def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
-        request = Request(version=version, tensors=views(self.layout, self._buffers.take()), base=self._base)
+        request = Request(version=version, tensors=self._room(), base=self._base)
         proofs, self.received_bytes = self.receive(request, address)
         try:
             self.prove(request.tensors, version, proofs)
@@ -96,15 +103,12 @@ class CopyingSubscriber(Subscriber):
 class Buffers:
     """Memory for versions that are copied to the reader. A buffer is used again once no tensor over it is left."""
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int) -> None:
         self._num_bytes = max(num_bytes, 1)
-        self._device = device
         self._free = list[mmap]()
 
     def take(self) -> Tensor:
         """A flat buffer of bytes, with any content."""
-        if self._device.type != "cpu":  # torch keeps freed device memory at hand by itself
-            return torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
         memory = self._free.pop() if self._free else mmap(-1, self._num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
         array = np.frombuffer(memory, np.uint8)
         weakref.finalize(array, self._free.append, memory)

@@ -21,6 +21,7 @@ from llamarl.weight_sync.layout import Address, TensorSpec
 
 if TYPE_CHECKING:  # these load torch
     from llamarl.weight_sync.base import Publisher, Subscriber
+    from llamarl.weight_sync.copying import Room
 
 SAMPLE_BYTES = 64 << 20
 REPEATS = 3
@@ -122,13 +123,18 @@ def check_name(transport: str) -> None:
         )
 
 
-def candidates(same_host: bool, same_process: bool, delta: bool) -> list[str]:
-    """What can work between trainer and generators, in the order of preference. Loads torch."""
+def candidates(same_host: bool, same_process: bool, delta: bool, on_gpu: bool = False) -> list[str]:
+    """What can work between trainer and generators, in the order of preference. Loads torch.
+
+    Args:
+        on_gpu: the trainer is on one.
+    """
     ends = {name: publisher_class(name) for name in names()}
     able = [
         name
         for name, end in ends.items()
-        if (same_host or not end.NEEDS_SAME_HOST) and (same_process <= end.WITHIN_PROCESS) and delta <= end.TAKES_DELTA
+        if (same_host or not end.NEEDS_SAME_HOST) and (same_process <= end.WITHIN_PROCESS)
+        if delta <= end.TAKES_DELTA and on_gpu >= end.ON_DEVICE
     ]
     return sorted(able, key=lambda name: ends[name].RANK)
 
@@ -139,14 +145,22 @@ def publisher_class(transport: str) -> type[Publisher]:
 
 
 def open_subscriber(
-    address: Address, specs: Sequence[TensorSpec], rank: int, delta: bool = False, **options: Any
+    address: Address,
+    specs: Sequence[TensorSpec],
+    rank: int,
+    delta: bool = False,
+    room: Callable[[Sequence[TensorSpec]], Room] | None = None,
+    **options: Any,
 ) -> Subscriber:
     """A generator rank's end of what publishes at `address`; with `delta`, changes are taken where they are sent.
 
     Args:
+        room: of the generator's device, for transports that bring weights there.
         options: the transport's own.
     """
     publisher, subscriber = _ends(address.transport)
+    if room is not None and publisher.ON_DEVICE:
+        options["room"] = room(specs)
     return subscriber(specs, rank, delta and publisher.TAKES_DELTA, **options)
 
 

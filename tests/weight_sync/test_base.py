@@ -117,7 +117,7 @@ class TestSlots:
 
 
 def test_memory_is_used_again_only_when_no_tensor_is_left() -> None:
-    buffers = Buffers(1000, torch.device("cpu"))
+    buffers = Buffers(1000)
     first = buffers.take()
     view, place = first[100:200], first.data_ptr()
     del first

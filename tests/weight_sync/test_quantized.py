@@ -25,7 +25,7 @@ from llamarl.weight_sync.buckets import BUCKET_BYTES, into_buckets
 from llamarl.weight_sync.layout import TensorSpec, lay_out
 from llamarl.weight_sync.select import open_subscriber
 
-TRANSPORTS = ("shared_memory", "p2p", "file")
+TRANSPORTS = ("shared_memory", "p2p", "file", "nixl")
 SHAPE = ModelShape(
     family="qwen3",
     hidden_size=24,

@@ -82,8 +82,14 @@ def test_only_memory_is_bound_to_a_host() -> None:
     assert candidates(same_host=True, same_process=True, delta=False) == ["shared_memory"]
 
 
+def test_gpus_read_from_each_other() -> None:
+    found = candidates(same_host=True, same_process=False, delta=False, on_gpu=True)
+    assert set(found) == {"shared_memory", "p2p", "file", "nixl"}
+    assert "nixl" not in candidates(same_host=True, same_process=False, delta=True, on_gpu=True)
+
+
 def test_an_unknown_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'carrier_pigeon'` is unknown; use auto, file, p2p, shared_memory"):
+    with pytest.raises(ConfigError, match=r"'carrier_pigeon'` is unknown; use auto, file, nixl, p2p, shared_memory"):
         publisher_class("carrier_pigeon")(None, None)
 
 

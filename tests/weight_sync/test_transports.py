@@ -29,7 +29,7 @@ from llamarl.weight_sync.transports.shared_memory import SharedMemorySubscriber
 from tests.weight_sync.conftest import receive
 
 STOPPED_S = 30.0 if os.environ.get("LLAMARL_NIGHTLY") == "1" else 0.0
-TRANSPORTS = ("shared_memory", "p2p", "file")
+TRANSPORTS = ("shared_memory", "p2p", "file", "nixl")
 LAYOUTS = [  # trainer (fsdp, tp, pp), generator tp, replicas
     ((1, 1, 1), 1, 1),
     ((1, 1, 1), 4, 1),
@@ -181,6 +181,7 @@ class TestPairs:
         subscriber.close()
 
     def test_a_pair_leaves_nothing_behind(self) -> None:
+        gc.collect()
         before = open_sockets()
         for _ in range(3):
             publisher, subscriber = P2pPublisher(alone(self.SPECS), lambda value: [value]), P2pSubscriber(self.SPECS, 0)
@@ -192,7 +193,7 @@ class TestPairs:
             thread.join(5)
         assert not any(thread.is_alive() for thread in threads)
         gc.collect()  # a process group ends with the last reference to it
-        assert open_sockets().keys() == before.keys()
+        assert open_sockets().keys() <= before.keys()
 
     def test_strangers_are_refused_and_disturb_nobody(self, publisher) -> None:
         address = publisher.publish(0, self.weights(0), ())

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,9 @@ from torch import Tensor
 
 from llamarl.distributed import links
 from llamarl.distributed.pair import Pair
-from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
+from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.weight_sync.base import (
-    CPU,
     Exchange,
-    NoFreeSlot,
-    Publisher,
     Superseded,
     TransferFailed,
     WriterPlan,
@@ -41,89 +37,30 @@ from llamarl.weight_sync.base import (
 from llamarl.weight_sync.buckets import Bucket, changes, changes_bytes, into_buckets, packed, wanted
 from llamarl.weight_sync.copying import NOTHING, CopyingSubscriber, Request
 from llamarl.weight_sync.layout import Address, TensorSpec
+from llamarl.weight_sync.packed import POLL_S, PackedPublisher, Slot
 
-MAX_SLOTS = 16
-"""Two are used while generators keep up."""
 MAX_THREADS = 8
 """Trainer ranks that a generator rank receives from at once."""
 MAX_SENDS = 4
 """Buckets that are on their way to a generator rank at once."""
-POLL_S = 0.2
-"""Idle threads look this often whether the publisher was closed."""
 BROKEN = (*links.BROKEN, RuntimeError)
 """What a pair does when the other process dies, hangs, or is none of ours."""
 
 
-@dataclass(slots=True)
-class _Slot:
-    """Memory for one version of what a trainer rank sends."""
-
-    flats: list[Tensor]
-    """Packed parts for each layout."""
-    proofs: list[np.ndarray]
-    """[2, tensors] for each layout."""
-
-
-class P2pPublisher(Publisher):
-    """A trainer rank. It and gloo listen at `host` only."""
+class P2pPublisher(PackedPublisher):
+    """A trainer rank: a thread per generator rank sends from a slot in this machine's memory."""
 
     TAKES_DELTA = True
 
-    def __init__(
-        self,
-        plan: WriterPlan,
-        exchange: Exchange,
-        folder: Path | None = None,
-        *,
-        host: str = "127.0.0.1",
-        device: torch.device = CPU,
-        timeout_s: float = 60.0,
-        **options: Any,
-    ) -> None:
-        super().__init__(plan, exchange, folder, **options)
-        self._device, self._timeout_s = device, timeout_s
-        self._slots = dict[int, _Slot]()
-        """By version."""
-        self._buckets = [into_buckets(layout, parts) for layout, parts in zip(plan.layouts, plan.parts, strict=True)]
-        self._numbers = {layout.digest: number for number, layout in enumerate(plan.layouts)}
-        self._closed = False
-        secret = exchange(secrets.token_hex(16))[0]
-        self._store = RendezvousStore(host=host, secret=secret, serve=self._serve)
-        places = ",".join(exchange(self._store.rendezvous.address))
-        self._address = Address(
-            transport="p2p",
-            publisher=secret,
-            num_writers=plan.num_writers,
-            places={layout.digest: places for layout in plan.layouts},
-        )
-
-    def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:
-        plan, kept = self._plan, {*in_use, max(self._slots, default=version)}
-        free = [self._slots.pop(old) for old in list(self._slots) if old not in kept]
-        if len(self._slots) == MAX_SLOTS:
-            raise NoFreeSlot(f"no slot for version {version}: versions {[*self._slots]} are in use")
-        slot = free[0] if free else self._new_slot()
-        for index, layout in enumerate(plan.layouts):
-            slot.proofs[index][:] = 0
-            places = (place for bucket in self._buckets[index] for place in bucket.parts)
-            targets = ((part, packed(layout, slot.flats[index], part, start)) for part, start in places)
-            plan.write(index, version, weights, targets, slot.proofs[index], self._power_of_two)
-        self._slots[version] = slot
-        return self._address
-
-    def _new_slot(self) -> _Slot:
-        sizes = [sum(bucket.num_bytes for bucket in buckets) for buckets in self._buckets]
-        return _Slot(
-            flats=[torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes],
-            proofs=[np.zeros((2, len(layout.specs)), np.uint64) for layout in self._plan.layouts],
-        )
+    def __init__(self, plan: WriterPlan, exchange: Exchange, folder: Path | None = None, **options: Any) -> None:
+        super().__init__(plan, exchange, folder, transport="p2p", **options)
 
     def _serve(self, connection: Connection, digest: str) -> None:
         """One generator rank, until it is gone; it connects again if it still wants something."""
         number, name = self._numbers[digest], secrets.token_hex(8)
         connection.send((name, self._plan.parts[number]))
         with suppress(*BROKEN):
-            pair = Pair(connection, self._store.rendezvous, name, 0, self._device, self._timeout_s)
+            pair = Pair(connection, self._store.rendezvous, name, 0, self._timeout_s)
             with closing(pair):
                 while not self._closed:
                     if connection.poll(POLL_S):
@@ -139,15 +76,13 @@ class P2pPublisher(Publisher):
         for work in works:
             work.wait()
 
-    def _pieces(
-        self, number: int, slot: _Slot | None, tensors: list[int] | None, base: _Slot | None
-    ) -> Iterator[Tensor]:
+    def _pieces(self, number: int, slot: Slot | None, tensors: list[int] | None, base: Slot | None) -> Iterator[Tensor]:
         """The head (whether it is there, whether changes follow, proofs), then the buckets or the changes in them."""
         layout = self._plan.layouts[number]
         head = np.zeros(2 + 2 * len(layout.specs), np.int64)
         if slot is not None:
             head[0], head[1], head[2:] = 1, base is not None, slot.proofs[number].view(np.int64).reshape(-1)
-        yield torch.from_numpy(head).to(self._device)
+        yield torch.from_numpy(head)
         if slot is None:
             return
         for bucket in wanted(self._buckets[number], tensors):
@@ -155,11 +90,6 @@ class P2pPublisher(Publisher):
                 yield slot.flats[number][bucket.start : bucket.start + bucket.num_bytes]
             else:
                 yield from changes(layout, slot.flats[number], base.flats[number], bucket)
-
-    def close(self) -> None:
-        self._closed = True
-        self._store.close()
-        self._slots = {}
 
 
 class P2pSubscriber(CopyingSubscriber):
@@ -170,10 +100,9 @@ class P2pSubscriber(CopyingSubscriber):
         specs: Sequence[TensorSpec],
         rank: int,
         delta: bool = False,
-        device: torch.device = CPU,
         timeout_s: float = 60.0,
     ) -> None:
-        super().__init__(specs, rank, delta, device)
+        super().__init__(specs, rank, delta)
         self._timeout_s = timeout_s
         self._writers = dict[int, tuple[Pair, tuple[Bucket, ...]]]()
         """Trainer ranks that this rank is paired with, and what each sends."""
@@ -205,7 +134,7 @@ class P2pSubscriber(CopyingSubscriber):
             self._writers[rank] = self._pair_with(place)
         pair, buckets = self._writers[rank]
         pair.connection.send((request.version, request.only, request.base.version))
-        head = torch.empty(2 + 2 * len(self.layout.specs), dtype=torch.int64, device=self._device)
+        head = torch.empty(2 + 2 * len(self.layout.specs), dtype=torch.int64)
         pair.receive(head).wait()
         is_there, are_changes, *proof = head.tolist()
         if not is_there:
@@ -217,13 +146,13 @@ class P2pSubscriber(CopyingSubscriber):
     def _pair_with(self, rendezvous: Rendezvous) -> tuple[Pair, tuple[Bucket, ...]]:
         connection = rendezvous.connect(self.layout.digest, self._timeout_s)
         name, parts = connection.recv()
-        pair = Pair(connection, rendezvous, name, 1, self._device, self._timeout_s)
+        pair = Pair(connection, rendezvous, name, 1, self._timeout_s)
         return pair, into_buckets(self.layout, parts)
 
     def _receive_buckets(self, pair: Pair, buckets: Sequence[Bucket], request: Request) -> int:
         """Receives one bucket while the one before is put in place."""
         size = max((bucket.num_bytes for bucket in buckets), default=0)
-        scratch = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        scratch = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
         works = list[Any]()
         for number, bucket in enumerate((*buckets, None)):
             if bucket is not None:
@@ -237,10 +166,10 @@ class P2pSubscriber(CopyingSubscriber):
         """Applies what arrives to copies of the base's parts."""
         num_bytes = 0
         for bucket in buckets:
-            numbers = torch.empty(len(bucket.parts), dtype=torch.int64, device=self._device)
+            numbers = torch.empty(len(bucket.parts), dtype=torch.int64)
             pair.receive(numbers).wait()
             sizes = changes_bytes(self.layout, bucket, numbers.tolist())
-            message = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+            message = torch.empty(sum(sizes), dtype=torch.uint8)
             pair.receive(message).wait()
             num_bytes += numbers.nbytes + message.nbytes
             pieces = message.split_with_sizes(sizes)

@@ -1,0 +1,110 @@
+"""`PackedPublisher`: keeps what each generator rank is sent, packed, in slots; how it gets there is the transport's."""
+
+from __future__ import annotations
+
+import secrets
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llamarl.distributed.rendezvous import RendezvousStore
+from llamarl.weight_sync.base import CPU, Exchange, NoFreeSlot, Publisher, WriterPlan
+from llamarl.weight_sync.buckets import into_buckets, packed
+from llamarl.weight_sync.layout import Address
+
+MAX_SLOTS = 16
+"""Two are used while generators keep up."""
+POLL_S = 0.2
+"""Idle threads look this often whether the publisher was closed."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """Memory for one version of what a trainer rank sends."""
+
+    flats: list[Tensor]
+    """Packed parts for each layout."""
+    proofs: list[np.ndarray]
+    """[2, tensors] for each layout."""
+
+
+class PackedPublisher(Publisher):
+    """A trainer rank. It listens at `host` only; generator ranks come there, and prove that they know the secret."""
+
+    def __init__(
+        self,
+        plan: WriterPlan,
+        exchange: Exchange,
+        folder: Path | None = None,
+        *,
+        transport: str,
+        host: str = "127.0.0.1",
+        timeout_s: float = 60.0,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            transport: its name.
+            timeout_s: for a generator rank to answer.
+        """
+        super().__init__(plan, exchange, folder, **options)
+        self._timeout_s = timeout_s
+        self._slots = dict[int, Slot]()
+        """By version."""
+        self._buckets = [into_buckets(layout, parts) for layout, parts in zip(plan.layouts, plan.parts, strict=True)]
+        self._numbers = {layout.digest: number for number, layout in enumerate(plan.layouts)}
+        self._closed = False
+        secret = exchange(secrets.token_hex(16))[0]
+        self._store = RendezvousStore(host=host, secret=secret, serve=self._serve)
+        places = ",".join(exchange(self._store.rendezvous.address))
+        self._address = Address(
+            transport=transport,
+            publisher=secret,
+            num_writers=plan.num_writers,
+            places={layout.digest: places for layout in plan.layouts},
+        )
+
+    def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:
+        plan, kept = self._plan, {*in_use, max(self._slots, default=version)}
+        free = [self._slots.pop(old) for old in list(self._slots) if old not in kept]
+        if len(self._slots) == MAX_SLOTS:
+            raise NoFreeSlot(f"no slot for version {version}: versions {[*self._slots]} are in use")
+        slot = free[0] if free else self._new_slot()
+        for left in free[1:]:
+            self._drop(left)
+        for index, layout in enumerate(plan.layouts):
+            slot.proofs[index][:] = 0
+            places = (place for bucket in self._buckets[index] for place in bucket.parts)
+            targets = ((part, packed(layout, slot.flats[index], part, start)) for part, start in places)
+            plan.write(index, version, weights, targets, slot.proofs[index], self._power_of_two)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # nobody else knows this stream
+        self._slots[version] = slot
+        return self._address
+
+    def _new_slot(self) -> Slot:
+        sizes = [sum(bucket.num_bytes for bucket in buckets) for buckets in self._buckets]
+        device, is_pinned = (self._device, False) if self.ON_DEVICE else (CPU, self._device.type == "cuda")
+        return Slot(
+            flats=[torch.empty(size, dtype=torch.uint8, device=device, pin_memory=is_pinned) for size in sizes],
+            proofs=[np.zeros((2, len(layout.specs)), np.uint64) for layout in self._plan.layouts],
+        )
+
+    def _drop(self, slot: Slot) -> None:
+        """A slot that is not needed any more."""
+
+    @abstractmethod
+    def _serve(self, connection: Connection, digest: str) -> None:
+        """One generator rank, in a thread, until it is gone; it connects again if it still wants something."""
+
+    def close(self) -> None:
+        self._closed = True
+        self._store.close()
+        self._slots = {}

@@ -1,0 +1,330 @@
+"""One-sided: each generator rank reads its parts out of the trainer ranks' memory, which do nothing meanwhile.
+
+NIXL brings the bytes, by the same calls over RDMA, NVLink or PCIe on GPU machines, and over shared memory or TCP where
+there is nothing better. Slots are on the trainer's device; what is read goes straight into place on the generator's.
+Where slots are, and whether one still is what it was, is said by a connection whose ends have proved that they know
+the secret; NIXL's own connections prove nothing, so they are bound to the interface of `host`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llamarl.config.errors import ConfigError
+from llamarl.distributed import links
+from llamarl.distributed.rendezvous import Rendezvous
+from llamarl.weight_sync.base import Exchange, Superseded, TransferFailed, WriterPlan, part_of
+from llamarl.weight_sync.buckets import Bucket, into_buckets, packed, wanted
+from llamarl.weight_sync.copying import CopyingSubscriber, Request, Room
+from llamarl.weight_sync.layout import Address, TensorSpec
+from llamarl.weight_sync.packed import POLL_S, PackedPublisher, Slot
+
+PACKAGES = ("nixl_cu12", "nixl_cu13")
+MAX_READS = 4
+"""Buckets on their way at once for each trainer rank; more would take bandwidth from decoding."""
+SIOCGIFADDR = 0x8915
+"""Request for the address of a network interface (netdevice(7))."""
+
+
+class Broken(RuntimeError):
+    """A read has failed; says how."""
+
+
+BROKEN = (*links.BROKEN, Broken)
+
+
+class Found(NamedTuple):
+    """Where a version lies."""
+
+    metadata: bytes
+    """Of the trainer rank's agent: what a reader must know of its memory."""
+    base: int
+    """Address of the packed parts."""
+    device: int
+    """Number of the GPU; -1: in the machine's memory."""
+    proof: np.ndarray
+    """uint64 [2, tensors]"""
+
+
+class NixlPublisher(PackedPublisher):
+    """A trainer rank. A thread per generator rank says where versions are."""
+
+    ON_DEVICE = True
+
+    def __init__(
+        self,
+        plan: WriterPlan,
+        exchange: Exchange,
+        folder: Path | None = None,
+        *,
+        host: str = "127.0.0.1",
+        **options: Any,
+    ) -> None:
+        self._agent = Agent(host)
+        self._registered = dict[int, Any]()
+        super().__init__(plan, exchange, folder, transport="nixl", host=host, **options)
+
+    def _new_slot(self) -> Slot:
+        slot = super()._new_slot()
+        for flat in slot.flats:
+            self._registered[flat.data_ptr()] = register(self._agent, flat, flat.nbytes)
+        return slot
+
+    def _drop(self, slot: Slot) -> None:
+        for flat in slot.flats:
+            self._agent.do("deregister_memory", self._registered.pop(flat.data_ptr()))
+
+    def _serve(self, connection: Connection, digest: str) -> None:
+        number = self._numbers[digest]
+        connection.send(self._plan.parts[number])
+        while not self._closed:
+            if not connection.poll(POLL_S):
+                continue
+            version = connection.recv()
+            if (slot := self._slots.get(version)) is None:
+                connection.send(None)
+                continue
+            flat, proof = slot.flats[number], slot.proofs[number].copy()
+            connection.send(Found(self._agent.do("get_agent_metadata"), flat.data_ptr(), device_number(flat), proof))
+            # Where no hardware reads by itself, the agent must be called while somebody reads. A thread of its own
+            # would keep a core busy all the time.
+            while not self._closed and not connection.poll(1e-3):
+                self._agent.do("get_new_notifs")
+            connection.recv()  # it has read
+            connection.send(self._slots.get(version) is slot)
+
+
+@dataclass(slots=True)
+class _Writer:
+    """A trainer rank."""
+
+    connection: Connection
+    buckets: tuple[Bucket, ...]
+    agent: str = ""
+    """Its name, once something was read from it."""
+
+
+class NixlSubscriber(CopyingSubscriber):
+    """A generator rank: reads from all trainer ranks at once."""
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        rank: int,
+        delta: bool = False,
+        room: Room | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__(specs, rank, delta, room)
+        self._timeout_s = timeout_s
+        self._writers = list[_Writer]()
+        self._opened: Agent | None = None
+        self._registered = dict[int, Any]()
+        """By the address of its first byte: memory that is read into."""
+        self._scratch = list[Tensor]()
+
+    def receive(self, request: Request, address: Address) -> tuple[np.ndarray, int]:
+        places = [Rendezvous(place, address.publisher) for place in self.place_in(address).split(",")]
+        is_used = bool(self._writers)
+        try:
+            return self._receive(request, places)
+        except BROKEN as error:
+            self._leave()
+            if is_used:  # broken since the last time
+                return self.receive(request, address)
+            what = f"version {request.version} from the trainer ranks at {', '.join(place.address for place in places)}"
+            raise TransferFailed(f"generator rank {self.rank} did not get {what}: {error}") from error
+
+    def _receive(self, request: Request, places: Sequence[Rendezvous]) -> tuple[np.ndarray, int]:
+        while len(self._writers) < len(places):
+            connection = places[len(self._writers)].connect(self.layout.digest, self._timeout_s)
+            self._opened = self._opened or Agent(links.local_host(connection))
+            self._writers.append(_Writer(connection, into_buckets(self.layout, connection.recv())))
+        founds = [self._ask(writer, request.version) for writer in self._writers]
+        there = [(writer, found) for writer, found in zip(self._writers, founds, strict=True) if found]
+        num_bytes = self._read(request, there) if len(there) == len(founds) else 0
+        still = [self._ask(writer, None) for writer, _ in there]
+        if not all(still) or len(there) < len(founds):
+            raise Superseded(f"version {request.version} is no longer at all trainer ranks")
+        return np.stack([found.proof for _, found in there]), num_bytes
+
+    @property
+    def _agent(self) -> Agent:
+        assert self._opened is not None, "there is no writer yet"
+        return self._opened
+
+    def _ask(self, writer: _Writer, version: int | None) -> Any:
+        """Where a version is; None: whether it still was when it had been read."""
+        writer.connection.send(version)
+        if not writer.connection.poll(self._timeout_s):
+            raise TimeoutError(f"no answer in {self._timeout_s:g} s")
+        return writer.connection.recv()
+
+    def _read(self, request: Request, there: Sequence[tuple[_Writer, Found]]) -> int:
+        """Fills the tensors, some buckets at a time; how many bytes came."""
+        deadline_s, under_way, num_bytes = time.monotonic() + self._timeout_s, deque[tuple[Any, _Read]](), 0
+        reads = [self._reads(writer, found, request) for writer, found in there]
+        while reads or under_way:
+            if reads and len(under_way) < MAX_READS * len(there):
+                turn = reads.pop(0)
+                if (read := next(turn, None)) is not None:
+                    under_way.append((self._begin(read), read))
+                    reads.append(turn)
+                continue
+            handle, read = under_way.popleft()
+            self._finish(handle, deadline_s)
+            num_bytes += read.bucket.num_bytes
+            if read.scratch is not None:
+                for part, start in read.bucket.parts:
+                    piece = packed(self.layout, read.scratch, part, start - read.bucket.start)
+                    part_of(self.layout, request.tensors, part).copy_(piece)
+                self._scratch.append(read.scratch)
+        return num_bytes
+
+    def _reads(self, writer: _Writer, found: Found, request: Request) -> Iterator[_Read]:
+        """A bucket each: straight into place where every part is one piece of memory there, else by way of scratch."""
+        writer.agent = self._agent.do("add_remote_agent", found.metadata)
+        self._register(request.tensors[self.layout.specs[0].key], self.layout.num_bytes)
+        for bucket in wanted(writer.buckets, request.only):
+            targets = [(part_of(self.layout, request.tensors, part), start) for part, start in bucket.parts]
+            scratch = None
+            if not all(target.is_contiguous() for target, _ in targets):
+                scratch = self._take_scratch(targets[0][0].device)
+                targets = [(scratch[: bucket.num_bytes], bucket.start)]
+            here = [(target.data_ptr(), target.nbytes, max(device_number(target), 0)) for target, _ in targets]
+            kinds = memory_kind(device_number(targets[0][0])), memory_kind(found.device)
+            far = [(found.base + start, target.nbytes, max(found.device, 0)) for target, start in targets]
+            yield _Read(bucket, writer.agent, here, far, kinds, scratch)
+
+    def _begin(self, read: _Read) -> Any:
+        here, far = (
+            self._agent.do("get_xfer_descs", places, kind)
+            for places, kind in zip((read.here, read.far), read.kinds, strict=True)
+        )
+        handle = self._agent.do("initialize_xfer", "READ", here, far, read.agent)
+        if self._agent.do("transfer", handle) == "ERR":
+            raise Broken("a read could not begin")
+        return handle
+
+    def _finish(self, handle: Any, deadline_s: float) -> None:
+        while (state := self._agent.do("check_xfer_state", handle)) == "PROC":
+            if time.monotonic() > deadline_s:
+                raise Broken(f"a read has not ended in {self._timeout_s:g} s")
+            time.sleep(1e-5)
+        if state == "ERR":
+            raise Broken("a read has failed")
+        self._agent.do("release_xfer_handle", handle)
+
+    def _register(self, first: Tensor, num_bytes: int) -> None:
+        if first.data_ptr() not in self._registered:
+            self._registered[first.data_ptr()] = register(self._agent, first, num_bytes)
+
+    def _take_scratch(self, device: torch.device) -> Tensor:
+        if self._scratch:
+            return self._scratch.pop()
+        size = max(bucket.num_bytes for writer in self._writers for bucket in writer.buckets)
+        scratch = torch.empty(size, dtype=torch.uint8, device=device)
+        self._register(scratch, size)
+        return scratch
+
+    def _leave(self) -> None:
+        for writer in self._writers:
+            writer.connection.close()
+            if writer.agent:
+                with suppress(Broken):
+                    self._agent.do("remove_remote_agent", writer.agent)
+        self._writers = []
+
+    def close(self) -> None:
+        self._leave()
+        for registered in self._registered.values():
+            with suppress(Broken):
+                self._agent.do("deregister_memory", registered)
+        self._registered, self._scratch, self._opened = {}, [], None
+
+
+class _Read(NamedTuple):
+    """One transfer."""
+
+    bucket: Bucket
+    agent: str
+    here: list[tuple[int, int, int]]
+    """Address, bytes, device."""
+    far: list[tuple[int, int, int]]
+    kinds: tuple[str, str]
+    """Of memory, here and there."""
+    scratch: Tensor | None
+    """Where it goes first, if not into place."""
+
+
+class Agent:
+    """NIXL's end in this process, on the network interface that has the address `host`. Raises ConfigError."""
+
+    def __init__(self, host: str) -> None:
+        for package in PACKAGES:
+            with suppress(ImportError):
+                api = import_module(f"{package}._api")
+                break
+        else:
+            raise ConfigError("`weight_sync.transport = 'nixl'` needs a package: pip install 'llamarl[nixl]'")
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        if name := interface_of(host):
+            os.environ.setdefault("UCX_NET_DEVICES", name)
+        strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        self._agent = api.nixl_agent(
+            secrets.token_hex(8), api.nixl_agent_config(enable_prog_thread=False, sync_mode=strict)
+        )
+        kinds = (kind for kind in vars(api.nixlBind).values() if isinstance(kind, type) and issubclass(kind, Exception))
+        self._errors = tuple(kinds)
+        """They have no base of their own in common."""
+
+    def do(self, method: str, *arguments: Any) -> Any:
+        """Raises Broken."""
+        try:
+            return getattr(self._agent, method)(*arguments)
+        except self._errors as error:
+            raise Broken(f"{type(error).__name__}: {error}") from error
+
+
+def interface_of(host: str) -> str:
+    """The network interface with this address; empty: there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == host:
+                    return name
+    return ""
+
+
+def register(agent: Agent, first: Tensor, num_bytes: int) -> Any:
+    """Lets the agent read or write so many bytes from where a tensor begins."""
+    device = device_number(first)
+    return agent.do("register_memory", [(first.data_ptr(), num_bytes, max(device, 0), "")], memory_kind(device))
+
+
+def device_number(tensor: Tensor) -> int:
+    """-1: in the machine's memory."""
+    return tensor.device.index or 0 if tensor.device.type == "cuda" else -1
+
+
+def memory_kind(device: int) -> str:
+    """NIXL's name for the memory of a device."""
+    return "DRAM" if device < 0 else "VRAM"
