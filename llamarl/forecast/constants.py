@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,30 +62,26 @@ class Constants:
 class Profile:
     """Measured numbers of one machine; whatever is missing keeps its default."""
 
-    constants: Constants
-    gpu: dict[str, Any]
+    constants: Constants = field(default_factory=Constants)
+    gpu: dict[str, Any] = field(default_factory=dict)
     """Fields of `Gpu` to replace."""
+    costs: dict[str, Any] = field(default_factory=dict)
+    """For the simulator, see `Costs`."""
+    run: dict[str, Any] = field(default_factory=dict)
+    """What was measured, for people."""
 
     def device(self, gpu: Gpu) -> Gpu:
         """`gpu` with the measured fields."""
-        return dataclasses.replace(gpu, **self.gpu)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _File:
-    """The parts of a profile. `costs` and `run` are for the simulator and for people."""
-
-    constants: dict[str, Any] = field(default_factory=dict)
-    gpu: dict[str, Any] = field(default_factory=dict)
-    costs: dict[str, Any] = field(default_factory=dict)
-    run: dict[str, Any] = field(default_factory=dict)
+        return replace(gpu, **self.gpu)
 
 
 def load_profile(path: str | Path | None) -> Profile:
     """The profile in a JSON file `{"constants": {...}, "gpu": {...}}`; None gives the defaults. Raises ConfigError."""
     if path is None:
-        return Profile(constants=Constants(), gpu={})
+        return Profile()
     data = read_json(path, "give a profile, {'constants': {...}, 'gpu': {...}}")
-    file = make_record(_File, data, "profile", str(path))
-    make_record(Gpu, dataclasses.asdict(GPUS["cpu-core"]) | file.gpu, "gpu", str(path))  # checks names and ranges
-    return Profile(constants=make_record(Constants, file.constants, "constants", str(path)), gpu=file.gpu)
+    given = data.get("constants", {})
+    constants = make_record(Constants, given, "constants", str(path)) if isinstance(given, dict) else given
+    profile = make_record(Profile, data | {"constants": constants}, "profile", str(path))
+    make_record(Gpu, asdict(GPUS["cpu-core"]) | profile.gpu, "gpu", str(path))  # checks names and ranges
+    return profile

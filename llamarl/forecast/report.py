@@ -126,11 +126,7 @@ def summary(simulation: Simulation) -> dict[str, Any]:
         **{f"idle_share.{role}": 1 - busy for role, busy in accounts.role_share.items()},
         "overlap_share": accounts.overlap_share,
         "verdict": str(simulation.verdict),
-        "deaths": simulation.num_deaths,
-        "joins": simulation.num_joins,
-        "dropped_rollouts": simulation.num_dropped,
-        "resubmitted_groups": simulation.num_resubmitted,
-        "resumed_rollouts": simulation.num_resumed,
+        **simulation.counts,
         "invalid_share": float(np.mean([step.invalid_share for step in simulation.steps])) if known else None,
         "wall_s": simulation.wall_s,
         "cpu_s": simulation.cpu_s,
@@ -150,10 +146,10 @@ def render_simulation(simulation: Simulation) -> str:
         f"{duration(simulation.virtual_s)} of virtual time",
         "idle": ", ".join(f"{role} {percent(1 - busy)}" for role, busy in simulation.accounts.role_share.items()),
         "verdict": found["verdict"],
-        "faults": f"{simulation.num_deaths} deaths, {simulation.num_joins} joins; {simulation.num_dropped:,} rollouts "
-        f"dropped, {simulation.num_resubmitted:,} groups generated again; "
+        "faults": f"{found['deaths']} deaths, {found['joins']} joins; {found['dropped_rollouts']:,} rollouts "
+        f"dropped, {found['resubmitted_groups']:,} groups generated again; "
         f"{percent(found['invalid_share'] or 0.0, 2)} of rewards invalid",
-        "resumed": f"{simulation.num_resumed:,} rollouts went on under newer weights than they began with",
+        "resumed": f"{found['resumed_rollouts']:,} rollouts went on under newer weights than they began with",
         "controller": f"{number(simulation.controller_s_per_group * 1e3)} ms of one core per group, "
         f"{percent(load, 1)} of a core at this pace; transport comes on top",
         "simulated": f"in {duration(simulation.wall_s)}",

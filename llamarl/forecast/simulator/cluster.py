@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from llamarl.cluster.api import ExecutorHandle
@@ -24,9 +25,6 @@ class SimulatedCluster:
         self.world = World(config=config, costs=costs, faults=faults, trainer_gpus=trainer_gpus, lengths=lengths)
         self.generators = list[SimulatedGenerator]()
         """All that were ever spawned."""
-        self.num_deaths = 0
-        self.num_dropped = 0
-        """Rollouts that were lost with their generator."""
 
     async def spawn(self, name: str) -> ExecutorHandle:
         """Starts an executor."""
@@ -48,8 +46,7 @@ class SimulatedCluster:
     def kill(self, handle: SimulatedGenerator) -> None:
         """Ends a generator as `kill -9` does."""
         if handle.is_alive:
-            self.num_deaths += 1
-            self.num_dropped += handle.num_unfinished
+            self.world.counts += Counter(deaths=1, dropped_rollouts=handle.num_unfinished)
             handle.die()
 
     async def strike(self, add_generator: Callable[[], Awaitable[None]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -42,6 +43,8 @@ class World:
     faults: Faults
     trainer_gpus: int
     lengths: ResponseLengths
+    counts: Counter[str] = field(default_factory=Counter)
+    """What happened, by the names of `COUNTS`."""
     executors_cpu_s: float = 0.0
     """Processor time inside simulated executors: in a real run it passes elsewhere, not in the controller."""
     controller: list[tuple[float, float]] = field(default_factory=list)
@@ -182,8 +185,6 @@ class SimulatedGenerator(SimulatedHandle):
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
         self._decoding_since_s: float | None = None
-        self.num_resumed = 0
-        """Rollouts that went on under newer weights than they began with."""
 
     @property
     def num_unfinished(self) -> int:
@@ -290,7 +291,7 @@ class SimulatedGenerator(SimulatedHandle):
     def _rollout(self, decoded: Decoded) -> Rollout:
         attempt = decoded.attempt
         before = self._begun.pop((attempt.group_id, attempt.index))
-        self.num_resumed += decoded.last_version > decoded.first_version
+        self._world.counts["resumed_rollouts"] += decoded.last_version > decoded.first_version
         # Of the tokens only their number and the oldest version matter to the controller: one array stands for all.
         versions_T = repeated(decoded.first_version, attempt.num_tokens)
         return Rollout(

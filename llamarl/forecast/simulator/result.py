@@ -12,6 +12,14 @@ from llamarl.observability.accounting import Accounts, Verdict
 from llamarl.observability.metrics import StepMetrics
 from llamarl.observability.spans import Span
 
+COUNTS = {
+    "deaths": "generators that died",
+    "joins": "generators that came in addition",
+    "dropped_rollouts": "lost unfinished with their generator",
+    "resubmitted_groups": "generated again, from their prompts, for that reason",
+    "resumed_rollouts": "that went on under newer weights than they began with",
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
@@ -31,14 +39,8 @@ class Simulation:
     """Groups in the order of their consumption."""
     loop_s: tuple[float, float]
     """Start and end of the loop, virtual seconds."""
-    num_deaths: int
-    num_joins: int
-    num_dropped: int
-    """Rollouts that were lost unfinished with their generator."""
-    num_resubmitted: int
-    """Groups that were generated again, from their prompts, for that reason."""
-    num_resumed: int
-    """Rollouts that went on under newer weights than they began with."""
+    counts: Mapping[str, int]
+    """By name, each of `COUNTS`."""
     spans: Mapping[str, list[Span]]
     wall_s: float
     """Real seconds that the simulation took."""

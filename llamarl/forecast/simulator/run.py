@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from llamarl.forecast.simulator.cores import SharedCores, in_turn
 from llamarl.forecast.simulator.faults import Faults
 from llamarl.forecast.simulator.ledger import StalenessCounter, StepLog
 from llamarl.forecast.simulator.records import simulated_prompts
-from llamarl.forecast.simulator.result import Simulation
+from llamarl.forecast.simulator.result import COUNTS, Simulation
 from llamarl.forecast.simulator.split import Split
 from llamarl.observability.accounting import Accounts, account, role_of, verdict
 from llamarl.observability.screen import NullScreen
@@ -93,7 +94,6 @@ class _Run:
         )
         self._loop_s = (0.0, 0.0)
         self._end = "finished"
-        self._num_joins = 0
 
     async def run(self) -> None:
         """Starts the executors, trains, stops them."""
@@ -129,7 +129,7 @@ class _Run:
     async def _join(self) -> None:
         """One more generator than the run began with."""
         await self._controller.recovery.add(await self._cluster.spawn_generator())
-        self._num_joins += 1
+        self._cluster.world.counts["joins"] += 1
 
     async def _spawn(self) -> Executors:
         generators = [f"generator-{number}" for number in range(self._split.replicas)]
@@ -171,8 +171,8 @@ class _Run:
 
     def result(self, wall_s: float, cpu_s: float) -> Simulation:
         """What was found, with the time that it took."""
-        cluster, telemetry = self._cluster, self._telemetry
-        spans = {name: list(work) for name, work in telemetry.spans.items()}
+        counts = self._cluster.world.counts + Counter(resubmitted_groups=self._controller.recovery.num_resubmitted)
+        spans = {name: list(work) for name, work in self._telemetry.spans.items()}
         steps, loop_s = self._log.steps, self._loop_s
         clock: Callable[[float], float] = float
         if self._costs.cores:
@@ -194,13 +194,9 @@ class _Run:
             staleness_bound=self._bound,
             group_ids=tuple(self._staleness.group_ids),
             loop_s=loop_s,
-            num_deaths=cluster.num_deaths,
-            num_joins=self._num_joins,
-            num_dropped=cluster.num_dropped,
-            num_resubmitted=self._controller.recovery.num_resubmitted,
-            num_resumed=sum(handle.num_resumed for handle in cluster.generators),
+            counts={name: counts[name] for name in COUNTS},
             spans=spans,
             wall_s=wall_s,
             cpu_s=cpu_s,
-            executors_cpu_s=cluster.world.executors_cpu_s,
+            executors_cpu_s=self._cluster.world.executors_cpu_s,
         )

@@ -25,8 +25,8 @@ def test_drop_goes_on_with_the_others(simulated: Simulate) -> None:
     found = simulated(config("drop"), costs=COSTS, faults=ONE_DEATH)
     assert found.end == "finished"
     assert sorted(found.group_ids) == list(range(80))
-    assert found.num_dropped > 0
-    assert found.num_resubmitted > 0
+    assert found.counts["dropped_rollouts"] > 0
+    assert found.counts["resubmitted_groups"] > 0
     assert set(found.spans) == {"trainer", "reward", "generator-0", "generator-1"}
     last_s = max(span.end_s for span in found.spans["generator-1"])
     assert last_s <= found.loop_s[0] + 12.0
@@ -70,7 +70,7 @@ def test_synchronous_runs_recover_too(simulated: Simulate) -> None:
 def test_joining_generators_take_weights_and_work(simulated: Simulate) -> None:
     found = simulated(config("stop"), costs=COSTS, faults=Faults(joins=((5.0, 2),)))
     assert found.end == "finished"
-    assert found.num_joins == 2
+    assert found.counts["joins"] == 2
     for name in ("generator-2", "generator-3"):
         kinds = [span.name for span in found.spans[name]]
         assert kinds[0] == "weight_sync"

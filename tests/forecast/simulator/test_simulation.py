@@ -41,7 +41,7 @@ def test_synchronous_step_is_slowest_generation_plus_train_plus_sync(simulated: 
     slowest_s = 3 * 400 * (0.01 + 0.001 * 4)
     assert [step.step_s for step in found.steps[1:]] == pytest.approx([slowest_s + TRAIN_S + 0.5 + 3 * 0.25] * 5)
     assert found.staleness == {0: 48}
-    assert found.num_resumed == 0, "nothing runs while weights change"
+    assert found.counts["resumed_rollouts"] == 0, "nothing runs while weights change"
     assert found.accounts.overlap_share == pytest.approx(0, abs=1e-9)
 
 
@@ -155,7 +155,7 @@ def test_every_group_once_and_none_too_old(
         assert sorted(found.group_ids) == list(range(32))
     else:
         assert found.end.startswith("MeshFailed")
-        assert found.num_deaths > 0
+        assert found.counts["deaths"] > 0
 
 
 def test_a_checkpoint_blocks_the_trainer_for_a_twentieth_and_is_written_beside_the_steps(simulated: Simulate) -> None:
@@ -216,6 +216,6 @@ def test_segments_survive_deaths(simulated: Simulate) -> None:
     )
     deaths = Faults(deaths=((12.0, 1), (12.1, 2), (40.0, 0)))
     found = simulated(config, replicas=3, faults=deaths, costs=Costs(generator_start_s=5.0))
-    assert (found.end, found.num_deaths) == ("finished", 3)
+    assert (found.end, found.counts["deaths"]) == ("finished", 3)
     assert sorted(found.group_ids) == list(range(80))
     assert max(found.staleness) <= found.staleness_bound
