@@ -13,7 +13,7 @@ from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import command_parser
 from llamarl.config import ConfigError, RunConfig, SftConfig, load_sft
 
-EPILOG = """RUN.toml, as of `llamarl train`: fine-tunes model.path on data.train, whose rows need a `solution`, with the
+EPILOG = """RUN.toml, as of `llamarl train`: fine-tunes model.path on data.train, by the field data.solution, with the
 settings of trainer, checkpoint and cluster; a step learns rollout.prompts_per_step documents. `llamarl export` writes
 the model.
 SFT.toml, without a section `model`: makes a small base model from scratch, tokenizer included.

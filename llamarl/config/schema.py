@@ -27,6 +27,8 @@ class DataConfig(Section):
     """Held-out prompt source; without it there is no evaluation."""
     template: str = "{question}\n"
     """Prompt text with `{field}` places, or `chat` for the tokenizer's own chat template."""
+    solution: str = "solution"
+    """Field of a row that `llamarl sft` learns as the response; `answer` where that shows the way to it."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longest prompt, in tokens."""
     overlong_prompts: Literal["skip", "refuse"] = "skip"

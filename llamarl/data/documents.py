@@ -5,7 +5,7 @@ Shape suffix: T tokens of one prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -15,10 +15,11 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.types import SampleGroup, TrainSample
 
 
-def check_solution(solution: object, row: str, where: str) -> str:
-    """The `solution` of a row. Raises ConfigError: there is none."""
+def solution_of(fields: Mapping[str, object], row: str, where: str, name: str = "solution") -> str:
+    """The text in the field `name` of a row. Raises ConfigError: there is none."""
+    solution = fields.get(name)
     if not isinstance(solution, str) or not solution:
-        raise ConfigError(f"{where}: row {row!r} has no `solution` text to learn from; every row needs one")
+        raise ConfigError(f"{where}: row {row!r} has no `{name}` text to learn from; every row needs one")
     return solution
 
 

@@ -16,7 +16,7 @@ from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import GeneratorConfig
 from llamarl.controller.ports import OptimizingPort
 from llamarl.controller.supervision import Interrupted, Supervisor
-from llamarl.data.documents import check_solution, num_tokens, to_documents
+from llamarl.data.documents import num_tokens, solution_of, to_documents
 from llamarl.data.prompts import load_prompts
 from llamarl.data.sampler import PromptSampler
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
@@ -56,7 +56,10 @@ def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[Sampl
     tokenizer = Tokenizer(path)
     check_vocabulary(tokenizer, shape.vocab_size)
     prompts = load_prompts(config.data, tokenizer, shape.max_position_embeddings).prompts
-    solutions = [check_solution(one.metadata.get("solution"), one.prompt_id, "data.train") for one in prompts]
+    solutions = [
+        solution_of({"answer": one.answer} | one.metadata, one.prompt_id, "data.train", config.data.solution)
+        for one in prompts
+    ]
     documents = list(to_documents([one.token_ids_T for one in prompts], solutions, tokenizer))
     limit = min(config.trainer.microbatch_tokens, shape.max_position_embeddings)
     fitting = [document for document in documents if num_tokens(document) <= limit]

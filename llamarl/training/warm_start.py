@@ -18,7 +18,7 @@ from llamarl.config.errors import ConfigError
 from llamarl.config.ref import build
 from llamarl.config.sft import SftConfig
 from llamarl.config.trainer import TrainerConfig
-from llamarl.data.documents import check_solution, filled, num_tokens, to_documents
+from llamarl.data.documents import filled, num_tokens, solution_of, to_documents
 from llamarl.data.prompts import SOURCES, fill_template
 from llamarl.data.sources import ProblemSource
 from llamarl.data.tokenizer import Tokenizer, train_byte_bpe
@@ -48,7 +48,7 @@ def warm_start(config: SftConfig, progress: Progress | None = None) -> Path:
     source: ProblemSource = build(config.source, SOURCES, "source")
     rows = [source[i] for i in range(len(source))]
     prompts = [fill_template(row, config.template) for row in rows]
-    solutions = [check_solution(row.solution, row.problem_id, "source") for row in rows]
+    solutions = [solution_of(row.metadata, row.problem_id, "source") for row in rows]
     output.parent.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)

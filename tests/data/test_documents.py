@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llamarl.config import ConfigError
-from llamarl.data.documents import check_solution, filled, num_tokens, to_documents
+from llamarl.data.documents import filled, num_tokens, solution_of, to_documents
 from llamarl.data.tokenizer import train_byte_bpe
 from tests.training.supervised import make_documents
 
@@ -29,7 +29,7 @@ def test_a_response_is_the_solution_and_the_end_of_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("solution", [None, "", 3])
 def test_a_row_without_a_solution_is_refused(solution: object) -> None:
     with pytest.raises(ConfigError, match=r"data\.train: row 'r7' has no `solution`"):
-        check_solution(solution, "r7", "data.train")
+        solution_of({"solution": solution}, "r7", "data.train")
 
 
 def test_a_step_holds_what_fits_and_an_epoch_each_document_once() -> None:

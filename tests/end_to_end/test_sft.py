@@ -53,6 +53,7 @@ def test_what_cannot_work_is_refused(toml: Path, tmp_path: Path) -> None:
     source = f"{{name = 'jsonl', path = '{tmp_path}/rows.jsonl'}}"
     for more, said in (
         (["--data.train", source], "data.train: row 'r7' has no `solution` text to learn from"),
+        (["--data.solution", "way"], "has no `way` text to learn from"),
         (["--trainer.microbatch_tokens", 9], "documents have more than 9 tokens; raise trainer.microbatch_tokens"),
         (["--trainer.parallelism.tp", 3], "trainer.parallelism"),
         (["--resume"], "--resume: there is no run"),
@@ -63,7 +64,9 @@ def test_what_cannot_work_is_refused(toml: Path, tmp_path: Path) -> None:
 
 
 def test_one_command_does_not_resume_the_other_s_run(toml: Path) -> None:
-    assert llamarl_here("sft", *options(toml, "other", 1)).returncode == 0
+    assert llamarl_here("sft", *options(toml, "other", 1), "--data.solution", "answer").returncode == 0
+    (row,) = rows(toml.parent / "runs/other/metrics.jsonl")
+    assert row["num_loss_tokens"] < row["num_input_tokens"] / 3
     done = llamarl_here("train", *options(toml, "other", 2), "--resume")
     assert done.returncode == 2
     assert "is of another command" in done.stderr
