@@ -35,6 +35,8 @@ UNLIMITED_BANDWIDTH = 1e18
 """On CPUs reading the weights is not measured apart from the rest of a forward, so it is no part of its own."""
 LEAST_S = 1e-9
 """What a fit that ends at or below zero becomes."""
+DISTURBED = 3.0
+"""A step that takes so many times longer than its simulation, compared with the other steps, had the machine taken."""
 TRIMMED = 0.1
 """Share of the shortest and of the longest spans that a mean leaves out."""
 
@@ -64,19 +66,21 @@ def make_profile(run: RecordedRun, *, cores: float, gpu: str | None) -> dict[str
 
 
 def _contention(run: RecordedRun, costs: Costs) -> float:
-    """With which a simulation of the run takes as long as the run did, at least 1; 1 where none is possible."""
-    config = run.config.model_copy(update={"steps": len(run.counters["train_s"]) + 1})
+    """With which a simulation takes as long as the run, disturbed steps apart; at least 1; 1 where none is possible."""
+    config = run.config.model_copy(update={"steps": len(run.step_s) + 1})
 
-    def step_s(contention: float) -> float:
+    def step_s(contention: float) -> np.ndarray:
         with tempfile.TemporaryDirectory() as folder:
             split, given = choose_split(config, costs, None, None), replace(costs, contention=contention)
-            return float(simulate(config, given, Faults(), split, Path(folder) / "metrics.jsonl").step_s.mean())
+            return simulate(config, given, Faults(), split, Path(folder) / "metrics.jsonl").step_s
 
     try:
         without_s, twice_s = step_s(1.0), step_s(2.0)
     except ConfigError:  # executors that only a real run has
         return 1.0
-    return 1 + max(0.0, run.step_s - without_s) / (twice_s - without_s) if twice_s > without_s else 1.0
+    undisturbed = run.step_s < DISTURBED * without_s * float(np.median(run.step_s / without_s))
+    longer_s, most_s = ((one - without_s)[undisturbed].sum() for one in (run.step_s, twice_s))
+    return 1 + max(0.0, float(longer_s / most_s)) if most_s > 0 else 1.0
 
 
 def measure(run: RecordedRun) -> Costs:

@@ -45,8 +45,8 @@ class RecordedRun:
     config: RunConfig
     counters: dict[str, np.ndarray]
     """Each of `COUNTERS`, per step, float64."""
-    step_s: float
-    """Mean seconds of a step."""
+    step_s: np.ndarray
+    """Seconds of each step, float64."""
     skips_equal_rewards: bool
     """Some response tokens were not computed, as their advantage was 0."""
     groups: list[list[tuple[int, float]]]
@@ -73,7 +73,7 @@ def read_run(path: str | Path) -> RecordedRun:
         path=folder,
         config=config,
         counters={name: _column(folder, rows, f"extra.{name}") for name in COUNTERS},
-        step_s=float(_column(folder, rows, "step_s").mean()),
+        step_s=_column(folder, rows, "step_s"),
         skips_equal_rewards=bool(
             (_column(folder, rows, "extra.num_computed_tokens") < _column(folder, rows, "num_loss_tokens")).any()
         ),
