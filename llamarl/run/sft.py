@@ -132,6 +132,8 @@ class FineTuning:
             done = order["step"]
         elif damaged:
             raise ConfigError("--resume: no checkpoint is whole, so --overwrite is all that is left")
+        elif self.resume:
+            self.warn("--resume: no checkpoint was saved yet; the run starts from the beginning")
         log.drop_after(done)
         while done < config.steps:
             documents = [self.documents[sampler.next()] for _ in range(config.rollout.prompts_per_step)]

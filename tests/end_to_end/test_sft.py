@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,33 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(toml: Path) -> None:
         assert done.returncode == 0, done.stderr
         weights.append((runs / name / "export/model.safetensors").read_bytes())
     assert weights[0] == weights[1] != (toml.parent / "model/model.safetensors").read_bytes()
+
+
+def test_an_end_saves_and_the_run_goes_on_from_there(toml: Path) -> None:
+    folder, ended = toml.parent / "runs/ended", threading.Event()
+
+    def end() -> None:
+        """After some steps, of which none is saved by itself."""
+        metrics = folder / "metrics.jsonl"
+        while not ended.wait(0.01):
+            if metrics.exists() and metrics.read_text().count("\n") >= 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    try:
+        done = llamarl_here("sft", *options(toml, "ended", 100_000), "--checkpoint.every_steps", 0)
+    finally:
+        ended.set()
+        ending.join()
+    assert (done.returncode, "ended by SIGTERM; go on with --resume" in done.stderr) == (130, True), done.stderr
+    (saved,) = (folder / "checkpoints").iterdir()
+    step = int(saved.name.removeprefix("step-"))
+    assert step >= 3
+    done = llamarl_here("sft", *options(toml, "ended", step + 1), "--resume")
+    assert done.returncode == 0, done.stderr
+    assert rows(folder / "metrics.jsonl")[-1]["step"] == step + 1
 
 
 def test_what_cannot_work_is_refused(toml: Path, tmp_path: Path) -> None:
