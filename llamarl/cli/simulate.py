@@ -7,14 +7,25 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llamarl.cli.main import FAILURE
 from llamarl.cli.options import command_parser
 from llamarl.config import ConfigError, RunConfig, load_config
-
-if TYPE_CHECKING:
-    from llamarl.forecast.costs import Costs
+from llamarl.forecast.constants import Constants
+from llamarl.forecast.costs import Costs
+from llamarl.forecast.feasibility import plans
+from llamarl.forecast.hardware import Pool, find_gpu
+from llamarl.forecast.lengths import SIGMA, Lengths
+from llamarl.forecast.pictures import TRACE_GENERATORS, chosen, write_html, write_png
+from llamarl.forecast.report import render_simulation, summary
+from llamarl.forecast.request import Request
+from llamarl.forecast.shapes import find_model
+from llamarl.forecast.simulator.faults import HELP, Faults
+from llamarl.forecast.simulator.run import simulate
+from llamarl.forecast.simulator.split import choose_split
+from llamarl.observability.accounting import write_trace
+from llamarl.observability.files import write_atomically
+from llamarl.run.folder import prepare_run_folder
 
 EPILOG = """Runs the real controller under a virtual clock over simulated executors; needs neither GPUs nor torch.
 Costs come from --costs (a JSON file), from the planner (--model and --gpu), or are those of a 70B model on H100s.
@@ -23,8 +34,6 @@ Exit codes: 0 all steps done, 1 the simulated run failed, 2 a setting cannot wor
 
 
 def _parser() -> argparse.ArgumentParser:
-    from llamarl.forecast.simulator.faults import HELP
-
     parser = command_parser("simulate", "Simulate a run on a cluster of any size.", EPILOG)
     add = parser.add_argument
     add("config", metavar="RUN.toml")
@@ -42,16 +51,6 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     options, overrides = _parser().parse_known_args(arguments)
     config = load_config(options.config, overrides)
-
-    from llamarl.forecast.costs import Costs
-    from llamarl.forecast.pictures import TRACE_GENERATORS, chosen, write_html, write_png
-    from llamarl.forecast.report import render_simulation, summary
-    from llamarl.forecast.simulator.faults import Faults
-    from llamarl.forecast.simulator.run import simulate
-    from llamarl.forecast.simulator.split import choose_split
-    from llamarl.observability.accounting import write_trace
-    from llamarl.observability.files import write_atomically
-    from llamarl.run.folder import prepare_run_folder
 
     if options.gpu and not options.model:
         raise ConfigError("--gpu chooses the kind of GPU for the planner; give --model NAME, or --gpus N for a number")
@@ -79,14 +78,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def _planned(options: argparse.Namespace, config: RunConfig) -> tuple[RunConfig, Costs]:
     """The planner's costs for the model, and its number of rollouts that a generator decodes at once."""
-    from llamarl.forecast.constants import Constants
-    from llamarl.forecast.costs import Costs
-    from llamarl.forecast.feasibility import plans
-    from llamarl.forecast.hardware import Pool, find_gpu
-    from llamarl.forecast.lengths import SIGMA, Lengths
-    from llamarl.forecast.request import Request
-    from llamarl.forecast.shapes import find_model
-
     if options.gpus is None:
         raise ConfigError("--model asks the planner, which needs the size of the cluster; give --gpus N")
     rollout = config.rollout
