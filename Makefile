@@ -5,6 +5,9 @@ VENV ?= .venv
 PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3,$(shell $(python) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $(python))))
 PIP_ARGS ?=
 TEST_PROCESSES ?= 2
+# Whose torch sees the GPU.
+GPU_PYTHON ?= python3
+GPU_CHECK ?=
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt $(PIP_ARGS)
 RUNTIME := $(VENV)/.llamarl-runtime
@@ -13,7 +16,7 @@ VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format types contract pytest vllm clean
+.PHONY: help demo test test-all lint format types contract pytest vllm gpu-check clean
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,12 +50,16 @@ pytest: $(DEV) ## Run the tests
 	@echo "tests: pytest"
 	@$(VENV)/bin/python -m pytest --quiet --numprocesses $(TEST_PROCESSES) --dist loadfile
 
+gpu-check: ## On a machine with a GPU: its tests, the demo, speeds beside their bars (WHEELS=folder: packages without a network)
+	@$(if $(WHEELS),$(GPU_PYTHON) -m pip install -q --no-index --no-deps --upgrade --target .gpu-site $(WHEELS)/*.whl)
+	@PYTHONPATH=$(CURDIR)/.gpu-site $(GPU_PYTHON) benchmarks/gpu/check.py $(GPU_CHECK)
+
 vllm: $(DEV) $(VLLM)/.llamarl-ready ## Build an environment with vLLM, for the CPU, and check the adapter against it
 	@echo "vllm: pytest"
 	@LLAMARL_VLLM_PYTHON=$(VLLM)/bin/python $(VENV)/bin/python -m pytest --quiet tests/generation/test_vllm.py
 
 clean: ## Remove the environment and every cache; runs/ stays
-	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(VLLM) .gpu-site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and pinned: a later step that must choose a torch finds one that fits.

@@ -15,10 +15,12 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "torchmonarch", "numpy", "tokenizers")
 
 
-def write_result(name: str, settings: dict[str, Any], figures: dict[str, Any], notes: list[str]) -> Path:
-    """Writes `results/NAME-DATE.json` and returns its path."""
+def write_result(
+    name: str, settings: dict[str, Any], figures: dict[str, Any], notes: list[str], folder: Path = RESULTS
+) -> Path:
+    """Writes `results/NAME-DATE.json`, or there in `folder`, and returns its path."""
     day = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    path = RESULTS / f"{name}-{day}.json"
+    path = folder / f"{name}-{day}.json"
     record = {
         "name": name,
         "date": day,
@@ -29,7 +31,7 @@ def write_result(name: str, settings: dict[str, Any], figures: dict[str, Any], n
         **figures,
         "notes": notes,
     }
-    RESULTS.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return path
 

@@ -1,7 +1,6 @@
-"""Generation by the native engine, vLLM and transformers: the same prompts, one thread each, in turns.
+"""Generation by the native engine, vLLM and transformers: the same prompts, one thread each, in turns, on a CPU.
 
-    python benchmarks/generation.py [--quick] [--models 10m] [--rows uniform-32/ours]     # on a CPU, one core each
-    python benchmarks/generation.py --device cuda                                         # on one GPU, no peers
+    python benchmarks/generation.py [--quick] [--models 10m] [--rows uniform-32/ours]
 
 Random Llama-shaped models; prompts of 64 to 256 tokens, 128 to 256 new ones, temperature 1, log-probabilities of what
 was sampled. Each engine is a process (`peers/`); in each repeat all engines run one after the other, and a row is the
@@ -308,8 +307,7 @@ def on_cpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measures and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--models", nargs="+", metavar="NAME", help="10m 35m 100m; with cuda 1b 8b; default: all")
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="10m 35m 100m; default: all")
     parser.add_argument(
         "--rows", nargs="+", default=[""], metavar="TEXT", help="only rows with one of these in WORKLOAD/ENGINE"
     )
@@ -324,20 +322,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.scale, options.repeats = 0.1, 1
-    if options.device == "cuda":
-        sys.path.insert(0, str(PEERS))
-        from gpu import on_gpu
-
-        found = iter([on_gpu(options.models, options.quick)])
-    else:
-        found = on_cpu(options)
-    for figures in found:
+    for figures in on_cpu(options):
         print(json.dumps({key: value for key, value in figures.items() if key != "rows"}, indent=2), flush=True)
         if not options.quick:
-            name = f"generation-{build.offered()[0]}" if options.device == "cpu" else "generation-gpu"
-            notes = NOTES if options.device == "cpu" else []
             settings = json.loads(json.dumps(vars(options), default=str))
-            print(write_result(name, settings, figures, notes), flush=True)
+            print(write_result(f"generation-{build.offered()[0]}", settings, figures, NOTES), flush=True)
 
 
 if __name__ == "__main__":

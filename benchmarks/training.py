@@ -1,7 +1,6 @@
 """What training costs: packed against padded groups, the memory of log-probabilities, and the share of the peak.
 
     python benchmarks/training.py [--repeats 5]
-    python benchmarks/training.py --device cuda      # the share of the peak of a 1B and an 8B shape, 4,096 tokens
 
 On a CPU, seconds are processor time of one thread, and variants take turns, so that what else runs here hits all of
 them. Peaks of memory are those of a process of its own for each variant, counted from before the call.
@@ -67,16 +66,6 @@ CPU_SHAPE = LLAMA | {
     "hidden_size": 512, "num_layers": 8, "num_heads": 8, "head_dim": 64, "intermediate_size": 1536,
     "vocab_size": 32_000,
 }  # fmt: skip
-GPU_SHAPES = {
-    "1b": LLAMA | {
-        "hidden_size": 2048, "num_layers": 16, "num_heads": 32, "head_dim": 64, "intermediate_size": 8192,
-        "tie_embeddings": True,
-    },
-    "8b": LLAMA | {
-        "hidden_size": 4096, "num_layers": 32, "num_heads": 32, "head_dim": 128, "intermediate_size": 14_336,
-    },
-}  # fmt: skip
-"""Llama 3.2 1B and Llama 3.1 8B."""
 
 
 def group(group_id: int, prompt_T: np.ndarray, lengths: list[int], vocab_size: int) -> RolloutGroup:
@@ -261,8 +250,8 @@ def head(repeats: int) -> dict[str, Any]:
 
 
 def share_of_peak(shape: ModelShape, device: torch.device, dtype: str, repeats: int) -> dict[str, Any]:
-    """Forward and backward of 4,096 packed tokens (2,048 on a CPU) without the optimizer."""
-    num_tokens = 2048 if device.type == "cpu" else 4096
+    """Forward and backward of 2,048 packed tokens without the optimizer."""
+    num_tokens = 2048
     prompt_T = np.zeros(num_tokens // 8, np.int32)
     groups = [group(n, prompt_T, [num_tokens // 8] * 3, shape.vocab_size) for n in range(2)]
     samples = [to_sample_group(one, np.ones(3)) for one in groups]
@@ -272,8 +261,6 @@ def share_of_peak(shape: ModelShape, device: torch.device, dtype: str, repeats: 
         "compile": {"compile": True},
         "lora": {"lora": {"rank": 16}},
     }
-    if device.type == "cuda":
-        variants = {"activation_checkpointing_compile": {"activation_checkpointing": True, "compile": True}}
     trainers = dict[str, Trainer]()
     for name, config in variants.items():
         trainers[name] = trainer_of(new_model(shape, seed=1, std=0.02), device, dtype=dtype, **config)
@@ -296,7 +283,6 @@ def share_of_peak(shape: ModelShape, device: torch.device, dtype: str, repeats: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--head", help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -305,13 +291,6 @@ def main() -> None:
         print(json.dumps(head_once(options.head, options.budget)))
         return
     settings = {"repeats": options.repeats, "head": HEAD, "groups": NUM_GROUPS, "group_size": GROUP}
-    if options.device == "cuda":
-        shapes = {name: ModelShape(**shape) for name, shape in GPU_SHAPES.items()}
-        device = torch.device("cuda")
-        found = {name: share_of_peak(shape, device, "bfloat16", options.repeats) for name, shape in shapes.items()}
-        print(json.dumps(found, indent=1))
-        print(write_result("training_gpu", settings, found, ["The optimizer's step is left out of these times."]))
-        return
     figures = {"packing": packing(4 * options.repeats)}
     print(json.dumps(figures), flush=True)
     figures["share_of_peak"] = share_of_peak(ModelShape(**CPU_SHAPE), CPU, "float32", options.repeats)

@@ -1,0 +1,69 @@
+"""Models, and what a device does at best, for the parts of the check."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from llamarl.models.shape import ModelShape
+from llamarl.models.transformer import Transformer
+
+MODELS = {
+    "1b": ModelShape(
+        family="llama", hidden_size=2048, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64,
+        intermediate_size=8192, vocab_size=128_256, max_position_embeddings=4096, tie_embeddings=True,
+    ),
+    "8b": ModelShape(
+        family="llama", hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
+        intermediate_size=14_336, vocab_size=128_256, max_position_embeddings=4096,
+    ),
+    "toy": ModelShape(
+        family="llama", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+        intermediate_size=128, vocab_size=512, max_position_embeddings=512, tie_embeddings=True,
+    ),
+}  # fmt: skip
+"""Llama 3.2 1B, Llama 3.1 8B, and what a processor runs to try the check itself."""
+
+
+class RandomWeights(Mapping[str, torch.Tensor]):
+    """Each tensor is drawn when it is asked for: copies of all would not fit beside the model."""
+
+    def __init__(self, shape: ModelShape, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        with torch.device("meta"):
+            self._shapes = {name: weight.shape for name, weight in Transformer(shape).named_parameters()}
+        self._device, self._dtype = device, dtype
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape = self._shapes[name]
+        drawn = torch.randn(shape, device=self._device, dtype=self._dtype)
+        return drawn * 0.02 if len(shape) > 1 else torch.ones_like(drawn)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def wait(device: str) -> None:
+    """Until the device has done what it was asked."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def seconds_of(device: str, work: object) -> float:
+    """Of a call, all of it."""
+    wait(device)
+    start_s = time.perf_counter()
+    work()  # pyrefly: ignore
+    wait(device)
+    return time.perf_counter() - start_s
+
+
+def copy_bytes_per_s(device: str) -> float:
+    """Bytes read and written by a copy, on the device."""
+    source = torch.ones(1 << (30 if device.startswith("cuda") else 24), device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / min(seconds_of(device, lambda: target.copy_(source)) for _ in range(5))

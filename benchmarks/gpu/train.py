@@ -1,0 +1,121 @@
+"""Forward and backward of packed tokens at 1B and 8B shapes, as a share of the device's peak; and the log-prob path.
+
+    python benchmarks/gpu/train.py [--device cuda] [--models 1b 8b] [--tokens 4096]
+
+Of the 8B shape as many layers as fit with gradients and moments. Flops are 6 N plus attention; what is computed again
+does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from shapes import MODELS, seconds_of
+from torch import Tensor
+
+from llamarl.algorithms.advantages.group_mean import GroupMean
+from llamarl.algorithms.losses.aipo import Aipo
+from llamarl.config.trainer import TrainerConfig
+from llamarl.models.hf import new_model
+from llamarl.models.shape import ModelShape
+from llamarl.training.cost import step_cost
+from llamarl.training.logprobs import target_logprobs
+from llamarl.training.optimization import finished
+from llamarl.training.trainer import Trainer
+from llamarl.types import SampleGroup, TrainSample
+
+REPEATS = 5
+DATA_SHEET_TFLOPS = 989.0
+"""bfloat16 of an H100 or H200, dense."""
+BYTES_PER_WEIGHT = 4 + 4 + 8 + 2
+"""Weight, gradient, moments, and the copy that is computed with."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--models", nargs="+", default=["1b", "8b"])
+    parser.add_argument("--tokens", type=int, default=4096)
+    options = parser.parse_args()
+    found: dict[str, Any] = {}
+    for name in options.models:
+        shape = fitted(MODELS[name], options.device)
+        found[name] = trained(shape, options.device, options.tokens)
+        print(json.dumps({name: found[name]}), flush=True)
+        gc.collect()
+    found["logprobs"] = log_probabilities(MODELS[options.models[-1]], options.device, 2 * options.tokens)
+    print(json.dumps(found), flush=True)
+
+
+def fitted(shape: ModelShape, device: str) -> ModelShape:
+    """With as many layers as fit in three quarters of the memory."""
+    if not device.startswith("cuda"):
+        return shape
+    rest = replace(shape, num_layers=0).num_parameters
+    layer = replace(shape, num_layers=1).num_parameters - rest
+    room = 0.75 * torch.cuda.mem_get_info()[0] / BYTES_PER_WEIGHT - rest
+    return replace(shape, num_layers=min(shape.num_layers, int(room // layer)))
+
+
+def trained(shape: ModelShape, device: str, num_tokens: int) -> dict[str, Any]:
+    """Two groups of one prompt and three responses each."""
+    rng = np.random.default_rng(0)
+    groups = [sample_group(shape, rng, num_tokens // 8) for _ in range(2)]
+    model = new_model(shape, seed=1, std=0.02).to(device)
+    config = TrainerConfig(dtype="bfloat16", activation_checkpointing=True, microbatch_tokens=num_tokens)
+    trainer = Trainer(model, config, Aipo(), GroupMean(), 1.0)
+    work = lambda: finished(trainer.accumulate(groups, num_tokens))  # noqa: E731
+    seconds_of(device, work)
+    step_s = statistics.median(seconds_of(device, work) for _ in range(REPEATS))
+    flops = step_cost(shape, groups, None).flops
+    peak = torch.cuda.max_memory_allocated() if device.startswith("cuda") else None
+    return {
+        "layers": shape.num_layers, "parameters": shape.num_parameters, "tokens": num_tokens, "step_s": step_s,
+        "mfu": flops / step_s / DATA_SHEET_TFLOPS / 1e12, "peak_bytes": peak,
+    }  # fmt: skip
+
+
+def sample_group(shape: ModelShape, rng: np.random.Generator, length: int) -> SampleGroup:
+    def tokens() -> np.ndarray:
+        return rng.integers(0, shape.vocab_size, length).astype(np.int32)
+
+    columns = {
+        "behavior_logprobs": np.full(length, -5.0, np.float32), "policy_versions": np.zeros(length, np.int32),
+        "advantages": np.ones(length, np.float32), "loss_mask": np.ones(length, bool),
+    }  # fmt: skip
+    samples = tuple(TrainSample(columns={"token_ids": tokens(), **columns}) for _ in range(3))
+    return SampleGroup(prompt_token_ids_T=tokens(), samples=samples)
+
+
+def log_probabilities(shape: ModelShape, device: str, num_targets: int) -> dict[str, float]:
+    """Log-probabilities of so many targets and their gradients, by tiles, and by all logits at once."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    hidden_R_D = (torch.randn(num_targets, shape.hidden_size, device=device, dtype=dtype) * 0.1).requires_grad_()
+    head_V_D = (torch.randn(shape.vocab_size, shape.hidden_size, device=device, dtype=dtype) * 0.02).requires_grad_()
+    targets_R = torch.randint(0, shape.vocab_size, (num_targets,), device=device)
+
+    def tiled() -> None:
+        target_logprobs(hidden_R_D, head_V_D, targets_R, 1.0).sum().backward()
+
+    def plain() -> None:
+        logits_R_V: Tensor = (hidden_R_D @ head_V_D.t()).float()
+        logits_R_V.log_softmax(-1).gather(1, targets_R[:, None]).sum().backward()
+
+    found = {}
+    for name, work in (("tiled", tiled), ("plain", plain)):
+        seconds_of(device, work)
+        found[f"{name}_s"] = statistics.median(seconds_of(device, work) for _ in range(REPEATS))
+    flops = 8 * num_targets * shape.vocab_size * shape.hidden_size  # logits are computed again in backward
+    return found | {"time_ratio": found["tiled_s"] / found["plain_s"], "tflops": flops / found["tiled_s"] / 1e12}
+
+
+if __name__ == "__main__":
+    main()
