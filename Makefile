@@ -50,7 +50,7 @@ pytest: $(DEV) ## Run the tests
 	@echo "tests: pytest"
 	@$(VENV)/bin/python -m pytest --quiet --numprocesses $(TEST_PROCESSES) --dist loadfile
 
-gpu-check: ## On a machine with a GPU: its tests, the demo, speeds beside their bars (WHEELS=folder: packages without a network)
+gpu-check: ## On a machine with a GPU: tests, demo, speeds beside their bars (WHEELS=folder: without a network)
 	@$(if $(WHEELS),$(GPU_PYTHON) -m pip install -q --no-index --no-deps --upgrade --target .gpu-site $(WHEELS)/*.whl)
 	@PYTHONPATH=$(CURDIR)/.gpu-site $(GPU_PYTHON) benchmarks/gpu/check.py $(GPU_CHECK)
 
