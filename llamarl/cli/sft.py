@@ -52,7 +52,7 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
     from llamarl.cluster.api import ExecutorError
     from llamarl.controller.supervision import Interrupted
     from llamarl.run.folder import check_run_folder, prepare_run_folder
-    from llamarl.run.sft import FineTuning, load_documents
+    from llamarl.run.sft import FineTuning, load_documents, place_trainer
     from llamarl.run.warm_start import ensure_base_model
     from llamarl.training.result import NonFiniteStep
 
@@ -61,11 +61,14 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
 
     check_run_folder(config, resume=resume, overwrite=overwrite)
     ensure_base_model(config)
-    documents = load_documents(config, warn)
+    documents, placement = load_documents(config, warn), place_trainer(config)
     folder = prepare_run_folder(config, resume=resume, overwrite=overwrite)
     try:
         with _bar(config.name, config.steps) as show:
-            FineTuning(config=config, documents=documents, folder=folder, resume=resume, progress=show, warn=warn).run()
+            FineTuning(
+                config=config, documents=documents, placement=placement, folder=folder, resume=resume, progress=show,
+                warn=warn,
+            ).run()  # fmt: skip
     except Interrupted as error:
         warn(f"{error}; go on with --resume. Files: {folder.path}")
         return INTERRUPTED

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from llamarl.observability.sinks import MetricsLog
 from llamarl.run.assembly import interruptible
 from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.run.folder import RunFolder
-from llamarl.run.placement import place
+from llamarl.run.placement import Placement, place
 from llamarl.run.prepare import check_parallelism
 from llamarl.training.result import StepResult
 from llamarl.types import SampleGroup
@@ -55,7 +55,11 @@ def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[Sampl
     check_parallelism(shape, config.trainer.parallelism, path)
     tokenizer = Tokenizer(path)
     check_vocabulary(tokenizer, shape.vocab_size)
-    prompts = load_prompts(config.data, tokenizer, shape.max_position_embeddings).prompts
+    loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings)
+    if loaded.num_overlong:
+        said = f"data.train: {loaded.num_overlong} prompts are too long and were skipped"
+        warn(f"{said} (data.max_prompt_tokens = {config.data.max_prompt_tokens})")
+    prompts = loaded.prompts
     solutions = [
         solution_of({"answer": one.answer} | one.metadata, one.prompt_id, "data.train", config.data.solution)
         for one in prompts
@@ -71,12 +75,21 @@ def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[Sampl
     return fitting
 
 
+def place_trainer(config: RunConfig) -> Placement:
+    """Its devices. Raises ConfigError: they are not here."""
+    placement = place(config.model_copy(update={"generator": GeneratorConfig()}))  # which does not run
+    placement = replace(placement, assignments=placement.assignments[:1])
+    placement.check()
+    return placement
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FineTuning:
     """A run of `steps` times `rollout.prompts_per_step` documents."""
 
     config: RunConfig
     documents: list[SampleGroup]
+    placement: Placement
     folder: RunFolder
     resume: bool
     progress: Progress
@@ -86,17 +99,14 @@ class FineTuning:
         """To its end.
 
         Raises:
-            ConfigError: a device or the checkpoint cannot work.
+            ConfigError: the checkpoint cannot work.
             Interrupted: the user ended it; the last checkpoint is intact.
             ExecutorError, NonFiniteStep: it failed.
         """
         config, num_ranks = self.config, self.config.trainer.parallelism.num_ranks
-        placement = place(config.model_copy(update={"generator": GeneratorConfig()}))  # which does not run
-        placement = replace(placement, assignments=placement.assignments[:1])
-        placement.check()
         spec = executor_spec(
             "trainer", "sft:SftExecutor", config.trainer.threads, num_ranks, config=config, resume=self.resume,
-            env=placement.env("trainer"),
+            env=self.placement.env("trainer"),
             rendezvous=open_rendezvous(num_ranks, config.cluster.start_timeout_s),
             checkpoint_folder=str(self.folder.checkpoints),
         )  # fmt: skip
@@ -111,18 +121,20 @@ class FineTuning:
                 (handle,) = await supervisor.run(spawn_all(cluster, [spec], limits.start_timeout_s))
                 supervisor.watch(handle)
                 trainer = port(SftPort, handle, limits.call_timeout_s)
+                under_way = list[asyncio.Task[None]]()
                 try:
-                    await supervisor.run(self._learn(trainer, log))
+                    await supervisor.run(self._learn(trainer, log, supervisor, under_way))
                 except Interrupted:
-                    with suppress(TimeoutError, ExecutorError):  # then the last periodic one stands
-                        async with asyncio.timeout(WIND_DOWN_S):
-                            await _save(trainer)
+                    await self._wind_down(trainer, under_way)
                     raise
         finally:
             await supervisor.stop()
             await cluster.shutdown(limits.shutdown_timeout_s)
 
-    async def _learn(self, trainer: SftPort, log: MetricsLog) -> None:
+    async def _learn(
+        self, trainer: SftPort, log: MetricsLog, supervisor: Supervisor, under_way: list[asyncio.Task[None]]
+    ) -> None:
+        """All steps; the one `under_way` outlives an interruption, as its line and its checkpoint belong together."""
         config, sampler, done = self.config, PromptSampler(len(self.documents), self.config.seed), 0
         order, damaged = await trainer.resumed()
         if damaged:
@@ -138,14 +150,30 @@ class FineTuning:
         while done < config.steps:
             documents = [self.documents[sampler.next()] for _ in range(config.rollout.prompts_per_step)]
             done += 1
-            result = await trainer.step(documents, sampler.state() | {"step": done})
-            log.write({"kind": "step", "step": done, "skipped": int(result.skipped), **result.metrics})
-            self.progress(done, result.metrics)
-            if result.skipped:
-                self.warn(f"skipped {result.cause}")
-            every = config.checkpoint.every_steps
-            if done == config.steps or (every and done % every == 0):
+            step = self._step(trainer, log, documents, sampler.state() | {"step": done})
+            under_way[:] = [supervisor.start(step, f"step {done}")]
+            await asyncio.shield(under_way[0])
+
+    async def _step(
+        self, trainer: SftPort, log: MetricsLog, documents: list[SampleGroup], order: dict[str, int]
+    ) -> None:
+        config, done = self.config, order["step"]
+        result = await trainer.step(documents, order)
+        log.write({"kind": "step", "step": done, "skipped": int(result.skipped), **result.metrics})
+        self.progress(done, result.metrics)
+        if result.skipped:
+            self.warn(f"skipped {result.cause}")
+        every = config.checkpoint.every_steps
+        if done == config.steps or (every and done % every == 0):
+            await _save(trainer)
+
+    async def _wind_down(self, trainer: SftPort, under_way: list[asyncio.Task[None]]) -> None:
+        try:
+            async with asyncio.timeout(WIND_DOWN_S):
+                await asyncio.gather(*under_way)
                 await _save(trainer)
+        except (TimeoutError, ExecutorError) as error:
+            self.warn(f"no checkpoint at the end, the last periodic one stands: {error!r}")
 
 
 async def _save(trainer: SftPort) -> None:

@@ -179,7 +179,7 @@ class NixlSubscriber(CopyingSubscriber):
 
     def _read(self, request: Request, there: Sequence[tuple[_Writer, Found]]) -> int:
         """Fills the tensors, some buckets at a time; how many bytes came."""
-        deadline_s, under_way, num_bytes = time.monotonic() + self._timeout_s, deque[tuple[Any, _Read]](), 0
+        under_way, num_bytes = deque[tuple[Any, _Read]](), 0
         reads = [self._reads(writer, found, request) for writer, found in there]
         while reads or under_way:
             if reads and len(under_way) < MAX_READS * len(there):
@@ -189,7 +189,7 @@ class NixlSubscriber(CopyingSubscriber):
                     reads.append(turn)
                 continue
             handle, read = under_way.popleft()
-            self._finish(handle, deadline_s)
+            self._finish(handle)
             num_bytes += read.bucket.num_bytes
             if read.scratch is not None:
                 for part, start in read.bucket.parts:
@@ -223,7 +223,9 @@ class NixlSubscriber(CopyingSubscriber):
             raise Broken("a read could not begin")
         return handle
 
-    def _finish(self, handle: Any, deadline_s: float) -> None:
+    def _finish(self, handle: Any) -> None:
+        """The oldest read of all: it has ended in time, however many come after it."""
+        deadline_s = time.monotonic() + self._timeout_s
         while (state := self._agent.do("check_xfer_state", handle)) == "PROC":
             if time.monotonic() > deadline_s:
                 raise Broken(f"a read has not ended in {self._timeout_s:g} s")
