@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llamarl.config.errors import ConfigError
 from llamarl.generation.attention import backend_name, plan_attention
 from llamarl.generation.backend import EngineModel, EngineStats
 from llamarl.generation.graphs import DecodeGraphs
@@ -37,6 +38,9 @@ from llamarl.generation.score import score
 from llamarl.generation.sequence import Group, Sequence
 from llamarl.generation.stop import StopStrings
 from llamarl.types import FinishReason, GenerationRequest, Rollout
+
+_WORK_SHARE = 0.05
+"""Of a GPU's memory, left to activations, CUDA graphs and libraries."""
 
 
 class Engine:
@@ -61,7 +65,7 @@ class Engine:
             max_running: rollouts that decode at once.
             prefill_tokens: prompt tokens that join one step at most.
             kv_bytes: memory for keys and values. None: what `max_running` full contexts need, but at most a quarter of
-                the machine's memory (CPU) or half of what is free (GPU).
+                the machine's memory (CPU) or half of what is free beside a second set of weights (GPU).
             version: policy version of the model's weights.
             kv_on_update: what becomes of keys and values when the weights change. "keep" costs nothing; "recompute"
                 prefills every token again, and then rollouts go on as if the new weights had seen all of it.
@@ -267,10 +271,21 @@ def kv_budget(model: EngineModel, max_running: int, num_ranks: int = 1) -> int:
     """Bytes that keys and values of this rank take when nobody says how many.
 
     Tensor-parallel ranks agree on the least of theirs; on a CPU they share the memory that bounds it.
+
+    Raises:
+        ConfigError: a GPU is too small for new weights beside those in use.
     """
     shape, device = model.shape, model.device
     block_bytes = KVCache.block_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, model.kv_dtype)
     full = max_running * -(-shape.max_position_embeddings // BLOCK_SIZE) * block_bytes
     if device.type == "cuda":
-        return min(full, torch.cuda.mem_get_info(device)[0] // 2)
+        free, total = torch.cuda.mem_get_info(device)
+        weights = sum(spec.num_bytes for spec in model.specs()) if isinstance(model, GeneratorModel) else 0
+        reserved = int(1.1 * weights + _WORK_SHARE * total)
+        if free <= reserved:
+            raise ConfigError(
+                f"{free / 1e9:.3g} GB of {device} are free, but {reserved / 1e9:.3g} GB are needed for new weights and "
+                "for work; use more generator.tensor_parallel or a smaller generator.dtype"
+            )
+        return min(full, (free - reserved) // 2)
     return min(full, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // num_ranks)

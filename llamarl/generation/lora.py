@@ -56,7 +56,7 @@ class AdapterMerger:
     @torch.no_grad()
     def hold(self, adapters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What `GeneratorModel.use` takes; see `GeneratorModel.hold`. Raises NonFiniteWeights."""
-        spare = self._model.spare()
+        spare = self._model.spare(whole=True)
         with device_stream(self._model.device):
             for name, frozen in self._frozen.items():
                 a_R_I, b_O_R = (one.to(frozen.device) for one in adapter_of(adapters, name))

@@ -103,6 +103,9 @@ class GeneratorModel:
         self._network = Network()
         self._rooms = [Room(), Room()]
         self._spare: Mapping[str, Tensor] | None = None
+        self._spare_is_whole = False
+        self._swapped: torch.Event | torch.cuda.Event | None = None
+        """Until then the GPU may read what is the spare now."""
         self.weights_at = 0
         """Another number when the weights in use lie elsewhere."""
 
@@ -162,14 +165,21 @@ class GeneratorModel:
             tensors = spare
         return self._built(tensors)
 
-    def spare(self) -> Mapping[str, Tensor]:
-        """Tensors to write into and then to `use`: a copy of those in use, or those of before with their values."""
+    def spare(self, whole: bool = False) -> Mapping[str, Tensor]:
+        """Tensors to write into and then to `use`, which nobody reads any more.
+
+        Args:
+            whole: they hold weights, of now or of before, for who will not overwrite all of them.
+        """
         if self._spare is None:
-            spare = self._buffer()
+            self._spare = self._buffer()
+        if self._swapped is not None:
+            self._swapped.synchronize()  # on the host: others than this GPU may write there
+        if whole and not self._spare_is_whole:
             with device_stream(self.device):
                 for key, tensor in self._used.items():
-                    spare[key].copy_(tensor)
-            self._spare = spare
+                    self._spare[key].copy_(tensor)
+            self._spare_is_whole = True
         return self._spare
 
     def room(self, specs: Sequence[TensorSpec]) -> Callable[[], Mapping[str, Tensor]]:
@@ -196,7 +206,9 @@ class GeneratorModel:
         network = tensors if isinstance(tensors, Network) else self._built(tensors)
         assert network.built == network.room.begun, "later weights took the room of these"
         if self._spare is not None and network[EMBEDDING] is self._spare[EMBEDDING]:
-            self._spare = self._used
+            self._spare, self._spare_is_whole = self._used, True
+            if self.device.type == "cuda":  # steps that were launched read on
+                self._swapped = torch.cuda.current_stream(self.device).record_event()
         self._used = self._network = network
         self.weights_at = hash(tuple(network[key].data_ptr() for key in self._shapes))
 
@@ -287,6 +299,8 @@ class GeneratorModel:
 def device_stream(device: torch.device) -> Iterator[None]:
     """Work on a GPU beside the decoding; done at the end."""
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    if stream is not None:  # what was launched before may still use the memory that is written here
+        stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield
     if stream is not None:

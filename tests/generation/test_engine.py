@@ -16,7 +16,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from llamarl.config.errors import ConfigError
 from llamarl.generation.engine import kv_budget
+from llamarl.generation.model import GeneratorModel
 from llamarl.generation.stop import StopStrings
 from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
@@ -364,3 +366,23 @@ def test_stop_strings_end_rollouts_also_across_segments(model: Transformer, make
         tokens = free[key].token_ids_T
         ends = [n for n in range(1, 61) if any(string in decode(tokens[:n]) for string in sampling.stop_strings)]
         np.testing.assert_array_equal(rollout.token_ids_T, tokens[: ends[0] if ends else 60])
+
+
+@pytest.mark.parametrize(("gb", "fits"), [(80, True), (30, True), (20, False)])
+def test_a_gpu_keeps_room_for_new_weights(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch, gb: int, fits: bool
+) -> None:
+    """Weights of 10.5 GB: what is left after those in use holds keys and values, a second set and a tenth of it."""
+    served = GeneratorModel(
+        replace(model.shape, hidden_size=1 << 16, vocab_size=40_000, max_position_embeddings=1 << 20),
+        "bfloat16",
+        "cuda:0",
+    )
+    weights, total = sum(spec.num_bytes for spec in served.specs()), gb * 10**9
+    assert 10e9 < weights < 11e9
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - weights, total))
+    if not fits:
+        with pytest.raises(ConfigError, match="GB of cuda:0 are free"):
+            kv_budget(served, 512)
+        return
+    assert 0.1 * (total - 2 * weights) < kv_budget(served, 512) < total - 2.1 * weights

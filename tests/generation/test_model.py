@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -305,3 +306,33 @@ def test_two_ranks_equal_one(name, precision):
 def test_ranks_that_cannot_share_the_model_are_refused():
     with pytest.raises(ValueError, match="cannot share"):
         GeneratorModel(replace(SHAPE, vocab_size=131), "float32", "cpu", tensor_parallel=Rank(Meeting(2), 0))
+
+
+def test_nobody_writes_into_weights_that_a_gpu_still_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory is handed out, for adapters or for a transport, when steps launched before the swap are done."""
+    base = trainer(SHAPES["llama"])
+    model = loaded(base, "float32")
+    spare, log = model.spare(), list[str]()
+    event = SimpleNamespace(synchronize=lambda: log.append("synchronize"))
+    stream = SimpleNamespace(record_event=lambda: log.append("record") or event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    for tensor in spare.values():
+        tensor.fill_(1)
+    model.use(spare)
+    assert log == ["record"]
+    before = model.room(model.specs())()
+    assert log == ["record", "synchronize"]
+    assert all(torch.equal(before[name], p) for name, p in base.named_parameters()), "weights of before"
+    assert model.spare(whole=True) is before, "not copied again"
+
+
+def test_the_spare_is_filled_for_who_does_not_fill_it() -> None:
+    base = trainer(SHAPES["llama"])
+    model = loaded(base, "float32")
+    for tensor in model.spare().values():
+        tensor.fill_(0)
+    assert not any(tensor.any() for tensor in model.room(model.specs())().values()), "left alone"
+    assert all(torch.equal(model.spare(whole=True)[name], p) for name, p in base.named_parameters())
