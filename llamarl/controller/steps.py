@@ -10,6 +10,10 @@ from llamarl.controller.telemetry import StepMark, Telemetry
 from llamarl.training.result import PolicyStepResult, StepResult
 from llamarl.types import RolloutGroup
 
+REQUESTS_FIRST_S = 0.003
+"""A version that is released lets new requests out: they leave before the step is recorded, which takes longer than the
+generators need to begin."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Step:
@@ -27,6 +31,7 @@ class Step:
     async def record(self, telemetry: Telemetry, num_ready: int) -> None:
         """Once its weights have been released and the critic has learnt from it."""
         sync = await self.sync if self.sync and not self.sync.cancelled() else SyncReport()
+        await asyncio.sleep(REQUESTS_FIRST_S)
         learnt = await asyncio.shield(self.critic) if self.critic else None
         result = self.result.result()
         if learnt:
