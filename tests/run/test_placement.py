@@ -66,8 +66,8 @@ def test_all_roles_are_counted_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_few_are_refused_with_the_table() -> None:
-    placement = place(config_of(**FOUR_AND_FOUR), 6)
-    with pytest.raises(ConfigError, match=r"8 GPUs are needed and this host has 6; lower .*:\n  executor [^$]*cuda 7"):
+    placement = place(config_of(**FOUR_AND_FOUR), 7)
+    with pytest.raises(ConfigError, match=r"8 GPUs are needed and this host has 7; lower .*:\n  executor [^$]*cuda 7"):
         placement.check()
 
 
@@ -94,9 +94,11 @@ def test_named_devices_of_replicas(device: str, expected: list[tuple[int, ...]])
     assert [found["generator-0"], found["generator-1"]] == expected
 
 
-def test_names_for_some_ranks_are_refused() -> None:
-    config = config_of(trainer={"device": "cuda:4", "parallelism": {"fsdp": 4}})
-    with pytest.raises(ConfigError, match=r"trainer.device = 'cuda:4' names 1 devices for 4 ranks; name one for each"):
+@pytest.mark.parametrize(("device", "count"), [("cuda:4", 1), ("cuda:0-4", 5)])
+def test_names_that_are_not_one_for_each_rank_are_refused(device: str, count: int) -> None:
+    config = config_of(trainer={"device": device, "parallelism": {"fsdp": 4}})
+    said = f"trainer.device = '{device}' names {count} devices for 4 ranks; name one for each"
+    with pytest.raises(ConfigError, match=said):
         place(config, 8)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llamarl.algorithms.losses._base import LossInputs, LossOutput
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.algorithms.losses.decoupled_ppo import DecoupledPpo
 from llamarl.checkpoint import store as store_module
@@ -126,6 +128,7 @@ class TestReport:
         assert_same_bits({name: after[name] for name in before}, before)
         assert (result.policy_version, result.skipped) == (1, False)
         assert (result.update.loss, result.update.grad_norm, result.metrics["num_computed_tokens"]) == (0, 0, 0)
+        assert (result.update.importance_ratio_mean, result.update.importance_ratio_max) == (1, 1)
         assert result.update.importance_ratio_mean == 1
         assert all((advantages_G == 0).all() for advantages_G in result.advantages.values())
 
@@ -176,6 +179,7 @@ class TestPasses:
         assert (once.policy_version, twice.policy_version) == (2, 1)
         for name in ("loss", "kl_to_behavior", "importance_ratio_mean"):
             assert logged(result)[name] == pytest.approx(np.mean([logged(step)[name] for step in steps]), rel=1e-5)
+        assert result.metrics["num_flops"] == sum(step.metrics["num_flops"] for step in steps)
 
     def test_later_passes_stay_near_the_policy_before_the_first(self, make_trainer, make_groups) -> None:
         """In the first pass the ratio to it is 1; then what moved the way of its advantage is clipped."""
@@ -188,8 +192,17 @@ class TestPasses:
         assert 0.3 < capped[1] <= 0.5, "most tokens moved the right way; the mean is over both passes"
 
     def test_a_pass_that_is_not_finite_ends_the_step(self, make_trainer, make_groups) -> None:
-        trainer = make_trainer(passes=3, on_nonfinite="skip", learning_rate=1e30)
-        assert trainer.step(make_groups()).skipped
+        class OnceInfinite(Aipo):
+            def __call__(self, inputs: LossInputs) -> LossOutput:
+                output = super().__call__(inputs)
+                return (
+                    output if inputs.proximal_logprobs_N is not None else replace(output, loss=output.loss * torch.inf)
+                )
+
+        trainer = make_trainer(passes=3, on_nonfinite="skip")
+        trainer.loss = OnceInfinite()
+        result = trainer.step(make_groups())
+        assert result.skipped and "step 0 pass 1 of 3: loss " in result.cause
         assert trainer.policy_version == 1
 
 

@@ -95,6 +95,15 @@ def test_memory_that_is_not_used_any_more_is_given_up(publisher: NixlPublisher, 
     assert len(publisher._registered) == len(publisher._slots) == 3 < MAX_SLOTS
 
 
+def test_a_rank_that_has_nothing_to_send_takes_part() -> None:
+    idle = next(one for one in plan_writers([lay_out(HELD[:1])], [HELD[:1]] * 2) if not one.parts[0])
+    publisher = NixlPublisher(idle, lambda value: [value], timeout_s=5)
+    for version in range(5):
+        publisher.publish(version, weights(version), range(version) if version < 4 else ())
+    assert len(publisher._slots) == 2 and not publisher._registered
+    publisher.close()
+
+
 def test_nobody_works_while_nothing_is_read(publisher: NixlPublisher, subscriber: NixlSubscriber) -> None:
     subscriber.fetch(0, publisher.publish(0, weights(0), ()))
     before_s = time.process_time()

@@ -83,12 +83,12 @@ class NixlPublisher(PackedPublisher):
 
     def _new_slot(self) -> Slot:
         slot = super()._new_slot()
-        for flat in slot.flats:
+        for flat in filter(Tensor.numel, slot.flats):  # a rank may have nothing to send
             self._registered[flat.data_ptr()] = register(self._agent, flat, flat.nbytes)
         return slot
 
     def _drop(self, slot: Slot) -> None:
-        for flat in slot.flats:
+        for flat in filter(Tensor.numel, slot.flats):
             self._agent.do("deregister_memory", self._registered.pop(flat.data_ptr()))
 
     def _serve(self, connection: Connection, digest: str) -> None:
