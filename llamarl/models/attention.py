@@ -11,6 +11,7 @@ heads, K head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from llamarl.distributed.collectives import gather_rows
 from llamarl.distributed.mesh import ALONE, CPU, Axis
+from llamarl.models.flash_attention import FlashAttend, can_serve
 from llamarl.models.transformer import Attend
 
 
@@ -46,15 +48,37 @@ def packed_attend(
     device: torch.device = CPU,
     cp: Axis = ALONE.cp,
 ) -> Attend:
-    """Causal attention for group after group, a prompt and then its responses.
+    """Causal attention for group after group, a prompt and then its responses; in bfloat16 on GPUs by flash attention.
 
-    The responses of a group are padded to the longest of them for one batched call. Padding sits behind every valid
-    query, so the causal mask alone keeps it out; its outputs are never read. A prompt and its only response are one
-    causal document: one call without a mask or copies, which for many short ones took half of the time.
+    Elsewhere the responses of a group are padded to the longest of them for one batched call. Padding sits behind every
+    valid query, so the causal mask alone keeps it out; its outputs are never read. A prompt and its only response are
+    one causal document: one call without a mask or copies, which for many short ones took half of the time.
 
     Args:
         device: for masks and indices, of which documents without responses need none, but with context parallelism.
     """
+
+    @cache
+    def masked() -> Attend:
+        return _masked_attend(prompt_lengths, response_lengths, device, cp)
+
+    @cache
+    def flash(where: torch.device) -> Attend:
+        return FlashAttend(prompt_lengths, response_lengths, where)
+
+    def attend(layer: int, q_M_H_K: Tensor, k_M_J_K: Tensor, v_M_J_K: Tensor) -> Tensor:
+        if cp.size == 1 and can_serve(v_M_J_K.device, v_M_J_K.dtype, v_M_J_K.shape[-1]):
+            q_M_H_K, k_M_J_K = q_M_H_K.to(v_M_J_K.dtype), k_M_J_K.to(v_M_J_K.dtype)  # rotation may have widened them
+            return flash(v_M_J_K.device)(layer, q_M_H_K, k_M_J_K, v_M_J_K)
+        return masked()(layer, q_M_H_K, k_M_J_K, v_M_J_K)
+
+    return attend
+
+
+def _masked_attend(
+    prompt_lengths: Sequence[int], response_lengths: Sequence[tuple[int, ...]], device: torch.device, cp: Axis
+) -> Attend:
+    """By scaled dot product attention of torch, group by group: on processors, in float32, with context ranks."""
     groups = [
         (prompt + sum(given), ()) if len(given) == 1 else (prompt, given)
         for prompt, given in zip(prompt_lengths, response_lengths, strict=True)

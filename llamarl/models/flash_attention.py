@@ -1,0 +1,149 @@
+"""Packed attention on GPUs by torch's flash attention: no masks, no copies of a prompt per response, nothing in vain.
+
+Two calls for a whole microbatch. In the first, prompts and responses attend to themselves, causally; in the second,
+responses to their group's prompt. A softmax over the keys of both is the mean of the two outputs, weighted by what each
+has summed up: with log-sum-exps a and b and L = log(e^a + e^b), the output is e^(a - L) of the one and e^(b - L) of the
+other. Backward gives each call the merged output and L, which makes its probabilities those of the whole softmax, and
+adds up what comes (as over the blocks of ring attention, arXiv 2310.01889).
+
+Shape suffixes: N packed tokens, R response tokens with a prompt, P tokens of the prompts of these, H heads, J key/value
+heads, K head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Which queries see which keys: those of the same number."""
+
+    queries: Tensor
+    """Where each begins, and where the last ends, int32."""
+    keys: Tensor
+    max_queries: int
+    max_keys: int
+    is_causal: bool
+
+
+class FlashAttend:
+    """`attend` of a microbatch on one GPU."""
+
+    def __init__(
+        self, prompt_lengths: Sequence[int], response_lengths: Sequence[tuple[int, ...]], device: torch.device
+    ) -> None:
+        own, responses, prompts, rows_R, rows_P, start = list[int](), list[int](), list[int](), [], [], 0
+        for prompt, given in zip(prompt_lengths, response_lengths, strict=True):
+            if len(given) == 1:  # with its prompt, one causal document
+                own.append(prompt + given[0])
+            else:
+                own += [prompt, *given]
+            if len(given) > 1 and prompt:
+                responses.append(sum(given))
+                prompts.append(prompt)
+                rows_P.append(torch.arange(start, start + prompt))
+                rows_R.append(torch.arange(start + prompt, start + prompt + sum(given)))
+            start += prompt + sum(given)
+        own = [length for length in own if length]
+        self._own = _segments(own, own, True, device)
+        self._others = _segments(responses, prompts, False, device) if responses else None
+        self._rows_R = torch.cat(rows_R).to(device, non_blocking=True) if responses else None
+        self._rows_P = torch.cat(rows_P).to(device, non_blocking=True) if responses else None
+
+    def __call__(self, _layer: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
+        arguments = (q_N_H_K, k_N_J_K, v_N_J_K, self._own, self._others, self._rows_R, self._rows_P)
+        return _Attention.apply(*arguments)
+
+
+def can_serve(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether torch has a kernel for these."""
+    return device.type == "cuda" and dtype in DTYPES and head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0
+
+
+def _segments(queries: Sequence[int], keys: Sequence[int], is_causal: bool, device: torch.device) -> Segments:
+    begins_q, begins_k = (
+        torch.tensor((0, *accumulate(lengths)), dtype=torch.int32).to(device, non_blocking=True)
+        for lengths in (queries, keys)
+    )
+    return Segments(begins_q, begins_k, max(queries, default=0), max(keys, default=0), is_causal)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_N_H_K: Tensor,
+        k_N_J_K: Tensor,
+        v_N_J_K: Tensor,
+        own: Segments,
+        others: Segments | None,
+        rows_R: Tensor | None,
+        rows_P: Tensor | None,
+    ) -> Tensor:
+        q_N_H_K, k_N_J_K, v_N_J_K = (x.contiguous() for x in (q_N_H_K, k_N_J_K, v_N_J_K))
+        out_N_H_K, lse_H_N = flash_forward(q_N_H_K, k_N_J_K, v_N_J_K, own)
+        if others is not None and rows_R is not None:
+            q, k, v = q_N_H_K[rows_R], k_N_J_K[rows_P], v_N_J_K[rows_P]
+            out_R_H_K, lse_H_R = flash_forward(q, k, v, others)
+            own_H_R = lse_H_N[:, rows_R]
+            both_H_R = torch.logaddexp(own_H_R, lse_H_R)
+            shares = ((lse - both_H_R).exp().t()[:, :, None] for lse in (own_H_R, lse_H_R))
+            own_share, others_share = shares
+            merged_R_H_K = own_share * out_N_H_K[rows_R] + others_share * out_R_H_K
+            out_N_H_K = out_N_H_K.index_copy(0, rows_R, merged_R_H_K.to(out_N_H_K.dtype))
+            lse_H_N = lse_H_N.index_copy(1, rows_R, both_H_R)
+        ctx.save_for_backward(q_N_H_K, k_N_J_K, v_N_J_K, out_N_H_K, lse_H_N, rows_R, rows_P)
+        ctx.segments = own, others
+        return out_N_H_K
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        q, k, v, out_N_H_K, lse_H_N, rows_R, rows_P = ctx.saved_tensors
+        own, others = ctx.segments
+        grad_N_H_K = grads[0].contiguous()
+        dq, dk, dv = flash_backward(grad_N_H_K, q, k, v, out_N_H_K, lse_H_N, own)
+        if others is not None:
+            lse_H_R = lse_H_N[:, rows_R].contiguous()
+            kept = grad_N_H_K[rows_R], q[rows_R], k[rows_P], v[rows_P], out_N_H_K[rows_R], lse_H_R
+            more = flash_backward(*kept, others)
+            for whole, rows, part in zip((dq, dk, dv), (rows_R, rows_P, rows_P), more, strict=True):
+                whole.index_copy_(0, rows, whole[rows] + part)  # no row comes twice
+        return dq, dk, dv, None, None, None, None
+
+
+def flash_forward(q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Output [N, H, K] and log-sum-exp [H, N], float32."""
+    out_N_H_K, lse_H_N, *_ = torch.ops.aten._flash_attention_forward(
+        q_N_H_K, k_N_J_K, v_N_J_K, segments.queries, segments.keys, segments.max_queries, segments.max_keys, 0.0,
+        segments.is_causal, False,
+    )  # fmt: skip
+    return out_N_H_K, lse_H_N
+
+
+def flash_backward(
+    grad_N_H_K: Tensor,
+    q_N_H_K: Tensor,
+    k_N_J_K: Tensor,
+    v_N_J_K: Tensor,
+    out_N_H_K: Tensor,
+    lse_H_N: Tensor,
+    segments: Segments,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    state = torch.zeros(2, dtype=torch.uint64, device=q_N_H_K.device)  # of the dropout, which is 0
+    return torch.ops.aten._flash_attention_backward(
+        grad_N_H_K, q_N_H_K, k_N_J_K, v_N_J_K, out_N_H_K, lse_H_N, segments.queries, segments.keys,
+        segments.max_queries, segments.max_keys, 0.0, segments.is_causal, state, torch.empty(0, device=state.device),
+    )  # fmt: skip
