@@ -38,5 +38,5 @@ class ReferenceExecutor(Executor):
     @torch.inference_mode()
     def _logprobs(self, microbatch: Microbatch) -> np.ndarray:
         hidden_R_D = hidden_of(self._model, microbatch, self._device)
-        targets_R = torch.from_numpy(microbatch.targets_R).to(self._device)
+        targets_R = torch.from_numpy(microbatch.targets_R).to(self._device, non_blocking=True)
         return logprobs_of(self._model, hidden_R_D, targets_R, self._temperature).cpu().numpy()

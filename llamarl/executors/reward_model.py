@@ -69,7 +69,7 @@ class RewardModelExecutor(Executor):
     def _forward(self, sequences: Sequence[np.ndarray]) -> list[float]:
         lengths = [len(ids_T) for ids_T in sequences]
         ids_N, positions_N, last = (
-            torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(self._device)
+            torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(self._device, non_blocking=True)
             for parts in (sequences, [np.arange(length) for length in lengths], [np.cumsum(lengths) - 1])
         )
         hidden_N_D = self._model(ids_N, positions_N, causal_attend(lengths))

@@ -43,8 +43,8 @@ def plan_attention(
         offsets_N: their place in the block.
     """
     if cache.library is None:
-        arrays = (torch.from_numpy(array).to(cache.device) for array in (blocks_N, offsets_N, *block_table(rows)))
-        return TorchAttention(cache, *arrays, chunks=chunks)
+        arrays = map(torch.from_numpy, (blocks_N, offsets_N, *block_table(rows)))
+        return TorchAttention(cache, *(one.to(cache.device, non_blocking=True) for one in arrays), chunks=chunks)
     return KernelAttention(cache, cache.library, _tasks(rows, chunks, blocks_N * BLOCK_SIZE + offsets_N))
 
 

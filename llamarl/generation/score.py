@@ -34,7 +34,7 @@ def score(model: EngineModel, sequences: Sequence[np.ndarray]) -> list[np.ndarra
     for pack in packs(sequences, _PACK_TOKENS):
         lengths = [len(token_ids_T) - 1 for token_ids_T in pack]
         fed, positions, targets = (
-            torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(model.device)
+            torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(model.device, non_blocking=True)
             for parts in ([ids[:-1] for ids in pack], [np.arange(n) for n in lengths], [ids[1:] for ids in pack])
         )
         if not sum(lengths):

@@ -38,7 +38,8 @@ def copy_part(target: Tensor, source: Tensor, whole_shape: tuple[int, ...], star
     source, cast = source.detach(), source.dtype is torch.float32 and target.dtype is torch.bfloat16
     library = kernel().library if target.device.type == "cpu" else None
     if source.device != target.device or (source.dtype != target.dtype and not (cast and library is not None)):
-        source, cast = source.to(target.device, target.dtype), False
+        # Where it lies, so that no wider type crosses: torch alone would cast what goes to the host on the host.
+        source, cast = source.to(target.dtype).to(target.device), False
     if library is None or not target.numel():
         target.copy_(source)
         return _fingerprint(target, whole_shape, starts)

@@ -93,7 +93,9 @@ def _masked_attend(
     ]
     num_queries = [len(plan.rows) for _, plan in plans]
     ranks = [own_index(starts[-1], Axis(rank, cp.size)) for rank in range(cp.size)]
-    packed_N = torch.cat(ranks).argsort().to(device)  # where each packed token is among the gathered ones
+    packed_N = (
+        torch.cat(ranks).argsort().to(device, non_blocking=True)
+    )  # where each packed token is among the gathered ones
 
     def attend(_layer: int, q_M_H_K: Tensor, k_M_J_K: Tensor, v_M_J_K: Tensor) -> Tensor:
         k_N_J_K, v_N_J_K = k_M_J_K, v_M_J_K
@@ -140,11 +142,11 @@ class _GroupPlan:
         queries_G_Q = (begins_G + lows_G - self.rows.start)[:, None] + queries_Q.where(valid_G_Q, 0)
         keys_G_T = begins_G[:, None] + keys_T.where(keys_T < highs_G[:, None], 0)
         sees_G_1_Q_T = keys_T <= (lows_G[:, None] + queries_Q)[:, None, :, None]
-        self.queries, self.keys = queries_G_Q.flatten().to(device), keys_G_T.flatten().to(device)
-        self.valid = valid_G_Q.flatten().nonzero().squeeze(1).to(device)
+        index = queries_G_Q.flatten(), keys_G_T.flatten(), valid_G_Q.flatten().nonzero().squeeze(1)
+        self.queries, self.keys, self.valid = (one.to(device, non_blocking=True) for one in index)
         if not lows_G.any():
             sees_G_1_Q_T = sees_G_1_Q_T[:1]
-        self.mask_G_1_Q_S = F.pad(sees_G_1_Q_T, (self.prompt, 0), value=True).to(device)
+        self.mask_G_1_Q_S = F.pad(sees_G_1_Q_T, (self.prompt, 0), value=True).to(device, non_blocking=True)
 
     def attend(self, q_Q_H_K: Tensor, k_S_J_K: Tensor, v_S_J_K: Tensor) -> list[Tensor]:
         """Of the group's queries in order, from all of its keys."""

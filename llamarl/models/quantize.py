@@ -87,6 +87,7 @@ def _quantize_in_torch(
     # A tensor as dividend: with a number torch multiplies by a rounded reciprocal.
     inverse_N = torch.full_like(largest_N, dividend) / largest_N
     scaled_N_K = weight_N_K * inverse_N[:, None]
-    values_N_K.copy_(scaled_N_K.round_() if values_N_K.dtype == torch.int8 else scaled_N_K)
+    # Cast where they lie: the values may go to another device.
+    values_N_K.copy_((scaled_N_K.round_() if values_N_K.dtype == torch.int8 else scaled_N_K).to(values_N_K.dtype))
     scales_N.copy_(scale_N)
     return -1

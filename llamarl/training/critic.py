@@ -45,11 +45,12 @@ class ValueModel(RankModel[ScalarModel]):
         output_M_D = self.hidden(inputs, hidden_M_D, bfloat16)
         if not self.mesh.pp.is_last:
             return output_M_D
-        # Each tensor rank has a part of the rows: it adds the values that they predict.
+        # Each tensor rank has a part of the rows: it adds the values that they predict, and 0 elsewhere. Not by a mask
+        # as index: a GPU would have to be waited for.
         rows_O = inputs.predictors_O - self.mesh.tp.rank * len(output_M_D)
         own_O = (rows_O >= 0) & (rows_O < len(output_M_D))
-        values_O = self.transformer.scalars(output_M_D.index_select(0, rows_O[own_O]))
-        values_R = values_O.new_zeros(inputs.num_targets).index_copy(0, inputs.index_O[own_O], values_O)
+        values_O = self.transformer.scalars(output_M_D.index_select(0, rows_O.where(own_O, 0))).where(own_O, 0)
+        values_R = values_O.new_zeros(inputs.num_targets).index_copy(0, inputs.index_O, values_O)
         return summed(summed(values_R, self.mesh.cp), self.mesh.tp)
 
 

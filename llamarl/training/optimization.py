@@ -189,8 +189,8 @@ class Optimization(ABC, Generic[Model]):
         return held_tensors(self.sharding, self.optimizer)
 
     def tensor(self, array: np.ndarray) -> Tensor:
-        """On the device."""
-        return torch.from_numpy(array).to(self.device)
+        """On the device, without waiting for it: small arrays lie in the stream when this returns."""
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
 def finished(pieces: Generator[None, None, T]) -> T:

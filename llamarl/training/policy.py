@@ -65,12 +65,12 @@ class RankModel(nn.Module, Generic[Model]):
         predictors_R = place_of[torch.from_numpy(whole.predictors_R)]
         index_O = (predictors_R >= 0).nonzero().squeeze(1)
         return Inputs(
-            token_ids_N=torch.from_numpy(whole.token_ids_N)[rows_N].to(device),
-            positions_N=torch.from_numpy(whole.positions_N)[rows_N].to(device),
+            token_ids_N=torch.from_numpy(whole.token_ids_N)[rows_N].to(device, non_blocking=True),
+            positions_N=torch.from_numpy(whole.positions_N)[rows_N].to(device, non_blocking=True),
             attend=packed_attend(whole.prompt_lengths, whole.response_lengths, device, cp),
-            predictors_O=predictors_R[index_O].to(device),
-            targets_O=torch.from_numpy(whole.targets_R)[index_O].to(device),
-            index_O=index_O.to(device),
+            predictors_O=predictors_R[index_O].to(device, non_blocking=True),
+            targets_O=torch.from_numpy(whole.targets_R)[index_O].to(device, non_blocking=True),
+            index_O=index_O.to(device, non_blocking=True),
             num_targets=len(whole.targets_R),
         )
 

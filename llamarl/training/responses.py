@@ -25,7 +25,7 @@ def hidden_of(forward: Forward, microbatch: Microbatch, device: torch.device) ->
     """Hidden states that predict the response tokens, [R, D]."""
     attend = packed_attend(microbatch.prompt_lengths, microbatch.response_lengths, device)
     ids_N, positions_N, predictors_R = (
-        torch.from_numpy(array).to(device)
+        torch.from_numpy(array).to(device, non_blocking=True)
         for array in (microbatch.token_ids_N, microbatch.positions_N, microbatch.predictors_R)
     )
     return forward(ids_N, positions_N, attend).index_select(0, predictors_R)

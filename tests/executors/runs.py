@@ -32,7 +32,7 @@ def tiny_config(model: Path, output: Path, **changes: Any) -> RunConfig:
         "screen": {"kind": "none"},
     }  # fmt: skip
     for section, change in changes.items():
-        values[section] = values[section] | change if isinstance(change, dict) else change
+        values[section] = values.get(section, {}) | change if isinstance(change, dict) else change
     return RunConfig.model_validate(values)
 
 

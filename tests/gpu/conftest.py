@@ -1,0 +1,29 @@
+"""Processes for functions: one with a pretended GPU, and one for layouts of many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+
+from tests.gpu import guard
+
+Run = Callable[..., Any]
+"""run(function, *arguments): its result, computed in that process."""
+
+
+@pytest.fixture(scope="session")
+def on_gpu() -> Iterator[Run]:
+    """Where torch has a GPU."""
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=guard.begin) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+@pytest.fixture(scope="session")
+def elsewhere() -> Iterator[Run]:
+    """Where process groups may be made."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()

@@ -1,0 +1,37 @@
+"""Decoding and scoring on a pretended GPU: what they compute, and how often the host waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu import engines
+from tests.gpu.conftest import Run
+
+GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 1.0}
+TRUNCATED = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01}
+APART = 1e-4
+"""Of log-probs that the same weights say while decoding and while scoring; sums are in float32."""
+
+
+@pytest.mark.parametrize(
+    ("family", "precision"), [("qwen3", "bfloat16"), ("llama", "float32"), ("qwen2", "int8"), ("llama", "fp8")]
+)
+def test_graphs_and_eager_steps_draw_alike(on_gpu: Run, family: str, precision: str) -> None:
+    eager, graphed = (on_gpu(engines.generate, family, precision, graphs, SAMPLED) for graphs in (False, True))
+    assert eager.tokens == graphed.tokens and len(eager.tokens) == 6
+    for one in (eager, graphed):
+        assert one.finite and one.apart < APART
+        assert sum(one.scoring.syncs.values()) == 1
+    replayed = [step for step in graphed.steps if step.kernels == 2]
+    assert len(replayed) > len(graphed.steps) // 2, "a copy of the inputs, and the graph; the others capture"
+    for step in (*eager.steps, *replayed):
+        assert sum(step.downloads.values()) == sum(step.syncs.values()) == 1
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, TRUNCATED], ids=["greedy", "truncated"])
+def test_the_host_waits_once_per_step(on_gpu: Run, sampling: dict[str, Any]) -> None:
+    found = on_gpu(engines.generate, "qwen3", "bfloat16", False, sampling)
+    assert found.finite and len(found.steps) > 10
+    assert all(sum(step.syncs.values()) == 1 for step in found.steps), found.steps[0].syncs

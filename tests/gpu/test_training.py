@@ -1,0 +1,33 @@
+"""Optimizer steps on a pretended GPU, backward included: what they compute, and how often the host waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu import trainers
+from tests.gpu.conftest import Run
+
+
+@pytest.mark.parametrize(
+    ("what", "family", "config"),
+    [
+        ("trainer", "llama", {"dtype": "float32"}),
+        ("trainer", "qwen3", {"dtype": "bfloat16"}),
+        ("trainer", "qwen2", {"dtype": "bfloat16", "lora": True}),
+        ("trainer", "qwen3", {"dtype": "bfloat16", "activation_checkpointing": True}),
+        ("critic", "llama", {"dtype": "float32"}),
+        ("critic", "qwen3", {"dtype": "bfloat16"}),
+    ],
+)
+def test_steps_are_those_of_the_cpu(on_gpu: Run, what: str, family: str, config: dict[str, Any]) -> None:
+    found = on_gpu(trainers.train, what, family, config)
+    tolerances = (1e-5, 1e-5) if config["dtype"] == "float32" else (0.02, 0.1)
+    for (cpu, gpu), tolerance in zip(found.norms, tolerances, strict=True):
+        assert gpu == pytest.approx(cpu, rel=tolerance)
+    assert found.apart < (1e-3 if config["dtype"] == "float32" else 0.2), "Adam's first steps go by signs"
+    assert found.step.syncs == {
+        "training/totals.py:read: a copy to the host": 1,
+        "training/parallel.py:clip_gradients: a number is read": 1,
+    }
