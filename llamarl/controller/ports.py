@@ -12,7 +12,7 @@ from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import each_rank
 from llamarl.executors.replies import Adoption, Collected, ControllerState, Published, Scored
 from llamarl.training.result import PolicyStepResult, StepResult
-from llamarl.types import GenerationRequest, Prompt, RewardResult, Rollout, RolloutGroup
+from llamarl.types import GenerationRequest, Prompt, RewardResult, Rollout, RolloutGroup, SampleGroup
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 Responses = Sequence[tuple[Prompt, Sequence[Rollout]]]
@@ -79,6 +79,14 @@ class CriticPort(OptimizingPort, ColumnPort, Protocol):
     async def learn_on(self, step: int) -> StepResult | None: ...
     async def save(self, step: int) -> None: ...
     async def resume(self, step: int) -> None: ...
+
+
+class SftPort(OptimizingPort, Protocol):
+    """Learns documents, and keeps their order in its checkpoints."""
+
+    async def resumed(self) -> tuple[dict[str, int] | None, list[str]]: ...
+    async def step(self, documents: list[SampleGroup], order: dict[str, int]) -> StepResult: ...
+    async def save(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

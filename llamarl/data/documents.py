@@ -29,7 +29,7 @@ def to_documents(
     """A group each, whose response is the solution and the end of text. Prompt and response are tokenized apart, as
     they are when a model answers."""
     for prompt_T, solution_T in zip(prompts, tokenizer.encode_batch(solutions), strict=True):
-        response_T = np.append(solution_T, tokenizer.eos_token_ids[0]).astype(np.int32)
+        response_T = np.append(solution_T, tokenizer.eos_token_id).astype(np.int32)
         columns = {"token_ids": response_T, "loss_mask": np.ones(len(response_T), bool)}
         yield SampleGroup(prompt_token_ids_T=prompt_T, samples=(TrainSample(columns=columns),))
 

@@ -84,6 +84,14 @@ class Tokenizer:
             raise ConfigError(f"{self.folder / CONFIG_FILE} names no `eos_token`; name the token that ends a response")
         return tuple(sorted(ids))
 
+    @property
+    def eos_token_id(self) -> int:
+        """What a response that is to be learnt ends with: the tokenizer's own, as chat templates write it, if it has
+        one. Raises ConfigError, as `eos_token_ids`."""
+        ids, name = self.eos_token_ids, self._special_tokens.get("eos_token")
+        own = self._tokenizer.token_to_id(name) if name else None
+        return ids[0] if own is None else own
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation, as the folder's own template writes it.
 

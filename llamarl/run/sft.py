@@ -7,14 +7,13 @@ import asyncio
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from llamarl.cluster.api import ExecutorError, ExecutorSpec
 from llamarl.cluster.open import open_cluster
 from llamarl.cluster.port import port
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import GeneratorConfig
-from llamarl.controller.ports import OptimizingPort
+from llamarl.controller.ports import SftPort
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.data.documents import num_tokens, solution_of, to_documents
 from llamarl.data.prompts import load_prompts
@@ -28,21 +27,12 @@ from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.run.folder import RunFolder
 from llamarl.run.placement import Placement, place
 from llamarl.run.prepare import check_parallelism
-from llamarl.training.result import StepResult
 from llamarl.types import SampleGroup
 
 WIND_DOWN_S = 4.0
 """Longest wait for a checkpoint when the run is asked to end."""
 Progress = Callable[[int, dict[str, float]], None]
 """Called after each step with the number of finished ones and what the step reports."""
-
-
-class SftPort(OptimizingPort, Protocol):
-    """Learns documents."""
-
-    async def resumed(self) -> tuple[dict[str, int] | None, list[str]]: ...
-    async def step(self, documents: list[SampleGroup], order: dict[str, int]) -> StepResult: ...
-    async def save(self) -> None: ...
 
 
 def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[SampleGroup]:

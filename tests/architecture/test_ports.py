@@ -20,6 +20,7 @@ SERVES = {
     "reference:ReferenceExecutor": ports.ColumnPort,
     "critic:CriticExecutor": ports.CriticPort,
     "trainer:TrainerExecutor": ports.TrainerPort,
+    "sft:SftExecutor": ports.SftPort,
 }
 """Which executor serves which port."""
 

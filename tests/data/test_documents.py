@@ -10,7 +10,7 @@ import pytest
 
 from llamarl.config import ConfigError
 from llamarl.data.documents import filled, num_tokens, solution_of, to_documents
-from llamarl.data.tokenizer import train_byte_bpe
+from llamarl.data.tokenizer import Tokenizer, train_byte_bpe
 from tests.training.supervised import make_documents
 
 
@@ -20,10 +20,23 @@ def test_a_response_is_the_solution_and_the_end_of_text(tmp_path: Path) -> None:
     (document,) = to_documents([prompt_T], ["3"], tokenizer)
     (sample,) = document.samples
     assert document.prompt_token_ids_T is prompt_T
-    assert sample.token_ids_T.tolist() == [*tokenizer.encode("3"), tokenizer.eos_token_ids[0]]
+    assert sample.token_ids_T.tolist() == [*tokenizer.encode("3"), *tokenizer.eos_token_ids]
     assert sample.token_ids_T.dtype == np.int32
     assert sample.loss_mask_T.all()
     assert num_tokens(document) == len(prompt_T) + 2
+
+
+def test_of_several_ends_the_tokenizer_s_own_is_learnt(tmp_path: Path) -> None:
+    """Chat models name the end of text in `generation_config.json` too, often with a smaller id."""
+    train_byte_bpe(["1+2\n3"], tmp_path, 270)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"eos_token": "<|endoftext|>"', '"eos_token": "z"'))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0]}')
+    tokenizer = Tokenizer(tmp_path)
+    (own,) = tokenizer.encode("z")
+    (document,) = to_documents([tokenizer.encode("1")], ["3"], tokenizer)
+    assert tokenizer.eos_token_ids == (0, own)
+    assert document.samples[0].token_ids_T[-1] == own
 
 
 @pytest.mark.parametrize("solution", [None, "", 3])

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from llamarl.config.trainer import TrainerConfig
 from llamarl.training.muon import Muon, orthogonalized
+from llamarl.training.optimizer import set_learning_rate
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (12, 40), (40, 12)])
@@ -40,3 +42,10 @@ def test_weights_without_gradient_stay() -> None:
     Muon(weights, lr=0.1).step()
     assert not torch.equal(weights[0], torch.ones(2, 3))
     assert torch.equal(weights[1], torch.ones(2, 3))
+
+
+def test_rates_of_both_optimizers_keep_their_ratio() -> None:
+    matrix, bias = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    muon = Muon([matrix], 0.02, torch.optim.AdamW([bias], 0.008))
+    set_learning_rate(muon, 0, TrainerConfig(learning_rate=0.004))
+    assert [group["lr"] for group in muon.param_groups] == pytest.approx([0.01, 0.004])
