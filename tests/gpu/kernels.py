@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llamarl.models.flash_attention import Segments
+from tests.models import flash
+
 aten = torch.ops.aten
 
 
@@ -51,6 +54,36 @@ def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor | None = No
     return product if out is None else out.copy_(product)
 
 
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, cum_q: Tensor, cum_k: Tensor, max_q: int, max_k: int, dropout: float,
+    is_causal: bool, return_debug_mask: bool, **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    _check_flash(q, k, v, cum_q, cum_k)
+    _require(not dropout and not return_debug_mask and not options, "without dropout")
+    out, lse = flash.forward(q.float(), k.float(), v.float(), Segments(cum_q, cum_k, max_q, max_k, is_causal))
+    nothing = torch.zeros(0)
+    return out.to(q.dtype), lse, torch.zeros(2, dtype=torch.uint64), nothing, nothing
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cum_q: Tensor, cum_k: Tensor, max_q: int,
+    max_k: int, dropout: float, is_causal: bool, *_: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    _check_flash(q, k, v, cum_q, cum_k)
+    _require(lse.dtype == torch.float32 and lse.is_contiguous() and not dropout, "float32 sums, without dropout")
+    given = (one.float() for one in (grad, q, k, v, out, lse))
+    return tuple(
+        one.to(q.dtype) for one in flash.backward(*given, Segments(cum_q, cum_k, max_q, max_k, is_causal))
+    )  # fmt: skip
+
+
+def _check_flash(q: Tensor, k: Tensor, v: Tensor, *bounds: Tensor) -> None:
+    _require(q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16), "16 bits, of one type")
+    _require(all(one.stride(-1) == 1 for one in (q, k, v)), "channels lie next to each other")
+    _require(q.shape[-1] % 8 == 0 and q.shape[-1] <= 256, f"head dims in eights, to 256, not {q.shape[-1]}")
+    _require(all(one.dtype == torch.int32 for one in bounds), "segments are bounded by int32")
+
+
 def _fused_choice(*_: Any, **__: Any) -> int:
     """SDPA by the composite of products and a softmax: the others are kernels of one device each."""
     return 0
@@ -76,6 +109,8 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten.mm.dtype: _mm,
     aten.mm.dtype_out: _mm,
     aten._fused_sdp_choice.default: _fused_choice,
+    aten._flash_attention_forward.default: _flash_forward,
+    aten._flash_attention_backward.default: _flash_backward,
     aten.index_add_.default: _added,
 }
 """Those that differ from the CPU's."""
