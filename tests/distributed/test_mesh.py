@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from llamarl.distributed.interrupt import open_sockets
 from llamarl.distributed.links import RanksLost, connect
-from llamarl.distributed.rendezvous import Rendezvous, open_rendezvous
+from llamarl.distributed.rendezvous import Note, Rendezvous, RendezvousStore, open_rendezvous
 from llamarl.distributed.store import TorchStore
 from tests.distributed.ranks import Workers, join, rendezvous, results
 
@@ -183,3 +184,12 @@ def test_ranks_that_are_replaced_leave_nothing_behind() -> None:
         thread.join(NOTICE_S)
     assert not any(thread.is_alive() for thread in threads)
     assert open_sockets() == before
+
+
+def test_who_comes_later_hears_what_was_said() -> None:
+    note = Note(0, "failed", "rank 0 failed: no luck", "no luck")
+    with closing(RendezvousStore(3)) as store, store.rendezvous.connect(0) as first:
+        first.send(note)
+        assert first.poll(NOTICE_S) and first.recv() == note
+        with store.rendezvous.connect(1) as late:
+            assert late.poll(NOTICE_S) and late.recv() == note
