@@ -35,6 +35,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Before torch is imported: two cores, shared with every process that a test starts.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[variable] = "1"
+if not Path("/dev/nvidia0").exists():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run on the CPU
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
 
 resource.setrlimit(resource.RLIMIT_DATA, (MAX_PROCESS_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))

@@ -1,4 +1,4 @@
-"""How the tokens of one step see each other and the KV cache: by the C++ kernel on the CPU, else by torch.
+"""How the tokens of one step see each other and the KV cache, on the CPU by the C++ kernel; see `torch_attention.py`.
 
 A step is a list of runs of blocks with the tokens that see them (`Tasks`): the prefix of each group, seen by all its
 rollouts at once and so read once; each rollout's own tokens; and for each chunk of prefill what is cached before it
@@ -11,49 +11,45 @@ most).
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
-import torch
 from torch import Tensor
 
 from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.rows import Rows
 from llamarl.generation.scheduler import Chunk
-from llamarl.generation.torch_attention import TorchAttention, block_table, rows_of_groups
+from llamarl.generation.torch_attention import rows_of_groups
 from llamarl.kernels import attention
 from llamarl.kernels.attention import PagedAttention, Tasks
-from llamarl.models.transformer import Attend
+from llamarl.kernels.gpu import fused
 
 
 def backend_name(cache: KVCache) -> str:
-    """What attends to this cache, for the log: `c++ avx2`, or `torch` and why."""
-    if cache.library is None:
-        return f"torch ({attention.unusable(cache.dtype, cache.device, cache.head_dim)})"
-    return f"c++ {attention.instructions(cache.library)}"
-
-
-def plan_attention(
-    cache: KVCache, rows: Rows, chunks: list[Chunk], blocks_N: np.ndarray, offsets_N: np.ndarray
-) -> Attend:
-    """`attend` of one step, for packed tokens: one of each row, then those of each chunk.
-
-    Args:
-        blocks_N: the block that each token's own keys and values go to.
-        offsets_N: their place in the block.
-    """
-    if cache.library is None:
-        arrays = map(torch.from_numpy, (blocks_N, offsets_N, *block_table(rows)))
-        return TorchAttention(cache, *(one.to(cache.device, non_blocking=True) for one in arrays), chunks=chunks)
-    return KernelAttention(cache, cache.library, _tasks(rows, chunks, blocks_N * BLOCK_SIZE + offsets_N))
+    """What attends to this cache, for the log: `c++ avx2`, `triton`, or `torch` and why."""
+    if cache.library is not None:
+        return f"c++ {attention.instructions(cache.library)}"
+    if cache.decode is not None:
+        return "triton"
+    on_cpu = cache.device.type == "cpu"
+    why = attention.unusable(cache.dtype, cache.device, cache.head_dim) if on_cpu else fused(cache.device).reason
+    return f"torch ({why})"
 
 
 class KernelAttention:
     """`attend` of one step."""
 
-    def __init__(self, cache: KVCache, library: ctypes.CDLL, tasks: Tasks) -> None:
+    def __init__(
+        self, cache: KVCache, rows: Rows, chunks: list[Chunk], blocks_N: np.ndarray, offsets_N: np.ndarray
+    ) -> None:
+        """Packed are one token of each row, then those of each chunk.
+
+        Args:
+            blocks_N: the block that each token's own keys and values go to.
+            offsets_N: their place in the block.
+        """
+        assert cache.library is not None
+        tasks = _tasks(rows, chunks, blocks_N * BLOCK_SIZE + offsets_N)
         self._layers = [*zip(cache.keys_L_C_J_K_S, cache.values_L_C_J_S_K, strict=True)]
-        self._attend = PagedAttention(library, tasks, *self._layers[0])
+        self._attend = PagedAttention(cache.library, tasks, *self._layers[0])
 
     def __call__(self, layer: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
         return self._attend(q_N_H_K, k_N_J_K, v_N_J_K, *self._layers[layer])

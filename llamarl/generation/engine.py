@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from llamarl.config.errors import ConfigError
-from llamarl.generation.attention import backend_name, plan_attention
+from llamarl.generation.attention import KernelAttention, backend_name
 from llamarl.generation.backend import EngineModel, EngineStats
 from llamarl.generation.graphs import DecodeGraphs
+from llamarl.generation.inputs import StepInputs, gather_inputs
 from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.model import GeneratorModel
 from llamarl.generation.requests import accept, failed, response_limit
@@ -37,6 +38,8 @@ from llamarl.generation.scheduler import Chunk, Schedule, Scheduler
 from llamarl.generation.score import score
 from llamarl.generation.sequence import Group, Sequence
 from llamarl.generation.stop import StopStrings
+from llamarl.generation.torch_attention import TorchAttention
+from llamarl.kernels.gpu import fused
 from llamarl.types import FinishReason, GenerationRequest, Rollout
 
 _WORK_SHARE = 0.05
@@ -70,7 +73,7 @@ class Engine:
             kv_on_update: what becomes of keys and values when the weights change. "keep" costs nothing; "recompute"
                 prefills every token again, and then rollouts go on as if the new weights had seen all of it.
             decode: tokens to text; only stop strings need it.
-            graphs: decode by CUDA graphs. None: on GPUs, unless ranks share the model.
+            graphs: decode by CUDA graphs. None: on GPUs where the Triton kernels run.
         """
         shape, dtype, device = model.shape, model.kv_dtype, model.device
         self.model = model
@@ -78,8 +81,7 @@ class Engine:
         self._context = shape.max_position_embeddings
         block_bytes = KVCache.block_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
         num_blocks = (kv_budget(model, max_running) if kv_bytes is None else kv_bytes) // block_bytes
-        is_whole = isinstance(model, GeneratorModel) and model.is_whole
-        graphs = is_whole and device.type == "cuda" if graphs is None else graphs
+        graphs = fused(device).decode is not None and isinstance(model, GeneratorModel) if graphs is None else graphs
         self._cache = KVCache(
             num_layers=shape.num_layers, num_blocks=num_blocks + graphs, num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim, dtype=dtype, device=device,
@@ -90,8 +92,7 @@ class Engine:
         self._graphs: DecodeGraphs | None = None
         if graphs:
             assert isinstance(model, GeneratorModel), "graphs run a model made for generation"
-            assert model.is_whole, "collectives are no part of a graph"
-            self._graphs = DecodeGraphs(model, self._cache, num_blocks)
+            self._graphs = DecodeGraphs(model, self._cache, num_blocks, max_running)
         self._refused: list[Rollout] = []
         self._recompute = kv_on_update == "recompute"
         # Kept between groups: they remember which tokens can end a string.
@@ -155,12 +156,10 @@ class Engine:
         if not count and not plan.chunks:
             return finished
         self._steps += 1
-        if self._graphs and not plan.chunks and (drawn := self._graphs(self._rows)) is not None:
-            return finished + self._append(*drawn)
-        hidden_N_D = self._forward(plan.chunks)
+        hidden_N_D, settings_5_B = self._forward(plan.chunks)
         if count:
-            logits_B_V = self.model.logits(hidden_N_D[:count])
-            finished += self._append(*self._sampler(logits_B_V, self._rows.sampling, self._rows.length_R[:count]))
+            logits_B_V, positions_B = self.model.logits(hidden_N_D[:count]), self._rows.length_R[:count]
+            finished += self._append(*self._sampler(logits_B_V, self._rows.sampling, positions_B, settings_5_B))
         self._recomputed_tokens += plan.recomputed_tokens
         self._recompute_s += (time.perf_counter() - start_s) * plan.recomputed_tokens / len(hidden_N_D)
         return finished
@@ -215,8 +214,8 @@ class Engine:
         if plan.new_blocks:
             self._cache.clear(plan.new_blocks)
 
-    def _forward(self, chunks: list[Chunk]) -> Tensor:
-        """Hidden states of the running rows, then of the chunks."""
+    def _forward(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor | None]:
+        """Hidden states of the running rows, then of the chunks; how rows are sampled, where that is on the device."""
         rows, count = self._rows, len(self._rows)
         own_B = rows.length_R[:count]
         token_ids, positions = [rows.input_R[:count]], [rows.position_R[:count]]
@@ -233,9 +232,17 @@ class Engine:
                 token_ids.append(sequence.own_token_ids(chunk.start, chunk.stop))
                 positions.append(places + group.prefix_tokens)
             self._prefill_tokens += len(places)
-        places = np.concatenate(blocks), np.concatenate(offsets)
-        attend = plan_attention(self._cache, rows, chunks, *places)
-        return self.model(self._tensor(np.concatenate(token_ids)), self._tensor(np.concatenate(positions)), attend)
+        of_tokens = [np.concatenate(parts) for parts in (token_ids, positions, blocks, offsets)]
+        if self._cache.library is not None:
+            attend = KernelAttention(self._cache, rows, chunks, *of_tokens[2:])
+            token_N, position_N = map(torch.from_numpy, of_tokens[:2])
+            return self.model(token_N, position_N, attend), None
+        if self._graphs and not chunks:
+            return self._graphs(rows, of_tokens)
+        array = gather_inputs(rows, of_tokens, self.model.device).to(self.model.device, non_blocking=True)
+        inputs = StepInputs(array, len(of_tokens[0]), count)
+        attend = TorchAttention(self._cache, inputs, chunks)
+        return self.model(inputs.token_N, inputs.position_N, attend), inputs.settings_5_B
 
     def _append(self, tokens_B: np.ndarray, logprobs_B: np.ndarray) -> list[Rollout]:
         """Every running rollout gets a token; returns those that leave."""
@@ -262,9 +269,6 @@ class Engine:
                 self._rows.remove(sequence)
         self._scheduler.remove(leaving)
         return [sequence.rollout(reason, error) for sequence, (reason, error) in leaving.items()]
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self.model.device, non_blocking=True)
 
 
 def kv_budget(model: EngineModel, max_running: int, num_ranks: int = 1) -> int:

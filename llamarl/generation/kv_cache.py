@@ -1,7 +1,8 @@
 """`KVCache`: keys and values of all cached tokens, in blocks.
 
-Keys lie with neighboring tokens next to each other, values with neighboring channels: so both products of attention,
-q K and p V, read a block as it is.
+For the C++ kernel keys lie with neighboring tokens next to each other, values with neighboring channels: so both
+products of attention, q K and p V, read a block as it is. Elsewhere both lie with neighboring channels, a head of a
+block in one piece, and keys are seen through a view.
 
 Shape suffixes: L layers, C blocks, J kv heads, S tokens of one block, K head dim, N packed tokens.
 """
@@ -11,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llamarl.generation.sequence import Segment
 from llamarl.kernels import attention
 from llamarl.kernels.attention import BLOCK_SIZE
+from llamarl.kernels.gpu import fused
 
 
 class KVCache:
@@ -24,15 +25,20 @@ class KVCache:
         device: torch.device,
     ) -> None:  # fmt: skip
         shape = (num_layers, num_blocks, num_kv_heads)
-        self.keys_L_C_J_K_S = torch.empty((*shape, head_dim, BLOCK_SIZE), dtype=dtype, device=device)
+        self.library = None if attention.unusable(dtype, device, head_dim) else attention.kernel().library
+        """The kernel that reads this cache; None: torch does, or `decode`."""
+        self.decode = fused(device).decode
+        """The kernels of `triton_decode.py`; None: torch takes their place."""
+        keys = (head_dim, BLOCK_SIZE) if self.library else (BLOCK_SIZE, head_dim)
+        self.keys_L_C_J_K_S = torch.empty((*shape, *keys), dtype=dtype, device=device)
+        if self.library is None:
+            self.keys_L_C_J_K_S = self.keys_L_C_J_K_S.transpose(-1, -2)
         self.values_L_C_J_S_K = torch.empty((*shape, BLOCK_SIZE, head_dim), dtype=dtype, device=device)
         self.num_blocks = num_blocks
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
         self.device = device
-        self.library = None if attention.unusable(dtype, device, head_dim) else attention.kernel().library
-        """The kernel that reads this cache; None: torch does."""
 
     @staticmethod
     def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -41,7 +47,7 @@ class KVCache:
 
     def clear(self, blocks: list[int]) -> None:
         """Zero new blocks for torch, which multiplies what lies behind the last token by 0, and 0 * NaN is NaN."""
-        if self.library is None:
+        if self.library is None and self.decode is None:
             blocks_C = torch.tensor(blocks, device=self.device)
             self.keys_L_C_J_K_S.index_fill_(1, blocks_C, 0)
             self.values_L_C_J_S_K.index_fill_(1, blocks_C, 0)
@@ -51,11 +57,8 @@ class KVCache:
         self.keys_L_C_J_K_S[layer][blocks_N, :, :, offsets_N] = k_N_J_K.to(self.dtype)
         self.values_L_C_J_S_K[layer][blocks_N, :, offsets_N] = v_N_J_K.to(self.dtype)
 
-    def read(self, layer: int, segment: Segment) -> tuple[Tensor, Tensor]:
-        """Keys and values of a segment's cached tokens, each [J, N, K]."""
-        blocks_C = torch.tensor(segment.blocks, dtype=torch.int64, device=self.device)
-        keys_C_J_S_K = self.keys_L_C_J_K_S[layer].index_select(0, blocks_C).transpose(2, 3)
-        values_C_J_S_K = self.values_L_C_J_S_K[layer].index_select(0, blocks_C)
-        pair = (keys_C_J_S_K, values_C_J_S_K)
-        keys, values = (stored.transpose(0, 1).flatten(1, 2)[:, : segment.num_cached] for stored in pair)
-        return keys, values
+    def read(self, layer: int, blocks_N: Tensor, offsets_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of cached tokens, each [J, N, K]."""
+        keys_N_J_K = self.keys_L_C_J_K_S[layer][blocks_N, :, :, offsets_N]
+        values_N_J_K = self.values_L_C_J_S_K[layer][blocks_N, :, offsets_N]
+        return keys_N_J_K.transpose(0, 1), values_N_J_K.transpose(0, 1)

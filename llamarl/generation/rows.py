@@ -24,6 +24,11 @@ class Rows:
         self.limit_R = np.zeros(capacity, np.int64)
         self.sampling = SamplingRows(capacity)
         self.blocks_R_M = np.full((capacity, 1), -1, np.int64)
+        self.prefix_R = np.zeros(capacity, np.int64)  # tokens of the prefix
+        self.start_R = np.zeros(capacity, np.int64)  # blocks of the prefix
+        # Blocks of the prefix and then of its own; what lies behind names one of its own, which is masked, yet may be
+        # multiplied by 0, and that leaves NaN of others.
+        self.table_R_M = np.zeros((capacity, 1), np.int32)
         self.columns_R_T = {
             column.name: np.zeros((capacity, 1), column.dtype)
             for column in COLUMNS.values()
@@ -39,7 +44,8 @@ class Rows:
         """A rollout joins, fresh or resumed."""
         row, group = len(self.sequences), sequence.group
         request, length = group.request, len(sequence.token_ids_T)
-        self._widen(sequence.limit, len(request.sampling.stop_token_ids))
+        prefix, own = group.prefix.blocks, sequence.own.blocks
+        self._widen(sequence.limit, len(prefix), len(request.sampling.stop_token_ids))
         sequence.row = row
         self.sequences.append(sequence)
         self.input_R[row] = sequence.token_ids_T[-1] if length else group.prompt_T[-1]
@@ -51,7 +57,9 @@ class Rows:
         self.stop_R_S[row, : len(request.sampling.stop_token_ids)] = request.sampling.stop_token_ids
         self.has_strings_R[row] = group.stop_strings is not None
         self.blocks_R_M[row] = -1
-        self.blocks_R_M[row, : len(sequence.own.blocks)] = sequence.own.blocks
+        self.blocks_R_M[row, : len(own)] = own
+        self.prefix_R[row], self.start_R[row], self.table_R_M[row] = group.prefix_tokens, len(prefix), own[0]
+        self.table_R_M[row, : len(prefix) + len(own)] = prefix + own
         for name, values_R_T in self.columns_R_T.items():
             values_R_T[row, :length] = sequence.columns[name]
 
@@ -70,7 +78,7 @@ class Rows:
         length = self.length_R[last]
         for array_R in (
             self.input_R, self.position_R, self.length_R, self.limit_R, self.blocks_R_M, self.stop_R_S,
-            self.has_strings_R,
+            self.has_strings_R, self.prefix_R, self.start_R, self.table_R_M,
         ):  # fmt: skip
             array_R[row] = array_R[last]
         for values_R_T in self.columns_R_T.values():
@@ -81,6 +89,7 @@ class Rows:
         """The rollout got one more block."""
         blocks = sequence.own.blocks
         self.blocks_R_M[sequence.row, len(blocks) - 1] = blocks[-1]
+        self.table_R_M[sequence.row, self.start_R[sequence.row] + len(blocks) - 1] = blocks[-1]
 
     def append(self, token_ids_B: np.ndarray, logprobs_B: np.ndarray, version: int) -> np.ndarray:
         """Each row gets its sampled token; returns which rows are done, bool [B, 2]: (stop token or string, limit)."""
@@ -99,12 +108,14 @@ class Rows:
             stopped_B[row] |= stop_strings.completed(self.columns_R_T["token_ids"][row, : length_B[row]])
         return np.stack((stopped_B, length_B >= self.limit_R[:count]), axis=1)
 
-    def _widen(self, limit: int, num_stop: int) -> None:
-        """Room for `limit` tokens, which need as many own tokens, and `num_stop` stop tokens."""
+    def _widen(self, limit: int, num_prefix: int, num_stop: int) -> None:
+        """Room for `limit` tokens, which need as many own tokens, behind so many blocks, and `num_stop` stop tokens."""
         num_blocks = -(-limit // self.block_size)
         self.columns_R_T = {name: _widened(values_R_T, limit, 0) for name, values_R_T in self.columns_R_T.items()}
         self.blocks_R_M = _widened(self.blocks_R_M, num_blocks, -1)
         self.stop_R_S = _widened(self.stop_R_S, num_stop, -1)
+        more = max(0, num_prefix + num_blocks - self.table_R_M.shape[1])
+        self.table_R_M = np.pad(self.table_R_M, ((0, 0), (0, more)), mode="edge") if more else self.table_R_M
 
 
 def _widened(array: np.ndarray, width: int, fill: int) -> np.ndarray:

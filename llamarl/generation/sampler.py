@@ -71,46 +71,55 @@ class Sampler:
         self.device = device
 
     def __call__(
-        self, logits_B_V: Tensor, rows: SamplingRows, positions_B: np.ndarray
+        self, logits_B_V: Tensor, rows: SamplingRows, positions_B: np.ndarray, settings_5_B: Tensor | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Draw one token per row.
+
+        Args:
+            settings_5_B: what `settings` gives, where it is on the device already.
 
         Returns:
             Token ids, int64 [B], and log-probabilities, float32 [B]; NaN where a row's logits were not finite (and its
             token means nothing).
         """
-        count = len(positions_B)
-        params_B_4, noise_B = rows.params_R_4[:count], uniforms(rows.keys_R[:count], positions_B)
-        truncated_B = truncated(params_B_4)
+        params_B_4 = rows.params_R_4[: len(positions_B)]
+        truncated_B, greedy = truncated(params_B_4), bool((params_B_4[:, 0] == 0).any())
         logits_B_V = logits_B_V.float()
-        if truncated_B.all() or (drawn := draw(logits_B_V, params_B_4[:, 0], noise_B)) is None:
-            return self._draw(logits_B_V, params_B_4, noise_B, truncated_B)
+        if settings_5_B is not None:
+            return _draw(logits_B_V, settings_5_B, bool(truncated_B.any()), greedy)
+        host_5_B = settings(rows, positions_B)
+        if truncated_B.all() or (drawn := draw(logits_B_V, params_B_4[:, 0], host_5_B[0])) is None:
+            return _draw(logits_B_V, self._tensor(host_5_B), bool(truncated_B.any()), greedy)
         if truncated_B.any():
             rows_U = np.flatnonzero(truncated_B)
             logits_U_V = logits_B_V.index_select(0, self._tensor(rows_U))
-            drawn_U = self._draw(logits_U_V, params_B_4[rows_U], noise_B[rows_U], truncated_B[rows_U])
-            drawn[0][rows_U], drawn[1][rows_U] = drawn_U
+            drawn[0][rows_U], drawn[1][rows_U] = _draw(logits_U_V, self._tensor(host_5_B[:, rows_U]), True, False)
         return drawn
-
-    def _draw(
-        self, logits_B_V: Tensor, params_B_4: np.ndarray, noise_B: np.ndarray, truncated_B: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """By torch."""
-        temperature_B, *truncation = params_B_4.T
-        greedy_B = temperature_B == 0
-        if (temperature_B != 1).any():
-            divisor_B = np.where(greedy_B, np.float32(1), temperature_B)
-            logits_B_V = logits_B_V / self._tensor(divisor_B)[:, None]
-        probs_B_V = torch.softmax(logits_B_V, dim=-1)
-        if truncated_B.any():
-            rows_U = self._tensor(np.flatnonzero(truncated_B))
-            params = (self._tensor(values_B[truncated_B]) for values_B in truncation)
-            probs_B_V.index_copy_(0, rows_U, truncate(probs_B_V.index_select(0, rows_U), *params))
-        greedy = self._tensor(greedy_B) if greedy_B.any() else None
-        return unpacked(invert(logits_B_V, probs_B_V, self._tensor(noise_B), greedy))
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+
+def settings(rows: SamplingRows, positions_B: np.ndarray) -> np.ndarray:
+    """float32 [5, B]: noise, temperature, top-p, top-k and min-p of each row; greedy ones drop nothing."""
+    params_B_4 = rows.params_R_4[: len(positions_B)]
+    noise_B = uniforms(rows.keys_R[: len(positions_B)], positions_B)
+    settings_5_B = np.concatenate((noise_B[None], params_B_4.T))
+    settings_5_B[2:, ~truncated(params_B_4)] = np.array((1, 0, 0), np.float32)[:, None]
+    return settings_5_B
+
+
+def _draw(
+    logits_B_V: Tensor, settings_5_B: Tensor, truncate_some: bool, greedy_some: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """By torch; one wait for the device."""
+    noise_B, temperature_B, *truncation = settings_5_B
+    greedy_B = temperature_B == 0
+    logits_B_V = logits_B_V / temperature_B.masked_fill(greedy_B, 1.0)[:, None]
+    probs_B_V = torch.softmax(logits_B_V, dim=-1)
+    if truncate_some:
+        probs_B_V = truncate(probs_B_V, *truncation)
+    return unpacked(invert(logits_B_V, probs_B_V, noise_B, greedy_B if greedy_some else None))
 
 
 def truncated(params_B_4: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
-"""Paged attention by torch alone, for GPUs and where there is no compiler: eager steps and graphed ones share it.
+"""Paged attention for GPUs, and where there is no C++ compiler: eager steps and graphed ones share it.
 
-Each row reads its own blocks, those of the shared prefix first, through a table; products and sums are in float32.
+Each row reads its own blocks, those of the shared prefix first, through a table: by `triton_decode.py` where that runs,
+else by torch, which gathers them. Products and sums are in float32.
 
 Shape suffixes: B decode rows, N packed tokens, H query heads, J kv heads, r query heads per kv head, K head dim, M
 blocks of one row (at most), S tokens of one block.
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llamarl.generation.inputs import StepInputs
 from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.rows import Rows
 from llamarl.generation.scheduler import Chunk
@@ -25,47 +27,36 @@ from llamarl.generation.sequence import Group
 class TorchAttention:
     """`attend` of one step: packed are first one token per row, then the tokens of each chunk."""
 
-    def __init__(
-        self,
-        cache: KVCache,
-        blocks_N: Tensor,
-        offsets_N: Tensor,
-        table_B_M: Tensor,
-        prefix_B: Tensor,
-        own_B: Tensor,
-        chunks: Sequence[Chunk] = (),
-    ) -> None:
-        """
-        Args:
-            blocks_N: the block that each token's own keys and values go to, and `offsets_N` their place in it.
-            table_B_M: see `block_table`, as `prefix_B` and `own_B`.
-        """
-        self._cache, self._blocks_N, self._offsets_N, self._table_B_M = cache, blocks_N, offsets_N, table_B_M
-        self._valid_B_M_S = valid_places(prefix_B, own_B, table_B_M.shape[1])
-        self._chunks = chunks
+    def __init__(self, cache: KVCache, inputs: StepInputs, chunks: Sequence[Chunk] = ()) -> None:
+        self._cache, self._inputs = cache, inputs
+        self._block_N, self._offset_N = inputs.block_N.long(), inputs.offset_N.long()
+        self._places = [_places(chunk, cache.device) for chunk in chunks]
+        self._sizes = [len(inputs.own_B), *(chunk.stop - chunk.start for chunk in chunks)]
+        if cache.decode is None:
+            self._table_B_M = inputs.table_B_M()
+            self._valid_B_M_S = valid_places(inputs.prefix_B, inputs.own_B, self._table_B_M.shape[1])
 
     def __call__(self, layer: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
-        self._cache.write(layer, self._blocks_N, self._offsets_N, k_N_J_K, v_N_J_K)
-        sizes = [len(self._table_B_M), *(chunk.stop - chunk.start for chunk in self._chunks)]
-        q_B_H_K, *of_chunks = q_N_H_K.split(sizes)
-        parts = [self._prefill(layer, chunk, q) for chunk, q in zip(self._chunks, of_chunks, strict=True)]
+        self._cache.write(layer, self._block_N, self._offset_N, k_N_J_K, v_N_J_K)
+        q_B_H_K, *of_chunks = q_N_H_K.split(self._sizes)
+        parts = [self._prefill(layer, places, q) for places, q in zip(self._places, of_chunks, strict=True)]
         if not len(q_B_H_K):
             return torch.cat(parts)
-        out_B_H_K = attend_to_table(self._cache, layer, q_B_H_K, self._table_B_M, self._valid_B_M_S)
+        out_B_H_K = self._decode(layer, q_B_H_K)
         return torch.cat((out_B_H_K, *parts)) if parts else out_B_H_K
 
-    def _prefill(self, layer: int, chunk: Chunk, q_N_H_K: Tensor) -> Tensor:
+    def _decode(self, layer: int, q_B_H_K: Tensor) -> Tensor:
+        cache, inputs = self._cache, self._inputs
+        if cache.decode is None:
+            return attend_to_table(cache, layer, q_B_H_K, self._table_B_M, self._valid_B_M_S)
+        stored = cache.keys_L_C_J_K_S[layer], cache.values_L_C_J_S_K[layer]
+        rows = inputs.table, inputs.width, inputs.prefix_B, inputs.own_B
+        return cache.decode.decode_attention(q_B_H_K, *stored, *rows)
+
+    def _prefill(self, layer: int, places_2_N: Tensor, q_N_H_K: Tensor) -> Tensor:
         """Causal attention of one chunk to all that is cached before it and to itself."""
-        keys_J_N_K, values_J_N_K = self._cache.read(layer, chunk.group.prefix)
-        if chunk.sequence is None:
-            seen = chunk.stop
-            keys_J_N_K, values_J_N_K = keys_J_N_K[:, :seen], values_J_N_K[:, :seen]
-        else:
-            own_keys, own_values = self._cache.read(layer, chunk.sequence.own)
-            seen = chunk.group.prefix_tokens + chunk.stop
-            keys_J_N_K = torch.cat((keys_J_N_K, own_keys), dim=1)[:, :seen]
-            values_J_N_K = torch.cat((values_J_N_K, own_values), dim=1)[:, :seen]
-        count = len(q_N_H_K)
+        keys_J_N_K, values_J_N_K = self._cache.read(layer, *places_2_N)
+        count, seen = len(q_N_H_K), places_2_N.shape[1]
         mask = None
         if count < seen:
             mask = torch.ones(count, seen, dtype=torch.bool, device=q_N_H_K.device).tril_(seen - count)
@@ -102,20 +93,13 @@ def valid_places(prefix_B: Tensor, own_B: Tensor, num_blocks: int) -> Tensor:
     return (place_M_S < prefix_B) | ((place_M_S >= start_B) & (place_M_S < start_B + own_B))
 
 
-def block_table(rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Blocks of each row, int64 [B, M], tokens of its prefix and of its own, this step's included, [B] each.
-
-    Places behind a row's blocks name its first own one: masked, yet multiplied by 0, which leaves NaN of others.
-    """
-    prefixes = [sequence.group.prefix.blocks for sequence in rows.sequences]
-    own_B = rows.length_R[: len(rows)] + 1
-    start_B, num_own_B = np.array([len(blocks) for blocks in prefixes], np.int64), -(-own_B // BLOCK_SIZE)
-    table_B_M = rows.blocks_R_M[: len(rows), :1].repeat(int((start_B + num_own_B).max(initial=0)), 1)
-    for table_M, blocks, own_M, num_own in zip(table_B_M, prefixes, rows.blocks_R_M, num_own_B, strict=False):
-        table_M[: len(blocks)] = blocks
-        table_M[len(blocks) : len(blocks) + num_own] = own_M[:num_own]
-    prefix_B = np.array([sequence.group.prefix_tokens for sequence in rows.sequences], np.int64)
-    return table_B_M, prefix_B, own_B
+def _places(chunk: Chunk, device: torch.device) -> Tensor:
+    """Blocks of all tokens that the last one of a chunk sees, and the places in them, int64 [2, N]."""
+    prefix, own = chunk.group.prefix, chunk.sequence.own if chunk.sequence else None
+    runs = [(prefix, chunk.stop if own is None else chunk.group.prefix_tokens), *([(own, chunk.stop)] if own else [])]
+    place_N = np.concatenate([np.arange(count) for _, count in runs])
+    block_N = np.concatenate([np.repeat(segment.blocks, BLOCK_SIZE)[:count] for segment, count in runs])
+    return torch.from_numpy(np.stack((block_N, place_N % BLOCK_SIZE))).to(device, torch.int64)
 
 
 def rows_of_groups(rows: Rows) -> dict[Group, list[int]]:

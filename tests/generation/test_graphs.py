@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.generation.engine import Engine
+from llamarl.generation.graphs import DecodeGraphs, sizes
 from llamarl.generation.model import GeneratorModel
 from llamarl.models.transformer import Transformer
 from llamarl.types import GenerationRequest, Rollout
 from tests.generation import conformance
-from tests.generation.conftest import VOCAB
+from tests.generation.conftest import CONTEXT, VOCAB
 from tests.generation.native import GREEDY, SAMPLED, assert_same, drain, make_engine, run, serve
 from tests.generation.references import by_key
 from tests.kernels.engines import engine as computed_by
@@ -30,6 +31,7 @@ SAMPLINGS = (
     SAMPLED,
     replace(SAMPLED, temperature=1.3, max_new_tokens=40, stop_token_ids=(3, 7)),
     replace(SAMPLED, top_p=0.8, top_k=9),
+    replace(GREEDY, top_p=0.5),
 )
 
 
@@ -53,11 +55,6 @@ def engines(model: Transformer, **options: object) -> tuple[Engine, Engine]:
         served.load(model)
         made.append(make_engine(served, graphs=graphs, **options))
     return made[0], made[1]
-
-
-def shapes(engine: Engine) -> set[tuple[int, int]]:
-    assert engine._graphs is not None
-    return {shape for replays in engine._graphs._replays.values() for shape in replays}
 
 
 def traffic(engine: Engine, models: list[Transformer], seed: int) -> list[Rollout]:
@@ -99,26 +96,38 @@ def test_random_traffic(models: list[Transformer], seed: int, kv_on_update: str,
     assert eager.stats() == replace(graphed.stats(), recompute_s=eager.stats().recompute_s)
 
 
-def test_few_shapes_serve_all_steps(models: list[Transformer]) -> None:
-    eager, graphed = engines(models[0])
+def test_all_graphs_are_made_at_start_and_serve_every_step(
+    models: list[Transformer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Truncated sampling and the longest contexts included; only steps that prefill go without."""
+    eager, graphed = engines(models[0], max_running=13)
+    assert graphed._graphs is not None
+    assert graphed._graphs.sizes == [1, 2, 4, 8, 13]
+    (replays,) = graphed._graphs._replays.values()
+    assert [*replays] == [13, 8, 4, 2, 1]
+    monkeypatch.setattr(DecodeGraphs, "_captured", None)  # never again
+    ran = list[int]()
+    for size, run_step in list(replays.items()):
+        replays[size] = lambda size=size, run_step=run_step: (ran.append(size), run_step())[1]
+    long = replace(SAMPLED, max_new_tokens=CONTEXT, top_p=0.9, min_p=0.01)
     requests = [
         GenerationRequest(
-            group_id=i, prompt_token_ids_T=np.arange(1, 2 + i, dtype=np.int32), group_size=4, sampling=SAMPLED
+            group_id=i, prompt_token_ids_T=np.arange(1, 2 + 7 * i, dtype=np.int32), group_size=(4, 2, 4, 3)[i],
+            sampling=[GREEDY, long, SAMPLINGS[3], SAMPLED][i],
         )
-        for i in range(5)
-    ]
-    assert_same(run(graphed, requests), run(eager, requests))
-    assert {16} < {size for size, _ in shapes(graphed)} <= {1, 2, 4, 8, 16}
-    assert {width for _, width in shapes(graphed)} <= {1, 2, 4}
-    truncated = [replace(request, sampling=SAMPLINGS[3]) for request in requests]
-    before = shapes(graphed)
-    assert_same(run(graphed, truncated), run(eager, truncated))
-    assert shapes(graphed) == before, "without graphs"
-    assert graphed._graphs is not None
-    graphed._graphs._max_bytes = 4 * graphed._graphs._block_bytes
-    graphed._graphs._replays.clear()
-    assert_same(run(graphed, requests), run(eager, requests))
-    assert {size * width for size, width in shapes(graphed)} <= {1, 2, 4}, "more would cost more than it saves"
+        for i in range(4)
+    ]  # fmt: skip
+    expected = run(eager, requests)
+    assert_same(run(graphed, requests), expected)
+    assert max(len(one.token_ids_T) for one in expected.values()) > 80
+    assert {2, 13} <= set(ran)
+    assert graphed.stats().steps - len(ran) < 8
+
+
+def test_the_steps_between_sizes() -> None:
+    assert sizes(1) == [1]
+    assert sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert sizes(300)[-5:] == [248, 256, 272, 288, 300]
 
 
 def adopt(engine: Engine, version: int, weights: dict[str, torch.Tensor]) -> None:
@@ -133,11 +142,11 @@ def test_no_graph_computes_with_weights_of_before(
     models: list[Transformer], stale: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights are copied to and fro between two buffers, as on a GPU; the mutant replays whatever graph there is."""
+    if stale:
+        monkeypatch.setattr(GeneratorModel, "weights_at", property(lambda _: 0, lambda *_: None), raising=False)
     eager, graphed = engines(models[0])
     for engine in (eager, graphed):
         monkeypatch.setattr(engine.model, "_are_here", lambda tensors: False)
-    if stale:
-        monkeypatch.setattr(GeneratorModel, "weights_at", property(lambda _: 0, lambda *_: None), raising=False)
     request = GenerationRequest(
         group_id=1, prompt_token_ids_T=np.array([5, 6], np.int32), group_size=3,
         sampling=replace(GREEDY, max_new_tokens=60),

@@ -1,0 +1,93 @@
+"""Decode attention of the Triton kernels against float64: by the interpreter, or on the GPU where there is one.
+
+Not covered without a GPU: that Triton compiles the kernels, products of bfloat16 tiles (the interpreter's are wrong, so
+it multiplies in float32), and speed.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from llamarl.kernels import gpu
+from llamarl.kernels.attention import BLOCK_SIZE
+
+triton_decode = pytest.importorskip("llamarl.kernels.triton_decode")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs one after the other, and needs milliseconds for each."""
+    monkeypatch.setattr(triton_decode, "_PROGRAMS", 1)
+    monkeypatch.setattr(triton_decode, "_LEAST_TILES", 1)
+
+
+def attended(
+    lengths: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, dtype: torch.dtype, spread: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Of rows with so many tokens of a prefix and of their own, in blocks anywhere, and in float64.
+
+    Whatever no row may see is NaN: the rest of each block, the blocks of others, what the table says behind a row.
+    """
+    num_heads, num_kv_heads = heads
+    generator = torch.Generator().manual_seed(0)
+    blocks = [[-(-tokens // BLOCK_SIZE) for tokens in row] for row in lengths]
+    width, num_blocks = max(map(sum, blocks)) + 3, sum(map(sum, blocks)) + 5
+    keys, values = torch.full((2, num_blocks, num_kv_heads, BLOCK_SIZE, head_dim), torch.nan, dtype=dtype)
+    free = torch.randperm(num_blocks, generator=generator)
+    table = torch.full((len(lengths), width), int(free[-1]), dtype=torch.int32)
+    q = (torch.randn(len(lengths), num_heads, head_dim, generator=generator) * spread).to(dtype)
+    exact = torch.empty(q.shape, dtype=torch.float64)
+    for row, tokens in enumerate(lengths):
+        seen = list[tuple[Tensor, Tensor]]()
+        for start, count in zip((0, blocks[row][0]), tokens, strict=True):
+            ids, free = free.split((-(-count // BLOCK_SIZE), len(free) - -(-count // BLOCK_SIZE)))
+            table[row, start : start + len(ids)] = ids
+            place_N = torch.arange(count)
+            of_both = torch.randn(2, count, num_kv_heads, head_dim, generator=generator).to(dtype)
+            for stored, of_one in zip((keys, values), of_both, strict=True):
+                stored[ids[place_N // BLOCK_SIZE], :, place_N % BLOCK_SIZE] = of_one
+            seen.append(of_both.double())
+        key_J_N_K, value_J_N_K = torch.cat(seen, 1).transpose(1, 2)
+        scores_J_r_N = q[row].double().unflatten(0, (num_kv_heads, -1)) @ key_J_N_K.transpose(1, 2) * head_dim**-0.5
+        exact[row] = (torch.softmax(scores_J_r_N, -1) @ value_J_N_K).flatten(0, 1)
+    counts = torch.tensor(lengths, dtype=torch.int32).T.contiguous()
+    integers = table.flatten(), torch.tensor([width], dtype=torch.int32), *counts
+    arguments = (x.to(DEVICE) for x in (q, keys.transpose(2, 3), values, *integers))
+    return triton_decode.decode_attention(*arguments).double().cpu(), exact
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """A unit in the last place of bfloat16: the interpreter cuts off where a GPU rounds."""
+    return {"rtol": 2.0**-7 if dtype == torch.bfloat16 else 0.0, "atol": 2e-6}
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (20, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_odd_lengths_and_shared_heads(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    lengths = [(0, 1), (15, 16), (16, 17), (64, 64), (300, 1), (5, 259), (0, 256)]
+    out, exact = attended(lengths, heads, 32, dtype)
+    torch.testing.assert_close(out, exact, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 80, 128])
+def test_any_head_size(head_dim: int) -> None:
+    out, exact = attended([(9, 70), (33, 20)], (4, 2), head_dim, torch.float32)
+    torch.testing.assert_close(out, exact, **tolerance(torch.float32))
+
+
+@pytest.mark.parametrize("tokens", [500, 20_000])
+def test_no_error_grows_with_the_context(tokens: int) -> None:
+    """The result is rounded to bfloat16 once, at any length."""
+    out, exact = attended([(tokens // 3, tokens - tokens // 3)], (4, 1), 32, torch.bfloat16, spread=3.0)
+    torch.testing.assert_close(out, exact, **tolerance(torch.bfloat16))
+
+
+def test_what_a_gpu_checks_at_start() -> None:
+    assert gpu.decode_error(triton_decode, DEVICE) < 1e-2
+    assert gpu.decode_error(triton_decode, DEVICE, torch.float32) < 1e-5
+    assert not gpu.fused(torch.device("cpu")).decode
+    wrong = type("wrong", (), {"decode_attention": lambda q, *rest: q})
+    assert gpu.decode_error(wrong, DEVICE) > 0.1
