@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor
 
 from llamarl.config.errors import ConfigError
-from llamarl.kernels.copy import MODULUS, copy_part, fingerprint
+from llamarl.kernels.copy import MODULUS, Share, copy_part, fingerprint, read
 from llamarl.models.quantize import QUANTIZED_DTYPES, NonFiniteWeights, quantize_rows
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError, assemble_layout
@@ -96,7 +96,7 @@ class WriterPlan:
         Raises:
             NonFiniteWeights: names the parameter and the version.
         """
-        specs = self.layouts[layout].specs
+        specs, written = self.layouts[layout].specs, list[tuple[Part, Tensor, Share]]()
         found = {(specs[part.tensor].key, part.box): (part, target) for part, target in targets}
         for (_, box), (part, target) in found.items():
             spec = specs[part.tensor]
@@ -106,8 +106,7 @@ class WriterPlan:
             assert weight.shape == held.shape, f"{spec.name}: {tuple(weight.shape)} is not the planned {held.shape}"
             source = weight.detach()[box.within(held)]
             if spec.dtype not in QUANTIZED_DTYPES:
-                share = copy_part(target, source, spec.shape, spec.starts_of(box))
-                _add(proof, part, target, share)
+                written.append((part, target, copy_part(target, source, spec.shape, spec.starts_of(box))))
                 continue
             halves = (part, target), found[f"{spec.name}.scale", box]
             try:
@@ -115,9 +114,12 @@ class WriterPlan:
             except NonFiniteWeights as error:
                 row, name = box.starts[0] + error.row, f"{spec.name} (version {version})"
                 raise NonFiniteWeights(row, error.dtype, name) from None
-            for half, written in halves:  # whole rows
-                first = spec.starts_of(box)[0] * math.prod(written.shape[1:])
-                _add(proof, half, written, fingerprint(written, first))
+            for half, made in halves:  # whole rows
+                first = spec.starts_of(box)[0] * math.prod(made.shape[1:])
+                written.append((half, made, fingerprint(made, first)))
+        for (part, target, _), share in zip(written, read([share for *_, share in written]), strict=True):
+            proof[0, part.tensor] = (int(proof[0, part.tensor]) + share) % MODULUS
+            proof[1, part.tensor] += target.nbytes
 
 
 class Publisher(ABC):
@@ -221,20 +223,26 @@ class Subscriber(ABC):
         await_tensor: Callable[[int], None] = lambda index: None,
     ) -> None:
         """Compares what was fetched with what the writers published (their `proofs`: [writers, 2, tensors])."""
-        digest = xxhash.xxh3_64()
-        for index, spec in enumerate(self.layout.specs):
+        digest, given = xxhash.xxh3_64(), [tensors[spec.key] for spec in self.layout.specs]
+        on_gpu = any(tensor.device.type == "cuda" for tensor in given)
+        at_once = read([fingerprint(tensor) for tensor in given]) if on_gpu else None
+        for index, tensor in enumerate(given):
             await_tensor(index)
-            digest.update(self.prove_tensor(index, tensors[spec.key], version, proofs).to_bytes(8, "little"))
+            found = at_once[index] if at_once else None
+            digest.update(self.prove_tensor(index, tensor, version, proofs, found).to_bytes(8, "little"))
         self.fingerprint = digest.hexdigest()
 
-    def prove_tensor(self, index: int, tensor: Tensor, version: int, proofs: np.ndarray) -> int:
-        """The fingerprint of one tensor, which is what the writers published."""
+    def prove_tensor(
+        self, index: int, tensor: Tensor, version: int, proofs: np.ndarray, found: int | None = None
+    ) -> int:
+        """The fingerprint of one tensor (None: it is not known yet), which is what the writers published."""
         spec = self.layout.specs[index]
         written, expected = proofs[:, 1, index].sum(), sum(proofs[:, 0, index].tolist()) % MODULUS
         if written != spec.num_bytes:
             cause = f"trainer ranks wrote {written} of its {spec.num_bytes} bytes"
             raise FingerprintMismatch(spec.key, version, self.rank, cause)
-        if (found := fingerprint(tensor)) != expected:
+        found = read([fingerprint(tensor)])[0] if found is None else found
+        if found != expected:
             cause = f"its fingerprint is {found:016x}, published was {expected:016x}"
             raise FingerprintMismatch(spec.key, version, self.rank, cause)
         return found
@@ -259,11 +267,6 @@ class SlotTable:
     def settle(self, slot: int, version: int) -> None:
         """All of `version` has been written."""
         self._versions[slot] = self._newest = version
-
-
-def _add(proof: np.ndarray, part: Part, target: Tensor, share: int) -> None:
-    proof[0, part.tensor] = (int(proof[0, part.tensor]) + share) % MODULUS
-    proof[1, part.tensor] += target.numel() * target.element_size()
 
 
 def part_of(layout: Layout, tensors: Mapping[str, Tensor], part: Part) -> Tensor:

@@ -341,3 +341,27 @@ class TestNoTraces:
             publisher.close()
             subscriber.close()
         assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_slots_that_a_gpu_writes_into_are_pinned_once_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs, pinned, calls = (TensorSpec.whole("w", (64, 32), "float32"),), dict[int, int](), list[int]()
+
+    class Runtime:
+        def cudaHostRegister(self, place: int, num_bytes: int, flags: int) -> int:
+            pinned[place] = num_bytes
+            calls.append(place)
+            return 0
+
+        def cudaHostUnregister(self, place: int) -> int:
+            del pinned[place]
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    (plan,) = plan_writers([lay_out(specs)], [specs])
+    publisher = SharedMemoryPublisher(plan, lambda value: [value], device=torch.device("cuda"))
+    for version in range(6):
+        publisher.publish(version, {"w": torch.full((64, 32), float(version))}, (version - 1,))
+    assert list(pinned.values()) == [64 * 32 * 4] * len(calls) and len(calls) == len(set(calls)) <= 3
+    assert all(place % 4096 == 0 for place in calls)
+    publisher.close()
+    assert not pinned

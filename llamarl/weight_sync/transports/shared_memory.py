@@ -96,7 +96,8 @@ class SharedMemoryPublisher(Publisher):
 
     def __init__(self, plan: WriterPlan, exchange: Exchange, folder: Path | None = None, **options: Any) -> None:
         super().__init__(plan, exchange, folder, **options)
-        self._slots = SlotTable(NUM_SLOTS)
+        self._slots, self._pinned = SlotTable(NUM_SLOTS), dict[int, list[int]]()
+        """Addresses of slots that a GPU writes into without a copy in between."""
         made = [os.memfd_create("llamarl-weights") for _ in plan.layouts] if plan.rank == 0 else []
         pid = os.getpid()
         publisher, places = exchange((secrets.token_hex(8), [f"/proc/{pid}/fd/{fd}" for fd in made]))[0]
@@ -119,6 +120,8 @@ class SharedMemoryPublisher(Publisher):
 
     def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:
         plan, slot = self._plan, self._slots.claim(version, in_use)
+        if self._device.type == "cuda" and slot not in self._pinned:
+            self._pinned[slot] = self._pin(slot)
         for segment in self._segments:
             segment.versions[slot, plan.rank] = EMPTY  # first, for who is still proving what lay here
             segment.proofs[slot, plan.rank] = 0
@@ -131,11 +134,26 @@ class SharedMemoryPublisher(Publisher):
         self._slots.settle(slot, version)
         return self._address
 
+    def _pin(self, slot: int) -> list[int]:
+        places = []
+        for segment, layout in zip(self._segments, self._plan.layouts, strict=True):
+            places.append(segment.tensors[slot][layout.specs[0].key].data_ptr())
+            _cuda("cudaHostRegister", places[-1], layout.num_bytes, 0)
+        return places
+
     def close(self) -> None:
-        self._segments = []
+        for place in (place for places in self._pinned.values() for place in places):
+            _cuda("cudaHostUnregister", place)
+        self._segments, self._pinned = [], {}
         for fd in self._fds:
             os.close(fd)
         self._fds = []
+
+
+def _cuda(function: str, *arguments: int) -> None:
+    runtime: Any = torch.cuda.cudart()
+    if code := int(getattr(runtime, function)(*arguments)):
+        raise RuntimeError(f"{function} failed with CUDA error {code}")
 
 
 class SharedMemorySubscriber(Subscriber):

@@ -1,0 +1,55 @@
+"""The GPU's fingerprint, in Triton's interpreter, against torch's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from llamarl.kernels import copy
+
+triton = pytest.importorskip("triton")
+PARTS = [  # shape of the part, of the whole, where it begins, type
+    ((5000,), (5000,), (0,), torch.int32),
+    ((4100,), (9000,), (2040,), torch.bfloat16),
+    ((3, 2048), (3, 2048), (0, 0), torch.float32),
+    ((7, 130), (40, 514), (3, 96), torch.bfloat16),
+    ((6, 64), (6, 64), (0, 0), torch.int8),
+    ((2, 40_000), (5, 40_000), (1, 0), torch.float32),
+    ((1, 1), (5, 7), (4, 6), torch.float32),
+]
+CODE = """
+import torch
+from tests.kernels.test_triton_fingerprint import PARTS, part_of
+from llamarl.kernels import copy, triton_fingerprint
+for number, (shape, whole, starts, dtype) in enumerate(PARTS):
+    part = part_of(number)
+    (found,) = copy.read([copy.share_of(triton_fingerprint, part, whole, starts)])
+    assert found == copy._fingerprint(part, whole, starts), (number, found)
+    part.view(-1).view(torch.uint8)[-1] ^= 1
+    (changed,) = copy.read([copy.share_of(triton_fingerprint, part, whole, starts)])
+    assert changed != found
+odd = torch.zeros(4, 3, dtype=torch.bfloat16)
+assert copy.share_of(triton_fingerprint, odd, (4, 5), (0, 1)) is None, "its rows begin within words"
+"""
+
+
+def part_of(number: int) -> torch.Tensor:
+    shape, _, _, dtype = PARTS[number]
+    generator = torch.Generator().manual_seed(number)
+    return (torch.randn(shape, generator=generator) * 100).to(dtype)
+
+
+def test_it_is_that_of_torch() -> None:
+    """In a process of its own, as Triton is told to interpret before it is imported."""
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=env, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_shares_are_read_at_once() -> None:
+    shares = [5, torch.tensor(-1), copy.MODULUS + 2, torch.tensor(7)]
+    assert copy.read(shares) == [5, copy.MODULUS - 1, 2, 7]
