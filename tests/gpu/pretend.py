@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -320,6 +321,7 @@ def _install_queries() -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.synchronize = lambda *_: LEDGER.wait("the device is waited for")
+    torch.cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     torch.cuda.stream = lambda *_: contextlib.nullcontext()
     torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph, torch.cuda.graph = Stream, Event, Graph, Capture
 
