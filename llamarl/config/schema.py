@@ -276,10 +276,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _places(self) -> RunConfig:
         generator, transport = self.generator, self.weight_sync.transport
-        if self.weight_sync.delta and (transport == "shared_memory" or self.cluster.kind == "inline"):
+        if self.weight_sync.delta and (transport in ("shared_memory", "nixl") or self.cluster.kind == "inline"):
             raise ValueError(
-                "weight_sync.delta = true saves nothing in shared memory, where generators serve what the trainer "
-                "writes; leave it out, or use weight_sync.transport = 'p2p' with cluster.kind = 'monarch'"
+                "weight_sync.delta = true saves nothing where generators serve or read what lies in the trainer's "
+                "memory; leave it out, or use weight_sync.transport = 'p2p' with cluster.kind = 'monarch'"
             )
         if self.weight_sync.power_of_two_scales and not (self.weight_sync.delta and generator.dtype in ("int8", "fp8")):
             raise ValueError(

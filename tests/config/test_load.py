@@ -105,6 +105,13 @@ def test_unreadable_files(tmp_path: Path) -> None:
             [*VLLM, "--generator.cuda_graphs=off"],
             "with generator.backend = 'vllm' use generator.vllm.arguments = ['--enforce-eager']",
         ),
+        *(
+            (
+                [f"--weight_sync.transport={one}", "--weight_sync.delta=true"],
+                "delta = true saves nothing where generators",
+            )
+            for one in ("shared_memory", "nixl")
+        ),
         (
             [*VLLM, "--cluster.kind=inline"],
             "generator.backend = 'vllm' runs processes of its own; use cluster.kind = 'monarch' instead of 'inline'",
