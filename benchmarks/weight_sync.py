@@ -234,7 +234,7 @@ class Machine:
 
         self.trainers = [start(trainer, rank, plan, rendezvous, folder) for rank, plan in enumerate(plans)]
         self.generators = [start(generator, rank, rendezvous, folder) for rank in range(NUM_GENERATORS)]
-        for _ in range(2 + 1 + 1):  # exchanges of the three publishers
+        for _ in range(2 + 2 + 1):  # exchanges of the three publishers
             values = self._answers(self.trainers)
             for connection in self.trainers:
                 connection.send(values)
