@@ -18,9 +18,8 @@ from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.rows import Rows
 from llamarl.generation.scheduler import Chunk
 from llamarl.generation.torch_attention import rows_of_groups
-from llamarl.kernels import attention
+from llamarl.kernels import attention, gpu
 from llamarl.kernels.attention import PagedAttention, Tasks
-from llamarl.kernels.gpu import fused
 
 
 def backend_name(cache: KVCache) -> str:
@@ -30,7 +29,7 @@ def backend_name(cache: KVCache) -> str:
     if cache.decode is not None:
         return "triton"
     on_cpu = cache.device.type == "cpu"
-    why = attention.unusable(cache.dtype, cache.device, cache.head_dim) if on_cpu else fused(cache.device).reason
+    why = attention.unusable(cache.dtype, cache.device, cache.head_dim) if on_cpu else gpu.fused(cache.device).reason
     return f"torch ({why})"
 
 

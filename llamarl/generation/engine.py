@@ -39,7 +39,7 @@ from llamarl.generation.score import score
 from llamarl.generation.sequence import Group, Sequence
 from llamarl.generation.stop import StopStrings
 from llamarl.generation.torch_attention import TorchAttention
-from llamarl.kernels.gpu import fused
+from llamarl.kernels import gpu
 from llamarl.types import FinishReason, GenerationRequest, Rollout
 
 _WORK_SHARE = 0.05
@@ -81,7 +81,9 @@ class Engine:
         self._context = shape.max_position_embeddings
         block_bytes = KVCache.block_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
         num_blocks = (kv_budget(model, max_running) if kv_bytes is None else kv_bytes) // block_bytes
-        graphs = fused(device).decode is not None and isinstance(model, GeneratorModel) if graphs is None else graphs
+        graphs = (
+            gpu.fused(device).decode is not None and isinstance(model, GeneratorModel) if graphs is None else graphs
+        )
         self._cache = KVCache(
             num_layers=shape.num_layers, num_blocks=num_blocks + graphs, num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim, dtype=dtype, device=device,

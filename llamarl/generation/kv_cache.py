@@ -12,9 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llamarl.kernels import attention
+from llamarl.kernels import attention, gpu
 from llamarl.kernels.attention import BLOCK_SIZE
-from llamarl.kernels.gpu import fused
 
 
 class KVCache:
@@ -27,8 +26,9 @@ class KVCache:
         shape = (num_layers, num_blocks, num_kv_heads)
         self.library = None if attention.unusable(dtype, device, head_dim) else attention.kernel().library
         """The kernel that reads this cache; None: torch does, or `decode`."""
-        self.decode = fused(device).decode
-        """The kernels of `triton_decode.py`; None: torch takes their place."""
+        fused = gpu.fused(device)
+        self.decode, self.ops = fused.decode, fused.ops
+        """`triton_decode.py` and `triton_ops.py`; None: torch takes their place."""
         keys = (head_dim, BLOCK_SIZE) if self.library else (BLOCK_SIZE, head_dim)
         self.keys_L_C_J_K_S = torch.empty((*shape, *keys), dtype=dtype, device=device)
         if self.library is None:

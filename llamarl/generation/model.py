@@ -24,13 +24,15 @@ from torch import Tensor
 
 from llamarl.config.errors import ConfigError
 from llamarl.generation.network import Layer, Network, linears_of
-from llamarl.kernels.linear import Linear, Room
+from llamarl.generation.torch_attention import TorchAttention
+from llamarl.kernels import gpu
+from llamarl.kernels.linear import Linear, QuantizedRows, Room
 from llamarl.kernels.ops import rms_norm, rotate, silu_mul
 from llamarl.models.folder import load_shape
 from llamarl.models.hf import EMBEDDING, HEAD, load_model
 from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
 from llamarl.models.shape import ModelShape
-from llamarl.models.transformer import Attend, Rope, Rotation, Transformer
+from llamarl.models.transformer import Attend, Rope, Transformer
 from llamarl.sharding.box import Box
 from llamarl.sharding.tensor_parallel import tensor_parallel_box
 from llamarl.weight_sync.base import views
@@ -225,15 +227,22 @@ class GeneratorModel:
 
     def __call__(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the final norm, [N, D]."""
-        x_N_D, eps = self._embed(token_ids_N), self.shape.rms_norm_eps
-        rotation = self._rope(positions_N, self.dtype)
+        x_N_D, delta_N_D, eps = self._embed(token_ids_N), None, self.shape.rms_norm_eps
+        paged = attend if isinstance(attend, TorchAttention) and attend.rotates else None
+        rotation = self._rope(positions_N, torch.float32 if paged else self.dtype)
         for index, layer in enumerate(self._network.layers):
-            q, k, v = self._heads(layer, rms_norm(x_N_D, layer.input_norm_D, eps), rotation)
-            out_N_H_K = attend(index, q, k, v)
-            self._add(layer.o, out_N_H_K.flatten(-2).contiguous(), x_N_D)
-            gate_N_F, up_N_F = _project(layer.gate_up, rms_norm(x_N_D, layer.post_norm_D, eps), self._gate_up_sizes)
-            self._add(layer.down, silu_mul(gate_N_F, up_N_F), x_N_D)
-        return rms_norm(x_N_D, self._used["model.norm.weight"], eps)
+            normed_N_D = rms_norm(x_N_D, layer.input_norm_D, eps, delta_N_D, layer.qkv[0].takes)
+            flats = _project(layer.qkv, normed_N_D, self._qkv_sizes)
+            q, k, v = (flat.unflatten(-1, (-1, self.shape.head_dim)) for flat in flats)
+            if paged:
+                out_N_H_K = paged.rotated(index, q, k, v, rotation, layer.qk_norms, eps)
+            else:
+                out_N_H_K = attend(index, *rotate(q, k, rotation, layer.qk_norms, eps), v)
+            delta_N_D = self._add(layer.o, out_N_H_K.flatten(-2).contiguous(), x_N_D)
+            normed_N_D = rms_norm(x_N_D, layer.post_norm_D, eps, delta_N_D, layer.gate_up[0].takes)
+            gate_N_F, up_N_F = _project(layer.gate_up, normed_N_D, self._gate_up_sizes)
+            delta_N_D = self._add(layer.down, silu_mul(gate_N_F, up_N_F, layer.down.takes), x_N_D)
+        return rms_norm(x_N_D, self._used["model.norm.weight"], eps, delta_N_D)
 
     def logits(self, hidden_N_D: Tensor) -> Tensor:
         """[N, V], float32."""
@@ -281,18 +290,14 @@ class GeneratorModel:
         x_N_D = F.embedding(local_N.masked_fill(elsewhere_N, 0), embedding_V_D).to(self.dtype)
         return self._parallel.all_reduce(x_N_D.masked_fill_(elsewhere_N[:, None], 0.0))
 
-    def _heads(self, layer: Layer, x_N_D: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed and rotated queries and keys, and values."""
-        flats = _project(layer.qkv, x_N_D, self._qkv_sizes)
-        q, k, v = (flat.unflatten(-1, (-1, self.shape.head_dim)) for flat in flats)
-        q, k = rotate(q, k, rotation, layer.qk_norms, self.shape.rms_norm_eps)
-        return q, k, v
-
-    def _add(self, project: Linear, x: Tensor, residual_N_D: Tensor) -> None:
-        if self._parallel is None:
-            project(x, residual_N_D)
-        else:
-            residual_N_D.add_(self._parallel.all_reduce(project(x)))
+    def _add(self, project: Linear, x: Tensor | QuantizedRows, residual_N_D: Tensor) -> Tensor | None:
+        """Adds the product to the residual stream, or returns it for the next norm to add."""
+        if self._parallel is not None:
+            return self._parallel.all_reduce(project(x))
+        if gpu.fused(self.device).ops:
+            return project(x)
+        project(x, residual_N_D)
+        return None
 
 
 @contextmanager
@@ -341,7 +346,7 @@ def _groups(names: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _project(projections: tuple[Linear, ...], x_N_D: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+def _project(projections: tuple[Linear, ...], x_N_D: Tensor | QuantizedRows, sizes: Sequence[int]) -> Sequence[Tensor]:
     """The outputs, of `sizes`, of what is computed as one or one by one."""
     if len(projections) > 1:
         return [project(x_N_D) for project in projections]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,21 @@ class TorchAttention:
 
     def __call__(self, layer: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
         self._cache.write(layer, self._block_N, self._offset_N, k_N_J_K, v_N_J_K)
+        return self._read(layer, q_N_H_K)
+
+    @property
+    def rotates(self) -> bool:
+        """`rotated` can be called."""
+        return self._cache.ops is not None
+
+    def rotated(self, layer: int, *arguments: Any) -> Tensor:
+        """For queries, keys and values that were not normed and rotated, and what `ops.rotate` takes besides."""
+        cache, places = self._cache, (self._inputs.block_N, self._inputs.offset_N)
+        assert cache.ops is not None
+        cached = cache.keys_L_C_J_K_S[layer], cache.values_L_C_J_S_K[layer]
+        return self._read(layer, cache.ops.rotate_and_write(*arguments, cached, places))
+
+    def _read(self, layer: int, q_N_H_K: Tensor) -> Tensor:
         q_B_H_K, *of_chunks = q_N_H_K.split(self._sizes)
         parts = [self._prefill(layer, places, q) for places, q in zip(self._places, of_chunks, strict=True)]
         if not len(q_B_H_K):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 
 from llamarl.kernels import build
 from llamarl.kernels.attention import BLOCK_SIZE
@@ -19,6 +20,8 @@ class Fused:
 
     decode: ModuleType | None = None
     """`triton_decode`; None: torch does its work."""
+    ops: ModuleType | None = None
+    """`triton_ops`, likewise."""
     reason: str = ""
     """Why not."""
 
@@ -33,16 +36,33 @@ def fused(device: torch.device) -> Fused:
     if not torch.backends.cuda.is_built():
         return Fused(reason="this torch has no CUDA")
     try:
-        decode = importlib.import_module("llamarl.kernels.triton_decode")
+        decode, ops = (importlib.import_module(f"llamarl.kernels.triton_{name}") for name in ("decode", "ops"))
     except ImportError as error:
         return Fused(reason=str(error))
     from triton.errors import TritonError
 
     try:
-        error = decode_error(decode, device)
+        errors = {"decode": decode_error(decode, device), "ops": ops_error(ops, device)}
     except (RuntimeError, TritonError) as failed:
         return Fused(reason=f"{type(failed).__name__}: {failed}")
-    return Fused(decode=decode) if error < 1e-2 else Fused(reason=f"triton_decode.py is off by {error:.1g} here")
+    wrong = [f"triton_{name}.py is off by {error:.1g} here" for name, error in errors.items() if not error < 1e-2]
+    return Fused(reason="; ".join(wrong)) if wrong else Fused(decode=decode, ops=ops)
+
+
+def ops_error(ops: ModuleType, device: torch.device) -> float:
+    """Largest difference to torch in float32: a norm after an addition, a gated activation and a quantized row."""
+    generator = torch.Generator().manual_seed(0)
+    x, delta, gate, up = torch.randn(4, 3, 200, generator=generator)
+    weight, added = torch.rand(200, generator=generator), x + delta
+    on_device = [one.to(device) for one in (x, weight, delta, gate, up)]
+    normed = ops.rms_norm(*on_device[:2], 1e-6, on_device[2], None).cpu()
+    activated = ops.silu_mul(*on_device[3:], None).cpu()
+    values, scales = (one.cpu().float() for one in ops.quantize(on_device[1][None], torch.int8))
+    differences = (
+        normed - F.rms_norm(added, (200,), weight, 1e-6), activated - F.silu(gate) * up, on_device[0].cpu() - added,
+        ((values * scales - weight).abs() - scales / 2).clamp_min(0), scales - weight.max() / 127,
+    )  # fmt: skip
+    return max(one.abs().max().item() for one in differences)
 
 
 def decode_error(decode: ModuleType, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:

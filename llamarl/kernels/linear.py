@@ -22,10 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from llamarl.kernels import build, paths
+from llamarl.kernels import build, gpu, paths
 from llamarl.kernels.build import Kernel
 
 _P, _I = ctypes.c_void_p, ctypes.c_int64
+
+QuantizedRows = tuple[Tensor, Tensor]
+"""Values [M, K] of 8 bits, and float32 scales [M, 1]."""
 
 
 @functools.cache
@@ -69,7 +72,7 @@ class Room:
 class Linear:
     """y = x W^T + b. Holds pointers, and a packed copy of the weights where the path that serves them wants one."""
 
-    __slots__ = ("_arguments", "_bias_N", "_packed", "_path", "_scales_N", "_values_N_K", "_version", "shape")
+    __slots__ = ("_arguments", "_bias_N", "_packed", "_path", "_scales_N", "_values_N_K", "_version", "shape", "takes")
 
     def __init__(
         self, values_N_K: Tensor, scales_N: Tensor | None = None, bias_N: Tensor | None = None, room: Room | None = None
@@ -87,6 +90,8 @@ class Linear:
             assert tensor is None or (tensor.is_contiguous() and len(tensor) == len(values_N_K))
         self._values_N_K, self._scales_N, self._bias_N = values_N_K, scales_N, bias_N
         self.shape, self._packed = tuple(values_N_K.shape), None
+        self.takes = values_N_K.dtype if quantized and gpu.fused(values_N_K.device).ops else None
+        """Type of quantized rows that it multiplies, as `ops` gives them; None: rows are not quantized before."""
         kind = paths.KINDS.get(values_N_K.dtype) if values_N_K.device.type == "cpu" else None
         self._path = paths.chosen(kind, *self.shape) if kind and kernels().library else None
         if self._path is None:
@@ -111,8 +116,14 @@ class Linear:
         choice = paths.record().get(f"{kind} {self.shape[0]}x{self.shape[1]}", paths.Choice(path="", measured_us={}))
         return choice.describe(kind, *self.shape)
 
-    def __call__(self, x_M_K: Tensor, add_to_M_N: Tensor | None = None) -> Tensor:
+    def __call__(self, x_M_K: Tensor | QuantizedRows, add_to_M_N: Tensor | None = None) -> Tensor:
         """The product; with `add_to_M_N`, that tensor with the product added in place."""
+        if isinstance(x_M_K, tuple):
+            assert self._scales_N is not None
+            y_M_N = _product_of_8_bits(*x_M_K, self._values_N_K, self._scales_N, torch.bfloat16)
+            return y_M_N if self._bias_N is None else y_M_N + self._bias_N
+        if self.takes and (fused := gpu.fused(x_M_K.device).ops):
+            return self(fused.quantize(x_M_K, self.takes))
         if self._path is None:
             y_M_N = _torch_linear(x_M_K, self._values_N_K, self._scales_N, self._bias_N)
             return y_M_N if add_to_M_N is None else add_to_M_N.add_(y_M_N)
@@ -164,10 +175,18 @@ def _scaled_product(x_M_K: Tensor, values_N_K: Tensor, scales_N: Tensor) -> Tens
     most = 127.0 if values_N_K.dtype == torch.int8 else 448.0
     # A row that is not finite keeps a scale that is not, so its products are NaN.
     scale_M_1 = x_M_K.abs().amax(1, keepdim=True).clamp_min(1e-30) / most
+    rows_M_K = x_M_K / scale_M_1
+    rows_M_K = rows_M_K.round() if values_N_K.dtype == torch.int8 else rows_M_K
+    return _product_of_8_bits(rows_M_K.to(values_N_K.dtype), scale_M_1, values_N_K, scales_N, dtype)
+
+
+def _product_of_8_bits(
+    rows_M_K: Tensor, scale_M_1: Tensor, values_N_K: Tensor, scales_N: Tensor, dtype: torch.dtype
+) -> Tensor:
     if values_N_K.dtype == torch.float8_e4m3fn:
-        scaled = (x_M_K / scale_M_1).to(torch.float8_e4m3fn)
-        return torch._scaled_mm(scaled, values_N_K.t(), scale_M_1, scales_N[None], out_dtype=dtype)
-    rows = x_M_K.shape[0]
+        scales = scale_M_1, scales_N[None]
+        return torch._scaled_mm(rows_M_K, values_N_K.t(), *scales, out_dtype=dtype, use_fast_accum=True)
+    rows = len(rows_M_K)
     # cuBLAS multiplies int8 from 17 rows on, in multiples of 8.
-    scaled = F.pad((x_M_K / scale_M_1).round().to(torch.int8), (0, 0, 0, max(24, -(-rows // 8) * 8) - rows))
-    return (torch._int_mm(scaled, values_N_K.t())[:rows] * scale_M_1 * scales_N).to(dtype)
+    rows_M_K = F.pad(rows_M_K, (0, 0, 0, max(24, -(-rows // 8) * 8) - rows))
+    return (torch._int_mm(rows_M_K, values_N_K.t())[:rows] * scale_M_1 * scales_N).to(dtype)

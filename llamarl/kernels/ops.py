@@ -1,7 +1,7 @@
 """The small operations of a decode step: norms, rotation, gated activation, and the draw of tokens.
 
-On the CPU in float32 each is one pass in C++ (`ops.cpp`), after it has reproduced torch; else torch computes, and
-`kernels().reason` says why.
+On the CPU in float32 each is one pass in C++ (`ops.cpp`), after it has reproduced torch, and norms and activations on
+GPUs are one launch (`triton_ops.py`); else torch computes, and `kernels().reason` says why.
 
 Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, F feed-forward dim, B rows that
 draw, V vocabulary.
@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llamarl.kernels import gpu
 from llamarl.kernels.build import Kernel, load
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -39,9 +41,18 @@ def kernels() -> Kernel:
     return Kernel(library=None, reason=f"ops.cpp: {wrong} differs from torch on this processor") if wrong else loaded
 
 
-def rms_norm(x_N_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight."""
+def rms_norm(
+    x_N_D: Tensor, weight_D: Tensor, eps: float, delta_N_D: Tensor | None = None, takes: torch.dtype | None = None
+) -> Any:
+    """x / sqrt(mean(x^2) + eps) * weight, after `delta` is added to x in place.
+
+    With `takes`, as `Linear.takes` says, quantized rows: values and scales.
+    """
     library = _library(x_N_D)
+    if library is None and x_N_D.ndim == 2 and (fused := gpu.fused(x_N_D.device).ops):
+        return fused.rms_norm(x_N_D, weight_D, eps, delta_N_D, takes)
+    if delta_N_D is not None:
+        x_N_D.add_(delta_N_D)
     if library is None:
         return F.rms_norm(x_N_D, weight_D.shape, weight_D, eps)
     num_rows, width = x_N_D.shape
@@ -80,9 +91,11 @@ def rotate(
     return q_N_H_K, k_N_J_K
 
 
-def silu_mul(gate_N_F: Tensor, up_N_F: Tensor) -> Tensor:
-    """silu(gate) * up; the two may be halves of one matrix."""
+def silu_mul(gate_N_F: Tensor, up_N_F: Tensor, takes: torch.dtype | None = None) -> Any:
+    """silu(gate) * up; the two may be halves of one matrix. Quantized as by `rms_norm`."""
     library = _library(gate_N_F)
+    if library is None and (fused := gpu.fused(gate_N_F.device).ops):
+        return fused.silu_mul(gate_N_F, up_N_F, takes)
     if library is None:
         return F.silu(gate_N_F) * up_N_F
     assert gate_N_F.shape == up_N_F.shape

@@ -16,14 +16,17 @@ from llamarl.types import GenerationRequest
 from tests.generation.native import GREEDY, SAMPLED, assert_same, make_engine, run
 from tests.kernels.engines import engine as computed_by
 
+triton_ops = pytest.importorskip("llamarl.kernels.triton_ops")
 triton_decode = pytest.importorskip("llamarl.kernels.triton_decode")
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, replace(SAMPLED, top_p=0.9)], ids=["greedy", "truncated"])
+@pytest.mark.parametrize(
+    ("family", "sampling"), [("llama", GREEDY), ("qwen3", replace(SAMPLED, top_p=0.9))], ids=["llama", "qwen3"]
+)
 def test_an_engine_generates_the_same(
-    make_model: Callable[..., Transformer], monkeypatch: pytest.MonkeyPatch, sampling: object
+    make_model: Callable[..., Transformer], monkeypatch: pytest.MonkeyPatch, family: str, sampling: object
 ) -> None:
-    """Its steps, those with prefill and padded ones included, read the cache by Triton, and need no clean blocks."""
+    """Its steps, those with prefill and padded ones included, run all kernels, and need no clean blocks."""
     requests = [
         GenerationRequest(
             group_id=i, prompt_token_ids_T=torch.arange(1, 4 + 15 * i, dtype=torch.int32).numpy(), group_size=2 - i,
@@ -33,16 +36,36 @@ def test_an_engine_generates_the_same(
     ]  # fmt: skip
 
     def engine(**options: object) -> Engine:
-        served = GeneratorModel(make_model().shape, "float32", "cpu")
-        served.load(make_model())
+        served = GeneratorModel(make_model(family=family).shape, "float32", "cpu")
+        served.load(make_model(family=family))
         return make_engine(served, blocks=9, prefill_tokens=7, max_running=3, **options)
 
     monkeypatch.setattr(triton_decode, "_PROGRAMS", 1)
     with computed_by("torch"):
         expected = run(engine(), requests)
-        monkeypatch.setattr("llamarl.generation.kv_cache.fused", lambda device: gpu.Fused(decode=triton_decode))
+        monkeypatch.setattr(gpu, "fused", lambda device: gpu.Fused(decode=triton_decode, ops=triton_ops))
         graphed = engine(graphs=True)
         assert " triton" in graphed.describe()
         for stored in (graphed._cache.keys_L_C_J_K_S, graphed._cache.values_L_C_J_S_K):
             stored.fill_(torch.nan)
         assert_same(run(graphed, requests), expected)
+
+
+def test_quantized_rows_and_sums_go_from_kernel_to_kernel(
+    make_model: Callable[..., Transformer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms add the product before and quantize for the next; against torch, which does one after the other."""
+    token_N, logits = torch.arange(1, 21), list[torch.Tensor]()
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return q + (k + v).repeat_interleave(2, 1)
+
+    with computed_by("torch"):
+        for fused in (gpu.Fused(), gpu.Fused(ops=triton_ops)):
+            monkeypatch.setattr(gpu, "fused", lambda device, fused=fused: fused)
+            served = GeneratorModel(make_model().shape, "int8", "cpu")
+            served.load(make_model())
+            hidden_N_D = served(token_N, torch.arange(20), attend)
+            logits.append(served.logits(hidden_N_D))
+    expected, found = logits
+    assert 0 < ((found - expected).norm() / expected.norm()).item() < 0.03
