@@ -8,6 +8,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import pytest
+import torch
 
 from tests.gpu import guard
 
@@ -17,7 +18,9 @@ Run = Callable[..., Any]
 
 @pytest.fixture(scope="session")
 def on_gpu() -> Iterator[Run]:
-    """Where torch has a GPU."""
+    """Where torch has a GPU that is pretended; beside a real one `tests/cuda` says more."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a real GPU")
     with ProcessPoolExecutor(1, get_context("spawn"), initializer=guard.begin) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result()
 
