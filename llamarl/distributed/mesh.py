@@ -212,8 +212,13 @@ def _open_groups(
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
     """The mesh of `AXES`, and of what FSDP2 cuts over. Raises RuntimeError."""
     timeout = timedelta(seconds=timeout_s)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    backend, bound = "gloo", None
+    if device.type == "cuda":
+        # NCCL's own watchdog would end the process at the time limit, before `Watch` can say where it was.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        # Bound to the device, communicators are made here, by all ranks: the first sends of a pipeline are not by all.
+        backend, bound = "cpu:gloo,cuda:nccl", device
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=bound)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
     pp, fsdp, cp, tp = shape
     joined = ("pp", "shards", "tp")

@@ -80,9 +80,12 @@ def rotate(x_N_H_K: Tensor, rotation: Rotation) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """Under autocast the input is bfloat16 and the weight float32; the fused kernel needs one type for both."""
+    """Under autocast the input is bfloat16 and the weight float32; the fused kernel needs one type for both. On GPUs
+    autocast makes it float32."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+            return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 

@@ -80,7 +80,8 @@ class Optimization(ABC, Generic[Model]):
         self.model, self.config, self.mesh, self.device = module.transformer, config, mesh, device
         set_compute(self.model, config)
         self.module = module
-        self.sharding = parallelize(module, self.model, mesh, device, read)
+        half = torch.bfloat16 if config.dtype == "bfloat16" else None
+        self.sharding = parallelize(module, self.model, mesh, device, read, half)
         self.pipeline = Pipeline(mesh.pp, dtype, device)
         self.optimizer: torch.optim.Optimizer = build_optimizer(self.sharding.weights.values(), config)
         self.policy_version = 0

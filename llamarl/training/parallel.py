@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -92,6 +92,7 @@ def parallelize(
     mesh: RankMesh,
     device: torch.device,
     read: Read | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Sharding:
     """Leaves of `module` what this rank computes with. Its own forward must contain all use of its weights.
 
@@ -99,6 +100,7 @@ def parallelize(
         module: holds `transformer`, under this name. It takes hidden states of this rank's own rows from it, and what
             it computes with weights of its own, it computes on these rows.
         read: for weights on the meta device: only what this rank keeps of them is read.
+        dtype: in which FSDP2 gathers a layer's weights; None: as they are kept.
     """
     is_tied = isinstance(transformer, Transformer) and transformer.lm_head is None
     kv_heads = transformer.shape.num_kv_heads
@@ -111,7 +113,7 @@ def parallelize(
         _cut(module, boxes)
         _join_blocks(transformer.model, boxes[EMBEDDING].starts[0] if EMBEDDING in boxes else 0, mesh.tp)
     if mesh.shards is not None:
-        _shard(module, transformer, mesh)
+        _shard(module, transformer, mesh, dtype)
         size, place = mesh.shards.size(), mesh.shards.get_local_rank()
         boxes = {name: _chunk(box, size, place) for name, box in boxes.items()}
     _place(module, boxes, device, read)
@@ -165,9 +167,14 @@ def _join_blocks(decoder: Decoder, first_token: int, tp: Axis) -> None:
         decoder.embed_tokens.forward = embed
 
 
-def _shard(module: nn.Module, transformer: Transformer | ScalarModel, mesh: RankMesh) -> None:
+def _shard(
+    module: nn.Module, transformer: Transformer | ScalarModel, mesh: RankMesh, dtype: torch.dtype | None
+) -> None:
+    """Layers are gathered in `dtype`: of float32 ones autocast would make, and autograd keep, a copy of each until
+    backward, which for all layers is the whole model. Hidden states between layers stay what they are."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False)
     for layer in transformer.model.layers.children():
-        fully_shard(layer, mesh=mesh.shards)
+        fully_shard(layer, mesh=mesh.shards, mp_policy=policy)
     fully_shard(module, mesh=mesh.shards)
     for part in module.modules():
         if isinstance(part, FSDPModule):

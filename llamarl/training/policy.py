@@ -90,6 +90,8 @@ class Policy(RankModel[Transformer]):
         if not self.mesh.pp.is_last:
             return output_M_D
         hidden_O_D = gather_rows(output_M_D, self.mesh.tp).index_select(0, inputs.predictors_O)
+        if bfloat16 and hidden_O_D.device.type == "cuda":
+            hidden_O_D = hidden_O_D.bfloat16()  # sums of the head's product stay float32; its factors need not be
         head_V_D = self.transformer.head_weight_V_D.to(hidden_O_D.dtype)
         logprobs_O = target_logprobs(hidden_O_D, head_V_D, inputs.targets_O, temperature, self.mesh.tp)
         if self.mesh.cp.size == 1:

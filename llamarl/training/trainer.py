@@ -158,7 +158,8 @@ class Trainer(Optimization[Transformer]):
         return self._forward(microbatch, None)
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Log-probabilities of all tokens but the first at temperature 1, float32 [T - 1] each; on every rank."""
+        """Log-probabilities of all tokens but the first at temperature 1, float32 [T - 1] each; on every rank. Computed
+        in float32, but where weights are gathered in bfloat16."""
         groups = [
             SampleGroup(prompt_token_ids_T=ids_T[:1], samples=(TrainSample(columns={"token_ids": ids_T[1:]}),))
             for ids_T in sequences
@@ -166,8 +167,9 @@ class Trainer(Optimization[Transformer]):
         ]
         (microbatch,) = pack(groups, sum(map(len, sequences))) or [EMPTY]
         inputs = self.policy.place(microbatch, self.device)
+        half = self.mesh.shards is not None and self.config.dtype == "bfloat16"
         result = self.pipeline.infer(
-            self.policy.hidden_shape(microbatch), lambda _, hidden_M_D: self.policy(inputs, hidden_M_D, 1.0, False)
+            self.policy.hidden_shape(microbatch), lambda _, hidden_M_D: self.policy(inputs, hidden_M_D, 1.0, half)
         )
         self.reshard()
         logprobs_R = self.mesh.exchange(result.cpu().numpy() if self.mesh.pp.is_last else None)[-1]

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from llamarl.distributed import mesh
 from llamarl.distributed.interrupt import open_sockets
 from llamarl.distributed.links import RanksLost, connect
 from llamarl.distributed.rendezvous import Note, Rendezvous, RendezvousStore, open_rendezvous
@@ -193,3 +194,18 @@ def test_who_comes_later_hears_what_was_said() -> None:
         assert first.poll(NOTICE_S) and first.recv() == note
         with store.rendezvous.connect(1) as late:
             assert late.poll(NOTICE_S) and late.recv() == note
+
+
+def test_nccl_is_bound_to_the_device_and_leaves_failures_to_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = dict[str, Any]()
+
+    def begin(backend: str, **options: Any) -> None:
+        asked.update(options, backend=backend, handling=os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"])
+        raise RuntimeError("no GPU")
+
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")  # torch's own default, which ends the process
+    monkeypatch.setattr(mesh.dist, "init_process_group", begin)
+    store, gpu = Any, torch.device("cuda", 1)
+    with pytest.raises(RuntimeError, match="no GPU"):
+        mesh._open_groups(store, (1, 2, 1, 1), gpu, 0, 2, 60.0)  # pyrefly: ignore[bad-argument-type]
+    assert (asked["backend"], asked["device_id"], asked["handling"]) == ("cpu:gloo,cuda:nccl", gpu, "0")

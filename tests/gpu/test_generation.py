@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import engines
+from tests.gpu import engines, rounding
 from tests.gpu.conftest import Run
 
 GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 1.0}
@@ -36,3 +36,13 @@ def test_the_host_waits_once_per_step(on_gpu: Run, sampling: dict[str, Any]) -> 
     found = on_gpu(engines.generate, "qwen3", "bfloat16", False, sampling)
     assert found.finite and len(found.steps) > 10
     assert all(sum(step.syncs.values()) == 1 for step in found.steps), found.steps[0].syncs
+
+
+@pytest.mark.parametrize("num_tokens", [2048, 8192, 32768])
+def test_attention_is_exact_over_long_contexts(on_gpu: Run, num_tokens: int) -> None:
+    assert on_gpu(rounding.of_attention, num_tokens) < 0.004, "one rounding to bfloat16"
+
+
+def test_a_sum_by_atomics_would_not_be(on_gpu: Run) -> None:
+    """It rounds once per token: on a CPU it does not, so no test there would tell."""
+    assert on_gpu(rounding.of_atomics, 8192) > 0.02

@@ -31,3 +31,14 @@ def test_steps_are_those_of_the_cpu(on_gpu: Run, what: str, family: str, config:
         "training/totals.py:read: a copy to the host": 1,
         "training/parallel.py:clip_gradients: a number is read": 1,
     }
+
+
+def test_the_head_multiplies_halves_and_sums_in_float32(on_gpu: Run) -> None:
+    found = on_gpu(trainers.head)
+    assert found.apart < 1e-4, "rounded logits would be off by 0.02"
+    assert found.gradient_apart < 0.01
+    assert found.factors == {"torch.bfloat16 torch.bfloat16"}, "float32 factors take several times as long"
+
+
+def test_weights_of_norms_are_not_rounded(on_gpu: Run) -> None:
+    assert on_gpu(trainers.norm_of_heads) == pytest.approx(2**-9, rel=0.01)

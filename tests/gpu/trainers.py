@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -17,12 +18,15 @@ from llamarl.models.hf import EMBEDDING, new_model
 from llamarl.models.lora import add_adapters
 from llamarl.models.scalar import HEAD, ScalarModel
 from llamarl.models.shape import ModelShape
+from llamarl.models.transformer import RMSNorm
+from llamarl.training import policy
 from llamarl.training.critic import Critic
+from llamarl.training.logprobs import target_logprobs
 from llamarl.training.optimization import Optimization, finished
 from llamarl.training.trainer import Trainer
 from llamarl.types import SampleGroup, TrainSample
 from tests.gpu.engines import SIZES
-from tests.gpu.pretend import Ledger, ledger, values_of
+from tests.gpu.pretend import GPU, Ledger, ledger, values_of
 
 
 @dataclass
@@ -54,7 +58,7 @@ def train(what: str, family: str, config: dict[str, Any]) -> Stepped:
         updates = list[tuple[float, float]]()
         for _ in range(2):
             with ledger() as found.step:
-                update = finished(optimization.update(_groups(4), 10))
+                update = finished(optimization.update(make_groups(4), 10))
             updates.append((update.loss, update.grad_norm))
         on.append(updates)
         ends.append({
@@ -79,7 +83,7 @@ def _optimization(what: str, shape: ModelShape, settings: TrainerConfig, device:
     return Trainer(model, settings, Aipo(), GroupMean(), 0.8, device=device)
 
 
-def _groups(num: int) -> list[SampleGroup]:
+def make_groups(num: int) -> list[SampleGroup]:
     rng = np.random.default_rng(2)
 
     def sample(length: int) -> TrainSample:
@@ -101,3 +105,51 @@ def _groups(num: int) -> list[SampleGroup]:
         )
         for group in range(num)
     ]
+
+
+@dataclass
+class Head:
+    """Log-probs of targets, from bfloat16 factors."""
+
+    apart: float = 0.0
+    """Largest difference to float64 with the same factors, in nats."""
+    gradient_apart: float = 0.0
+    """Relative, of hidden states."""
+    factors: set[str] = field(default_factory=set)
+    """Types that a training step multiplies."""
+
+
+def head() -> Head:
+    generator = torch.Generator().manual_seed(0)
+    hidden_R_D, head_V_D = (torch.randn(n, 64, generator=generator).bfloat16() for n in (40, 500))
+    targets_R, results = torch.randint(500, (40,), generator=generator), list[tuple[Tensor, Tensor]]()
+    for device, dtype in (("cpu", torch.float64), (GPU, torch.bfloat16)):
+        inputs_R_D = hidden_R_D.to(device, dtype).requires_grad_()
+        weights_V_D = head_V_D.to(device, dtype)
+        logprobs_R = target_logprobs(inputs_R_D, weights_V_D, targets_R.to(device), 1.0)
+        logprobs_R.sum().backward()
+        assert inputs_R_D.grad is not None
+        results.append((values_of(logprobs_R.detach()), values_of(inputs_R_D.grad)))
+    (exact_R, exact_grad), (found_R, found_grad) = results
+    found = Head(
+        apart=float((found_R - exact_R).abs().max()),
+        gradient_apart=float((found_grad - exact_grad).norm() / exact_grad.norm()),
+    )
+
+    def look(hidden_O_D: Tensor, head_V_D: Tensor, *given: Any) -> Tensor:
+        found.factors.add(f"{hidden_O_D.dtype} {head_V_D.dtype}")
+        return target_logprobs(hidden_O_D, head_V_D, *given)
+
+    shape = ModelShape(**SIZES, family="llama", tie_embeddings=True)
+    trainer = _optimization("trainer", shape, TrainerConfig(dtype="bfloat16", microbatch_tokens=40), GPU)
+    with patch.object(policy, "target_logprobs", look):
+        finished(trainer.accumulate(make_groups(1), 1))
+    return found
+
+
+def norm_of_heads() -> float:
+    """Largest output of a norm whose weight bfloat16 would round to 1, of ones in bfloat16, less 1."""
+    norm = RMSNorm(8, 1e-6)
+    torch.nn.init.constant_(norm.weight, 1 + 2**-9)
+    with torch.autocast("cuda", torch.bfloat16):
+        return float(norm.to(GPU)(torch.ones(3, 8, dtype=torch.bfloat16, device=GPU)).max()) - 1

@@ -1,0 +1,174 @@
+"""Ranks of large layouts, one at a time, with process groups that move nothing. Runs in a process of its own."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+from weakref import ReferenceType, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from llamarl.algorithms.advantages.group_mean import GroupMean
+from llamarl.algorithms.losses.aipo import Aipo
+from llamarl.checkpoint.checkpoint import writers
+from llamarl.config.trainer import TrainerConfig
+from llamarl.distributed.mesh import AXES, CPU, Axis, RankMesh
+from llamarl.models.hf import new_model
+from llamarl.models.shape import ModelShape
+from llamarl.models.transformer import Transformer
+from llamarl.sharding.parallel_layout import ShardLayout, generator_layout, trainer_layout
+from llamarl.sharding.reshard import plan_reshard
+from llamarl.training import parallel
+from llamarl.training.optimization import finished
+from llamarl.training.policy import Policy
+from llamarl.training.trainer import Trainer
+from llamarl.weight_sync.layout import TensorSpec
+from tests.gpu.trainers import make_groups
+
+COMMON: dict[str, Any] = {
+    "family": "llama", "vocab_size": 128_256, "head_dim": 128, "num_kv_heads": 8, "max_position_embeddings": 4096,
+}  # fmt: skip
+MODELS = {
+    "8B": {"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "intermediate_size": 14_336},
+    "70B": {"hidden_size": 8192, "num_layers": 80, "num_heads": 64, "intermediate_size": 28_672},
+    "405B": {"hidden_size": 16_384, "num_layers": 126, "num_heads": 128, "intermediate_size": 53_248},
+}  # fmt: skip
+"""Llama 3's."""
+
+
+def shape_of(model: str) -> ModelShape:
+    return ModelShape(**COMMON, **MODELS[model], tie_embeddings=False)
+
+
+@contextmanager
+def rank_of(rank: int, sizes: dict[str, int]) -> Iterator[RankMesh]:
+    """One rank of a mesh; the others do not exist."""
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    pp, fsdp, cp, tp = shape
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=pp * fsdp * cp * tp)
+    try:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES)
+        joined = init_device_mesh("cpu", (pp, fsdp * cp, tp), mesh_dim_names=("pp", "shards", "tp"))
+        places = zip(AXES, mesh.get_coordinate() or (), shape, strict=True)
+        yield RankMesh(
+            **{axis: Axis(place, size, mesh.get_group(axis)) for axis, place, size in places},
+            world=Axis(rank, dist.get_world_size(), dist.group.WORLD),
+            shards=joined["shards"],
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def planned(model: str, sizes: dict[str, int]) -> ShardLayout:
+    """What the ranks of a trainer should hold."""
+    pp, fsdp, cp, tp = (sizes.get(axis, 1) for axis in AXES)
+    return trainer_layout(_shapes(model), fsdp=fsdp * cp, tp=tp, pp=pp, dtype="float32")
+
+
+def _shapes(model: str) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(weight.shape) for name, weight in Transformer(shape_of(model)).named_parameters()}
+
+
+def misplaced(
+    model: str, sizes: dict[str, int], ranks: Sequence[int], planned_for: dict[str, int] | None = None
+) -> list[str]:
+    """Weights of which these ranks hold something else than is planned, by default for the same mesh."""
+    layout, found = planned(model, planned_for or sizes), list[str]()
+    for rank in ranks:
+        with rank_of(rank, sizes) as mesh, patch.object(parallel, "_place", lambda *_: None):  # nowhere
+            with torch.device("meta"):
+                policy = Policy(Transformer(shape_of(model)), mesh)
+            sharding = parallel.parallelize(policy, policy.transformer, mesh, CPU)
+        boxes = layout.boxes(rank)
+        held = {name: spec.box for name, spec in sharding.specs.items() if spec.box.num_elements}
+        found += [f"rank {rank}: {name}" for name in boxes.keys() ^ held.keys()]
+        for name, box in held.items():
+            if boxes.get(name) != box or sharding.weights[name].shape != box.shape:
+                found.append(f"rank {rank}: {name} {box}, {tuple(sharding.weights[name].shape)}")
+    return found
+
+
+def planning(model: str, sizes: dict[str, int], generator_tp: int) -> dict[str, float]:
+    """Processor seconds of a checkpoint's index and of a sync plan, their sizes, and the process's memory."""
+    layout, start_s = planned(model, sizes), time.process_time()
+    held = [
+        [
+            TensorSpec(name=name, global_shape=layout.parameters[name].shape, box=box, dtype="float32")
+            for name, box in layout.boxes(rank).items()
+        ]
+        for rank in range(layout.num_ranks)
+    ]
+    index = writers(held)
+    index_s = time.process_time() - start_s
+    to = generator_layout(_shapes(model), num_kv_heads=shape_of(model).num_kv_heads, tp=generator_tp, dtype="float32")
+    plan = plan_reshard(layout, to)
+    num_moves = sum(len(list(plan.moves_from(rank))) for rank in range(0, layout.num_ranks, 64))
+    return {
+        "index_s": index_s,
+        "plan_s": time.process_time() - start_s - index_s,
+        "index_parts": len(index),
+        "moves_of_some": num_moves,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
+    }
+
+
+class Made(TorchDispatchMode):
+    """Keeps an eye on all tensors with the outlines of weights."""
+
+    def __init__(self, outlines: set[tuple[int, ...]]) -> None:
+        super().__init__()
+        self._outlines, self._seen = outlines, list[ReferenceType[Tensor]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._seen += [ref(one) for one in tree_leaves(result) if tuple(getattr(one, "shape", ())) in self._outlines]
+        return result
+
+    def alive_bytes(self) -> int:
+        """Of their memory."""
+        living = [one for weak in self._seen if (one := weak()) is not None]
+        return sum({one.untyped_storage()._cdata: one.untyped_storage().size() for one in living}.values())
+
+
+def held(dtype: str, recompute: bool, mixed: bool) -> dict[str, float]:
+    """Bytes of whole weights that are alive at the end of a forward and before backward, on 8 ranks, of a layer, and of
+    all layers, in two bytes per element.
+
+    Args:
+        mixed: as the trainer does it; else only by autocast.
+    """
+    shape = ModelShape(
+        family="llama", hidden_size=128, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=384,
+        vocab_size=208, max_position_embeddings=256, tie_embeddings=False,
+    )  # fmt: skip
+    model = new_model(shape, 0, 0.05)
+    layer = sum(weight.numel() for weight in model.model.layers[0].parameters() if weight.ndim == 2)
+    outlines = {tuple(weight.shape) for weight in model.model.layers.parameters() if weight.ndim == 2}
+    made, alive, backward = Made(outlines | {one[::-1] for one in outlines}), list[int](), torch.autograd.backward
+
+    def look(*given: Any) -> None:
+        alive.append(made.alive_bytes())
+        backward(*given)
+
+    model.model.norm.register_forward_hook(lambda *_: alive.append(made.alive_bytes()))
+    settings = TrainerConfig(microbatch_tokens=64, dtype=dtype, activation_checkpointing=recompute)
+    policy = parallel.MixedPrecisionPolicy if mixed else lambda **_: MixedPrecisionPolicy()
+    with rank_of(0, {"fsdp": 8}) as mesh, patch.object(parallel, "MixedPrecisionPolicy", policy):
+        trainer = Trainer(model, settings, Aipo(), GroupMean(), 1.0, mesh, CPU)
+        with patch.object(torch.autograd, "backward", look), made:
+            finished(trainer.accumulate(make_groups(1), 1))
+    after_forward, before_backward = alive[:2]
+    sizes = {"layer": 2.0 * layer, "layers": 2.0 * layer * shape.num_layers}
+    return sizes | {"after_forward": float(after_forward), "before_backward": float(before_backward)}

@@ -1,0 +1,42 @@
+"""Layouts of up to 1,024 ranks, a few ranks of each: what they hold, and what planning for them takes.
+
+Not covered: what goes over the wire; the process groups here move nothing.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu import layouts
+from tests.gpu.conftest import Run
+
+LAYOUTS = {
+    "8B": {"fsdp": 8, "cp": 2, "tp": 4},
+    "70B": {"pp": 4, "fsdp": 8, "tp": 8},
+    "405B": {"pp": 8, "fsdp": 16, "tp": 8},
+}
+
+
+@pytest.mark.parametrize(("model", "num_ranks"), [("8B", 64), ("70B", 256), ("405B", 1024)])
+def test_ranks_hold_what_is_planned(elsewhere: Run, model: str, num_ranks: int) -> None:
+    """A few ranks: the first, one in the middle, and the last."""
+    assert elsewhere(layouts.misplaced, model, LAYOUTS[model], (0, num_ranks // 2 - 3, num_ranks - 1)) == []
+
+
+def test_a_plan_for_another_mesh_is_seen(elsewhere: Run) -> None:
+    found = elsewhere(layouts.misplaced, "8B", {"fsdp": 16, "tp": 4}, (5,), {"fsdp": 8, "tp": 8})
+    assert any("q_proj" in one for one in found) and any("norm" in one for one in found)
+
+
+def test_planning_for_1024_ranks_is_no_obstacle(elsewhere: Run) -> None:
+    found = elsewhere(layouts.planning, "405B", LAYOUTS["405B"], 8)
+    assert found["index_s"] < 10 and found["plan_s"] < 10 and found["peak_bytes"] < 2 << 30, found
+    assert found["index_parts"] > 100_000 and found["moves_of_some"] > 1000
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_layers_are_not_whole_between_forward_and_backward(elsewhere: Run, recompute: bool) -> None:
+    """FSDP2 frees what it gathers; of float32 weights autocast makes copies, of every layer, which stay."""
+    found, copied = (elsewhere(layouts.held, "bfloat16", recompute, mixed) for mixed in (True, False))
+    assert max(found["after_forward"], found["before_backward"]) <= found["layer"] < found["layers"] / 4
+    assert copied["after_forward"] >= copied["layers"], "the mutant"
