@@ -87,13 +87,14 @@ class Sampler:
         logits_B_V = logits_B_V.float()
         if settings_5_B is not None:
             return _draw(logits_B_V, settings_5_B, bool(truncated_B.any()), greedy)
-        host_5_B = settings(rows, positions_B)
-        if truncated_B.all() or (drawn := draw(logits_B_V, params_B_4[:, 0], host_5_B[0])) is None:
-            return _draw(logits_B_V, self._tensor(host_5_B), bool(truncated_B.any()), greedy)
+        noise_B = uniforms(rows.keys_R[: len(positions_B)], positions_B)
+        if truncated_B.all() or (drawn := draw(logits_B_V, params_B_4[:, 0], noise_B)) is None:
+            return _draw(logits_B_V, self._tensor(settings(rows, positions_B)), bool(truncated_B.any()), greedy)
         if truncated_B.any():
             rows_U = np.flatnonzero(truncated_B)
             logits_U_V = logits_B_V.index_select(0, self._tensor(rows_U))
-            drawn[0][rows_U], drawn[1][rows_U] = _draw(logits_U_V, self._tensor(host_5_B[:, rows_U]), True, False)
+            settings_5_U = self._tensor(settings(rows, positions_B)[:, rows_U])
+            drawn[0][rows_U], drawn[1][rows_U] = _draw(logits_U_V, settings_5_U, True, False)
         return drawn
 
     def _tensor(self, array: np.ndarray) -> Tensor:

@@ -10,7 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -35,24 +35,30 @@ from tests.generation.conformance import (
     make_requests,
 )
 from tests.generation.references import drain, drive, run
+from tests.kernels.engines import engine as computed_by
 
 
-def build(mesh: RankMesh, folder: Path) -> tuple[GeneratorModel, Engine]:
+def build(mesh: RankMesh, folder: Path, graphs: bool = False) -> tuple[GeneratorModel, Engine]:
     """A rank's part of the weights of version 0 in `folder`, and an engine over it."""
     model = GeneratorModel(conformance_model().shape, "float32", "cpu", ModelRanks(mesh.tp))
     load(model, folder, 0)
     kv_bytes = min(mesh.exchange(kv_budget(model, 16)))
-    return model, Engine(model, max_running=16, prefill_tokens=64, kv_bytes=kv_bytes)
+    return model, Engine(model, max_running=16, prefill_tokens=64, kv_bytes=kv_bytes, graphs=graphs)
 
 
 def load(model: GeneratorModel, folder: Path, version: int) -> None:
     model.load(torch.load(folder / f"{version}.pt"))
 
 
-def follow(where: Rendezvous, folder: Path, rank: int, size: int, mishap: str) -> str:
+def follow(where: Rendezvous, folder: Path, rank: int, size: int, mishap: str, graphs: bool) -> str:
     """Any rank but 0, in its process; what ended it."""
+    with computed_by("torch") if graphs else nullcontext():
+        return follow_here(where, folder, rank, size, mishap, graphs)
+
+
+def follow_here(where: Rendezvous, folder: Path, rank: int, size: int, mishap: str, graphs: bool) -> str:
     mesh = join(where, rank, {"tp": size}, timeout_s=30.0)
-    model, engine = build(mesh, folder)
+    model, engine = build(mesh, folder, graphs)
     follower = Follower(engine, mesh, lambda version: load(model, folder, version))
     follower.report(7, f"part {rank}")
     idle = 0
@@ -98,15 +104,17 @@ class Served:
 
 
 @contextmanager
-def serve(workers: Workers, size: int, folder: Path, mishap: str = "") -> Iterator[tuple[Served, list[Worker]]]:
+def serve(
+    workers: Workers, size: int, folder: Path, mishap: str = "", graphs: bool = False
+) -> Iterator[tuple[Served, list[Worker]]]:
     """Rank 0 is here; the last rank has the mishap."""
     torch.save(conformance_model().state_dict(), folder / "0.pt")
     with rendezvous() as where, workers.take(size - 1) as others:
         for rank, worker in enumerate(others, start=1):
-            worker.start(follow, where, folder, rank, size, mishap if rank == size - 1 else "")
+            worker.start(follow, where, folder, rank, size, mishap if rank == size - 1 else "", graphs)
         mesh = join(where, 0, {"tp": size}, timeout_s=30.0)
         try:
-            model, engine = build(mesh, folder)
+            model, engine = build(mesh, folder, graphs)
             yield (
                 Served(TensorParallelEngine(engine, mesh), model, folder, [worker.process.pid for worker in others]),
                 others,
@@ -141,9 +149,11 @@ def assert_equals_one_rank(served: Served) -> None:
         np.testing.assert_allclose(found_T, expected_T, atol=1e-5)
 
 
-def test_four_ranks_equal_one(workers: Workers, tmp_path: Path) -> None:
-    """Each of the two kv heads is on two ranks."""
-    with serve(workers, 4, tmp_path) as (served, others):
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_four_ranks_equal_one(workers: Workers, tmp_path: Path, graphs: bool) -> None:
+    """Each of the two kv heads is on two ranks. Captured steps run as functions, collectives included."""
+    kernels = computed_by("torch") if graphs else nullcontext()
+    with kernels, serve(workers, 4, tmp_path, graphs=graphs) as (served, others):
         assert_equals_one_rank(served)
         served.backend.close()
         assert all(worker.result().startswith("stopped after") for worker in others)
