@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
 from llamarl.config import ConfigError
 from llamarl.config.schema import GeneratorConfig
 from llamarl.config.trainer import LoraConfig
@@ -22,7 +20,7 @@ from llamarl.generation.lora import AdapterMerger
 from llamarl.generation.model import load_generator_model
 from llamarl.generation.tensor_parallel import Follower, ModelRanks, TensorParallelEngine
 from llamarl.generation.vllm_server import VllmFailed, VllmSettings
-from llamarl.models.hf import load_model
+from llamarl.models.hf import open_model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +50,11 @@ def open_native(
     device = set_up_device(config.device, config.threads, "generator.device")
     mesh = join_mesh({"tp": config.tensor_parallel}, rendezvous, device)
     rank, size = mesh.tp.rank, mesh.tp.size
-    base = load_model(model_path, torch.float32, "cpu")
-    model = load_generator_model(model_path, config.dtype, device, ModelRanks(mesh.tp) if size > 1 else None, base)
-    receiver = AdapterMerger(model, base, lora) if lora else model
-    del base
+    model = load_generator_model(model_path, config.dtype, device, ModelRanks(mesh.tp) if size > 1 else None)
+    receiver = model
+    if lora:
+        base, weights = open_model(model_path)
+        receiver = AdapterMerger(model, base, lora, weights.read)
     kv_bytes = config.kv_cache_bytes
     if size > 1 and kv_bytes is None:  # all ranks have as many blocks
         kv_bytes = min(mesh.exchange(kv_budget(model, config.max_running, size)))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from llamarl.config.trainer import LoraConfig
-from llamarl.generation.model import GeneratorModel, device_stream
+from llamarl.generation.model import GeneratorModel, device_stream, part_reader
+from llamarl.models.hf import Read
 from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged
 from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
 from llamarl.models.transformer import Transformer
@@ -23,20 +24,19 @@ from llamarl.weight_sync.layout import TensorSpec
 class AdapterMerger:
     """One rank's: takes the place of `GeneratorModel.specs` and `GeneratorModel.hold`."""
 
-    def __init__(self, model: GeneratorModel, base: Transformer, config: LoraConfig) -> None:
+    def __init__(self, model: GeneratorModel, base: Transformer, config: LoraConfig, read: Read | None = None) -> None:
         """
         Args:
             model: serves, and has loaded `base`.
-            base: whole.
+            base: whole; or on the meta device, with `read` for its weights.
         """
         self._model, self._scale = model, config.scale
         self._targets = {spec.name: spec for spec in model.specs() if spec.part == "values"}
         self._frozen, specs = dict[str, Tensor](), list[TensorSpec]()
-        weights = dict(base.named_parameters())
+        read = read or part_reader(dict(base.named_parameters()))
         for name, (num_outputs, num_inputs) in adapted_weights(base.shape, config):
             box, rank = self._targets[name].box, config.rank
-            part = weights[name].detach()[box.within(Box.whole((num_outputs, num_inputs)))]
-            self._frozen[name] = _smallest(part).to(model.device, copy=True)
+            self._frozen[name] = _smallest(read(name, box)).to(model.device, copy=True)
             module = name.removesuffix("weight")
             shapes = {A: (rank, num_inputs), B: (num_outputs, rank)}
             boxes = {

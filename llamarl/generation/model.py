@@ -29,7 +29,7 @@ from llamarl.kernels import gpu
 from llamarl.kernels.linear import Linear, QuantizedRows, Room
 from llamarl.kernels.ops import rms_norm, rotate, silu_mul
 from llamarl.models.folder import load_shape
-from llamarl.models.hf import EMBEDDING, HEAD, load_model
+from llamarl.models.hf import EMBEDDING, HEAD, Read, open_model
 from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Attend, Rope, Transformer
@@ -134,20 +134,21 @@ class GeneratorModel:
         """The tensors of this rank, in the order in which they must lie in one buffer to be used as they are."""
         return self._specs
 
-    def load(self, weights: Transformer | Mapping[str, Tensor]) -> None:
-        """Fill a new buffer from whole parameters, cast or quantized, and use it.
+    def load(self, weights: Transformer | Mapping[str, Tensor] | Read) -> None:
+        """Fill a new buffer from whole parameters, or from what reads parts of them, cast or quantized, and use it.
 
         Raises:
             NonFiniteWeights: a parameter to be quantized holds NaN or infinity.
         """
         if isinstance(weights, Transformer):
             weights = dict(weights.named_parameters())
+        read = part_reader(weights) if isinstance(weights, Mapping) else weights
         tensors = self._buffer()
         with torch.no_grad():
             for spec in self._specs:
                 if spec.part == "scales":
                     continue
-                part = weights[spec.name][spec.box.within(Box.whole(spec.global_shape))]
+                part = read(spec.name, spec.box)
                 if spec.dtype in QUANTIZED_DTYPES:
                     out = tensors[spec.key], tensors[f"{spec.name}.scale"]
                     quantize_rows(part.to(self.device), spec.dtype, out=out)
@@ -353,6 +354,11 @@ def _project(projections: tuple[Linear, ...], x_N_D: Tensor | QuantizedRows, siz
     return projections[0](x_N_D).split_with_sizes(sizes, -1)
 
 
+def part_reader(weights: Mapping[str, Tensor]) -> Read:
+    """Of whole parameters."""
+    return lambda name, box: weights[name].detach()[box.within(Box.whole(weights[name].shape))]
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -362,19 +368,15 @@ def load_generator_model(
     precision: Precision,
     device: torch.device | str,
     tensor_parallel: TensorParallel | None = None,
-    weights: Transformer | None = None,
 ) -> GeneratorModel:
-    """The model in a Hugging Face folder, or this rank's part of it.
-
-    Args:
-        weights: of that model, where they have been read already.
+    """The model in a Hugging Face folder, or this rank's part of it, of which no more is read.
 
     Raises:
         ConfigError: no such model, or this machine cannot serve it in this way.
     """
     try:
         model = GeneratorModel(load_shape(folder), precision, device, tensor_parallel)
-        model.load(weights or load_model(folder, torch.float32, "cpu"))
+        model.load(open_model(folder)[1].read)
     except ValueError as error:
         raise ConfigError(f"{folder} cannot be served in {precision!r} here: {error}") from None
     return model

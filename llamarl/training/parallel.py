@@ -13,7 +13,7 @@ Shape suffixes: N packed tokens of this context rank, M = N / tp rows of this ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from llamarl.distributed.collectives import gather_rows, scatter_rows
 from llamarl.distributed.mesh import Axis, RankMesh
-from llamarl.models.hf import EMBEDDING
+from llamarl.models.hf import EMBEDDING, Read
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Decoder, Transformer
 from llamarl.sharding.box import Box
@@ -35,8 +35,6 @@ from llamarl.weight_sync.layout import TensorSpec
 
 BLOCKS = ("self_attn", "mlp")
 """Of each layer: they take the rows of all tensor-parallel ranks, and what these put out is added up."""
-Read = Callable[[str, Box], Tensor]
-"""read(name, part): that part of a weight."""
 
 
 class Sharding:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from llamarl.generation.model import GeneratorModel
+from llamarl.generation.model import GeneratorModel, Precision, load_generator_model
 from llamarl.kernels import linear
 from llamarl.models.attention import causal_attend
-from llamarl.models.hf import new_model
+from llamarl.models.hf import Weights, new_model, save_model
 from llamarl.models.quantize import NonFiniteWeights, dequantize_rows, quantize_rows
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
+from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import views
 from llamarl.weight_sync.layout import lay_out
 from tests.kernels.engines import ENGINES, engine, rounded
@@ -336,3 +338,37 @@ def test_the_spare_is_filled_for_who_does_not_fill_it() -> None:
         tensor.fill_(0)
     assert not any(tensor.any() for tensor in model.room(model.specs())().values()), "left alone"
     assert all(torch.equal(model.spare(whole=True)[name], p) for name, p in base.named_parameters())
+
+
+@dataclass
+class Alone:
+    """Computes nothing with the others."""
+
+    size: int
+    rank: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather_vocab(self, logits_N_V: Tensor) -> Tensor:
+        return logits_N_V
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_rank_reads_its_part_alone(precision: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, read, elements = trainer(SHAPES["qwen3_tied"]), Weights.read, list[int]()
+    save_model(whole, tmp_path / "model", None)
+
+    def counted(weights: Weights, name: str, box: Box) -> Tensor:
+        elements.append(box.num_elements)
+        return read(weights, name, box)
+
+    monkeypatch.setattr(Weights, "read", counted)
+    monkeypatch.delattr(Weights, "read_all")
+    model = load_generator_model(tmp_path / "model", precision, "cpu", Alone(2, 1))
+    own = [math.prod(spec.box.shape) for spec in model.specs() if spec.part == "values"]
+    assert sum(elements) == sum(own) < 0.6 * sum(weight.numel() for weight in whole.parameters())
+    given = GeneratorModel(whole.shape, precision, "cpu", Alone(2, 1))
+    given.load(whole)
+    for key, tensor in given._used.items():
+        assert torch.equal(model._used[key], tensor), key
