@@ -59,10 +59,10 @@ class DecodeGraphs:
         """Hidden states of the rows, until the next step, and how they are sampled; see `gather_inputs`."""
         count = len(rows)
         size = next(size for size in self.sizes if size >= count)
-        host = gather_inputs(rows, of_tokens, self._cache.device, size, self._spare_block)
-        self._array[: len(host)].copy_(host, non_blocking=True)
         if self._model.weights_at not in self._replays:
             self._capture(self._model)
+        host = gather_inputs(rows, of_tokens, self._cache.device, size, self._spare_block)
+        self._array[: len(host)].copy_(host, non_blocking=True)
         hidden_B_D = self._replays[self._model.weights_at][size]()
         return hidden_B_D[:count], self._inputs(size).settings_5_B[:, :count]
 
@@ -83,13 +83,13 @@ class DecodeGraphs:
         def run() -> Tensor:
             return model(inputs.token_N, inputs.position_N, TorchAttention(self._cache, inputs))
 
-        if self._pool is None:
-            return run
         # What a step with nothing to do looks like: libraries set themselves up in it, which cannot be captured.
         self._array.zero_()
-        inputs.block_N.fill_(self._spare_block)
+        for values in (inputs.block_N, inputs.table):
+            values.fill_(self._spare_block)
         inputs.own_B.fill_(1)
-        inputs.table.fill_(self._spare_block)
+        if self._pool is None:
+            return run
         device = self._cache.device  # it need not be the current one
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))

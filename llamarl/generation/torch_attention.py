@@ -115,7 +115,7 @@ def _places(chunk: Chunk, device: torch.device) -> Tensor:
     runs = [(prefix, chunk.stop if own is None else chunk.group.prefix_tokens), *([(own, chunk.stop)] if own else [])]
     place_N = np.concatenate([np.arange(count) for _, count in runs])
     block_N = np.concatenate([np.repeat(segment.blocks, BLOCK_SIZE)[:count] for segment, count in runs])
-    return torch.from_numpy(np.stack((block_N, place_N % BLOCK_SIZE))).to(device, torch.int64)
+    return torch.from_numpy(np.stack((block_N, place_N % BLOCK_SIZE))).to(device, torch.int64, non_blocking=True)
 
 
 def rows_of_groups(rows: Rows) -> dict[Group, list[int]]:
