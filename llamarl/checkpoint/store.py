@@ -89,7 +89,9 @@ class CheckpointStore:
             _, tensor = shards[name]
             if name not in self._copies:
                 self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._copies[name].copy_(tensor)
+            self._copies[name].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for _, tensor in shards.values()):
+            torch.cuda.current_stream().synchronize()  # once, and before anything is written
         path = self._temporary / self._names[self._rank]
         self._written = _aside(lambda: _write(path, {name: self._copies[name] for name in own}))
         return self._written

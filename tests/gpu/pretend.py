@@ -2,9 +2,9 @@
 
 What a GPU refuses raises: operands on two devices, shapes and layouts that its matrix units do not take, waiting for
 the device or copying from the host while a graph is captured. What costs there is counted in `LEDGER`: kernels, copies
-between host and device, and how often the host waits. Sums by atomics round as often as they do there.
+between host and device, and how often the host waits. `index_add_` rounds as often as its atomics do there.
 
-It does not tell times, and computes with the CPU's rounding but for those sums.
+It does not tell times, knows one stream, which is never behind, and else rounds as the CPU does.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ WAITING = {
     aten.equal.default: "the answer is read",
 }
 """Operations after which the host knows something of the values."""
-SUMS = (aten.index_add_.default, aten.scatter_add_.default)
-"""Those by one atomic addition per element."""
 
 
 class WrongDevice(RuntimeError):
