@@ -53,7 +53,8 @@ def decode_attention(
     num_kv_heads = keys_C_J_K_S.shape[1]
     assert q_B_H_K.stride()[1:] == (head_dim, 1)
     assert keys_C_J_K_S.stride(2) == values_C_J_S_K.stride(3) == 1
-    parts = min(64, max(4, triton.next_power_of_2(_PROGRAMS // max(1, num_rows * num_kv_heads))))
+    programs = max(1, num_rows * num_kv_heads)
+    parts = next(parts for parts in (4, 8, 16, 32, 64) if parts == 64 or parts * programs >= _PROGRAMS)
     heads, channels = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
     sums_B_H_P_K = q_B_H_K.new_empty((num_rows, num_heads, parts, head_dim), dtype=torch.float32)
     scales_B_H_P_2 = q_B_H_K.new_empty((num_rows, num_heads, parts, 2), dtype=torch.float32)
