@@ -36,6 +36,11 @@ from _record import RESULTS, write_result  # noqa: E402 - found by the line abov
 NEEDED = ("torch", "numpy", "pydantic", "rich", "safetensors", "tokenizers", "tomli_w", "xxhash", "math_verify")
 OPTIONAL = {"monarch": "cluster.kind = 'monarch'", "nixl_cu12": "weight_sync.transport = 'nixl'", "pytest": "the tests"}
 TOTAL_S = 540.0
+TESTS = (
+    "cuda", "kernels/test_triton_decode.py", "kernels/test_triton_ops.py", "kernels/test_triton_fingerprint.py",
+    "generation/test_triton.py",
+)  # fmt: skip
+"""Those that compute on a GPU where there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +164,7 @@ def commands(options: argparse.Namespace, folder: Path, without_nixl: bool) -> d
     transports = ["--transports", "shared_memory", "p2p", *([] if without_nixl else ["nixl"])]
     one = "cpu" if is_toy else f"{device.split(':')[0]}:0"
     return {
-        "tests": [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests/cuda")],
+        "tests": [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(ROOT / "tests" / path) for path in TESTS)],
         "demo": [
             python, "-m", "llamarl", "train", str(ROOT / "configs/demo.toml"), "--cluster.kind", "inline",
             "--trainer.device", one, "--generator.device", one, "--steps", str(options.steps), "--output", str(folder),
