@@ -164,7 +164,7 @@ def commands(options: argparse.Namespace, folder: Path, without_nixl: bool) -> d
     transports = ["--transports", "shared_memory", "p2p", *([] if without_nixl else ["nixl"])]
     one = "cpu" if is_toy else f"{device.split(':')[0]}:0"
     return {
-        "tests": [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(ROOT / "tests" / path) for path in TESTS)],
+        "tests": [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"{ROOT}/tests/{path}" for path in TESTS)],
         "demo": [
             python, "-m", "llamarl", "train", str(ROOT / "configs/demo.toml"), "--cluster.kind", "inline",
             "--trainer.device", one, "--generator.device", one, "--steps", str(options.steps), "--output", str(folder),
