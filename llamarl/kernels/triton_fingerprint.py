@@ -60,7 +60,8 @@ def share(words: Tensor, rows: int, start: int, whole_columns: int, word_coeffic
     blocks = -(-columns // _WORDS.value) + 1
     grid = rows, -(-blocks // _BLOCKS)
     table = _table(words.device, word_coefficients)
-    _add_up[grid](words, table, sums, start, columns, whole_columns, BLOCKS=_BLOCKS)  # pyrefly: ignore
+    with torch.cuda.device_of(words):  # threads that fetch weights begin on the first GPU
+        _add_up[grid](words, table, sums, start, columns, whole_columns, BLOCKS=_BLOCKS)  # pyrefly: ignore
     return sums
 
 

@@ -36,7 +36,8 @@ from llamarl.weight_sync.copying import CopyingSubscriber, Request, Room
 from llamarl.weight_sync.layout import Address, TensorSpec
 from llamarl.weight_sync.packed import POLL_S, PackedPublisher, Slot
 
-PACKAGES = ("nixl_cu12", "nixl_cu13")
+PACKAGES = ("nixl_cu13", "nixl_cu12") if (torch.version.cuda or "").startswith("13") else ("nixl_cu12", "nixl_cu13")
+"""One for another CUDA than torch's finds no library of it, and then knows no GPU memory."""
 MAX_READS = 4
 """Buckets on their way at once for each trainer rank; more would take bandwidth from decoding."""
 SIOCGIFADDR = 0x8915
@@ -93,6 +94,7 @@ class NixlPublisher(PackedPublisher):
 
     def _serve(self, connection: Connection, digest: str) -> None:
         number = self._numbers[digest]
+        make_current(self._device)
         connection.send(self._plan.parts[number])
         while not self._closed:
             if not connection.poll(POLL_S):
@@ -181,6 +183,7 @@ class NixlSubscriber(CopyingSubscriber):
         """Fills the tensors, some buckets at a time; how many bytes came."""
         under_way, num_bytes = deque[tuple[Any, _Read]](), 0
         reads = [self._reads(writer, found, request) for writer, found in there]
+        make_current(request.tensors[self.layout.specs[0].key].device)
         while reads or under_way:
             if reads and len(under_way) < MAX_READS * len(there):
                 turn = reads.pop(0)
@@ -320,6 +323,13 @@ def register(agent: Agent, first: Tensor, num_bytes: int) -> Any:
     """Lets the agent read or write so many bytes from where a tensor begins."""
     device = device_number(first)
     return agent.do("register_memory", [(first.data_ptr(), num_bytes, max(device, 0), "")], memory_kind(device))
+
+
+def make_current(device: torch.device) -> None:
+    """NIXL copies in the CUDA context of the thread that calls it, and a thread begins without one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+        torch.cuda.current_stream().synchronize()
 
 
 def device_number(tensor: Tensor) -> int:
