@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import subprocess
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -12,6 +13,9 @@ import torch.nn.functional as F
 
 from llamarl.kernels import build
 from llamarl.kernels.attention import BLOCK_SIZE
+
+FAILURES = (ImportError, RuntimeError, OSError, AssertionError, subprocess.SubprocessError)
+"""Of Triton, beside its own, where it cannot compile: it calls a C compiler that needs Python's headers and libcuda."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +41,12 @@ def fused(device: torch.device) -> Fused:
         return Fused(reason="this torch has no CUDA")
     try:
         decode, ops = (importlib.import_module(f"llamarl.kernels.triton_{name}") for name in ("decode", "ops"))
+        from triton.errors import TritonError
     except ImportError as error:
         return Fused(reason=str(error))
-    from triton.errors import TritonError
-
     try:
         errors = {"decode": decode_error(decode, device), "ops": ops_error(ops, device)}
-    except (RuntimeError, TritonError) as failed:
+    except (*FAILURES, TritonError) as failed:
         return Fused(reason=f"{type(failed).__name__}: {failed}")
     wrong = [f"triton_{name}.py is off by {error:.1g} here" for name, error in errors.items() if not error < 1e-2]
     return Fused(reason="; ".join(wrong)) if wrong else Fused(decode=decode, ops=ops)
