@@ -39,7 +39,8 @@ if not Path("/dev/nvidia0").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run on the CPU
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
 
-resource.setrlimit(resource.RLIMIT_DATA, (MAX_PROCESS_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+if not Path("/dev/nvidia0").exists():  # with a GPU its driver's memory counts too
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_PROCESS_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def _processes() -> dict[int, str]:

@@ -34,7 +34,12 @@ sys.path.insert(0, str(HERE.parent))
 from _record import RESULTS, write_result  # noqa: E402 - found by the line above
 
 NEEDED = ("torch", "numpy", "pydantic", "rich", "safetensors", "tokenizers", "tomli_w", "xxhash", "math_verify")
-OPTIONAL = {"monarch": "cluster.kind = 'monarch'", "nixl_cu12": "weight_sync.transport = 'nixl'", "pytest": "the tests"}
+NIXL = ("nixl_cu12", "nixl_cu13")
+"""Either, by torch's CUDA."""
+OPTIONAL = {
+    "monarch": "cluster.kind = 'monarch'", **dict.fromkeys(NIXL, "weight_sync.transport = 'nixl', if torch is for it"),
+    **dict.fromkeys(("pytest", "pytest_timeout", "hypothesis"), "the tests"),
+}  # fmt: skip
 TOTAL_S = 540.0
 TESTS = (
     "cuda", "kernels/test_triton_decode.py", "kernels/test_triton_ops.py", "kernels/test_triton_fingerprint.py",
@@ -108,7 +113,7 @@ BARS: dict[str, tuple[Bar, ...]] = {
         ),
     ),
 }
-LIMITS_S = {"tests": 120.0, "demo": 120.0, "decode": 200.0, "train": 120.0, "sync": 120.0}
+LIMITS_S = {"tests": 180.0, "demo": 120.0, "decode": 200.0, "train": 120.0, "sync": 120.0}
 
 
 def main() -> int:
@@ -132,7 +137,7 @@ def main() -> int:
     found, path, deadline_s = dict[str, Any](), None, time.monotonic() + TOTAL_S
     for part in options.parts:
         start_s = time.monotonic()
-        found[part] = run_part(part, options, min(LIMITS_S[part], deadline_s - start_s), "nixl_cu12" in lacking)
+        found[part] = run_part(part, options, min(LIMITS_S[part], deadline_s - start_s), lacking.keys() >= {*NIXL})
         found[part]["part_s"] = time.monotonic() - start_s
         figures = {"device": _device(options.device), "missing": list(lacking), **found, "bars": table(found)}
         path = write_result("gpu" if options.device != "cpu" else "gpu-toy", settings, figures, [], options.output)
@@ -149,8 +154,8 @@ def run_part(part: str, options: argparse.Namespace, limit_s: float, without_nix
         command = commands(options, Path(folder), without_nixl)[part]
         try:
             code, out, err = finish(command, max(limit_s, 1.0))
-        except subprocess.TimeoutExpired:
-            return {"failure": f"not done after {limit_s:.0f} s"}
+        except subprocess.TimeoutExpired as late:
+            return partly(late.output or "") | {"failure": f"not done after {limit_s:.0f} s"}
         if part == "tests":
             return tests(code, out)
         if code != 0:
@@ -161,7 +166,7 @@ def run_part(part: str, options: argparse.Namespace, limit_s: float, without_nix
 def commands(options: argparse.Namespace, folder: Path, without_nixl: bool) -> dict[str, list[str]]:
     python, device, is_toy = sys.executable, options.device, options.device == "cpu"
     models = ["--models", "toy"] if is_toy else []
-    transports = ["--transports", "shared_memory", "p2p", *([] if without_nixl else ["nixl"])]
+    transports = ["--transports", *([] if without_nixl else ["nixl"]), "shared_memory", "p2p"]  # it has the bars
     one = "cpu" if is_toy else f"{device.split(':')[0]}:0"
     return {
         "tests": [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"{ROOT}/tests/{path}" for path in TESTS)],
@@ -198,12 +203,23 @@ def finish(command: list[str], limit_s: float) -> tuple[int, str, str]:
         process.wait()
 
 
+def partly(out: str | bytes) -> dict[str, Any]:
+    """What a part has said so far: a line for each row, or for each model or transport."""
+    found = dict[str, Any]()
+    for line in (out.decode() if isinstance(out, bytes) else out).splitlines():
+        with suppress(json.JSONDecodeError):
+            said = json.loads(line)
+            found |= {"rows": [*found.get("rows", ()), said]} if "batch" in said else said
+    return found
+
+
 def tests(code: int, out: str) -> dict[str, Any]:
     """Of pytest's last line."""
     last = out.strip().splitlines()[-1] if out.strip() else ""
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
     found = {"failed": counts.get("failed", 0) + counts.get("error", 0), "counts": counts}
-    return found | ({"failure": last or f"pytest ended with {code}"} if code not in (0, 1) else {})
+    has_run = code in (0, 1) and counts.keys() & {"passed", "failed", "error"}
+    return found if has_run else {"failure": last or f"pytest ended with {code}"}
 
 
 def demo(folder: Path) -> dict[str, Any]:

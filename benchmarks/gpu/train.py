@@ -17,14 +17,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from shapes import MODELS, seconds_of
+from shapes import MODELS, RandomWeights, seconds_of
 from torch import Tensor
 
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config.trainer import TrainerConfig
-from llamarl.models.hf import new_model
+from llamarl.generation.model import part_reader
 from llamarl.models.shape import ModelShape
+from llamarl.models.transformer import Transformer
 from llamarl.training.cost import step_cost
 from llamarl.training.logprobs import target_logprobs
 from llamarl.training.optimization import finished
@@ -50,6 +51,8 @@ def main() -> None:
         found[name] = trained(shape, options.device, options.tokens)
         print(json.dumps({name: found[name]}), flush=True)
         gc.collect()
+        if options.device.startswith("cuda"):
+            torch.cuda.empty_cache()  # what fits next is asked of the device
     found["logprobs"] = log_probabilities(MODELS[options.models[-1]], options.device, 2 * options.tokens)
     print(json.dumps(found), flush=True)
 
@@ -68,9 +71,11 @@ def trained(shape: ModelShape, device: str, num_tokens: int) -> dict[str, Any]:
     """Two groups of one prompt and three responses each."""
     rng = np.random.default_rng(0)
     groups = [sample_group(shape, rng, num_tokens // 8) for _ in range(2)]
-    model = new_model(shape, seed=1, std=0.02).to(device)
+    with torch.device("meta"):  # its weights are drawn where they are computed with: a processor takes minutes for 8B
+        model = Transformer(shape)
+    read = part_reader(RandomWeights(shape, device, torch.float32))
     config = TrainerConfig(dtype="bfloat16", activation_checkpointing=True, microbatch_tokens=num_tokens)
-    trainer = Trainer(model, config, Aipo(), GroupMean(), 1.0)
+    trainer = Trainer(model, config, Aipo(), GroupMean(), 1.0, device=torch.device(device), read=read)
     work = lambda: finished(trainer.accumulate(groups, num_tokens))  # noqa: E731
     seconds_of(device, work)
     step_s = statistics.median(seconds_of(device, work) for _ in range(REPEATS))

@@ -55,6 +55,17 @@ def test_failed_tests_are_counted(line: str, failed: int) -> None:
     assert check.tests(int(failed > 0), f"...\n{line}\n")["failed"] == failed
 
 
+@pytest.mark.parametrize(("code", "line"), [(1, ""), (0, "7 skipped in 1s"), (2, "1 error in 1s")])
+def test_tests_that_have_not_run_have_not_passed(code: int, line: str) -> None:
+    assert check.table({"tests": check.tests(code, line)}) == ["not measured  CUDA tests failed"]
+
+
+def test_of_a_part_that_is_late_what_it_has_said_counts() -> None:
+    said = '{"batch": 64, "step_s": 1}\n{"batch": 256, "step_s": 2}\nhalf a li'
+    assert [row["step_s"] for row in check.partly(said)["rows"]] == [1, 2]
+    assert check.partly(b'{"nixl": {"fetch_s": 1}}\n{"p2p": {}}')["nixl"]["fetch_s"] == 1
+
+
 def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
     code = "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
     start_s = time.monotonic()
