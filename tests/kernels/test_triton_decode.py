@@ -67,7 +67,7 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (20, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_odd_lengths_and_shared_heads(heads: tuple[int, int], dtype: torch.dtype) -> None:
-    lengths = [(0, 1), (15, 16), (16, 17), (64, 64), (300, 1), (5, 259), (0, 256)]
+    lengths = [(0, 1), (15, 16), (16, 17), (64, 64), (300, 1), (5, 259), (0, 256), (0, 257)]
     out, exact = attended(lengths, heads, 32, dtype)
     torch.testing.assert_close(out, exact, **tolerance(dtype))
 

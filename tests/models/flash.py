@@ -37,6 +37,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor
     out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], q.shape[0])
     assert segments.queries[-1] == len(q) and segments.keys[-1] == len(k) == len(v)
     for rows, seen in parts(segments):
+        assert seen.start < seen.stop or rows.start == rows.stop, "of no keys the kernel says +inf"
         p_H_Q_S, lse[:, rows] = probabilities(q[rows], k[seen], None, segments.is_causal)
         out[rows] = torch.einsum("hqs,shk->qhk", p_H_Q_S, v[seen].repeat_interleave(q.shape[1] // k.shape[1], 1))
     return out, lse

@@ -58,6 +58,6 @@ def test_a_whole_microbatch_takes_two_calls(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_it_serves_halves_on_gpus() -> None:
     gpu = torch.device("cuda", 0)
-    assert can_serve(gpu, torch.bfloat16, 128) and can_serve(gpu, torch.float16, 64)
+    assert can_serve(gpu, torch.bfloat16, 128) and can_serve(gpu, torch.float16, 72)
     assert not can_serve(gpu, torch.float32, 128) and not can_serve(CPU, torch.bfloat16, 128)
     assert not can_serve(gpu, torch.bfloat16, 512) and not can_serve(gpu, torch.bfloat16, 20)
