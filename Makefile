@@ -28,7 +28,7 @@ test: lint types contract pytest ## Check everything: style, types, import order
 
 test-all: lint types contract $(DEV) ## As test, with the long ones: every kind of executor killed, generators stopped for 30 s
 	@echo "tests: pytest, all"
-	@LLAMARL_NIGHTLY=1 $(VENV)/bin/python -m pytest --quiet --numprocesses $(TEST_PROCESSES) --dist loadfile --override-ini session_timeout=2700
+	@LLAMARL_NIGHTLY=1 $(VENV)/bin/python -m pytest --quiet --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --override-ini session_timeout=2700
 
 lint: $(DEV) ## Check style
 	@echo "lint: ruff"
@@ -48,7 +48,7 @@ contract: $(DEV) ## Check that imports go down only
 
 pytest: $(DEV) ## Run the tests
 	@echo "tests: pytest"
-	@$(VENV)/bin/python -m pytest --quiet --numprocesses $(TEST_PROCESSES) --dist loadfile
+	@$(VENV)/bin/python -m pytest --quiet --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 gpu-check: ## On a machine with a GPU: tests, demo, speeds beside their bars (WHEELS=folder: without a network)
 	@$(if $(WHEELS),$(GPU_PYTHON) -m pip install -q --no-index --no-deps --upgrade --target .gpu-site $(WHEELS)/*.whl)

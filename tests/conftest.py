@@ -62,6 +62,15 @@ def _segments() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("llamarl-*")}
 
 
+LONG = ("end_to_end", "gpu", "executors", "controller", "training", "weight_sync")
+"""Folders whose files take longest."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """They come first: what is left for the end is short, so that no process waits long for the other."""
+    items.sort(key=lambda item: LONG.index(name) if (name := item.path.parent.name) in LONG else len(LONG))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fails the session, and cleans up, when a process or a segment is left at its end."""
