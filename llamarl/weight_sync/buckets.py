@@ -29,14 +29,14 @@ class Bucket:
     """Each with where it begins in the buffer, in bytes."""
 
 
-def into_buckets(layout: Layout, parts: Sequence[Part]) -> tuple[Bucket, ...]:
+def into_buckets(layout: Layout, parts: Sequence[Part], max_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
     """Places for the parts of one writer, cut so that none is larger than a bucket unless one row is."""
     pieces, buckets, end = list[tuple[Part, int]](), list[Bucket](), 0
     for part in parts:
         spec = layout.specs[part.tensor]
-        for box in _rows(spec, part.box):
+        for box in _rows(spec, part.box, max_bytes):
             num_bytes = spec.bytes_of(box)
-            if pieces and end + num_bytes - pieces[0][1] > BUCKET_BYTES:
+            if pieces and end + num_bytes - pieces[0][1] > max_bytes:
                 buckets.append(Bucket(start=pieces[0][1], num_bytes=end - pieces[0][1], parts=tuple(pieces)))
                 pieces = []
             pieces.append((Part(tensor=part.tensor, box=box), end))
@@ -46,14 +46,14 @@ def into_buckets(layout: Layout, parts: Sequence[Part]) -> tuple[Bucket, ...]:
     return tuple(buckets)
 
 
-def _rows(spec: TensorSpec, box: Box) -> list[Box]:
+def _rows(spec: TensorSpec, box: Box, max_bytes: int) -> list[Box]:
     """`box`, cut along its first dim."""
     if not box.shape:
         return [box]
     num_rows = box.shape[0]
     # Scales are cut like the 8-bit values that they belong to.
     row_bytes = box.num_elements // num_rows * (DTYPE_BYTES[spec.dtype] if spec.part == "values" else 1)
-    step = max(1, BUCKET_BYTES // max(1, row_bytes))
+    step = max(1, max_bytes // max(1, row_bytes))
     return [box.cut(0, row, min(row + step, num_rows)) for row in range(0, num_rows, step)]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llamarl.distributed.rendezvous import RendezvousStore
 from llamarl.weight_sync.base import CPU, Exchange, NoFreeSlot, Publisher, WriterPlan
-from llamarl.weight_sync.buckets import into_buckets, packed
+from llamarl.weight_sync.buckets import BUCKET_BYTES, into_buckets, packed
 from llamarl.weight_sync.layout import Address
 
 MAX_SLOTS = 16
@@ -38,6 +38,9 @@ class Slot:
 class PackedPublisher(Publisher):
     """A trainer rank. It listens at `host` only; generator ranks come there, and prove that they know the secret."""
 
+    BUCKET_BYTES: ClassVar[int] = BUCKET_BYTES
+    """Of what is sent at once; both ends cut alike."""
+
     def __init__(
         self,
         plan: WriterPlan,
@@ -58,7 +61,10 @@ class PackedPublisher(Publisher):
         self._timeout_s = timeout_s
         self._slots = dict[int, Slot]()
         """By version."""
-        self._buckets = [into_buckets(layout, parts) for layout, parts in zip(plan.layouts, plan.parts, strict=True)]
+        self._buckets = [
+            into_buckets(layout, parts, self.BUCKET_BYTES)
+            for layout, parts in zip(plan.layouts, plan.parts, strict=True)
+        ]
         self._numbers = {layout.digest: number for number, layout in enumerate(plan.layouts)}
         self._closed = False
         secret = exchange(secrets.token_hex(16))[0]

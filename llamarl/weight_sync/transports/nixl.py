@@ -67,7 +67,7 @@ class Found(NamedTuple):
 class NixlPublisher(PackedPublisher):
     """A trainer rank. A thread per generator rank says where versions are."""
 
-    ON_DEVICE = True
+    ON_DEVICE, BUCKET_BYTES = True, 256 << 20  # each piece costs launches and calls on both sides
 
     def __init__(
         self,
@@ -158,7 +158,9 @@ class NixlSubscriber(CopyingSubscriber):
         while len(self._writers) < len(places):
             connection = places[len(self._writers)].connect(self.layout.digest, self._timeout_s)
             self._opened = self._opened or Agent(links.local_host(connection))
-            self._writers.append(_Writer(connection, into_buckets(self.layout, connection.recv())))
+            self._writers.append(
+                _Writer(connection, into_buckets(self.layout, connection.recv(), NixlPublisher.BUCKET_BYTES))
+            )
         founds = [self._ask(writer, request.version) for writer in self._writers]
         there = [(writer, found) for writer, found in zip(self._writers, founds, strict=True) if found]
         num_bytes = self._read(request, there) if len(there) == len(founds) else 0
