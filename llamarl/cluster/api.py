@@ -130,6 +130,8 @@ class ExecutorHandle(ABC):
     """Resolves, with MeshFailed or RemoteError as its result, when the executor dies. A stop leaves it pending."""
     num_calls: int = 0
     """That were made, those for its status left out."""
+    hosts: tuple[str, ...] = ("",)
+    """Names of the machines that its ranks are on, each once; the empty name is this machine."""
 
     @abstractmethod
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:

@@ -15,6 +15,12 @@ BROKEN = (OSError, EOFError, AuthenticationError)
 """What a connection does whose other end is gone, silent, or none of ours."""
 
 
+def own_address() -> str:
+    """Where this process listens: `LLAMARL_ADDRESS`, an address of this host that the run's other hosts can reach, as
+    the cluster has put it into the environment; on one host the loopback."""
+    return os.environ.get("LLAMARL_ADDRESS", "127.0.0.1")
+
+
 class RanksLost(RuntimeError):
     """Ranks of this executor died, failed or stayed silent; the message says who waited for what."""
 
