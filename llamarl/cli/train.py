@@ -69,9 +69,8 @@ def _dry_run(config: RunConfig) -> int:
     from llamarl.run.prepare import check_layout
 
     placement = place(config)
-    if placement.num_needed > placement.num_devices:
-        lacks = f"{placement.num_needed} GPUs are needed and this host has {placement.num_devices}"
-        print(f"llamarl train: {lacks}", file=sys.stderr)
+    if placement.lack:
+        print(f"llamarl train: {placement.lack}", file=sys.stderr)
     if Path(config.model.path).exists() or not config.model.warm_start:  # the warm start makes it on first use
         for warning in check_layout(config)[1]:
             print(f"llamarl train: {warning}", file=sys.stderr)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Any
 
-from llamarl.config import RunConfig
+from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.admission import Problems
 from llamarl.controller.controller import Controller
 from llamarl.controller.ports import Executors
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import ControllerState
+
+WIND_DOWN_S = 4.0
+"""Longest wait for the step under way and a checkpoint when a run is asked to end."""
 
 
 async def _from_the_beginning(executors: Executors) -> ControllerState | None:
@@ -57,6 +60,14 @@ async def assembled(
         on_stop()
         await supervisor.stop()
         await shutdown(config.cluster.shutdown_timeout_s)
+
+
+def nothing_to_resume(resume: bool, damaged: Sequence[str], warn: Callable[[str], None]) -> None:
+    """Says that there is no checkpoint to go on from. Raises ConfigError: there are, and all are `damaged`."""
+    if damaged:
+        raise ConfigError(f"--resume: no checkpoint is whole, so --overwrite is all that is left: {damaged[0]}")
+    if resume:
+        warn("--resume: no checkpoint was saved yet; the run starts from the beginning")
 
 
 @contextmanager

@@ -54,6 +54,12 @@ class Placement:
         """Devices, up to the last that is used."""
         return 1 + max((device for one in self.assignments for device in one.devices), default=-1)
 
+    @property
+    def lack(self) -> str:
+        """Of devices, for people; empty: there are enough."""
+        needed, there = self.num_needed, self.num_devices
+        return f"{needed} GPUs are needed and this host has {there}" if needed > there else ""
+
     def table(self) -> list[str]:
         """Who computes where, a line each."""
         rows = [
@@ -67,15 +73,14 @@ class Placement:
 
     def check(self) -> None:
         """Raises ConfigError when this host has fewer devices."""
-        if (needed := self.num_needed) and not self.num_devices:
+        if self.num_needed and not self.num_devices:
             options = ", ".join(dict.fromkeys(f"{one.option} = 'cuda'" for one in self.assignments if one.devices))
             raise ConfigError(f"{options}, but torch sees no GPU; use 'cpu' or install a CUDA build of torch")
-        if needed > self.num_devices:
+        if self.lack:
             table = "\n".join(f"  {line}" for line in self.table())
             raise ConfigError(
-                f"{needed} GPUs are needed and this host has {self.num_devices}; lower generator.replicas or "
-                "trainer.parallelism, name devices to share as in generator.device = 'cuda:0', or use "
-                f"cluster.placement = 'colocated':\n{table}"
+                f"{self.lack}; lower generator.replicas or trainer.parallelism, name devices to share as in "
+                f"generator.device = 'cuda:0', or use cluster.placement = 'colocated':\n{table}"
             )
 
     def env(self, executor: str) -> dict[str, str]:

@@ -77,10 +77,7 @@ def prepare(config: RunConfig) -> Prepared:
     def load(which: Literal["train", "eval"]) -> tuple[Prompt, ...]:
         loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings, which)
         if loaded.num_overlong:
-            warnings.append(
-                f"data.{which}: {loaded.num_overlong} prompts are too long and were skipped "
-                f"(data.max_prompt_tokens = {config.data.max_prompt_tokens})"
-            )
+            warnings.append(skipped_prompts(config, which, loaded.num_overlong))
         return loaded.prompts
 
     problems = Problems(
@@ -88,6 +85,12 @@ def prepare(config: RunConfig) -> Prepared:
     )
     check_microbatch(config, shape, max(len(prompt.token_ids_T) for prompt in problems.train))
     return Prepared(shape=shape, problems=problems, placement=placement, warnings=tuple(warnings))
+
+
+def skipped_prompts(config: RunConfig, which: Literal["train", "eval"], num: int) -> str:
+    """What the user hears of overlong ones."""
+    limit = config.data.max_prompt_tokens
+    return f"data.{which}: {num} prompts are too long and were skipped (data.max_prompt_tokens = {limit})"
 
 
 def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:

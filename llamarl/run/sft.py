@@ -22,15 +22,13 @@ from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.models.folder import load_shape
 from llamarl.observability.sinks import MetricsLog
-from llamarl.run.assembly import interruptible
+from llamarl.run.assembly import WIND_DOWN_S, interruptible, nothing_to_resume
 from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.run.folder import RunFolder
 from llamarl.run.placement import Placement, place
-from llamarl.run.prepare import check_parallelism
+from llamarl.run.prepare import check_parallelism, skipped_prompts
 from llamarl.types import SampleGroup
 
-WIND_DOWN_S = 4.0
-"""Longest wait for a checkpoint when the run is asked to end."""
 Progress = Callable[[int, dict[str, float]], None]
 """Called after each step with the number of finished ones and what the step reports."""
 
@@ -47,8 +45,7 @@ def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[Sampl
     check_vocabulary(tokenizer, shape.vocab_size)
     loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings)
     if loaded.num_overlong:
-        said = f"data.train: {loaded.num_overlong} prompts are too long and were skipped"
-        warn(f"{said} (data.max_prompt_tokens = {config.data.max_prompt_tokens})")
+        warn(skipped_prompts(config, "train", loaded.num_overlong))
     prompts = loaded.prompts
     solutions = [
         solution_of({"answer": one.answer} | one.metadata, one.prompt_id, "data.train", config.data.solution)
@@ -132,10 +129,8 @@ class FineTuning:
         if order is not None:
             sampler.restore(order)
             done = order["step"]
-        elif damaged:
-            raise ConfigError("--resume: no checkpoint is whole, so --overwrite is all that is left")
-        elif self.resume:
-            self.warn("--resume: no checkpoint was saved yet; the run starts from the beginning")
+        else:
+            nothing_to_resume(self.resume, damaged, self.warn)
         log.drop_after(done)
         while done < config.steps:
             documents = [self.documents[sampler.next()] for _ in range(config.rollout.prompts_per_step)]

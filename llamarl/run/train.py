@@ -11,7 +11,7 @@ from typing import Literal
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
 from llamarl.cluster.open import open_cluster
 from llamarl.cluster.port import port
-from llamarl.config import ConfigError, RunConfig
+from llamarl.config import RunConfig
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.controller import Controller
 from llamarl.controller.evaluation import EvalResult
@@ -28,7 +28,7 @@ from llamarl.observability.screen import Screen, open_screen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.observability.spans import now_s
 from llamarl.observability.view import RunInfo
-from llamarl.run.assembly import assembled
+from llamarl.run.assembly import WIND_DOWN_S, assembled, nothing_to_resume
 from llamarl.run.executors import (
     GeneratorSpecs,
     executor_spec,
@@ -38,9 +38,6 @@ from llamarl.run.executors import (
 )
 from llamarl.run.folder import RunFolder
 from llamarl.run.prepare import Prepared
-
-WIND_DOWN_S = 4.0
-"""Longest wait for the step under way and a checkpoint when the run is asked to end."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -187,11 +184,8 @@ class _Run:
         timeout_s = self._config.cluster.call_timeout_s
         assert executors.trainer is not None
         state, damaged = await port(TrainerPort, executors.trainer, timeout_s).resumed()
-        if damaged and state is None:
-            raise ConfigError(f"--resume: no checkpoint is whole, so --overwrite is all that is left: {damaged[0]}")
         if state is None:
-            if self._resume:
-                screen.warn("--resume: no checkpoint was saved yet; the run starts from the beginning")
+            nothing_to_resume(self._resume, damaged, screen.warn)
             return None
         step = state["step"]
         if damaged:
