@@ -131,6 +131,7 @@ def trainer(connection: Connection, rank: int, plan: WriterPlan, rendezvous: str
         name: publisher_class(name)(plan, exchange, **({"folder": Path(folder) / "weights"} if name == "file" else {}))
         for name in TRANSPORTS
     }
+    connection.send("ready")
     baseline = Baseline(rendezvous, rank)
     kernel = load_bare_kernel(folder)
     target = shared_target(plan.layouts[0].num_bytes)
@@ -234,8 +235,7 @@ class Machine:
 
         self.trainers = [start(trainer, rank, plan, rendezvous, folder) for rank, plan in enumerate(plans)]
         self.generators = [start(generator, rank, rendezvous, folder) for rank in range(NUM_GENERATORS)]
-        for _ in range(2 + 2 + 1):  # exchanges of the three publishers
-            values = self._answers(self.trainers)
+        while (values := self._answers(self.trainers)) != ["ready"] * NUM_TRAINERS:  # publishers exchange addresses
             for connection in self.trainers:
                 connection.send(values)
         self._answers(self.generators)

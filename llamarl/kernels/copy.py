@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 import math
 import time
 from collections.abc import Sequence
@@ -58,8 +57,7 @@ def copy_part(target: Tensor, source: Tensor, whole_shape: tuple[int, ...], star
     if library is None or not target.numel():
         if source is not target:
             target.copy_(source)
-        found = _on_gpu(target, whole_shape, starts)
-        return _fingerprint(target, whole_shape, starts) if found is None else found
+        return _share(target, whole_shape, starts)
     if source.dim() and source.stride(-1) != 1 and source.shape[-1] > 1:
         source = source.contiguous()
     return _run(library, target, source, whole_shape, starts)
@@ -71,9 +69,7 @@ def fingerprint(tensor: Tensor, first: int = 0) -> Share:
     library = kernel().library if tensor.device.type == "cpu" else None
     size, num_elements = tensor.element_size(), tensor.numel()
     if library is None:
-        part, whole_shape = tensor.view(-1), (first + num_elements,)
-        found = _on_gpu(part, whole_shape, (first,))
-        return _fingerprint(part, whole_shape, (first,)) if found is None else found
+        return _share(tensor.view(-1), (first + num_elements,), (first,))
     return library.copy_rows(None, tensor.data_ptr(), 1, num_elements * size, 0, 0, first * size, 0, 0)
 
 
@@ -195,24 +191,20 @@ def _signed(value: int) -> int:
 @functools.cache
 def gpu_kernel(device: torch.device) -> ModuleType | None:
     """`triton_fingerprint`, where it agrees with torch; None: torch does its work."""
-    if device.type != "cuda" or build.pinned() == "torch":
-        return None
-    try:
-        found = importlib.import_module("llamarl.kernels.triton_fingerprint")
-        from triton.errors import TritonError
-    except ImportError:
-        return None
-    sample = torch.arange(5 * 3000, dtype=torch.int32, device=device).view(5, 3000)
-    try:
-        share = share_of(found, sample, (9, 4001), (2, 70))
-    except (*gpu.FAILURES, TritonError):
-        return None
-    return found if share is not None and read([share]) == [_fingerprint(sample, (9, 4001), (2, 70))] else None
+
+    def is_wrong(kernel: ModuleType, device: torch.device) -> float:
+        sample = torch.arange(5 * 3000, dtype=torch.int32, device=device).view(5, 3000)
+        share = share_of(kernel, sample, (9, 4001), (2, 70))
+        return float(share is None or read([share]) != [_fingerprint(sample, (9, 4001), (2, 70))])
+
+    return gpu.load(device, {"fingerprint": is_wrong})[0].get("fingerprint")
 
 
-def _on_gpu(part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> Tensor | None:
+def _share(part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> Share:
+    """Of a part that no C++ serves."""
     kernel = gpu_kernel(part.device) if part.numel() else None
-    return share_of(kernel, part, whole_shape, starts) if kernel is not None else None
+    share = share_of(kernel, part, whole_shape, starts) if kernel is not None else None
+    return _fingerprint(part, whole_shape, starts) if share is None else share
 
 
 def share_of(kernel: ModuleType, part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> Tensor | None:

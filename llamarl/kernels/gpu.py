@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import subprocess
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -33,23 +34,31 @@ class Fused:
 @functools.cache
 def fused(device: torch.device) -> Fused:
     """Compiled, and checked against torch, at the first call."""
+    found, reason = load(device, {"decode": decode_error, "ops": ops_error})
+    return Fused(**found, reason=reason)
+
+
+def load(
+    device: torch.device, errors: Mapping[str, Callable[[ModuleType, torch.device], float]]
+) -> tuple[dict[str, ModuleType], str]:
+    """The kernels `triton_<name>` of which each is off by so little; else none, and why."""
     if device.type != "cuda":
-        return Fused(reason=f"{device.type} device")
+        return {}, f"{device.type} device"
     if build.pinned() == "torch":
-        return Fused(reason=f"{build.VARIABLE}=torch")
+        return {}, f"{build.VARIABLE}=torch"
     if not torch.backends.cuda.is_built():
-        return Fused(reason="this torch has no CUDA")
+        return {}, "this torch has no CUDA"
     try:
-        decode, ops = (importlib.import_module(f"llamarl.kernels.triton_{name}") for name in ("decode", "ops"))
+        found = {name: importlib.import_module(f"llamarl.kernels.triton_{name}") for name in errors}
         from triton.errors import TritonError
     except ImportError as error:
-        return Fused(reason=str(error))
+        return {}, str(error)
     try:
-        errors = {"decode": decode_error(decode, device), "ops": ops_error(ops, device)}
+        off = {name: errors[name](kernel, device) for name, kernel in found.items()}
     except (*FAILURES, TritonError) as failed:
-        return Fused(reason=f"{type(failed).__name__}: {failed}")
-    wrong = [f"triton_{name}.py is off by {error:.1g} here" for name, error in errors.items() if not error < 1e-2]
-    return Fused(reason="; ".join(wrong)) if wrong else Fused(decode=decode, ops=ops)
+        return {}, f"{type(failed).__name__}: {failed}"
+    wrong = [f"triton_{name}.py is off by {error:.1g} here" for name, error in off.items() if not error < 1e-2]
+    return ({}, "; ".join(wrong)) if wrong else (found, "")
 
 
 def ops_error(ops: ModuleType, device: torch.device) -> float:

@@ -56,7 +56,7 @@ def check_layout(shape: ModelShape, mesh: RankMesh, device: torch.device, lora: 
         Trainer(copy.deepcopy(model), CONFIG, Aipo(), GroupMean(), 1.0),
         Trainer(model, CONFIG, Aipo(), GroupMean(), 1.0, mesh, device),
     ]
-    groups = _groups(mesh.fsdp.size + 1, tiny.vocab_size)
+    groups = example_groups(mesh.fsdp.size + 1, tiny.vocab_size)
     losses = [finished(trainer.accumulate(groups, 1))[0]["loss"] for trainer in trainers]
     return _compared("trainer", losses, [trainer.sharding for trainer in trainers], mesh, start_s)
 
@@ -72,7 +72,7 @@ def check_critic_layout(shape: ModelShape, mesh: RankMesh, device: torch.device)
         Critic(copy.deepcopy(model).to(device), CONFIG, 1.0, Gae()),
         Critic(model, CONFIG, 1.0, Gae(), mesh=mesh, device=device),
     ]
-    groups = _groups(mesh.fsdp.size + 1, tiny.vocab_size)
+    groups = example_groups(mesh.fsdp.size + 1, tiny.vocab_size)
     losses = [finished(critic.accumulate(groups, 1))[0]["loss"] for critic in critics]
     return _compared("critic", losses, [critic.sharding for critic in critics], mesh, start_s)
 
@@ -108,7 +108,7 @@ def _compared(
     return f"preflight of {layout}: {where} is {worst:.1g} from one process, {time.monotonic() - start_s:.1f} s"
 
 
-def _groups(num: int, vocab_size: int) -> list[SampleGroup]:
+def example_groups(num: int, vocab_size: int) -> list[SampleGroup]:
     """Ragged, with tokens all over the vocabulary."""
     rng = np.random.default_rng(SEED)
 

@@ -32,9 +32,9 @@ from llamarl.sharding.reshard import plan_reshard
 from llamarl.training import parallel
 from llamarl.training.optimization import finished
 from llamarl.training.policy import Policy
+from llamarl.training.preflight import example_groups
 from llamarl.training.trainer import Trainer
 from llamarl.weight_sync.layout import TensorSpec
-from tests.gpu.trainers import make_groups
 
 COMMON: dict[str, Any] = {
     "family": "llama", "vocab_size": 128_256, "head_dim": 128, "num_kv_heads": 8, "max_position_embeddings": 4096,
@@ -168,7 +168,7 @@ def held(dtype: str, recompute: bool, mixed: bool) -> dict[str, float]:
     with rank_of(0, {"fsdp": 8}) as mesh, patch.object(parallel, "MixedPrecisionPolicy", policy):
         trainer = Trainer(model, settings, Aipo(), GroupMean(), 1.0, mesh, CPU)
         with patch.object(torch.autograd, "backward", look), made:
-            finished(trainer.accumulate(make_groups(1), 1))
+            finished(trainer.accumulate(example_groups(1, shape.vocab_size), 1))
     after_forward, before_backward = alive[:2]
     sizes = {"layer": 2.0 * layer, "layers": 2.0 * layer * shape.num_layers}
     return sizes | {"after_forward": float(after_forward), "before_backward": float(before_backward)}

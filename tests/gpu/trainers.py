@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +22,8 @@ from llamarl.training import policy
 from llamarl.training.critic import Critic
 from llamarl.training.logprobs import target_logprobs
 from llamarl.training.optimization import Optimization, finished
+from llamarl.training.preflight import example_groups
 from llamarl.training.trainer import Trainer
-from llamarl.types import SampleGroup, TrainSample
 from tests.gpu.engines import SIZES
 from tests.gpu.pretend import GPU, Ledger, ledger, values_of
 
@@ -58,7 +57,7 @@ def train(what: str, family: str, config: dict[str, Any]) -> Stepped:
         updates = list[tuple[float, float]]()
         for _ in range(2):
             with ledger() as found.step:
-                update = finished(optimization.update(make_groups(4), 10))
+                update = finished(optimization.update(example_groups(4, SIZES["vocab_size"]), 10))
             updates.append((update.loss, update.grad_norm))
         on.append(updates)
         ends.append({
@@ -81,30 +80,6 @@ def _optimization(what: str, shape: ModelShape, settings: TrainerConfig, device:
     if settings.lora:
         add_adapters(model, settings.lora, 0, getattr(torch, settings.dtype))
     return Trainer(model, settings, Aipo(), GroupMean(), 0.8, device=device)
-
-
-def make_groups(num: int) -> list[SampleGroup]:
-    rng = np.random.default_rng(2)
-
-    def sample(length: int) -> TrainSample:
-        return TrainSample(
-            columns={
-                "token_ids": rng.integers(0, SIZES["vocab_size"], length).astype(np.int32),
-                "behavior_logprobs": (-rng.random(length)).astype(np.float32),
-                "policy_versions": np.zeros(length, np.int32),
-                "advantages": np.full(length, rng.normal(), np.float32),
-                "loss_mask": np.ones(length, bool),
-                "values": rng.normal(size=length).astype(np.float32),
-            },
-        )
-
-    return [
-        SampleGroup(
-            prompt_token_ids_T=rng.integers(0, SIZES["vocab_size"], 5 + group).astype(np.int32),
-            samples=tuple(sample(length) for length in (4, 9, 7)),
-        )
-        for group in range(num)
-    ]
 
 
 @dataclass
@@ -143,7 +118,7 @@ def head() -> Head:
     shape = ModelShape(**SIZES, family="llama", tie_embeddings=True)
     trainer = _optimization("trainer", shape, TrainerConfig(dtype="bfloat16", microbatch_tokens=40), GPU)
     with patch.object(policy, "target_logprobs", look):
-        finished(trainer.accumulate(make_groups(1), 1))
+        finished(trainer.accumulate(example_groups(1, SIZES["vocab_size"]), 1))
     return found
 
 

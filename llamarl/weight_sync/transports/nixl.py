@@ -58,8 +58,8 @@ class Found(NamedTuple):
     """Of the trainer rank's agent: what a reader must know of its memory."""
     base: int
     """Address of the packed parts."""
-    device: int
-    """Number of the GPU; -1: in the machine's memory."""
+    memory: tuple[str, int]
+    """See `memory_of`."""
     proof: np.ndarray
     """uint64 [2, tensors]"""
 
@@ -104,7 +104,7 @@ class NixlPublisher(PackedPublisher):
                 connection.send(None)
                 continue
             flat, proof = slot.flats[number], slot.proofs[number].copy()
-            connection.send(Found(self._agent.do("get_agent_metadata"), flat.data_ptr(), device_number(flat), proof))
+            connection.send(Found(self._agent.do("get_agent_metadata"), flat.data_ptr(), memory_of(flat), proof))
             # Where no hardware reads by itself, the agent must be called while somebody reads. A thread of its own
             # would keep a core busy all the time.
             while not self._closed and not connection.poll(1e-3):
@@ -213,10 +213,10 @@ class NixlSubscriber(CopyingSubscriber):
             if not all(target.is_contiguous() for target, _ in targets):
                 scratch = self._take_scratch(targets[0][0].device)
                 targets = [(scratch[: bucket.num_bytes], bucket.start)]
-            here = [(target.data_ptr(), target.nbytes, max(device_number(target), 0)) for target, _ in targets]
-            kinds = memory_kind(device_number(targets[0][0])), memory_kind(found.device)
-            far = [(found.base + start, target.nbytes, max(found.device, 0)) for target, start in targets]
-            yield _Read(bucket, writer.agent, here, far, kinds, scratch)
+            (kind, number), (far_kind, far_number) = memory_of(targets[0][0]), found.memory
+            here = [(target.data_ptr(), target.nbytes, number) for target, _ in targets]
+            far = [(found.base + start, target.nbytes, far_number) for target, start in targets]
+            yield _Read(bucket, writer.agent, here, far, (kind, far_kind), scratch)
 
     def _begin(self, read: _Read) -> Any:
         here, far = (
@@ -323,8 +323,8 @@ def interface_of(host: str) -> str:
 
 def register(agent: Agent, first: Tensor, num_bytes: int) -> Any:
     """Lets the agent read or write so many bytes from where a tensor begins."""
-    device = device_number(first)
-    return agent.do("register_memory", [(first.data_ptr(), num_bytes, max(device, 0), "")], memory_kind(device))
+    kind, number = memory_of(first)
+    return agent.do("register_memory", [(first.data_ptr(), num_bytes, number, "")], kind)
 
 
 def make_current(device: torch.device) -> None:
@@ -334,11 +334,6 @@ def make_current(device: torch.device) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def device_number(tensor: Tensor) -> int:
-    """-1: in the machine's memory."""
-    return tensor.device.index or 0 if tensor.device.type == "cuda" else -1
-
-
-def memory_kind(device: int) -> str:
-    """NIXL's name for the memory of a device."""
-    return "DRAM" if device < 0 else "VRAM"
+def memory_of(tensor: Tensor) -> tuple[str, int]:
+    """NIXL's name for the kind of memory, and the number of its device."""
+    return ("VRAM", tensor.device.index or 0) if tensor.device.type == "cuda" else ("DRAM", 0)
