@@ -22,7 +22,7 @@ CATCHES_EVERYTHING = {
     "llamarl/sandbox/pool_server.py": "whatever a grader raises is an answer about that item",
 }
 """Supervision and sandboxes."""
-OWN_HOMES = (("architecture",), ("end_to_end",), ("examples",), ("gpu",), ("cuda",))
+OWN_HOMES = (("architecture",), ("end_to_end",), ("examples",), ("gpu",), ("hosts",), ("cuda",))
 """Folders of tests that mirror no folder of the package."""
 
 PROBE = """
