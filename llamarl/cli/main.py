@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "predict step time and find the best layout for a cluster",
     "profile": "turn a short run into measured constants for plan and simulate",
     "simulate": "run the real controller in virtual time on a simulated cluster",
+    "certs": "make the certificates by which the hosts of a run know each other",
     "doctor": "check that this machine can run llamarl",
 }
 

@@ -1,0 +1,194 @@
+"""Certificates by which the hosts of a run know each other: one folder with `ca.crt` and, per name, `.crt` and `.key`.
+
+The authority is the run's own. Its key (`ca.key`) stays in the folder where certificates are made: a host needs
+`ca.crt` and its own two files. Keys are ECDSA P-256, made by the program `openssl`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import secrets
+import shutil
+import ssl
+import stat
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llamarl.config import ConfigError
+
+CONTROLLER = "controller"
+"""Name of the controller's own certificate."""
+RESERVED = ("ca", CONTROLLER)
+"""What no host can be called: its files would be others'."""
+AUTHORITY_DAYS = 3650
+"""Validity of `ca.crt`."""
+OPENSSL_S = 60.0
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+
+_SETTINGS = """
+[req]
+distinguished_name = subject
+prompt = no
+[subject]
+CN = {common_name}
+[authority]
+basicConstraints = critical, CA:TRUE, pathlen:0
+keyUsage = critical, keyCertSign, cRLSign
+subjectKeyIdentifier = hash
+[member]
+basicConstraints = critical, CA:FALSE
+keyUsage = critical, digitalSignature
+extendedKeyUsage = serverAuth, clientAuth
+subjectAltName = {alternative_names}
+"""
+
+
+def check_member(name: str, address: str) -> None:
+    """Raises ConfigError unless a certificate can carry them; an address is an IP address or a DNS name."""
+    if not NAME.fullmatch(name):
+        rule = "letters, digits, dots, dashes and underscores, at most 63"
+        raise ConfigError(f"`{name}={address}`: {name!r} is no name of a host; use {rule}")
+    if not _is_ip(address) and (not NAME.fullmatch(address) or re.fullmatch(r"[\d.]+", address)):
+        raise ConfigError(f"`{name}={address}`: {address!r} is neither an IP address nor a DNS name")
+
+
+def make_certificates(folder: Path, members: Mapping[str, tuple[str, ...]], days: int) -> bool:
+    """Makes a certificate with a new key for each of `members`: file name -> DNS names and IP addresses.
+
+    Returns whether the authority is new too. What the folder held under these names is replaced.
+
+    Raises:
+        ConfigError: the folder is not one of certificates, or has no `ca.key`; `openssl` is missing or fails.
+    """
+    if shutil.which("openssl") is None:
+        raise ConfigError("the program `openssl` is missing; install the package openssl on this machine")
+    is_new = _check_folder(folder)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as scratch:
+            made = Path(scratch)
+            if is_new:
+                _make_authority(made)
+            for name, names in members.items():
+                _make_member(made, made if is_new else folder, name, names, days)
+            for path in [*made.glob("*.key"), *made.glob("*.crt")]:
+                path.chmod(0o600 if path.suffix == ".key" else 0o644)
+                path.replace(folder / path.name)
+    except OSError as error:
+        raise ConfigError(f"cannot write certificates to {folder}: {error.strerror}; name another folder") from None
+    return is_new
+
+
+def _check_folder(folder: Path) -> bool:
+    """Whether it gets an authority; raises ConfigError when it must not be written to."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; name a folder for the certificates")
+    if (folder / "ca.crt").exists():
+        if not (folder / "ca.key").exists():
+            raise ConfigError(f"{folder} has no ca.key; make certificates in the folder from which it was copied")
+        return False
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} holds other files; name a new folder, or one that `llamarl certs` made")
+    return True
+
+
+def _make_authority(made: Path) -> None:
+    (made / "settings").write_text(_SETTINGS.format(common_name="llamarl", alternative_names="DNS:none"))
+    _new_key(made / "ca.key")
+    options = ["-extensions", "authority", "-days", str(AUTHORITY_DAYS), "-set_serial", _serial()]
+    _openssl("req", "-x509", "-config", made / "settings", "-key", made / "ca.key", *options, "-out", made / "ca.crt")
+
+
+def _make_member(made: Path, authority: Path, name: str, names: tuple[str, ...], days: int) -> None:
+    alternatives = ", ".join(("IP:" if _is_ip(each) else "DNS:") + each for each in dict.fromkeys(names))
+    settings, request, key = made / "settings", made / "request", made / f"{name}.key"
+    settings.write_text(_SETTINGS.format(common_name=name, alternative_names=alternatives))
+    _new_key(key)
+    _openssl("req", "-new", "-config", settings, "-key", key, "-out", request)
+    signer = ["-CA", authority / "ca.crt", "-CAkey", authority / "ca.key", "-set_serial", _serial()]
+    extensions = ["-extfile", settings, "-extensions", "member", "-days", str(days), "-sha256"]
+    _openssl("x509", "-req", "-in", request, *signer, *extensions, "-out", made / f"{name}.crt")
+
+
+def _new_key(path: Path) -> None:
+    _openssl("genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256", "-out", path)
+
+
+def _serial() -> str:
+    return f"0x{secrets.token_hex(16)}"
+
+
+def _openssl(*arguments: str | Path) -> None:
+    command = ["openssl", *map(str, arguments)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=OPENSSL_S)
+    if done.returncode:
+        raise ConfigError(f"`openssl {command[1]}` failed: {' '.join(done.stderr.split())}")
+
+
+def _is_ip(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True
+
+
+def server_context(pki: Path, name: str) -> ssl.SSLContext:
+    """TLS 1.3 for the end that listens: whoever calls must have a certificate of the same authority.
+
+    That it is the caller's own is not settled by that: ask `mismatch`. Raises ConfigError.
+    """
+    return _context(pki, name, ssl.PROTOCOL_TLS_SERVER)
+
+
+def client_context(pki: Path, name: str) -> ssl.SSLContext:
+    """TLS 1.3 for the end that calls; `server_hostname` must be in the other's certificate. Raises ConfigError.
+
+    The handshake ends before the other end has looked at this one's certificate: its refusal comes with the first
+    read, and gets lost when something was written before.
+    """
+    return _context(pki, name, ssl.PROTOCOL_TLS_CLIENT)
+
+
+def monarch_env(pki: Path, name: str) -> dict[str, str]:
+    """Variables by which Monarch's `tls://` finds the certificates. Raises ConfigError."""
+    authority, certificate, key = _files(pki, name)
+    return {"HYPERACTOR_TLS_CA": authority, "HYPERACTOR_TLS_CERT": certificate, "HYPERACTOR_TLS_KEY": key}
+
+
+def mismatch(certificate: Mapping[str, Any] | None, *names: str) -> str:
+    """Why a peer's certificate (`getpeercert()`) is not of one who has all these names and addresses; else empty."""
+    has = [value for _, value in (certificate or {}).get("subjectAltName", ())]
+    lacks = [name for name in names if name not in has]
+    return f"its certificate is for {', '.join(has) or 'nobody'}, not for {', '.join(lacks)}" if lacks else ""
+
+
+def _files(pki: Path, name: str) -> tuple[str, str, str]:
+    """Authority, certificate and key; raises ConfigError when one is not there, or the key is everybody's."""
+    paths = [Path(os.path.abspath(pki)) / file for file in ("ca.crt", f"{name}.crt", f"{name}.key")]
+    for path in paths:
+        if not os.access(path, os.R_OK):
+            what = "cannot be read" if path.exists() else "is missing"
+            raise ConfigError(f"{path} {what}; `llamarl certs` makes it, then it is copied to its host")
+    if stat.S_IMODE(paths[2].stat().st_mode) & stat.S_IROTH:
+        raise ConfigError(f"{paths[2]} can be read by everybody; run chmod 600 {paths[2]}")
+    return str(paths[0]), str(paths[1]), str(paths[2])
+
+
+def _context(pki: Path, name: str, protocol: ssl._SSLMethod) -> ssl.SSLContext:
+    authority, certificate, key = _files(pki, name)
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(authority)
+        context.load_cert_chain(certificate, key)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{certificate} and {key} do not fit: {error.reason or error}; make them anew") from None
+    return context
