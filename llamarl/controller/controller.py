@@ -37,10 +37,9 @@ from llamarl.controller.sync import (
     MAX_FAILURES,
     RETRY_S,
     SyncReport,
+    Transports,
     WeightsWrong,
     adopted_and_probed,
-    choose_transport,
-    wanted_layouts,
 )
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import Adoption, ControllerState, Published
@@ -71,6 +70,7 @@ class Controller:
         if executors.trainer:
             self._trainer = port(TrainerPort, executors.trainer, timeout_s)
             self._checkpoints = Checkpoints(self._trainer, self._critic, supervisor, telemetry)
+            self._transports = Transports(config, self._trainer, executors.trainer.hosts, telemetry.chose_transport)
         self._watch = StallWatch(config.cluster.stall_timeout_s, self._who_waits)
         self._admission = Admission(config, problems, state)
         self._buffer = self._admission.buffer
@@ -104,11 +104,7 @@ class Controller:
         for replica in replicas:
             self.recovery.watch(replica)
         if self._trains:
-            self.replicas.layouts = await wanted_layouts(self._trainer, replicas)
-            if any(self.replicas.layouts):  # simulated generators receive nothing
-                is_inline = self._config.cluster.kind == "inline"
-                found = await choose_transport(self._config.weight_sync, self._trainer, self.replicas, is_inline)
-                self._telemetry.chose_transport(found)
+            await self._transports.begin(replicas)
             for replica in replicas:
                 replica.adopting = self._supervisor.start(self._adoption_loop(replica), f"weights of {replica.name}")
             await self._sync(self.version, patience_s=self._config.cluster.call_timeout_s)
@@ -347,6 +343,9 @@ class Controller:
         it is the right one; produces adoptions; unblocked by `_publish`."""
         clock = asyncio.get_running_loop()
         try:
+            is_new = await self.replicas.unless_dead(replica, self._transports.choose([replica]))
+            if is_new and not self._under_way:  # else the next version comes by it
+                await self._publish(self.version)
             while True:
                 await self._published.until(lambda: self._is_news(replica))
                 published = self._newest
@@ -369,7 +368,8 @@ class Controller:
 
     def _is_news(self, replica: Replica) -> bool:
         newest = self._newest
-        return newest is not None and newest is not replica.tried and newest.version > replica.version
+        is_other = newest is not None and newest is not replica.tried and newest.version > replica.version
+        return is_other and replica.transport in newest.addresses
 
     async def _retry(self, replica: Replica, published: Published, adoption: Adoption) -> None:
         """After a failure the same is fetched again, after a mismatch it is sent again."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 from llamarl.cluster.api import ExecutorError, ExecutorHandle, MeshFailed
+from llamarl.config.errors import ConfigError
 from llamarl.controller.ports import SpawnGenerator
 from llamarl.controller.replicas import Replica, Replicas
 from llamarl.controller.supervision import Supervisor
@@ -141,7 +142,7 @@ class Recovery:
         number, self._num_spawned = self._num_spawned, self._num_spawned + 1
         try:
             await self.add(await self._spawn(number))
-        except (ExecutorError, asyncio.CancelledError) as error:
+        except (ExecutorError, ConfigError, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) or not self._replicas.alive:
                 raise
             self._telemetry.warn(f"no replacement, the run goes on with the other generators: {error}")

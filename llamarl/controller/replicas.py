@@ -21,7 +21,6 @@ from llamarl.controller.ports import GeneratorPort
 from llamarl.controller.supervision import Signal, Supervisor
 from llamarl.executors.replies import Adoption, Collected, GeneratorStats, Mismatch, Published
 from llamarl.types import GenerationRequest, Rollout
-from llamarl.weight_sync.layout import TensorSpec
 
 NO_VERSION = -1
 """Older than every version."""
@@ -44,6 +43,8 @@ class Replica:
         self.fetching_since_s = math.inf
         self.adopt_s = math.inf
         """How long its last adoption took, from call to answer."""
+        self.transport = ""
+        """That brings its weights; empty until it is chosen."""
         self.tried: Published | None = None
         """What it fetched last, with or without success."""
         self.answer: tuple[Adoption, Mismatch | None] | None = None
@@ -138,8 +139,6 @@ class Replicas:
         self.alive = [Replica(handle, timeout_s) for handle in handles]
         self.released = NO_VERSION
         """Replicas that serve an older version are left behind."""
-        self.layouts: Sequence[tuple[TensorSpec, ...]] = ()
-        """What each rank of a replica wants to receive."""
         self.num_resumed = 0
         """Partial rollouts that went on."""
         self.timeout_s = timeout_s

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llamarl.config.schema import WeightSyncConfig
+from llamarl.config import RunConfig
 from llamarl.controller.ports import TrainerPort
-from llamarl.controller.replicas import Replica, Replicas
+from llamarl.controller.replicas import Replica
 from llamarl.executors.replies import Adoption, Mismatch, Probe, Published
 from llamarl.weight_sync.layout import TensorSpec
 from llamarl.weight_sync.select import Selection, sample, select
@@ -73,40 +73,71 @@ class SyncReport:
         }
 
 
-async def wanted_layouts(trainer: TrainerPort, replicas: Sequence[Replica]) -> list[tuple[TensorSpec, ...]]:
-    """What each rank of a replica, of all replicas the same, wants to receive; the trainer is told."""
-    first, *others = await asyncio.gather(*(replica.port.weight_specs() for replica in replicas))
-    assert all(wanted == first for wanted in others), "one replica wants other weights than the others"
-    for rank, specs in enumerate(first):
-        await trainer.set_layout(rank, specs)
-    return first
+class Transports:
+    """How weights come to each replica: by one transport where it shares the trainer's host, by one to other hosts."""
 
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: TrainerPort,
+        trainer_hosts: Sequence[str],
+        tell: Callable[[Selection], None],
+    ) -> None:
+        """
+        Args:
+            trainer_hosts: those of its ranks. With several of them it shares memory with nobody.
+            tell: what was chosen, and why.
+        """
+        self._pinned, self._is_inline = config.weight_sync.transport, config.cluster.kind == "inline"
+        self._trainer, self._tell = trainer, tell
+        self._host = trainer_hosts[0] if len(trainer_hosts) == 1 else None
+        self._chosen = dict[bool, str]()
+        """For replicas on the trainer's host, and for others."""
+        self._choosing = asyncio.Lock()
+        self._num_tries = 0
+        self._layouts: Sequence[tuple[TensorSpec, ...]] = ()
+        """What each rank of a replica, of all replicas the same, wants to receive."""
 
-async def choose_transport(
-    config: WeightSyncConfig,
-    trainer: TrainerPort,
-    replicas: Replicas,
-    is_inline: bool,
-) -> Selection:
-    """Pinned, or what is the fastest with a sample of the real weights; the trainer uses it from then on.
+    async def begin(self, replicas: Sequence[Replica]) -> None:
+        """Tells the trainer what the first replicas want to receive, and chooses for them."""
+        self._layouts, *others = await asyncio.gather(*(replica.port.weight_specs() for replica in replicas))
+        assert all(wanted == self._layouts for wanted in others), "one replica wants other weights than the others"
+        for rank, specs in enumerate(self._layouts):
+            await self._trainer.set_layout(rank, specs)
+        await self.choose(replicas)
 
-    Args:
-        is_inline: all executors are in this process.
-    """
-    num_tries = 0
+    async def choose(self, replicas: Sequence[Replica]) -> bool:
+        """Says for each replica what brings its weights: pinned, or what is the fastest for replicas placed like it,
+        with a sample of the real weights; the trainer publishes by it from then on.
 
-    async def one_sync(transport: str) -> None:
-        nonlocal num_tries
-        num_tries += 1
-        version = num_tries
-        address = await trainer.publish_sample(version, transport)
-        await asyncio.gather(*(replica.port.try_sample(version, address) for replica in replicas.alive))
+        Returns:
+            Whether the trainer has begun with a transport: what it published before cannot be had there.
+        """
+        if not any(self._layouts):  # simulated generators receive nothing
+            return False
+        async with self._choosing:
+            begun = set(self._chosen.values())
+            for same_host in (True, False):
+                alike = [one for one in replicas if (one.handle.hosts == (self._host,)) == same_host]
+                if alike and same_host not in self._chosen:
+                    self._chosen[same_host] = await self._fastest(alike, same_host)
+                for replica in alike:
+                    replica.transport = self._chosen[same_host]
+            return not begun.issuperset(self._chosen.values())
 
-    of_one = sum(spec.num_bytes for specs in replicas.layouts for spec in sample(specs))
-    names = await trainer.transports(True, is_inline)
-    selection = await select(config.transport, names, one_sync, len(replicas.alive) * of_one)
-    await trainer.choose(selection.transport)
-    return selection
+    async def _fastest(self, replicas: Sequence[Replica], same_host: bool) -> str:
+        async def one_sync(transport: str) -> None:
+            self._num_tries += 1
+            version = self._num_tries
+            address = await self._trainer.publish_sample(version, transport)
+            await asyncio.gather(*(replica.port.try_sample(version, address) for replica in replicas))
+
+        of_one = sum(spec.num_bytes for specs in self._layouts for spec in sample(specs))
+        names = await self._trainer.transports(same_host, self._is_inline)
+        found = await select(self._pinned, names, one_sync, len(replicas) * of_one)
+        await self._trainer.choose(found.transport, same_host)
+        self._tell(replace(found, same_host=same_host))
+        return found.transport
 
 
 async def adopted_and_probed(
@@ -118,7 +149,7 @@ async def adopted_and_probed(
     Raises:
         WeightsWrong: further than `weight_sync.max_mismatch`.
     """
-    adoption = await replica.port.adopt(published.version, published.address)
+    adoption = await replica.port.adopt(published.version, published.addresses[replica.transport])
     if adoption.outcome != "adopted" or published.probe is None:
         return adoption, None
     found = mismatch_of(published.probe, await replica.port.score(published.probe.sequences))

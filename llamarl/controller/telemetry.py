@@ -76,8 +76,8 @@ class Telemetry:
         self._handles = list[ExecutorHandle]()
         self._replicas: Replicas | None = None
         self._status = dict[str, tuple[HostStatus, float]]()
-        self.transport = Selection(transport="", measurements=())
-        """How weights travel."""
+        self.transports = list[Selection]()
+        """How weights travel: to generators on the trainer's host, and to others."""
         self.spans = dict[str, deque[Span]]()
         self._marks = deque[StepMark](maxlen=RECENT_STEPS + 1)
         self._view = RunView(step=0)
@@ -102,10 +102,19 @@ class Telemetry:
         self.spans = {handle.name: deque(maxlen=MAX_SPANS) for handle in handles}
 
     def chose_transport(self, selection: Selection) -> None:
-        """How weights travel in this run, and how fast each way was."""
-        self.transport = selection
+        """How weights travel to some generators, and how fast each way was."""
+        self.transports.append(selection)
         for line in selection.table():
-            self._screen.phase(f"weight sync  {line}")
+            self._screen.phase(f"weight sync{'' if selection.same_host else ' across hosts'}  {line}")
+
+    @property
+    def transport_speeds(self) -> dict[str, float]:
+        """Bytes per second of each transport that was tried, by name; across hosts beside that within one."""
+        return {
+            f"{'' if to.same_host else 'across_hosts_'}{one.transport}_bytes_per_s": one.bytes_per_s
+            for to in self.transports
+            for one in to.measurements
+        }
 
     def joined(self, handle: ExecutorHandle) -> None:
         """An executor came later."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypedDict
 
@@ -114,8 +115,8 @@ class Published:
 
     version: int
     """Optimizer steps of the weights."""
-    address: Address
-    """Where it is; the transport's own."""
+    addresses: Mapping[str, Address]
+    """Where it is, for each transport in use."""
     probe: Probe | None = None
     """By the same weights; None where this version is not to be probed."""
 

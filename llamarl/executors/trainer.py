@@ -13,7 +13,7 @@ import numpy as np
 from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.algorithms.kl import penalty
 from llamarl.checkpoint.store import CRITIC
-from llamarl.config import RunConfig, build
+from llamarl.config import ConfigError, RunConfig, build
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.executors.optimizing import Optimizing
 from llamarl.executors.replies import ControllerState, Probe, Published
@@ -65,9 +65,10 @@ class TrainerExecutor(Optimizing):
         """Processor seconds outside this thread by the last step: messages."""
         self._layouts = list[tuple[TensorSpec, ...]]()
         """Of each rank of a generator."""
-        self._publisher: Publisher | None = None
-        self._sampled = ""
-        """The transport that is being tried."""
+        self._publishers = dict[str, Publisher]()
+        """By the transports in use."""
+        self._sampler: tuple[str, Publisher] | None = None
+        """The transport that is being tried, and what publishes by it."""
         sync = config.weight_sync
         self._delta, self._power_of_two = sync.delta, sync.power_of_two_scales
         self._weights_folder = folder.parent / "weights"
@@ -110,20 +111,32 @@ class TrainerExecutor(Optimizing):
 
     def publish_sample(self, version: int, transport: str) -> Address:
         """Makes a sample of the weights available by a transport that is being tried."""
-        if self._sampled != transport:
-            self._publisher = self._open(transport, [sample(specs) for specs in self._layouts])
-            self._sampled = transport
-        assert self._publisher is not None
-        return self._publisher.publish(version, self._weights, (version - 1,))
+        if self._sampler is None or self._sampler[0] != transport:
+            self._end_sample()
+            self._sampler = transport, self._open(transport, [sample(specs) for specs in self._layouts])
+        return self._sampler[1].publish(version, self._weights, (version - 1,))
 
-    def choose(self, transport: str) -> None:
-        """Weights are published by this transport from now on."""
-        with self._mesh.together():
-            self._publisher = self._open(transport, self._layouts)
+    def _end_sample(self) -> None:
+        if self._sampler is not None:
+            self._sampler[1].close()
+        self._sampler = None
+
+    def choose(self, transport: str, same_host: bool = True) -> None:
+        """Weights are published by this transport, too, from now on.
+
+        Raises ConfigError: some who need it are not on the trainer's host, and this transport needs that.
+        """
+        if publisher_class(transport).NEEDS_SAME_HOST and not same_host:
+            raise ConfigError(
+                f"`weight_sync.transport = {transport!r}` needs trainer and generators on one host, and some are on "
+                "others; use 'auto' or 'p2p'"
+            )
+        self._end_sample()
+        if transport not in self._publishers:
+            with self._mesh.together():
+                self._publishers[transport] = self._open(transport, self._layouts)
 
     def _open(self, transport: str, layouts: Sequence[tuple[TensorSpec, ...]]) -> Publisher:
-        if self._publisher is not None:
-            self._publisher.close()
         names = {spec.name for specs in layouts for spec in specs}
         held = [
             spec for name, spec in self._trainer.sharding.specs.items() if name in names or layouts is self._layouts
@@ -137,17 +150,18 @@ class TrainerExecutor(Optimizing):
 
     def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
         """Makes the current weights available as `version`, in the generators' types; versions `in_use` stay."""
-        assert self._publisher is not None, "`choose` comes first"
+        assert self._publishers, "`choose` comes first"
         probe = None
         with self._mesh.together():
-            address = self._publisher.publish(version, self._weights, in_use)
+            addresses = {name: one.publish(version, self._weights, in_use) for name, one in self._publishers.items()}
             if self._probed and self._probe_every_steps and version % self._probe_every_steps == 0:
                 probe = Probe(sequences=self._probed, logprobs=self._trainer.score(self._probed))
-        return Published(version=version, address=address, probe=probe)
+        return Published(version=version, addresses=addresses, probe=probe)
 
     def close(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
+        self._end_sample()
+        for publisher in self._publishers.values():
+            publisher.close()
         super().close()
 
     def save(self, state: ControllerState) -> Future[dict[str, Any] | OSError]:

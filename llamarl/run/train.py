@@ -257,6 +257,6 @@ class _Run:
             extra={
                 "stall_p99_s": stalls[math.ceil(0.99 * len(stalls)) - 1],
                 "first_step_s": first_step_s,
-                **{f"{one.transport}_bytes_per_s": one.bytes_per_s for one in telemetry.transport.measurements},
+                **telemetry.transport_speeds,
             },
         )

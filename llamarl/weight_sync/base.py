@@ -133,6 +133,8 @@ class Publisher(ABC):
     RANK: ClassVar[int] = 1
     """Among transports that are about as fast, the smaller one is taken."""
     NEEDS_SAME_HOST: ClassVar[bool] = False
+    TRIED_ACROSS_HOSTS: ClassVar[bool] = True
+    """Whether `auto` tries it for generators on other hosts than the trainer's."""
     WITHIN_PROCESS: ClassVar[bool] = False
     """Whether `auto` tries it where trainer and generator are one process."""
     TAKES_DELTA: ClassVar[bool] = False

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llamarl.distributed.links import own_address
 from llamarl.distributed.rendezvous import RendezvousStore
 from llamarl.weight_sync.base import CPU, Exchange, NoFreeSlot, Publisher, WriterPlan
 from llamarl.weight_sync.buckets import BUCKET_BYTES, into_buckets, packed
@@ -36,8 +37,10 @@ class Slot:
 
 
 class PackedPublisher(Publisher):
-    """A trainer rank. It listens at `host` only; generator ranks come there, and prove that they know the secret."""
+    """A trainer rank. It listens at one address; generator ranks come there, and prove that they know the secret."""
 
+    TRANSPORT: ClassVar[str]
+    """Its name."""
     BUCKET_BYTES: ClassVar[int] = BUCKET_BYTES
     """Of what is sent at once; both ends cut alike."""
 
@@ -47,14 +50,13 @@ class PackedPublisher(Publisher):
         exchange: Exchange,
         folder: Path | None = None,
         *,
-        transport: str,
-        host: str = "127.0.0.1",
+        host: str = "",
         timeout_s: float = 60.0,
         **options: Any,
     ) -> None:
         """
         Args:
-            transport: its name.
+            host: an address of this machine that generators can reach; empty: where this process listens.
             timeout_s: for a generator rank to answer.
         """
         super().__init__(plan, exchange, folder, **options)
@@ -68,10 +70,10 @@ class PackedPublisher(Publisher):
         self._numbers = {layout.digest: number for number, layout in enumerate(plan.layouts)}
         self._closed = False
         secret = exchange(secrets.token_hex(16))[0]
-        self._store = RendezvousStore(host=host, secret=secret, serve=self._serve)
+        self._store = RendezvousStore(host=host or own_address(), secret=secret, serve=self._serve)
         places = ",".join(exchange(self._store.rendezvous.address))
         self._address = Address(
-            transport=transport,
+            transport=self.TRANSPORT,
             publisher=secret,
             num_writers=plan.num_writers,
             places={layout.digest: places for layout in plan.layouts},

@@ -48,11 +48,13 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """The transport of a run, and why."""
+    """The transport to some generators, and why."""
 
     transport: str
     measurements: tuple[Measurement, ...]
     """Empty when the transport was pinned."""
+    same_host: bool = True
+    """Whether these generators are on the trainer's host."""
 
     def table(self) -> list[str]:
         """A line per candidate, fastest first."""
@@ -133,7 +135,7 @@ def candidates(same_host: bool, same_process: bool, delta: bool, on_gpu: bool = 
     able = [
         name
         for name, end in ends.items()
-        if (same_host or not end.NEEDS_SAME_HOST) and (same_process <= end.WITHIN_PROCESS)
+        if (same_host or end.TRIED_ACROSS_HOSTS) and (same_process <= end.WITHIN_PROCESS)
         if delta <= end.TAKES_DELTA and on_gpu >= end.ON_DEVICE
     ]
     return sorted(able, key=lambda name: ends[name].RANK)

@@ -69,7 +69,7 @@ class Trainer:
         self.staging[slot : slot + 1] = [version]
         sequence = np.arange(5, dtype=np.int32)
         probe = Probe(sequences=[sequence], logprobs=[np.full(4, version, np.float32)])
-        return Published(version=version, address=slot, probe=probe)
+        return Published(version=version, addresses={"": slot}, probe=probe)
 
     async def save(self, state: dict[str, Any]) -> asyncio.Task[None]:
         """Answers later, beside other calls."""

@@ -68,6 +68,8 @@ class FakeHandle(ExecutorHandle):
         self.name = name
         self.pids = [7]
         self.role = role
+        if isinstance(role, Generator):
+            self.hosts = role.hosts
         self.failed: asyncio.Future[ExecutorError] = asyncio.get_running_loop().create_future()
         self._turn = asyncio.Lock()
         self.doing = "idle"
@@ -151,6 +153,7 @@ class Generator:
     bias: float = 0.0
     """By which its log-probabilities are wrong, in nats."""
     thawed: asyncio.Event = field(default_factory=asyncio.Event)
+    hosts: tuple[str, ...] = ("",)
     source: Trainer | None = None
     """Whose staging memory it serves from."""
     version: int = -1

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from llamarl.cluster.api import MeshFailed
 from llamarl.cluster.port import port
-from llamarl.config.schema import WeightSyncConfig
 from llamarl.controller.ports import TrainerPort
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
-from llamarl.controller.sync import choose_transport
-from llamarl.executors.replies import Adoption
+from llamarl.controller.sync import Transports
+from llamarl.executors.replies import Adoption, Published
 from llamarl.forecast.simulator.clock import run_virtual
 from llamarl.weight_sync.layout import TensorSpec
+from llamarl.weight_sync.select import Selection
+from tests.controller.fake_trainer import Trainer
 from tests.controller.fakes import FakeHandle, Generator, Run, config
 
 
@@ -95,29 +99,117 @@ def test_the_fetch_of_one_that_has_left_concerns_nobody(tmp_path: Path) -> None:
     assert run.version == 40 and run.wall_s > 2 * 20.0
 
 
+class SamplingTrainer:
+    """Has three transports; memory is the fastest."""
+
+    SECONDS: ClassVar = {"memory": 0.1, "pigeon": 0.5, "dove": 0.25}
+
+    def __init__(self) -> None:
+        self.chosen = list[tuple[str, bool]]()
+        self.layouts = list[tuple[TensorSpec, ...]]()
+
+    async def set_layout(self, rank: int, specs: tuple[TensorSpec, ...]) -> None:
+        self.layouts.append(specs)
+
+    async def transports(self, same_host: bool, same_process: bool) -> list[str]:
+        return ["memory", "pigeon"] if same_host else ["pigeon", "dove"]
+
+    async def publish_sample(self, version: int, transport: str) -> str:
+        return transport
+
+    async def choose(self, transport: str, same_host: bool = True) -> None:
+        self.chosen.append((transport, same_host))
+
+
+class Fetching(Generator):
+    async def weight_specs(self) -> tuple[TensorSpec, ...]:
+        return (TensorSpec.whole("w", (2, 5), "float32"),)
+
+    async def try_sample(self, version: int, address: str) -> None:
+        await asyncio.sleep(SamplingTrainer.SECONDS[address])
+
+
+async def transports_for(
+    trainer: SamplingTrainer, places: Sequence[tuple[str, ...]], trainer_hosts: tuple[str, ...]
+) -> tuple[Transports, list[Selection], Replicas]:
+    handles = [FakeHandle(f"generator-{number}", Fetching()) for number in range(len(places))]
+    for handle, hosts in zip(handles, places, strict=True):
+        handle.hosts = hosts
+    replicas, told = Replicas(handles, Supervisor(), 5.0), list[Selection]()
+    asked = port(TrainerPort, FakeHandle("trainer", trainer), 5.0)
+    made = Transports(config(Path(), cluster={"kind": "monarch"}), asked, trainer_hosts, told.append)
+    await made.begin(replicas.alive)
+    return made, told, replicas
+
+
 def test_the_speed_of_a_transport_is_that_of_all_generators_together() -> None:
-    class Sampling:
-        async def transports(self, same_host: bool, same_process: bool) -> list[str]:
-            return ["carrier_pigeon"]
-
-        async def publish_sample(self, version: int, transport: str) -> int:
-            return version
-
-        async def choose(self, transport: str) -> None:
-            return None
-
-    class Fetching(Generator):
-        async def try_sample(self, version: int, address: int) -> None:
-            await asyncio.sleep(0.5)
-
     async def main() -> None:
-        handles = [FakeHandle(f"generator-{number}", Fetching()) for number in range(3)]
-        replicas = Replicas(handles, Supervisor(), 5.0)
-        replicas.layouts = [(TensorSpec.whole("w", (2, 5), "float32"),)] * 2
-        trainer = port(TrainerPort, FakeHandle("trainer", Sampling()), 5.0)
-        found = await choose_transport(WeightSyncConfig(), trainer, replicas, is_inline=False)
-        (measured,) = found.measurements
-        assert measured.num_bytes == 3 * 2 * 40
-        assert measured.bytes_per_s == pytest.approx(480.0)
+        _, (found,), _ = await transports_for(SamplingTrainer(), [("",)] * 3, ("",))
+        slow = found.measurements[1]
+        assert slow.num_bytes == 3 * 40
+        assert slow.bytes_per_s == pytest.approx(240.0)
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("places", "trainer_hosts", "chosen"),
+    [
+        ([("a",), ("a",)], ("a",), ["memory", "memory"]),
+        ([("a",), ("b",), ("c",)], ("a",), ["memory", "dove", "dove"]),
+        ([("a",), ("b",)], ("a", "b"), ["dove", "dove"]),
+        ([("a",), ("a", "b")], ("a",), ["memory", "dove"]),
+    ],
+)
+def test_each_generator_gets_the_fastest_of_what_it_shares_with_the_trainer(places, trainer_hosts, chosen) -> None:
+    """A trainer, or a generator, with ranks on several hosts shares memory with nobody."""
+
+    async def main() -> None:
+        trainer = SamplingTrainer()
+        _, told, replicas = await transports_for(trainer, places, trainer_hosts)
+        assert [one.transport for one in replicas.alive] == chosen
+        assert trainer.chosen == list(dict.fromkeys((name, name == "memory") for name in chosen))
+        assert [(one.transport, one.same_host) for one in told] == trainer.chosen
+
+    run_virtual(main())
+
+
+def test_one_that_comes_later_gets_that_of_its_kind_which_is_tried_when_the_kind_is_new() -> None:
+    async def main() -> None:
+        trainer = SamplingTrainer()
+        made, told, replicas = await transports_for(trainer, [("a",)], ("a",))
+        for number, (host, is_new) in enumerate([("a", False), ("b", True), ("c", False)], 1):
+            handle = FakeHandle(f"generator-{number}", Fetching())
+            handle.hosts = (host,)
+            assert await made.choose([replicas.add(handle)]) == is_new
+        assert [one.transport for one in replicas.alive] == ["memory", "memory", "dove", "dove"]
+        assert len(told) == 2 and len(trainer.layouts) == 1
+
+    run_virtual(main())
+
+
+def test_one_on_another_host_gets_the_weights_that_were_published_before_it_came(tmp_path: Path) -> None:
+    """It goes on alone where no step, and so no new version, would come without it."""
+
+    class Publishing(SamplingTrainer, Trainer):
+        def __init__(self) -> None:
+            SamplingTrainer.__init__(self)
+            Trainer.__init__(self)
+
+        async def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
+            found = await super().publish(version, in_use)
+            return replace(found, addresses={name: found.addresses[""] for name, _ in self.chosen})
+
+    async def strike(run: Run) -> None:
+        while run.controller.version < 2:
+            await run.controller.replicas.changed.wait()
+        run.controller.replicas.alive[0].is_leaving = True  # no new requests, so no new steps
+        await asyncio.sleep(10.0)
+        await run.add("elsewhere", Fetching(hosts=("b",)))
+
+    trainer = Publishing()
+    wanted = config(tmp_path, rollout={"prompts_per_step": 2, "group_size": 2, "max_staleness": 0})
+    run = Run(wanted, tmp_path, [Fetching()], trainer=trainer).train(strike=strike)
+    assert run.version == 6 and trainer.chosen == [("memory", True), ("dove", False)]
+    versions = [version for version, _ in trainer.published]
+    assert sorted(set(versions)) == list(range(7)) and len(versions) == 8, "one was published again"

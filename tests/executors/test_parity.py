@@ -116,7 +116,8 @@ def generator(model: Path, trainer: TrainerExecutor) -> GeneratorExecutor:
 def synced(trainer: TrainerExecutor, generator: GeneratorExecutor, version: int, in_use: tuple[int, ...]) -> Published:
     """The generator serves what the trainer has."""
     published = trainer.publish(version, in_use)
-    answer, deadline_s = generator.adopt(version, published.address), time.monotonic() + 10
+    *_, address = published.addresses.values()  # of the transport that was chosen last
+    answer, deadline_s = generator.adopt(version, address), time.monotonic() + 10
     while not answer.done() and time.monotonic() < deadline_s:
         generator.work()
     adoption = answer.result(timeout=0)

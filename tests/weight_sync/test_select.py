@@ -76,9 +76,9 @@ def test_a_pinned_one_is_not_measured() -> None:
     assert links.calls == []
 
 
-def test_only_memory_is_bound_to_a_host() -> None:
+def test_memory_and_folders_are_tried_on_one_host_only() -> None:
     here, elsewhere = (candidates(same_host=same, same_process=False, delta=False) for same in (True, False))
-    assert here == ["shared_memory", "p2p", "file"] and elsewhere == ["p2p", "file"]
+    assert here == ["shared_memory", "p2p", "file"] and elsewhere == ["p2p"]
     assert candidates(same_host=True, same_process=True, delta=False) == ["shared_memory"]
 
 

@@ -350,7 +350,7 @@ class SimulatedTrainer(SimulatedHandle):
     def do_publish(self, version: int, _: tuple[int, ...]) -> tuple[float, Any]:
         every = self._world.config.weight_sync.probe_every_steps
         probe = PROBE if every and version % every == 0 else None
-        return self._costs.publish_s, Published(version=version, address=NOWHERE, probe=probe)
+        return self._costs.publish_s, Published(version=version, addresses={"": NOWHERE}, probe=probe)
 
     def do_save(self, *_: Any) -> tuple[float, Any]:
         return self._costs.save_s(self._world.trainer_gpus)[0], None

@@ -39,6 +39,7 @@ class FilePublisher(Publisher):
     """Rank 0 clears the folder first."""
 
     RANK, TAKES_DELTA = 2, True
+    TRIED_ACROSS_HOSTS = False  # a folder that hosts share may be as slow as its server at its worst
 
     def __init__(self, plan: WriterPlan, exchange: Exchange, folder: Path, **options: Any) -> None:
         super().__init__(plan, exchange, folder, **options)

@@ -67,7 +67,7 @@ class Found(NamedTuple):
 class NixlPublisher(PackedPublisher):
     """A trainer rank. A thread per generator rank says where versions are."""
 
-    ON_DEVICE, BUCKET_BYTES = True, 256 << 20  # each piece costs launches and calls on both sides
+    TRANSPORT, ON_DEVICE, BUCKET_BYTES = "nixl", True, 256 << 20  # each piece costs launches and calls on both sides
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class NixlPublisher(PackedPublisher):
         exchange: Exchange,
         folder: Path | None = None,
         *,
-        host: str = "127.0.0.1",
+        host: str = "",
         **options: Any,
     ) -> None:
-        self._agent = Agent(host)
+        self._agent = Agent(host := host or links.own_address())
         self._registered = dict[int, Any]()
-        super().__init__(plan, exchange, folder, transport="nixl", host=host, **options)
+        super().__init__(plan, exchange, folder, host=host, **options)
 
     def _new_slot(self) -> Slot:
         slot = super()._new_slot()

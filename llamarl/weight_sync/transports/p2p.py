@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,13 +26,7 @@ from torch import Tensor
 from llamarl.distributed import links
 from llamarl.distributed.pair import Pair
 from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.weight_sync.base import (
-    Exchange,
-    Superseded,
-    TransferFailed,
-    WriterPlan,
-    part_of,
-)
+from llamarl.weight_sync.base import Superseded, TransferFailed, part_of
 from llamarl.weight_sync.buckets import Bucket, changes, changes_bytes, into_buckets, packed, wanted
 from llamarl.weight_sync.copying import NOTHING, CopyingSubscriber, Request
 from llamarl.weight_sync.layout import Address, TensorSpec
@@ -50,13 +43,9 @@ BROKEN = (*links.BROKEN, RuntimeError)
 class P2pPublisher(PackedPublisher):
     """A trainer rank: a thread per generator rank sends from a slot in this machine's memory."""
 
-    TAKES_DELTA = True
-
-    def __init__(self, plan: WriterPlan, exchange: Exchange, folder: Path | None = None, **options: Any) -> None:
-        super().__init__(plan, exchange, folder, transport="p2p", **options)
+    TRANSPORT, TAKES_DELTA = "p2p", True
 
     def _serve(self, connection: Connection, digest: str) -> None:
-        """One generator rank, until it is gone; it connects again if it still wants something."""
         number, name = self._numbers[digest], secrets.token_hex(8)
         connection.send((name, self._plan.parts[number]))
         with suppress(*BROKEN):

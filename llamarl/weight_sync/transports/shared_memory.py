@@ -92,7 +92,7 @@ class SlotMemory:
 class SharedMemoryPublisher(Publisher):
     """Trainer rank 0 makes the memory, the others attach to it."""
 
-    RANK, NEEDS_SAME_HOST, WITHIN_PROCESS = 0, True, True
+    RANK, NEEDS_SAME_HOST, TRIED_ACROSS_HOSTS, WITHIN_PROCESS = 0, True, False, True
 
     def __init__(self, plan: WriterPlan, exchange: Exchange, folder: Path | None = None, **options: Any) -> None:
         super().__init__(plan, exchange, folder, **options)

@@ -103,4 +103,4 @@ class LightTrainer(Executor):
         assert (rank, specs) == (0, ())
 
     def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
-        return Published(version=version, address=f"weights of {version}")
+        return Published(version=version, addresses={"": f"weights of {version}"})
