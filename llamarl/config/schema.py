@@ -94,6 +94,9 @@ class GeneratorConfig(Section):
     follows exactly the new policy's."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     """Memory for keys and values per process; none: what `max_running` full contexts take, within what is free."""
+    kv_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
+    """Keys and values in the cache; `auto`: float32 for float32 weights, else bfloat16. fp8 (e4m3) takes half of the
+    memory, so twice the rollouts or tokens fit."""
     device: Device = "cpu"
     """`cpu`, `cuda` (the next free GPUs, one for each rank), or `cuda:0,2-3` to name them."""
     cuda_graphs: Literal["auto", "off"] = "auto"
@@ -288,6 +291,8 @@ class RunConfig(Section):
             )
         if generator.dtype == "fp8" and generator.device == "cpu":
             raise ValueError("generator.dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'int8'")
+        if generator.kv_dtype == "fp8" and generator.device == "cpu":
+            raise ValueError("generator.kv_dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'bfloat16'")
         if self.cluster.kind == "inline":
             for name, settings in (("trainer", self.trainer), ("critic", self.critic)):
                 if (num_ranks := settings.parallelism.num_ranks) > 1:

@@ -50,7 +50,8 @@ def open_native(
     device = set_up_device(config.device, config.threads, "generator.device")
     mesh = join_mesh({"tp": config.tensor_parallel}, rendezvous, device)
     rank, size = mesh.tp.rank, mesh.tp.size
-    model = load_generator_model(model_path, config.dtype, device, ModelRanks(mesh.tp) if size > 1 else None)
+    ranks = ModelRanks(mesh.tp) if size > 1 else None
+    model = load_generator_model(model_path, config.dtype, device, ranks, config.kv_dtype)
     receiver = model
     if lora:
         base, weights = open_model(model_path)

@@ -2,7 +2,8 @@
 
 For the C++ kernel keys lie with neighboring tokens next to each other, values with neighboring channels: so both
 products of attention, q K and p V, read a block as it is. Elsewhere both lie with neighboring channels, a head of a
-block in one piece, and keys are seen through a view.
+block in one piece, and keys are seen through a view. float8 keeps what lies beyond its range as its largest number, and
+is moved as bytes, which every device can.
 
 Shape suffixes: L layers, C blocks, J kv heads, S tokens of one block, K head dim, N packed tokens.
 """
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from llamarl.kernels import attention, gpu
 from llamarl.kernels.attention import BLOCK_SIZE
+
+FP8, FP8_MOST = torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max
 
 
 class KVCache:
@@ -34,6 +37,9 @@ class KVCache:
         if self.library is None:
             self.keys_L_C_J_K_S = self.keys_L_C_J_K_S.transpose(-1, -2)
         self.values_L_C_J_S_K = torch.empty((*shape, BLOCK_SIZE, head_dim), dtype=dtype, device=device)
+        self._stored = tuple(
+            one.view(torch.uint8) if dtype == FP8 else one for one in (self.keys_L_C_J_K_S, self.values_L_C_J_S_K)
+        )
         self.num_blocks = num_blocks
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
@@ -49,16 +55,32 @@ class KVCache:
         """Zero new blocks for torch, which multiplies what lies behind the last token by 0, and 0 * NaN is NaN."""
         if self.library is None and self.decode is None:
             blocks_C = torch.tensor(blocks, device=self.device)
-            self.keys_L_C_J_K_S.index_fill_(1, blocks_C, 0)
-            self.values_L_C_J_S_K.index_fill_(1, blocks_C, 0)
+            for stored in self._stored:
+                stored.index_fill_(1, blocks_C, 0)
 
     def write(self, layer: int, blocks_N: Tensor, offsets_N: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> None:
         """Store the keys and values of packed tokens."""
-        self.keys_L_C_J_K_S[layer][blocks_N, :, :, offsets_N] = k_N_J_K.to(self.dtype)
-        self.values_L_C_J_S_K[layer][blocks_N, :, offsets_N] = v_N_J_K.to(self.dtype)
+        keys, values = (stored[layer] for stored in self._stored)
+        keys[blocks_N, :, :, offsets_N] = self._rounded(k_N_J_K)
+        values[blocks_N, :, offsets_N] = self._rounded(v_N_J_K)
 
     def read(self, layer: int, blocks_N: Tensor, offsets_N: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of cached tokens, each [J, N, K]."""
-        keys_N_J_K = self.keys_L_C_J_K_S[layer][blocks_N, :, :, offsets_N]
-        values_N_J_K = self.values_L_C_J_S_K[layer][blocks_N, :, offsets_N]
-        return keys_N_J_K.transpose(0, 1), values_N_J_K.transpose(0, 1)
+        keys, values = (stored[layer] for stored in self._stored)
+        found_N_J_K = keys[blocks_N, :, :, offsets_N], values[blocks_N, :, offsets_N]
+        keys_J_N_K, values_J_N_K = (one.view(self.dtype).transpose(0, 1) for one in found_N_J_K)
+        return keys_J_N_K, values_J_N_K
+
+    def blocks(self, layer: int, table_B_M: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [B, M, J, K, S] and values [B, M, J, S, K] of the blocks in a table, in float32."""
+        keys, values = (
+            stored[layer].index_select(0, table_B_M.flatten()).view(self.dtype).unflatten(0, table_B_M.shape).float()
+            for stored in self._stored
+        )
+        return keys, values
+
+    def _rounded(self, x_N_J_K: Tensor) -> Tensor:
+        """As it is stored."""
+        if self.dtype == FP8:
+            return x_N_J_K.clamp(-FP8_MOST, FP8_MOST).to(FP8).view(torch.uint8)
+        return x_N_J_K.to(self.dtype)

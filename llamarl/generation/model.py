@@ -39,6 +39,7 @@ from llamarl.weight_sync.base import views
 from llamarl.weight_sync.layout import TensorSpec, lay_out
 
 Precision = Literal["float32", "bfloat16", "int8", "fp8"]
+KvPrecision = Literal["auto", "bfloat16", "fp8"]
 _QUANTIZED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 
 
@@ -69,21 +70,25 @@ class GeneratorModel:
         dtype: Precision,
         device: torch.device | str,
         tensor_parallel: TensorParallel | None = None,
+        kv_dtype: KvPrecision = "auto",
     ) -> None:
         """
         Args:
             dtype: of the projections. Embedding and head are float32 for float32, else bfloat16.
+            kv_dtype: of cached keys and values; "auto": as the head.
 
         Raises:
             ValueError: this device cannot multiply `dtype`, or the ranks cannot share the model evenly.
         """
         self.precision, self.device = dtype, torch.device(device)
-        self._check_device()
+        self._check_device(kv_dtype)
         on_cpu, full = self.device.type == "cpu", dtype == "float32"
         self.dtype = torch.float32 if on_cpu or full else torch.bfloat16
         """Of hidden states, queries, keys and values."""
-        self.kv_dtype = self.head_dtype = torch.float32 if full else torch.bfloat16
-        """In which keys and values are worth caching; of embedding and head."""
+        self.head_dtype = torch.float32 if full else torch.bfloat16
+        """Of embedding and head."""
+        self.kv_dtype = self.head_dtype if kv_dtype == "auto" else getattr(torch, _QUANTIZED.get(kv_dtype, kv_dtype))
+        """In which keys and values are cached."""
         self._parallel = tensor_parallel if tensor_parallel and tensor_parallel.size > 1 else None
         num_ranks, rank = (self._parallel.size, self._parallel.rank) if self._parallel else (1, 0)
         self._specs = _specs(shape, self._dtype_of, num_ranks, rank)
@@ -253,12 +258,14 @@ class GeneratorModel:
             logits_N_V = self._network.head(hidden_N_D)
         return self._parallel.all_gather_vocab(logits_N_V) if self._parallel else logits_N_V
 
-    def _check_device(self) -> None:
+    def _check_device(self, kv_dtype: KvPrecision) -> None:
         if self.precision == "fp8" and self.device.type != "cuda":
             raise ValueError(f"fp8 weights need a GPU with float8 units, not `{self.device}`; use int8 or bfloat16")
-        if self.precision == "fp8" and torch.cuda.get_device_capability(self.device) < (8, 9):
+        wanted = [what for what, dtype in (("weights", self.precision), ("keys", kv_dtype)) if dtype == "fp8"]
+        on_gpu = self.device.type == "cuda"
+        if wanted and on_gpu and torch.cuda.get_device_capability(self.device) < (8, 9):
             name = torch.cuda.get_device_name(self.device)
-            raise ValueError(f"{name} has no float8 units, which fp8 weights need; use int8 or bfloat16")
+            raise ValueError(f"{name} has no float8 units, which fp8 {wanted[0]} need; use int8 or bfloat16")
 
     def _dtype_of(self, name: str) -> str:
         if name.endswith("_proj.weight"):
@@ -368,6 +375,7 @@ def load_generator_model(
     precision: Precision,
     device: torch.device | str,
     tensor_parallel: TensorParallel | None = None,
+    kv_dtype: KvPrecision = "auto",
 ) -> GeneratorModel:
     """The model in a Hugging Face folder, or this rank's part of it, of which no more is read.
 
@@ -375,7 +383,7 @@ def load_generator_model(
         ConfigError: no such model, or this machine cannot serve it in this way.
     """
     try:
-        model = GeneratorModel(load_shape(folder), precision, device, tensor_parallel)
+        model = GeneratorModel(load_shape(folder), precision, device, tensor_parallel, kv_dtype)
         model.load(open_model(folder)[1].read)
     except ValueError as error:
         raise ConfigError(f"{folder} cannot be served in {precision!r} here: {error}") from None

@@ -77,7 +77,7 @@ class TorchAttention:
         if count < seen:
             mask = torch.ones(count, seen, dtype=torch.bool, device=q_N_H_K.device).tril_(seen - count)
         # Batched products in bfloat16 took 7 times as long as in float32 on the CPU.
-        dtype = torch.float32 if self._cache.device.type == "cpu" else self._cache.dtype
+        dtype = torch.float32 if self._cache.device.type == "cpu" else q_N_H_K.dtype
         out_1_H_N_K = F.scaled_dot_product_attention(
             *(x[None].to(dtype) for x in (q_N_H_K.transpose(0, 1), keys_J_N_K, values_J_N_K)),
             attn_mask=mask, is_causal=mask is None, enable_gqa=q_N_H_K.shape[1] != keys_J_N_K.shape[0],
@@ -87,10 +87,7 @@ class TorchAttention:
 
 def attend_to_table(cache: KVCache, layer: int, q_B_H_K: Tensor, table_B_M: Tensor, valid_B_M_S: Tensor) -> Tensor:
     """softmax(q K / sqrt(head dim)) V of each row over the valid places of its blocks, [B, H, K]."""
-    keys_B_M_J_K_S, values_B_M_J_S_K = (
-        stored[layer].index_select(0, table_B_M.flatten()).unflatten(0, table_B_M.shape).float()
-        for stored in (cache.keys_L_C_J_K_S, cache.values_L_C_J_S_K)
-    )
+    keys_B_M_J_K_S, values_B_M_J_S_K = cache.blocks(layer, table_B_M)
     q_B_1_J_r_K = q_B_H_K.float().unflatten(1, (cache.num_kv_heads, -1))[:, None]
     scores_B_M_J_r_S = (q_B_1_J_r_K * cache.head_dim**-0.5) @ keys_B_M_J_K_S
     scores_B_M_J_r_S = scores_B_M_J_r_S.masked_fill(~valid_B_M_S[:, :, None, None], -math.inf)

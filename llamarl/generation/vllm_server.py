@@ -54,6 +54,8 @@ class VllmSettings:
     """Tokens of one step, prompts included, beside one for each running rollout."""
     kv_bytes: int | None = None
     """Memory for keys and values; None: 1 GiB on a CPU, what vLLM chooses on a GPU."""
+    kv_dtype: str = "auto"
+    """Of keys and values."""
     threads: int = 1
     """OpenMP threads, on a CPU."""
     kv_on_update: Literal["keep", "recompute"] = "keep"
@@ -225,7 +227,7 @@ def _command(model_path: Path, settings: VllmSettings) -> list[str]:
         "--max-num-batched-tokens", str(settings.prefill_tokens + settings.max_running),
         "--max-model-len", str(load_shape(model_path).max_position_embeddings + 1),
         "--enable-scale-out", "--logprobs-mode", "processed_logprobs",
-        "--generation-config", "vllm", "--seed", str(settings.seed),
+        "--kv-cache-dtype", settings.kv_dtype, "--generation-config", "vllm", "--seed", str(settings.seed),
         "--weight-transfer-config", '{"backend": "llamarl"}',
         "--worker-extension-cls", f"{vllm_plugin.__name__}.WorkerExtension",
         "--disable-uvicorn-access-log", *kv_bytes, *tokenizer, *settings.arguments,

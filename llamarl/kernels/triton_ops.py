@@ -82,7 +82,7 @@ def rotate_and_write(
             q_N_H_K, k_N_J_K, v_N_J_K, *rotation, *weights, out_N_H_K, keys, values, *places, num_heads, head_dim, eps,
             *(x.stride(0) for x in (q_N_H_K, k_N_J_K, v_N_J_K, rotation[0])),
             *(keys.stride(i) for i in (0, 1, 3)), *values.stride()[:3],
-            NORMS=norms is not None, K=triton.next_power_of_2(head_dim), num_warps=1,
+            NORMS=norms is not None, MOST=MOST.get(keys.dtype, 0.0), K=triton.next_power_of_2(head_dim), num_warps=1,
         )  # fmt: skip
     return out_N_H_K
 
@@ -141,6 +141,14 @@ def _quantize_row(x, y, scales, size, MOST: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _bounded(x_K, MOST: tl.constexpr):
+    """What lies beyond the range of what is stored becomes its largest number; NaN stays."""
+    if MOST:
+        x_K = tl.where(x_K > MOST, MOST, tl.where(x_K < -MOST, -MOST, x_K))
+    return x_K
+
+
+@triton.jit
 def _rotated(x, weight, cos_K, sin_K, k_K, head_dim, eps, NORMS: tl.constexpr):
     """One head: channels, and those half a head away, by the same factor."""
     other_K, inside = (k_K + head_dim // 2) % head_dim, k_K < head_dim
@@ -157,7 +165,7 @@ def _rotated(x, weight, cos_K, sin_K, k_K, head_dim, eps, NORMS: tl.constexpr):
 def _rotate_head(
     q, k, v, cos, sin, q_weight, k_weight, out, keys, values, blocks, offsets, num_heads, head_dim, eps, q_row, k_row,
     v_row, angle_row, key_block, key_head, key_place, value_block, value_head, value_place, NORMS: tl.constexpr,
-    K: tl.constexpr,
+    MOST: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     token, head, k_K = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, K)
     inside = k_K < head_dim
@@ -172,7 +180,7 @@ def _rotate_head(
         block, offset = tl.load(blocks + token).to(tl.int64), tl.load(offsets + token)
         x_K = _rotated(k + token * k_row + head * head_dim, k_weight, cos_K, sin_K, k_K, head_dim, eps, NORMS)
         at_key = keys + block * key_block + head * key_head + offset * key_place
-        tl.store(at_key + k_K, x_K.to(keys.dtype.element_ty), mask=inside)
-        value_K = tl.load(v + token * v_row + head * head_dim + k_K, mask=inside, other=0.0)
+        tl.store(at_key + k_K, _bounded(x_K, MOST).to(keys.dtype.element_ty), mask=inside)
+        value_K = tl.load(v + token * v_row + head * head_dim + k_K, mask=inside, other=0.0).to(tl.float32)
         at_value = values + block * value_block + head * value_head + offset * value_place
-        tl.store(at_value + k_K, value_K.to(values.dtype.element_ty), mask=inside)
+        tl.store(at_value + k_K, _bounded(value_K, MOST).to(values.dtype.element_ty), mask=inside)

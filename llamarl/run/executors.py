@@ -89,6 +89,7 @@ def vllm_settings(config: RunConfig, logs: Path) -> VllmSettings | None:
         max_running=generator.max_running,
         prefill_tokens=generator.prefill_tokens,
         kv_bytes=generator.kv_cache_bytes,
+        kv_dtype=generator.kv_dtype,
         threads=generator.threads,
         kv_on_update=generator.kv_on_update,
         seed=config.seed,

@@ -84,6 +84,10 @@ def test_unreadable_files(tmp_path: Path) -> None:
         (["--rollout.stop_strings=['']"], "`rollout.stop_strings.0 = ''`: string should have at least 1 character"),
         (["--generator.dtype=fp8"], "generator.dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'int8'"),
         (
+            ["--generator.kv_dtype=fp8"],
+            "generator.kv_dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'bfloat16'",
+        ),
+        (
             ["--generator.tensor_parallel=2", "--cluster.kind=inline"],
             "generator.tensor_parallel = 2 needs a process for each rank; use cluster.kind = 'monarch'",
         ),
@@ -132,7 +136,13 @@ def test_impossible_combination_is_explained(minimal: Path, overrides: list[str]
         ["--reward.weights=[1.0, 2.0]", '--reward.parts=["gsm8k", "math"]'],
         ["--rollout.max_new_tokens=180000", "--rollout.segment_tokens=60000"],
         ["--generator.dtype=fp8", "--generator.device=cuda"],
-        ["--generator.dtype=int8", "--generator.tensor_parallel=2", "--weight_sync.transport=p2p"],
+        ["--generator.kv_dtype=fp8", "--generator.device=cuda"],
+        [
+            "--generator.dtype=int8",
+            "--generator.kv_dtype=bfloat16",
+            "--generator.tensor_parallel=2",
+            "--weight_sync.transport=p2p",
+        ],
         ["--weight_sync.transport=file", "--cluster.kind=inline"],
         [*VLLM, "--generator.dtype=bfloat16", "--generator.kv_on_update=recompute", "--rollout.segment_tokens=9"],
     ],

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.generation.engine import Engine
-from llamarl.generation.model import GeneratorModel, Precision
+from llamarl.generation.model import GeneratorModel, KvPrecision, Precision
 from llamarl.models.hf import new_model
 from llamarl.models.shape import ModelShape
 from llamarl.types import GenerationRequest, SamplingParams
@@ -40,9 +40,11 @@ class Generated:
     scoring: Ledger = field(default_factory=Ledger)
 
 
-def generate(family: str, precision: Precision, graphs: bool, sampling: dict[str, Any]) -> Generated:
+def generate(
+    family: str, precision: Precision, graphs: bool, sampling: dict[str, Any], kv_dtype: KvPrecision = "auto"
+) -> Generated:
     shape = ModelShape(**SIZES, family=family, tie_embeddings=family == "llama")
-    model = GeneratorModel(shape, precision, "cuda:0")
+    model = GeneratorModel(shape, precision, "cuda:0", kv_dtype=kv_dtype)
     model.load(new_model(shape, 3, 0.2))
     engine = Engine(model, max_running=8, prefill_tokens=64, kv_bytes=1 << 22, graphs=graphs)
     engine.submit(

@@ -31,6 +31,17 @@ def test_graphs_and_eager_steps_draw_alike(on_gpu: Run, family: str, precision: 
     assert all(step.kernels < 20 for step in graphed.steps)
 
 
+def test_a_cache_in_float8_costs_no_wait(on_gpu: Run) -> None:
+    """Its rounding is all that is between behavior log-probs and those of scoring, which has no cache."""
+    eager, graphed = (on_gpu(engines.generate, "qwen3", "bfloat16", graphs, SAMPLED, "fp8") for graphs in (False, True))
+    assert eager.tokens == graphed.tokens and len(eager.tokens) == 6
+    for one in (eager, graphed):
+        assert one.finite and 10 * APART < one.apart < 2
+    for step in (*eager.steps, *graphed.steps):
+        assert sum(step.downloads.values()) == sum(step.syncs.values()) == 1
+    assert {sum(step.uploads.values()) for step in graphed.steps} == {1, 2}
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, TRUNCATED], ids=["greedy", "truncated"])
 def test_the_host_waits_once_per_step(on_gpu: Run, sampling: dict[str, Any]) -> None:
     found = on_gpu(engines.generate, "qwen3", "bfloat16", False, sampling)

@@ -25,7 +25,12 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def attended(
-    lengths: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, dtype: torch.dtype, spread: float = 1.0
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    spread: float = 1.0,
+    cached: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Of rows with so many tokens of a prefix and of their own, in blocks anywhere, and in float64.
 
@@ -35,7 +40,7 @@ def attended(
     generator = torch.Generator().manual_seed(0)
     blocks = [[-(-tokens // BLOCK_SIZE) for tokens in row] for row in lengths]
     width, num_blocks = max(map(sum, blocks)) + 3, sum(map(sum, blocks)) + 5
-    keys, values = torch.full((2, num_blocks, num_kv_heads, BLOCK_SIZE, head_dim), torch.nan, dtype=dtype)
+    keys, values = torch.full((2, num_blocks, num_kv_heads, BLOCK_SIZE, head_dim), torch.nan, dtype=cached or dtype)
     free = torch.randperm(num_blocks, generator=generator)
     table = torch.full((len(lengths), width), int(free[-1]), dtype=torch.int32)
     q = (torch.randn(len(lengths), num_heads, head_dim, generator=generator) * spread).to(dtype)
@@ -46,7 +51,7 @@ def attended(
             ids, free = free.split((-(-count // BLOCK_SIZE), len(free) - -(-count // BLOCK_SIZE)))
             table[row, start : start + len(ids)] = ids
             place_N = torch.arange(count)
-            of_both = torch.randn(2, count, num_kv_heads, head_dim, generator=generator).to(dtype)
+            of_both = torch.randn(2, count, num_kv_heads, head_dim, generator=generator).to(cached or dtype)
             for stored, of_one in zip((keys, values), of_both, strict=True):
                 stored[ids[place_N // BLOCK_SIZE], :, place_N % BLOCK_SIZE] = of_one
             seen.append(of_both.double())
@@ -76,6 +81,13 @@ def test_odd_lengths_and_shared_heads(heads: tuple[int, int], dtype: torch.dtype
 def test_any_head_size(head_dim: int) -> None:
     out, exact = attended([(9, 70), (33, 20)], (4, 2), head_dim, torch.float32)
     torch.testing.assert_close(out, exact, **tolerance(torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_and_values_in_float8(dtype: torch.dtype) -> None:
+    """Read as they are; what no row may see is NaN there too."""
+    out, exact = attended([(9, 70), (0, 1), (300, 20)], (6, 2), 32, dtype, cached=torch.float8_e4m3fn)
+    torch.testing.assert_close(out, exact, **tolerance(dtype))
 
 
 @pytest.mark.parametrize("tokens", [500, 20_000])

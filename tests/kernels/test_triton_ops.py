@@ -95,6 +95,22 @@ def test_rotation_and_the_cache(head_dim: int, norms: bool) -> None:
     assert torch.equal(values, after[1])
 
 
+def test_what_is_too_large_for_the_cache_is_bounded() -> None:
+    """Else float8's steps are an eighth of the value; the interpreter halves some, and makes a number of NaN."""
+    q, k, v = (drawn(5, heads, 8, seed=seed) for seed, heads in enumerate((4, 2, 2)))
+    k, v = k * 1000, v * torch.logspace(-2, 5, 5, device=DEVICE)[:, None, None]
+    rotation = torch.ones(5, 8, device=DEVICE), torch.zeros(5, 8, device=DEVICE)
+    keys, values = torch.zeros(2, 7, 2, 16, 8, device=DEVICE).to(torch.float8_e4m3fn)
+    places = torch.tensor([3, 3, 0, 6, 1], device=DEVICE), torch.tensor([15, 2, 0, 7, 2], device=DEVICE)
+    triton_ops.rotate_and_write(
+        q, k, v, rotation, None, EPS, (keys.transpose(2, 3), values), [place.int() for place in places]
+    )
+    for stored, given in ((keys, k), (values, v)):
+        found, bounded = stored.float()[places[0], :, places[1]], given.clamp(-448, 448)
+        assert (found[given.abs() > 464].abs() == 448).all() and (given.abs() > 464).any()
+        assert ((found - bounded).abs() <= bounded.abs() / 8 + 2.0**-9).float().mean() > 0.9
+
+
 def test_a_product_takes_rows_that_are_quantized_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "fused", lambda device: gpu.Fused(ops=triton_ops))
     x, weight = drawn(3, 64), drawn(40, 64, seed=1)
