@@ -23,6 +23,8 @@ from torch import Tensor
 from llamarl.kernels.attention import BLOCK_SIZE
 
 _TILE = 4 * BLOCK_SIZE
+_TILE_ROW_BYTES = 512
+"""Of a tile: wider keys come in tiles of half as many, as small GPUs have 99 KB of shared memory for a program."""
 _LEAST_TILES = 4
 """Of a part: a short row is not split, and leaves the rest of its programs without work."""
 _PROGRAMS = 1024
@@ -59,7 +61,8 @@ def decode_attention(
     sums_B_H_P_K = q_B_H_K.new_empty((num_rows, num_heads, parts, head_dim), dtype=torch.float32)
     scales_B_H_P_2 = q_B_H_K.new_empty((num_rows, num_heads, parts, 2), dtype=torch.float32)
     out_B_H_K = torch.empty_like(q_B_H_K, memory_format=torch.contiguous_format)
-    context = {"S": BLOCK_SIZE, "T": _TILE, "P": parts, "LEAST": _LEAST_TILES}
+    tile = _TILE if channels * q_B_H_K.element_size() <= _TILE_ROW_BYTES else _TILE // 2
+    context = {"S": BLOCK_SIZE, "T": tile, "P": parts, "LEAST": _LEAST_TILES}
     with torch.cuda.device_of(q_B_H_K):
         attend: Any = _attend_to_part[num_rows, num_kv_heads, parts]
         attend(

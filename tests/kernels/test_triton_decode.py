@@ -77,7 +77,7 @@ def test_odd_lengths_and_shared_heads(heads: tuple[int, int], dtype: torch.dtype
     torch.testing.assert_close(out, exact, **tolerance(dtype))
 
 
-@pytest.mark.parametrize("head_dim", [8, 24, 80, 128])
+@pytest.mark.parametrize("head_dim", [8, 24, 80, 128, 256])
 def test_any_head_size(head_dim: int) -> None:
     out, exact = attended([(9, 70), (33, 20)], (4, 2), head_dim, torch.float32)
     torch.testing.assert_close(out, exact, **tolerance(torch.float32))
