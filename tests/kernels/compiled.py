@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,7 +96,7 @@ def main() -> None:
     for case, launch in CASES.items():
         made.clear()
         launch()
-        print(json.dumps({"case": case, "shared_bytes": made}), flush=True)
+        sys.stdout.write(json.dumps({"case": case, "shared_bytes": made}) + "\n")
 
 
 if __name__ == "__main__":
