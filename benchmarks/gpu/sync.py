@@ -114,15 +114,20 @@ def generator(connection: Connection, transport: str, name: str, device: str, fo
     adopter = Adopter(model.specs(), model.use, hold=model.hold, room=room)
     engine = Engine(model, max_running=BATCH, prefill_tokens=8192, kv_bytes=None)
     rng = np.random.default_rng(0)
-    engine.submit(
-        GenerationRequest(
-            group_id=i, prompt_token_ids_T=rng.integers(1, shape.vocab_size, 64, np.int32), group_size=1,
-            sampling=SamplingParams(max_new_tokens=shape.max_position_embeddings - 64, seed=i),
-        )
-        for i in range(BATCH)
-    )  # fmt: skip
-    while engine.stats().running < BATCH:
-        engine.step()
+
+    def begin(version: int) -> None:
+        """Rollouts with a whole context before them, so that they outlast slow transports."""
+        first = version * BATCH
+        engine.abort(range(first - BATCH, first))
+        engine.submit(
+            GenerationRequest(
+                group_id=i, prompt_token_ids_T=rng.integers(1, shape.vocab_size, 64, np.int32), group_size=1,
+                sampling=SamplingParams(max_new_tokens=shape.max_position_embeddings - 64, seed=i),
+            )
+            for i in range(first, first + BATCH)
+        )  # fmt: skip
+        while engine.stats().running < BATCH:
+            engine.step()
 
     def steps(until: Any) -> list[float]:
         times, last_s = list[float](), time.perf_counter()
@@ -136,6 +141,7 @@ def generator(connection: Connection, transport: str, name: str, device: str, fo
     connection.send(model.specs())
     while True:
         version, address = connection.recv()
+        begin(version)
         quiet = steps(lambda times: len(times) >= 8)
         adopter.begin(version, address)
         poll = _Poll(adopter)

@@ -127,23 +127,12 @@ def _requests(
 
 
 def _engine(path: str, config: GeneratorConfig, tokenizer: Tokenizer) -> Engine:
-    import torch
-
     from llamarl.distributed.runtime import set_up_device
     from llamarl.generation.engine import Engine
-    from llamarl.generation.model import GeneratorModel
-    from llamarl.models.folder import load_shape
-    from llamarl.models.hf import load_model
+    from llamarl.generation.model import load_generator_model
 
     device = set_up_device(config.device, config.threads, "--device")
-    weights_dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-    try:
-        model = GeneratorModel(load_shape(path), config.dtype, device)
-        model.load(load_model(path, weights_dtype, device))
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"--dtype {config.dtype} with {path}: {error}") from None
+    model = load_generator_model(path, config.dtype, device)
     return Engine(
         model, max_running=config.max_running, prefill_tokens=config.prefill_tokens, kv_bytes=None,
         decode=tokenizer.decode,

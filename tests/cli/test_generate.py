@@ -105,7 +105,7 @@ def test_precisions(model: Path, prompts: Path, tmp_path: Path, dtype: str) -> N
         (["--top-p", "0"], ["--top-p 0"]),
         (["--stop", ""], ["--stop ''"]),
         (["--dtype", "int4"], ["--dtype int4", "int8"]),
-        (["--dtype", "fp8"], ["--dtype fp8", "use int8 or bfloat16"]),
+        (["--dtype", "fp8"], ["cannot be served in 'fp8' here", "use int8 or bfloat16"]),
         (["--device", "tpu"], ["--device", "'tpu'", "cpu"]),
         (["--output", "/nowhere/x"], ["cannot write /nowhere/x", "--output"]),
         (["--output", "/dev/full"], ["cannot write /dev/full: No space left on device", "it holds 0 responses"]),

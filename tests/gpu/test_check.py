@@ -48,6 +48,16 @@ def test_figures_stand_beside_their_bars() -> None:
     ]
 
 
+def test_all_parts_have_their_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever those before them take, and more where they leave some."""
+    limits = dict[str, float]()
+    monkeypatch.setattr(check, "run_part", lambda part, options, limit_s, *_: limits.setdefault(part, limit_s) and {})
+    monkeypatch.setattr(sys, "argv", ["check.py", "--device", "cpu", "--output", str(tmp_path)])
+    assert check.main() == 0 and limits.keys() == check.LIMITS_S.keys() == check.BARS.keys()
+    assert sum(check.LIMITS_S.values()) <= check.TOTAL_S == pytest.approx(limits["demo"], abs=5)
+    assert limits["tests"] == pytest.approx(check.LIMITS_S["tests"], abs=5)
+
+
 @pytest.mark.parametrize(
     ("line", "failed"), [("3 passed, 1 skipped in 2.0s", 0), ("2 failed, 3 passed, 1 error in 4s", 3)]
 )

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 
+import in_process
 import pytest
 import torch
 from torch import Tensor
 
 from llamarl.config import ConfigError
 from llamarl.sharding.box import Box
-from llamarl.weight_sync.base import FingerprintMismatch, Superseded, TransferFailed, plan_writers, views
+from llamarl.weight_sync.base import FingerprintMismatch, NoFreeSlot, Superseded, TransferFailed, plan_writers, views
 from llamarl.weight_sync.layout import TensorSpec, lay_out
 from llamarl.weight_sync.packed import MAX_SLOTS
 from llamarl.weight_sync.transports import nixl
-from llamarl.weight_sync.transports.nixl import NixlPublisher, NixlSubscriber, interface_of
+from llamarl.weight_sync.transports.nixl import MAX_READS, NixlPublisher, NixlSubscriber
 
 SPECS = (
     TensorSpec.whole("rows", (64, 32), "float32"),
@@ -79,6 +81,71 @@ def test_what_is_overwritten_while_it_is_read_is_superseded(
     assert right(subscriber.fetch(2, address), 2), "the conversation goes on"
 
 
+def test_reads_are_bounded_and_share_their_scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of columns, which lie apart on the reader's side, in more buckets than may be on their way."""
+    monkeypatch.setattr(NixlPublisher, "BUCKET_BYTES", 1 << 10)
+    monkeypatch.setattr(
+        in_process, "_rows", lambda spec, _, rank: replace(spec, box=spec.box.cut(1, 32 * rank, 32 * rank + 32))
+    )
+    spec = TensorSpec.whole("wide", (256, 64), "float32")
+    trainer, subscriber = in_process.Trainer("nixl", [[spec]], 2, tmp_path), NixlSubscriber([spec], 0, timeout_s=5)
+    most, under_way, begin, finish = 0, list[object](), subscriber._begin, subscriber._finish
+
+    def begun(read: nixl._Read) -> object:
+        nonlocal most
+        assert read.scratch is not None, "it lies apart"
+        under_way.append(handle := begin(read))
+        most = max(most, len(under_way))
+        return handle
+
+    def finished(handle: object) -> None:
+        under_way.remove(handle)
+        finish(handle)
+
+    monkeypatch.setattr(subscriber, "_begin", begun)
+    monkeypatch.setattr(subscriber, "_finish", finished)
+    for version in range(3):
+        whole = torch.randn(256, 64)
+        assert torch.equal(subscriber.fetch(version, trainer.publish(version, {"wide": whole}))["wide"], whole)
+        assert most == 2 * MAX_READS < sum(len(one._buckets[0]) for one in trainer.publishers)
+        assert len(subscriber._scratch) == most
+    subscriber.close()
+    trainer.close()
+
+
+def test_a_read_that_fails_is_tried_once_more(
+    publisher: NixlPublisher, subscriber: NixlSubscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With new connections, if these have been used; the first time it has failed."""
+    do, failing, asked = nixl.Agent.do, 1, 0
+
+    def sometimes(agent: nixl.Agent, method: str, *arguments: object) -> object:
+        nonlocal asked
+        if method == "check_xfer_state":
+            asked += 1
+            return "ERR" if asked <= failing else do(agent, method, *arguments)
+        return do(agent, method, *arguments)
+
+    monkeypatch.setattr(nixl.Agent, "do", sometimes)
+    with pytest.raises(TransferFailed, match=r"did not get version 0 from .*: a read has failed"):
+        subscriber.fetch(0, publisher.publish(0, weights(0), ()))
+    assert right(subscriber.fetch(0, publisher._address), 0)
+    asked = 0
+    assert right(subscriber.fetch(1, publisher.publish(1, weights(1), ())), 1), "another read went well"
+    failing, asked = 10**6, 0
+    with pytest.raises(TransferFailed, match="a read has failed"):
+        subscriber.fetch(2, publisher.publish(2, weights(2), ()))
+    assert asked == 2
+
+
+def test_slots_are_bounded(publisher: NixlPublisher) -> None:
+    for version in range(MAX_SLOTS):
+        publisher.publish(version, weights(version), range(version))
+    with pytest.raises(NoFreeSlot, match=f"no slot for version {MAX_SLOTS}: versions .* are in use"):
+        publisher.publish(MAX_SLOTS, weights(0), range(MAX_SLOTS))
+    assert len(publisher._slots) == MAX_SLOTS
+
+
 def test_what_is_read_is_proved(publisher: NixlPublisher, subscriber: NixlSubscriber) -> None:
     address = publisher.publish(0, weights(0), ())
     publisher._slots[0].flats[0][5] ^= 1
@@ -121,10 +188,19 @@ def test_a_trainer_that_is_silent_is_named(publisher: NixlPublisher, monkeypatch
     subscriber.close()
 
 
-def test_it_is_bound_to_the_interface_of_the_run() -> None:
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("203.0.113.77") == ""
-    assert "lo" in {name for _, name in socket.if_nameindex()}
+@pytest.mark.parametrize(
+    ("host", "set_to", "devices"),
+    [("127.0.0.1", None, "lo"), ("203.0.113.77", None, None), ("203.0.113.77", "mlx5_0:1", "mlx5_0:1"),
+     ("127.0.0.1", "eth0", "eth0")],
+)  # fmt: skip
+def test_between_hosts_the_best_devices_are_taken(
+    monkeypatch: pytest.MonkeyPatch, host: str, set_to: str | None, devices: str | None
+) -> None:
+    """Or those that the user names; an Ethernet interface would leave RDMA out."""
+    env = {"UCX_NET_DEVICES": set_to} if set_to else {}
+    monkeypatch.setattr(nixl.os, "environ", env)
+    nixl.Agent(host)
+    assert env.get("UCX_NET_DEVICES") == devices
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,14 @@
 NIXL brings the bytes, by the same calls over RDMA, NVLink or PCIe on GPU machines, and over shared memory or TCP where
 there is nothing better. Slots are on the trainer's device; what is read goes straight into place on the generator's.
 Where slots are, and whether one still is what it was, is said by a connection whose ends have proved that they know
-the secret; NIXL's own connections prove nothing, so they are bound to the interface of `host`.
+the secret. NIXL's own connections prove nothing: on one host they keep to the loopback; between hosts UCX takes the
+devices that `UCX_NET_DEVICES` names, or the best of all, as RDMA goes by others than the interface of an address.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
-import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -40,8 +38,6 @@ PACKAGES = ("nixl_cu13", "nixl_cu12") if (torch.version.cuda or "").startswith("
 """One for another CUDA than torch's finds no library of it, and then knows no GPU memory."""
 MAX_READS = 4
 """Buckets on their way at once for each trainer rank; more would take bandwidth from decoding."""
-SIOCGIFADDR = 0x8915
-"""Request for the address of a network interface (netdevice(7))."""
 
 
 class Broken(RuntimeError):
@@ -282,7 +278,7 @@ class _Read(NamedTuple):
 
 
 class Agent:
-    """NIXL's end in this process, on the network interface that has the address `host`. Raises ConfigError."""
+    """NIXL's end in this process, which is seen at `host`. Raises ConfigError."""
 
     def __init__(self, host: str) -> None:
         for package in PACKAGES:
@@ -292,8 +288,8 @@ class Agent:
         else:
             raise ConfigError("`weight_sync.transport = 'nixl'` needs a package: pip install 'llamarl[nixl]'")
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-        if name := interface_of(host):
-            os.environ.setdefault("UCX_NET_DEVICES", name)
+        if host.startswith("127.") or host == "::1":
+            os.environ.setdefault("UCX_NET_DEVICES", "lo")
         strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         self._agent = api.nixl_agent(
             secrets.token_hex(8), api.nixl_agent_config(enable_prog_thread=False, sync_mode=strict)
@@ -308,17 +304,6 @@ class Agent:
             return getattr(self._agent, method)(*arguments)
         except self._errors as error:
             raise Broken(f"{type(error).__name__}: {error}") from error
-
-
-def interface_of(host: str) -> str:
-    """The network interface with this address; empty: there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
-                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == host:
-                    return name
-    return ""
 
 
 def register(agent: Agent, first: Tensor, num_bytes: int) -> Any:
