@@ -28,6 +28,7 @@ import llamarl
 from llamarl.cluster.api import ExecutorSpec
 from llamarl.cluster.open import open_cluster
 from llamarl.config import RunConfig
+from llamarl.config.cluster import ClusterConfig
 from llamarl.executors.replies import Collected, Scored
 from llamarl.forecast.costs import Costs
 from llamarl.forecast.report import render_simulation, summary
@@ -119,7 +120,7 @@ def transport_s_per_group(response_tokens: int, group_size: int, repeats: int = 
 
 async def message_s(calls: int = 2000, at_once: int = 16) -> float:
     """Processor seconds of this process per call to an executor on Monarch, `at_once` under way at a time."""
-    async with open_cluster("monarch") as cluster:
+    async with open_cluster(ClusterConfig(kind="monarch")) as cluster:
         folder = str(Path(__file__).parents[1] / "tests" / "forecast" / "simulator")
         spec = ExecutorSpec(name="reward", target="light_executors:LightReward", code_paths=(folder,))
         handle = await cluster.spawn(spec, timeout_s=60)

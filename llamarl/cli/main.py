@@ -21,6 +21,7 @@ COMMANDS = {
     "profile": "turn a short run into measured constants for plan and simulate",
     "simulate": "run the real controller in virtual time on a simulated cluster",
     "certs": "make the certificates by which the hosts of a run know each other",
+    "host": "lend this machine to a run on several hosts",
     "doctor": "check that this machine can run llamarl",
 }
 

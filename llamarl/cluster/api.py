@@ -35,6 +35,10 @@ class ExecutorSpec:
     environment and ignores them."""
     code_paths: tuple[str, ...] = ()
     """Folders put first on the rank's `sys.path`."""
+    hosts: tuple[str, ...] = ()
+    """Where it runs, as many ranks on each; none where a cluster has one machine."""
+    host_env: tuple[dict[str, str], ...] = ()
+    """What each of `hosts` adds to `env`."""
 
 
 class ExecutorError(Exception):

@@ -7,31 +7,48 @@ one endpoint passes bytes to the `ExecutorHost` of each rank. One proc mesh per 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import fcntl
+import json
 import os
 import pickle
 import re
 import signal
+import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from llamarl.cluster import start_up
-from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec, MeshFailed
+from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec, HostStatus, MeshFailed
 from llamarl.cluster.handle import BaseHandle, stop_all
 from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
 from llamarl.cluster.payload import Reply, error_of, pickled, value_of
+from llamarl.cluster.registry import Host, Registry
+from llamarl.config.device import ADDRESS
 from llamarl.config.errors import ConfigError
+from llamarl.observability.spans import Span
 
 try:
     import monarch.actor
     from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
     from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
-    from monarch._rust_bindings.monarch_hyperactor.shape import Point
-    from monarch.actor import Actor, MeshFailure, ProcMesh, ValueMesh, concurrent_endpoint, this_host
+    from monarch.actor import (
+        Actor,
+        HostMesh,
+        MeshFailure,
+        ProcMesh,
+        ValueMesh,
+        attach_to_workers,
+        concurrent_endpoint,
+        run_worker_loop_forever,
+        this_host,
+    )
+    from monarch.job import new_service_proc_id, service_proc_addr
 except ImportError as error:
     raise ConfigError(
         f"cluster.kind = 'monarch' needs Monarch ({error}); pip install 'torchmonarch>=0.7,<0.8', "
@@ -48,8 +65,25 @@ _SETTINGS = {
 """With the defaults of Monarch the death of a process may take 9 s to be noticed."""
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
 """From linux/pidfd.h."""
+_TRUST = "trust_all_connections"
+"""Who may connect is TLS's matter, or the file system's."""
+_PR_SET_PDEATHSIG = 1
+_LOST_S = 1.0
+"""For what is left of an executor that has lost a host."""
 _CAUSE_S = 4.0
 """Longest wait for Monarch to tell why a process that is known to be dead has died."""
+
+
+def serve_host(address: str) -> None:
+    """The engine's part of another host: says where it can be attached, and serves until the process is killed, at the
+    latest when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with socket.create_server((address, 0)) as probe:
+        port = probe.getsockname()[1]
+    url = service_proc_addr(f"tls://{address}:{port}", new_service_proc_id())
+    sys.stdout.write(json.dumps({"url": url}) + "\n")
+    sys.stdout.flush()
+    run_worker_loop_forever(address=url, ca=_TRUST)
 
 
 class _Rank(Actor):
@@ -90,8 +124,7 @@ class MonarchHandle(BaseHandle):
     def _watch(self) -> None:
         loop = asyncio.get_running_loop()
         for rank, pid in enumerate(self.pids):
-            failure = self._ranks.slice(ranks=rank).invoke.call_one(FAILURE, b"", 0.0).as_asyncio()
-            failure.add_done_callback(lambda failure, rank=rank: self._failure_told(rank, failure))
+            self._watch_work(rank, {"ranks": rank})
             self._exits.append(loop.create_future())
             try:
                 descriptor = os.pidfd_open(pid)
@@ -100,13 +133,21 @@ class MonarchHandle(BaseHandle):
                 continue
             loop.add_reader(descriptor, self._process_ended, rank, descriptor)
 
+    def _watch_work(self, rank: int, place: dict[str, int]) -> None:
+        failure = self._ranks.slice(**place).invoke.call_one(FAILURE, b"", 0.0).as_asyncio()
+        failure.add_done_callback(lambda failure: self._failure_told(rank, failure))
+
     def _failure_told(self, rank: int, failure: asyncio.Future[Reply]) -> None:
         """Either `work()` raised in a rank, or Monarch has lost it."""
         error = failure.exception()
         if error is None:
             self._fail(error_of(failure.result(), self.name))
         else:
-            self._fail(MeshFailed(self.name, (rank,), f"pid {self.pids[rank]} {_cause(str(error))}"))
+            self._fail(MeshFailed(self.name, (rank,), f"pid {self.pids[rank]}{self._where(rank)} {_cause(str(error))}"))
+
+    def _where(self, rank: int) -> str:
+        """Which host, where it may be another one."""
+        return ""
 
     def _process_ended(self, rank: int, descriptor: int) -> None:
         asyncio.get_running_loop().remove_reader(descriptor)
@@ -171,7 +212,8 @@ class MonarchCluster(Cluster):
     cluster of the process shares it.
     """
 
-    def __init__(self, log_folder: Path | None) -> None:
+    def __init__(self, log_folder: Path | None, transport: str = "ipc") -> None:
+        """`transport`: where Monarch listens."""
         if log_folder is not None:
             log_folder.mkdir(parents=True, exist_ok=True)
         self._log_folder = log_folder
@@ -181,33 +223,131 @@ class MonarchCluster(Cluster):
         reload_config_from_env()
         monarch.actor.unhandled_fault_hook = _ignore_fault
         with _quiet_stderr():
-            monarch.actor.enable_transport("ipc")
+            monarch.actor.enable_transport(transport)
             self._machine = this_host()
 
     async def spawn(self, spec: ExecutorSpec, timeout_s: float) -> ExecutorHandle:
-        packed_spec = pickled(spec, spec.name, "the specification")
-        mesh = self._machine.spawn_procs(
-            per_host={"ranks": spec.num_ranks},
-            name="executor",
-            bootstrap_command=lambda point: self._bootstrap_command(spec, point),
-        )
-        handle = MonarchHandle(spec, mesh, mesh.spawn("rank", _Rank, packed_spec))
-        self._handles.append(handle)
-        await handle.ready(timeout_s)
-        return handle
+        handle = MonarchHandle(spec, *self._start(spec, self._machine, spec.num_ranks, self._bootstrap_command))
+        return await self._ready(handle, timeout_s)
 
     async def shutdown(self, timeout_s: float) -> None:
         handles, self._handles = self._handles, []
         await stop_all(handles, timeout_s)
 
-    def _bootstrap_command(self, spec: ExecutorSpec, point: Point) -> BootstrapCommand:
-        env: dict[str, str | None] = dict(spec.env)
-        log_name = spec.name
-        if spec.num_ranks > 1:
-            env |= {"RANK": str(point.rank), "LOCAL_RANK": str(point.rank), "WORLD_SIZE": str(spec.num_ranks)}
-            log_name = f"{spec.name}.{point.rank}"
-        log_file = self._log_folder / f"{log_name}.log" if self._log_folder else None
-        return BootstrapCommand(sys.executable, None, start_up.command(_ENGINE_MODULE, spec.code_paths, log_file), env)
+    def _start(
+        self,
+        spec: ExecutorSpec,
+        machine: HostMesh,
+        num_ranks: int,
+        command: Callable[[ExecutorSpec, int], BootstrapCommand],
+    ) -> tuple[ProcMesh, _Rank]:
+        """So many ranks on each host of `machine`; `command` gives that of each rank."""
+        packed_spec = pickled(spec, spec.name, "the specification")
+        mesh = machine.spawn_procs(
+            per_host={"ranks": num_ranks},
+            name="executor",
+            bootstrap_command=lambda point: command(spec, point.rank),
+        )
+        return mesh, mesh.spawn("rank", _Rank, packed_spec)
+
+    async def _ready(self, handle: MonarchHandle, timeout_s: float) -> ExecutorHandle:
+        self._handles.append(handle)
+        await handle.ready(timeout_s)
+        return handle
+
+    def _bootstrap_command(self, spec: ExecutorSpec, rank: int) -> BootstrapCommand:
+        return bootstrap_command(spec, rank, rank, spec.env, self._log_folder)
+
+
+class HostedHandle(MonarchHandle):
+    """An executor on other machines, whose agents know whether they are there, and end its processes."""
+
+    def __init__(self, spec: ExecutorSpec, mesh: ProcMesh, ranks: _Rank, hosts: Sequence[Host]) -> None:
+        super().__init__(spec, mesh, ranks)
+        self.hosts = tuple(host.name for host in hosts)
+        self._places = [hosts[rank * len(hosts) // spec.num_ranks] for rank in range(spec.num_ranks)]
+        """Of each rank."""
+        for host in hosts:
+            host.lost.add_done_callback(lambda lost, host=host: self._host_lost(host, lost.result()))
+
+    def _host_lost(self, host: Host, reason: str) -> None:
+        ranks = tuple(rank for rank, place in enumerate(self._places) if place is host)
+        self._fail(MeshFailed(self.name, ranks, reason))
+
+    def _where(self, rank: int) -> str:
+        return f" on host {self._places[rank].name}"
+
+    def _watch(self) -> None:
+        num_ranks = len(self._places) // len(self.hosts)
+        for rank in range(len(self._places)):
+            self._watch_work(rank, {"hosts": rank // num_ranks, "ranks": rank % num_ranks})
+
+    async def _statuses(self, method: str, timeout_s: float) -> list[HostStatus]:
+        """With spans by this machine's clock."""
+        statuses = await super()._statuses(method, timeout_s)
+        return [
+            replace(status, spans=[Span(name, start_s - host.offset_s, end_s - host.offset_s)
+                                   for name, start_s, end_s in status.spans])
+            for status, host in zip(statuses, self._places, strict=True)
+        ]  # fmt: skip
+
+    async def _stop(self, deadline_s: float, timeout_s: float) -> None:
+        if not any(host.lost.done() for host in self._places):
+            await super()._stop(deadline_s, timeout_s)
+        else:  # its ranks do not answer all, and Monarch waits for them
+            self._kill()
+            await asyncio.wait((asyncio.ensure_future(_leave(self._mesh)),), timeout=min(timeout_s / 2, _LOST_S))
+
+    def _kill(self) -> None:
+        for pid, host in zip(self.pids, self._places, strict=False):  # none while it starts
+            host.tell("kill", pids=[pid])
+
+
+class HostsCluster(MonarchCluster):
+    """Executors on the hosts of a registry, over TLS."""
+
+    def __init__(self, registry: Registry, address: str, env: Mapping[str, str]) -> None:
+        """
+        Args:
+            address: of this machine, on the controller's certificate.
+            env: where Monarch finds the certificate.
+        """
+        os.environ.update({**env, ADDRESS: address})  # ranks meet here
+        super().__init__(None, f"tls://{address}:0")
+        self._registry = registry
+
+    async def spawn(self, spec: ExecutorSpec, timeout_s: float) -> ExecutorHandle:
+        try:
+            hosts = [self._registry.hosts[name] for name in spec.hosts]
+        except KeyError as error:
+            raise MeshFailed(spec.name, tuple(range(spec.num_ranks)), f"host {error} is not here") from None
+        num_ranks = spec.num_ranks // len(hosts)
+        assert num_ranks * len(hosts) == spec.num_ranks, "hosts have as many ranks each"
+
+        def command(spec: ExecutorSpec, rank: int) -> BootstrapCommand:
+            host, env = hosts[rank // num_ranks], dict(spec.env)
+            env |= spec.host_env[rank // num_ranks] | {ADDRESS: host.inventory.address}
+            return bootstrap_command(spec, rank, rank % num_ranks, env, Path(host.inventory.logs))
+
+        machine = attach_to_workers(name=f"at_{spec.name}", ca=_TRUST, workers=[host.url for host in hosts])
+        return await self._ready(HostedHandle(spec, *self._start(spec, machine, num_ranks, command), hosts), timeout_s)
+
+    async def shutdown(self, timeout_s: float) -> None:
+        await super().shutdown(timeout_s)
+        await self._registry.close()
+
+
+def bootstrap_command(
+    spec: ExecutorSpec, rank: int, local_rank: int, env: Mapping[str, str], log_folder: Path | None
+) -> BootstrapCommand:
+    """How the engine starts a rank."""
+    found: dict[str, str | None] = dict(env)
+    log_name = spec.name
+    if spec.num_ranks > 1:
+        found |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(spec.num_ranks)}
+        log_name = f"{spec.name}.{rank}"
+    log_file = log_folder / f"{log_name}.log" if log_folder else None
+    return BootstrapCommand(sys.executable, None, start_up.command(_ENGINE_MODULE, spec.code_paths, log_file), found)
 
 
 async def _leave(mesh: ProcMesh) -> None:

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 from llamarl.cluster.api import Cluster
-from llamarl.config.errors import ConfigError
+from llamarl.cluster.certificates import CONTROLLER, monarch_env
+from llamarl.cluster.registry import Registry
+from llamarl.config.cluster import ClusterConfig
 
 
-def open_cluster(kind: Literal["monarch", "inline"], log_folder: Path | None = None) -> Cluster:
-    """The cluster named by the setting `cluster.kind`.
+def open_cluster(settings: ClusterConfig, log_folder: Path | None = None, registry: Registry | None = None) -> Cluster:
+    """The cluster that `settings` ask for.
 
     With `log_folder`, the standard output and error of each rank go to `<log_folder>/<executor>.log`
-    (`<executor>.<rank>.log` above one rank). Raises ConfigError.
+    (`<executor>.<rank>.log` above one rank).
+
+    Args:
+        registry: where hosts call, for several.
+
+    Raises:
+        ConfigError: something is missing that this kind needs.
     """
-    if kind == "inline":
+    if settings.kind == "inline":
         from llamarl.cluster.inline import InlineCluster
 
         return InlineCluster()
-    if kind == "monarch":
-        from llamarl.cluster.monarch import MonarchCluster
+    from llamarl.cluster.monarch import HostsCluster, MonarchCluster
 
+    if registry is None:
         return MonarchCluster(log_folder)
-    raise ConfigError(f"cluster.kind = {kind!r} is unknown; use 'monarch' or 'inline'")
+    return HostsCluster(registry, settings.listen.rpartition(":")[0], monarch_env(Path(settings.pki), CONTROLLER))
+
+
+def open_registry(settings: ClusterConfig, log_folder: Path | None, tell: Callable[[str], None]) -> Registry | None:
+    """Where the hosts of a run call, which does not listen yet; None: there is one machine.
+
+    Args:
+        tell: gets a sentence for people: who came, was refused, left.
+
+    Raises:
+        ConfigError: the controller has no certificate.
+    """
+    return Registry(Path(settings.pki), log_folder, tell) if settings.kind == "hosts" else None

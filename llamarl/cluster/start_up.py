@@ -7,8 +7,11 @@ import os
 import runpy
 import signal
 import sys
+import threading
 from pathlib import Path
 
+LIFELINE = "LLAMARL_LIFELINE"
+"""Environment variable with the descriptor of a pipe whose other end the agent of this host holds."""
 _PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -25,7 +28,7 @@ def command(engine_module: str, code_paths: tuple[str, ...], log_file: Path | No
     The rank gets this process's `sys.path`, with `code_paths` in front, so what can be imported here can be there.
     """
     paths = [*map(os.path.abspath, code_paths), *map(os.path.abspath, sys.path)]
-    return ["-c", _PROGRAM, json.dumps(list(dict.fromkeys(paths))), engine_module, str(log_file or "")]
+    return ["-c", _PROGRAM, json.dumps(list(dict.fromkeys(paths))), engine_module, str(log_file or ""), os.getcwd()]
 
 
 def main() -> None:
@@ -34,11 +37,20 @@ def main() -> None:
     # of its own lets the controller kill a rank together with the processes that it has started.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setpgid(0, 0)
-    _, engine_module, log_file = sys.argv[1:]
+    _, engine_module, log_file, folder = sys.argv[1:]
     if log_file:
         descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)
+    os.chdir(folder)  # on another host the agent's would be meant, and paths of the run mean the controller's
+    if descriptor := os.environ.get(LIFELINE):
+        threading.Thread(target=_end_with_the_agent, args=(int(descriptor),), daemon=True).start()
     del sys.argv[1:]
     runpy.run_module(engine_module, run_name="__main__")
+
+
+def _end_with_the_agent(lifeline: int) -> None:
+    """Nobody writes there: reading ends when the agent does, however that happens."""
+    os.read(lifeline, 1)
+    os.killpg(0, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Settings that name a device."""
+"""Settings that name a device, and what tells a process where it is."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pydantic import AfterValidator
 
 PLACED = "LLAMARL_PLACED"
 """Environment variable of an executor that sees its own devices alone."""
+ADDRESS = "LLAMARL_ADDRESS"
+"""Environment variable with an address of this host that the run's other hosts can reach."""
 
 
 def named_devices(text: str) -> tuple[int, ...]:

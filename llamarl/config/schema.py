@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from llamarl.config.cluster import ClusterConfig
 from llamarl.config.device import Device
 from llamarl.config.ref import Ref
 from llamarl.config.roles import CriticConfig, ReferenceConfig, RewardModelConfig
@@ -77,8 +78,9 @@ class GeneratorConfig(Section):
     """What generates: this package's engine, or one vLLM server per replica, which cannot repeat its rollouts."""
     vllm: VllmConfig = VllmConfig()
     """How vLLM is run, with `backend = "vllm"`."""
-    replicas: int = Field(default=1, ge=1)
-    """Independent generators, each with its own process and weights."""
+    replicas: Annotated[int, BeforeValidator(lambda value: 0 if value == "auto" else value)] = Field(default=1, ge=0)
+    """Independent generators, each with its own process and weights; 'auto' or 0 with `cluster.kind = "hosts"`: as many
+    as the hosts have room for, those that come later included."""
     max_running: int = Field(default=128, ge=1)
     """Rollouts that one replica decodes at once; the rest wait in its queue."""
     prefill_tokens: int = Field(default=2048, ge=1)
@@ -165,24 +167,6 @@ class CheckpointConfig(Section):
     """Save each so many steps, and always at the end; 0: only at the end."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints kept."""
-
-
-class ClusterConfig(Section):
-    kind: Literal["monarch", "inline"] = "monarch"
-    """Where executors run: Monarch processes, or all in this process."""
-    placement: Literal["disaggregated", "colocated"] = "disaggregated"
-    """Own devices per executor, or (the baseline to beat) the same devices for all, phases in turn."""
-    on_generator_failure: Literal["stop", "drop", "respawn"] = "stop"
-    """A generator whose processes die ends the run, or is left out, or is replaced by a new one; in the last two cases
-    the others generate its unfinished groups again, from their prompts."""
-    start_timeout_s: float = Field(default=120, gt=0)
-    """Longest wait for an executor to start and load its model."""
-    call_timeout_s: float = Field(default=600, gt=0)
-    """Longest wait for one call to an executor, for example a train step."""
-    stall_timeout_s: float = Field(default=300, gt=0)
-    """No rollout, reward or train step finished for so long: the run says who waits for whom, and ends."""
-    shutdown_timeout_s: float = Field(default=8, gt=0)
-    """Longest wait for executors to end by themselves; then they are killed."""
 
 
 class ScreenConfig(Section):
@@ -288,6 +272,11 @@ class RunConfig(Section):
             raise ValueError(
                 "weight_sync.power_of_two_scales = true is for what changes of 8-bit weights; leave it out, or set "
                 "weight_sync.delta = true and generator.dtype = 'int8' or 'fp8'"
+            )
+        if not generator.replicas and self.cluster.kind != "hosts":
+            raise ValueError(
+                "generator.replicas = 'auto' counts what several hosts have room for; give a number, or use "
+                "cluster.kind = 'hosts'"
             )
         if generator.dtype == "fp8" and generator.device == "cpu":
             raise ValueError("generator.dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'int8'")

@@ -95,7 +95,7 @@ class Controller:
         self._num_resyncs = 0
         self._told_of_late = set[Replica]()
         self.recovery = Recovery(
-            policy, self.replicas, supervisor, telemetry, self._adoption_loop, self._collect, executors.spawn_generator
+            policy, self.replicas, supervisor, telemetry, self._adoption_loop, self._collect, executors
         )
 
     async def start(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -101,6 +102,10 @@ class Executors:
     """`reward-model`, `reference` and `critic`, those that the config asks for."""
     spawn_generator: SpawnGenerator | None = None
     """Replaces a dead generator; needed for `cluster.on_generator_failure = "respawn"`."""
+    room: Callable[[], int] = lambda: sys.maxsize
+    """For how many more generators there is a place now."""
+    may_grow: bool = False
+    """There may be places later."""
 
     def __iter__(self) -> Iterator[ExecutorHandle]:
         return iter((*self.generators, *self.irreplaceable))

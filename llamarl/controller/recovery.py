@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from llamarl.cluster.api import ExecutorError, ExecutorHandle, MeshFailed
 from llamarl.config.errors import ConfigError
-from llamarl.controller.ports import SpawnGenerator
+from llamarl.controller.ports import Executors
 from llamarl.controller.replicas import Replica, Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
@@ -34,20 +34,21 @@ class Recovery:
         telemetry: Telemetry,
         follow: Callable[[Replica], Coroutine[Any, Any, None]],
         collect: Callable[[Replica], None],
-        spawn: SpawnGenerator | None,
+        executors: Executors,
     ) -> None:
         """
         Args:
             follow: the loop that keeps a replica's weights up to date, which ends when it dies.
             collect: starts the loop that takes what it generates.
+            executors: where new generators come from.
         """
-        assert policy != "respawn" or spawn is not None, "nobody can start generators"
+        assert policy != "respawn" or executors.spawn_generator is not None, "nobody can start generators"
         self._policy = policy
         self._replicas = replicas
         self._supervisor = supervisor
         self._telemetry = telemetry
         self._follow, self._collect = follow, collect
-        self._spawn = spawn
+        self._spawn, self._room, self._may_grow = executors.spawn_generator, executors.room, executors.may_grow
         self._num_spawned = len(replicas.alive)
         self._num_starting = 0
         self.num_resubmitted = 0
@@ -101,6 +102,19 @@ class Recovery:
             self._telemetry.left(replica.handle)
             await replica.handle.stop(timeout_s)
 
+    def fill(self, limit: int) -> int:
+        """Starts generators where there is room for them, so many at most; how many."""
+        number = min(limit, self._room())
+        for _ in range(number):
+            self._num_starting += 1
+            self._supervisor.start(self._start_one(), "a new generator")
+        return number
+
+    @property
+    def num_active(self) -> int:
+        """Generators that are up or start."""
+        return len(self._replicas.alive) + self._num_starting
+
     async def silence_loop(self) -> None:
         """Consumes the ages of the generators' statuses; produces requests to others; unblocked by time alone."""
         while True:
@@ -126,25 +140,23 @@ class Recovery:
         self._telemetry.left(replica.handle)
         # One that dies before it has finished anything would be replaced for ever.
         is_replaced = self._policy == "respawn" and replica.has_delivered
-        if is_replaced:
-            self._num_starting += 1
-            self._supervisor.start(self._replace(), f"replacement of {replica.name}")
-        elif not self._replicas.alive and not self._num_starting:
+        num_started = self.fill(1) if is_replaced else 0
+        if not self._replicas.alive and not self._num_starting and not (is_replaced and self._may_grow):
             self._supervisor.fail(error)
             return
-        follows = "a new generator starts" if is_replaced else f"{len(self._replicas.alive)} generators are left"
+        follows = "a new generator starts" if num_started else f"{len(self._replicas.alive)} generators are left"
         self._telemetry.warn(f"{error}; {len(requests)} unfinished groups go to the others and {follows}")
         self._replicas.resume(requests)
 
-    async def _replace(self) -> None:
-        """Starts a generator in place of a dead one. Raises when that fails and no other is left."""
+    async def _start_one(self) -> None:
+        """Starts a generator. Raises when that fails and no other is left."""
         assert self._spawn is not None
         number, self._num_spawned = self._num_spawned, self._num_spawned + 1
         try:
             await self.add(await self._spawn(number))
         except (ExecutorError, ConfigError, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) or not self._replicas.alive:
+            if isinstance(error, asyncio.CancelledError) or not (self._replicas.alive or self._may_grow):
                 raise
-            self._telemetry.warn(f"no replacement, the run goes on with the other generators: {error}")
+            self._telemetry.warn(f"a new generator did not start, the run goes on with the others: {error}")
         finally:
             self._num_starting -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import time
@@ -11,14 +12,27 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
+from llamarl.config.device import ADDRESS
+
 BROKEN = (OSError, EOFError, AuthenticationError)
 """What a connection does whose other end is gone, silent, or none of ours."""
+_SIOCGIFADDR = 0x8915
 
 
 def own_address() -> str:
-    """Where this process listens: `LLAMARL_ADDRESS`, an address of this host that the run's other hosts can reach, as
-    the cluster has put it into the environment; on one host the loopback."""
-    return os.environ.get("LLAMARL_ADDRESS", "127.0.0.1")
+    """Where this process listens: on one host the loopback."""
+    return os.environ.get(ADDRESS, "127.0.0.1")
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has an address of this host; empty: none has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                found = fcntl.ioctl(one, _SIOCGIFADDR, name.encode().ljust(40, b"\0"))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return "lo" if address.startswith("127.") else ""
 
 
 class RanksLost(RuntimeError):

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from llamarl.distributed.interrupt import end_collectives, open_sockets
-from llamarl.distributed.links import BROKEN, Links, RanksLost, local_host
+from llamarl.distributed.links import BROKEN, Links, RanksLost, interface_of, local_host, own_address
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.distributed.store import TorchStore
 from llamarl.distributed.watch import Watch
@@ -172,8 +172,9 @@ def join_mesh(
         return ALONE
     assert rendezvous is not None, "ranks have to meet somewhere"
     rank, world = own_rank()
-    if rendezvous.address.startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host, and nobody else can connect
+    if interface := interface_of(own_address()):  # on one host the loopback, where nobody else can connect
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     links = Links(rank, world, timeout_s)

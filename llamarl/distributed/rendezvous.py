@@ -15,7 +15,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple
 
-from llamarl.distributed.links import BROKEN, accept, connect
+from llamarl.distributed.links import BROKEN, accept, connect, own_address
 
 ANSWER_S = 30.0
 """For the store to take a request, beside what the request itself waits for."""
@@ -145,4 +145,4 @@ class RendezvousStore:
 
 def open_rendezvous(num_ranks: int, timeout_s: float) -> Rendezvous | None:
     """A new one, for ranks that are about to start; None: one rank has nobody to meet."""
-    return RendezvousStore(num_ranks, timeout_s).rendezvous if num_ranks > 1 else None
+    return RendezvousStore(num_ranks, timeout_s, host=own_address()).rendezvous if num_ranks > 1 else None

@@ -48,7 +48,7 @@ async def _evaluate(config: RunConfig, progress: Callable[[int, int], None]) -> 
     check_vocabulary(tokenizer, shape.vocab_size)
     prompts = load_prompts(config.data, tokenizer, shape.max_position_embeddings, "eval").prompts
     problems = Problems(train=(), eval=prompts, stop_token_ids=tokenizer.eos_token_ids)
-    cluster = open_cluster(config.cluster.kind)
+    cluster = open_cluster(config.cluster)
 
     async def spawn() -> Executors:
         reward = executor_spec("reward", "reward:RewardExecutor", 1, model_path=path, config=config.reward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,23 +15,29 @@ from llamarl.config.schema import RunConfig
 from llamarl.config.trainer import LoraConfig
 from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.generation.vllm_server import VllmSettings
-from llamarl.run.placement import Placement, models_in_use
+from llamarl.run.placement import ANYWHERE, Place, Seats, models_in_use
 
 VLLM_START_SHARE = 0.8
 """Of the longest wait for an executor; the rest is for its process, and to hear why vLLM did not start."""
 
 
 def executor_spec(
-    name: str, target: str, threads: int, num_ranks: int = 1, *, env: Mapping[str, str] | None = None, **options: Any
+    name: str, target: str, threads: int, num_ranks: int = 1, *, place: Place = ANYWHERE, **options: Any
 ) -> ExecutorSpec:
-    """`target` is `module:Class` below `llamarl.executors`; `threads` and `env` are those of one rank."""
-    alone = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    alone.update(env or {})
-    target = f"llamarl.executors.{target}"
-    return ExecutorSpec(name=name, target=target, options=options, num_ranks=num_ranks, env=alone)
+    """`target` is `module:Class` below `llamarl.executors`; `threads` are those of one rank."""
+    env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    return ExecutorSpec(
+        name=name,
+        target=f"llamarl.executors.{target}",
+        options=options,
+        num_ranks=num_ranks,
+        env=env | dict(place.env),
+        hosts=place.hosts,
+        host_env=place.host_env,
+    )
 
 
-def model_specs(config: RunConfig, checkpoints: Path, placement: Placement) -> list[ExecutorSpec]:
+def model_specs(config: RunConfig, checkpoints: Path, seats: Seats) -> list[ExecutorSpec]:
     """One executor for each of `models_in_use`; `checkpoints` are the run's."""
     targets = {
         "reward-model": "reward_model:RewardModelExecutor",
@@ -45,7 +51,7 @@ def model_specs(config: RunConfig, checkpoints: Path, placement: Placement) -> l
         options["critic"] = {"num_ranks": num_ranks, "checkpoint_folder": str(checkpoints), "rendezvous": rendezvous}
     return [
         executor_spec(
-            name, targets[name], settings.threads, env=placement.env(name), config=config, **options.get(name, {})
+            name, targets[name], settings.threads, place=seats.place(name), config=config, **options.get(name, {})
         )
         for name, settings in models.items()
     ]
@@ -62,14 +68,13 @@ class GeneratorSpecs:
     choices: Path | None = None
     """Folder of the run that keeps which kernels serve; None: nothing is kept."""
 
-    def __call__(self, number: int, env: Mapping[str, str] | None = None) -> ExecutorSpec:
-        """`env` shows its devices."""
+    def __call__(self, number: int, place: Place = ANYWHERE) -> ExecutorSpec:
         name, config, vllm = f"generator-{number}", self.config.generator, self.vllm
         if vllm is not None:
             log_path = Path(vllm.log_path or "").with_name(f"{name}.vllm.log")
             vllm = replace(vllm, seed=crc32(f"{vllm.seed}/{number}".encode()), log_path=str(log_path))
         return executor_spec(
-            name, "generator:GeneratorExecutor", config.threads, config.tensor_parallel, env=env,
+            name, "generator:GeneratorExecutor", config.threads, config.tensor_parallel, place=place,
             model_path=self.config.model.path, config=config, delta=self.delta, vllm=vllm, lora=self.lora,
             choices=str(self.choices or ""),
             rendezvous=open_rendezvous(config.tensor_parallel, self.config.cluster.start_timeout_s),

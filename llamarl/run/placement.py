@@ -8,20 +8,50 @@ from the first device on.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from llamarl.algorithms.advantages._base import ValueAdvantage
+from llamarl.cluster.home import count_devices
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.config.device import PLACED, named_devices
 from llamarl.config.schema import CriticConfig, ReferenceConfig, RewardModelConfig
 
-COUNT_S = 120.0
-"""For a process that imports torch and counts."""
 MAX_ROWS = 24
 """Of a table."""
+
+
+class Wanted(NamedTuple):
+    """An executor that a config asks for."""
+
+    executor: str
+    role: str
+    """As `cluster.place` names it."""
+    num_ranks: int
+    device: str
+    """`cpu`, `cuda`, or with the numbers of some."""
+    number: int = 0
+    """Among the replicas."""
+
+    @property
+    def option(self) -> str:
+        """Of its device."""
+        return f"{'reward.model' if self.role == 'reward_model' else self.role}.device"
+
+
+class Place(NamedTuple):
+    """Where an executor is started."""
+
+    env: Mapping[str, str] = MappingProxyType({})
+    """What shows it its devices alone."""
+    hosts: tuple[str, ...] = ()
+    host_env: tuple[dict[str, str], ...] = ()
+
+
+ANYWHERE = Place()
+"""On the one machine that there is, on its CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,14 +92,8 @@ class Placement:
 
     def table(self) -> list[str]:
         """Who computes where, a line each."""
-        rows = [
-            ("executor", "ranks", "devices"),
-            *((one.executor, str(one.num_ranks), one.place) for one in self.assignments),
-        ]
-        if len(rows) > MAX_ROWS:
-            rows = [*rows[: MAX_ROWS - 2], ("...", "", ""), rows[-1]]
-        first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
-        return [f"{name:<{first}}  {ranks:>{second}}  {place}" for name, ranks, place in rows]
+        rows = [("executor", "ranks", "devices")]
+        return aligned(rows + [(one.executor, str(one.num_ranks), one.place) for one in self.assignments])
 
     def check(self) -> None:
         """Raises ConfigError when this host has fewer devices."""
@@ -91,6 +115,50 @@ class Placement:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         names = visible if visible != [""] else [str(i) for i in range(self.num_devices)]
         return {"CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in devices), PLACED: "1"}
+
+
+class Seats(Protocol):
+    """Where executors of a run are started, now and later."""
+
+    def place(self, executor: str) -> Place:
+        """Of one that has a seat."""
+
+    def of_role(self, role: str) -> list[str]:
+        """Executors that have a seat."""
+
+    def take_generator(self, number: int) -> Place:
+        """A seat for one more. Raises ConfigError: there is no room."""
+
+    def leave(self, executor: str) -> None:
+        """Its devices are free; it may have none any more."""
+
+    def room(self) -> int:
+        """For so many more generators."""
+
+
+class LocalSeats:
+    """On one machine there is room for as many generators as at the start."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._seats = {one.executor: Place(env=placement.env(one.executor)) for one in placement.assignments}
+        self._vacant = list[Place]()
+
+    def place(self, executor: str) -> Place:
+        return self._seats[executor]
+
+    def of_role(self, role: str) -> list[str]:
+        return [name for name in self._seats if name.split("-")[0] == role]
+
+    def take_generator(self, number: int) -> Place:
+        place = self._seats[f"generator-{number}"] = self._vacant.pop()
+        return place
+
+    def leave(self, executor: str) -> None:
+        if place := self._seats.pop(executor, None):
+            self._vacant.append(place)
+
+    def room(self) -> int:
+        return len(self._vacant)
 
 
 def models_in_use(config: RunConfig) -> dict[str, ReferenceConfig | CriticConfig | RewardModelConfig]:
@@ -115,49 +183,40 @@ def place(config: RunConfig, num_devices: int | None = None) -> Placement:
     Raises:
         ConfigError: named devices are not one for each rank.
     """
-    wanted = list(_wanted(config))
+    wanted = list(wanted_executors(config))
     if num_devices is None:
-        num_devices = count_devices() if any(device != "cpu" for *_, device, _ in wanted) else 0
+        num_devices = count_devices() if any(one.device != "cpu" for one in wanted) else 0
     together = config.cluster.placement == "colocated" or config.cluster.kind == "inline"
-    named = {device for *_, text, _ in wanted for device in named_devices(text)}
+    named = {device for one in wanted for device in named_devices(one.device)}
     assignments, free, role = list[Assignment](), _counting(named), ""
-    for executor, option, num_ranks, text, number in wanted:
-        if together and option != role:
-            role, free = option, _counting(set())
-        if text == "cpu":
+    for one in wanted:
+        if together and one.role != role:
+            role, free = one.role, _counting(set())
+        if one.device == "cpu":
             devices = ()
-        elif text == "cuda":
-            devices = tuple(next(free) for _ in range(num_ranks))
+        elif one.device == "cuda":
+            devices = tuple(next(free) for _ in range(one.num_ranks))
             if config.cluster.kind == "inline":  # one process, for which one device is enough
                 devices = (devices[0] % max(num_devices, 1),)
         else:
-            devices = _named(option, text, num_ranks, number, config.generator.replicas)
-        assignments.append(Assignment(executor=executor, option=option, num_ranks=num_ranks, devices=devices))
+            devices = _named(one, config.generator.replicas)
+        assigned = Assignment(executor=one.executor, option=one.option, num_ranks=one.num_ranks, devices=devices)
+        assignments.append(assigned)
     return Placement(assignments=tuple(assignments), num_devices=num_devices)
 
 
-def count_devices() -> int:
-    """GPUs that an executor would see. Raises ConfigError."""
-    code = "import torch; print(torch.cuda.device_count())"
-    try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=COUNT_S, check=True)
-    except (subprocess.SubprocessError, OSError) as error:
-        raise ConfigError(f"torch cannot count the GPUs of this host: {error}; use device = 'cpu'") from None
-    return int(done.stdout.split()[-1])
-
-
-def _wanted(config: RunConfig) -> Iterator[tuple[str, str, int, str, int]]:
-    """Executor, its option, ranks, device, and number among the replicas; in the order in which devices go to them."""
+def wanted_executors(config: RunConfig) -> Iterator[Wanted]:
+    """In the order in which devices go to them. Raises ConfigError."""
     models = models_in_use(config)
-    yield "trainer", "trainer.device", config.trainer.parallelism.num_ranks, config.trainer.device, 0
+    yield Wanted("trainer", "trainer", config.trainer.parallelism.num_ranks, config.trainer.device)
     critic = models.pop("critic", None)
     if isinstance(critic, CriticConfig):
-        yield "critic", "critic.device", critic.parallelism.num_ranks, critic.device, 0
+        yield Wanted("critic", "critic", critic.parallelism.num_ranks, critic.device)
     for i in range(config.generator.replicas):
-        yield f"generator-{i}", "generator.device", config.generator.tensor_parallel, config.generator.device, i
-    yield "reward", "", 1, "cpu", 0
+        yield Wanted(f"generator-{i}", "generator", config.generator.tensor_parallel, config.generator.device, i)
+    yield Wanted("reward", "reward", 1, "cpu")
     for name, settings in models.items():
-        yield name, f"{name.replace('-', '.')}.device", 1, settings.device, 0
+        yield Wanted(name, name.replace("-", "_"), 1, settings.device)
 
 
 def _counting(taken: set[int]) -> Iterator[int]:
@@ -168,14 +227,15 @@ def _counting(taken: set[int]) -> Iterator[int]:
         number += 1
 
 
-def _named(option: str, text: str, num_ranks: int, number: int, replicas: int) -> tuple[int, ...]:
+def _named(wanted: Wanted, replicas: int) -> tuple[int, ...]:
     """Those of one executor; replicas share a list that is as long as one of them needs."""
-    devices = named_devices(text)
-    if option == "generator.device" and len(devices) == num_ranks * replicas:
+    devices, num_ranks, number = named_devices(wanted.device), wanted.num_ranks, wanted.number
+    if wanted.role == "generator" and len(devices) == num_ranks * replicas:
         return devices[number * num_ranks : (number + 1) * num_ranks]
     if len(devices) != num_ranks:
-        needs = f"{num_ranks} ranks" + (f" of each of {replicas} replicas" if option == "generator.device" else "")
-        raise ConfigError(f"{option} = {text!r} names {len(devices)} devices for {needs}; name one for each, or 'cuda'")
+        needs = f"{num_ranks} ranks" + (f" of each of {replicas} replicas" if wanted.role == "generator" else "")
+        found = f"{wanted.option} = {wanted.device!r} names {len(devices)} devices for {needs}"
+        raise ConfigError(f"{found}; name one for each, or 'cuda'")
     return devices
 
 
@@ -188,3 +248,15 @@ def ranges(numbers: tuple[int, ...]) -> str:
         else:
             parts.append([number])
     return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """A table with a heading, some rows left out where it is long."""
+    if len(rows) > MAX_ROWS:
+        rows = [*rows[: MAX_ROWS - 2], ("...", *("" for _ in rows[0][1:])), rows[-1]]
+    signs = ["<", ">", *"<" * len(rows[0])]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths, strict=False)).rstrip()
+        for row in rows
+    ]

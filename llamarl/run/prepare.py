@@ -32,7 +32,8 @@ class Prepared:
 
     shape: ModelShape
     problems: Problems
-    placement: Placement
+    placement: Placement | None
+    """None: several hosts have to call first."""
     warnings: tuple[str, ...]
     """Sentences for the user."""
 
@@ -64,8 +65,9 @@ def prepare(config: RunConfig) -> Prepared:
         ConfigError: the model, the data or a combination of them cannot work.
     """
     shape, warnings = check_layout(config)
-    placement = place(config)
-    placement.check()
+    placement = None if config.cluster.kind == "hosts" else place(config)
+    if placement is not None:
+        placement.check()
     tokenizer = Tokenizer(config.model.path)
     check_vocabulary(tokenizer, shape.vocab_size)
     compiler = os.environ.get("CXX", "g++")

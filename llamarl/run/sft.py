@@ -25,7 +25,7 @@ from llamarl.observability.sinks import MetricsLog
 from llamarl.run.assembly import WIND_DOWN_S, interruptible, nothing_to_resume
 from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.run.folder import RunFolder
-from llamarl.run.placement import Placement, place
+from llamarl.run.placement import Place, Placement, place
 from llamarl.run.prepare import check_parallelism, skipped_prompts
 from llamarl.types import SampleGroup
 
@@ -93,7 +93,7 @@ class FineTuning:
         config, num_ranks = self.config, self.config.trainer.parallelism.num_ranks
         spec = executor_spec(
             "trainer", "sft:SftExecutor", config.trainer.threads, num_ranks, config=config, resume=self.resume,
-            env=self.placement.env("trainer"),
+            place=Place(env=self.placement.env("trainer")),
             rendezvous=open_rendezvous(num_ranks, config.cluster.start_timeout_s),
             checkpoint_folder=str(self.folder.checkpoints),
         )  # fmt: skip
@@ -102,7 +102,7 @@ class FineTuning:
 
     async def _with_executor(self, spec: ExecutorSpec, log: MetricsLog) -> None:
         limits, supervisor = self.config.cluster, Supervisor()
-        cluster = open_cluster(limits.kind, log_folder=self.folder.logs)
+        cluster = open_cluster(limits, self.folder.logs)
         try:
             with interruptible(supervisor):
                 (handle,) = await supervisor.run(spawn_all(cluster, [spec], limits.start_timeout_s))

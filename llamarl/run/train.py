@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
-from llamarl.cluster.open import open_cluster
+from llamarl.cluster.open import open_cluster, open_registry
 from llamarl.cluster.port import port
+from llamarl.cluster.registry import Registry
 from llamarl.config import RunConfig
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.controller import Controller
@@ -37,6 +38,9 @@ from llamarl.run.executors import (
     vllm_settings,
 )
 from llamarl.run.folder import RunFolder
+from llamarl.run.hosting import Hosting
+from llamarl.run.hosts import Elastic, gathered
+from llamarl.run.placement import LocalSeats, Seats, place
 from llamarl.run.prepare import Prepared
 
 
@@ -78,6 +82,9 @@ class _Run:
         self._problems = prepared.problems
         self._shape = prepared.shape
         self._placement = prepared.placement
+        self._registry: Registry | None = None
+        self._hosting: Hosting | None = None
+        """Both with several hosts."""
         self._outcome = _Progress(warnings=list(prepared.warnings))
 
     async def run(self) -> RunSummary:
@@ -113,19 +120,22 @@ class _Run:
         return summary
 
     async def _with_executors(self, screen: Screen, telemetry: Telemetry) -> None:
-        cluster = open_cluster(self._config.cluster.kind, log_folder=self._folder.logs)
-        screen.phase("starting executors")
+        settings = self._config.cluster
+        self._registry = open_registry(settings, self._folder.logs, screen.phase)
+        cluster = open_cluster(settings, self._folder.logs, self._registry)
         async with assembled(
             self._config,
             self._problems,
             telemetry,
             cluster.shutdown,
-            lambda: self._spawn(cluster),
+            lambda: self._spawn(cluster, screen),
             resumed=lambda executors: self._resumed(executors, screen),
             on_stop=lambda: self._stopping(screen),
         ) as (controller, supervisor):
             if self._resume:
                 telemetry.resume_at(controller.version)
+            if self._registry is not None and self._hosting is not None:
+                Elastic(self._registry, self._hosting, controller, telemetry, supervisor, settings.shutdown_timeout_s)
             try:
                 await supervisor.run(self._train(controller, telemetry))
             except Interrupted:
@@ -139,37 +149,50 @@ class _Run:
         if math.isnan(self._outcome.loop_ended_s):
             self._outcome.loop_ended_s = now_s()
 
-    async def _spawn(self, cluster: Cluster) -> Executors:
-        config, timeout_s, placement = self._config, self._config.cluster.start_timeout_s, self._placement
+    async def _seats(self, screen: Screen) -> Seats:
+        """Where executors are started; with several hosts, once these have called. Raises ConfigError."""
+        if self._registry is None:
+            return LocalSeats(self._placement or place(self._config))
+        settings = self._config.cluster
+        screen.phase(f"waiting at {settings.listen} for hosts to call, {settings.num_hosts} in all")
+        self._hosting = await gathered(self._config, self._registry, self._folder.path)
+        for line in self._hosting.table():
+            screen.phase(line)
+        return self._hosting
+
+    async def _spawn(self, cluster: Cluster, screen: Screen) -> Executors:
+        config, timeout_s = self._config, self._config.cluster.start_timeout_s
+        seats = await self._seats(screen)
+        screen.phase("starting executors")
         generator = GeneratorSpecs(
             config=config, delta=config.weight_sync.delta, vllm=vllm_settings(config, self._folder.logs),
             lora=config.trainer.lora, choices=self._folder.kernels,
         )  # fmt: skip
         specs = [
             executor_spec("trainer", "trainer:TrainerExecutor", config.trainer.threads,
-                          (num_ranks := config.trainer.parallelism.num_ranks), env=placement.env("trainer"),
+                          (num_ranks := config.trainer.parallelism.num_ranks), place=seats.place("trainer"),
                           config=config,
                           rendezvous=open_rendezvous(num_ranks, timeout_s),
                           checkpoint_folder=str(self._folder.checkpoints), resume=self._resume),
-            executor_spec("reward", "reward:RewardExecutor", 1, env=placement.env("reward"),
+            executor_spec("reward", "reward:RewardExecutor", 1, place=seats.place("reward"),
                           model_path=config.model.path, config=config.reward),
         ]  # fmt: skip
-        specs += (models := model_specs(config, self._folder.checkpoints, placement))
-        specs += (generator(i, placement.env(f"generator-{i}")) for i in range(config.generator.replicas))
+        specs += (models := model_specs(config, self._folder.checkpoints, seats))
+        specs += (generator(int(name.split("-")[1]), seats.place(name)) for name in seats.of_role("generator"))
         trainer, reward, *others = await spawn_all(cluster, specs, timeout_s)
-        vacant = list[dict[str, str]]()
         for handle in (generators := others[len(models) :]):
-            handle.failed.add_done_callback(lambda _, name=handle.name: vacant.append(placement.env(name)))
+            handle.failed.add_done_callback(lambda _, name=handle.name: seats.leave(name))
 
         async def spawn_generator(number: int) -> ExecutorHandle:
-            """On the devices of one that is gone."""
-            env = vacant.pop()
+            """Where there is room."""
+            name = f"generator-{number}"
+            spec = generator(number, seats.take_generator(number))
             try:
-                handle = await cluster.spawn(generator(number, env), timeout_s)
+                handle = await cluster.spawn(spec, timeout_s)
             except BaseException:
-                vacant.append(env)
+                seats.leave(name)
                 raise
-            handle.failed.add_done_callback(lambda _: vacant.append(env))
+            handle.failed.add_done_callback(lambda _: seats.leave(name))
             return handle
 
         return Executors(
@@ -178,6 +201,8 @@ class _Run:
             models={handle.name: handle for handle in others[: len(models)]},
             generators=generators,
             spawn_generator=spawn_generator,
+            room=seats.room,
+            may_grow=self._hosting is not None,
         )
 
     async def _resumed(self, executors: Executors, screen: Screen) -> ControllerState | None:

@@ -13,6 +13,7 @@ from llamarl.cluster.api import (
     ExecutorSpec,
 )
 from llamarl.cluster.open import open_cluster
+from llamarl.config.cluster import ClusterConfig
 
 Kind = Literal["monarch", "inline"]
 HERE = Path(__file__).parent
@@ -27,7 +28,7 @@ def echo(name: str = "echo", target: str = "executors:Echo", **options: Any) -> 
 def run(main: Callable[[Cluster], Awaitable[None]], kind: Kind, log_folder: Path | None = None) -> None:
     async def within() -> None:
         async with asyncio.timeout(60.0):
-            async with open_cluster(kind, log_folder) as cluster:
+            async with open_cluster(ClusterConfig(kind=kind), log_folder) as cluster:
                 await main(cluster)
 
     asyncio.run(within())

@@ -21,7 +21,6 @@ from llamarl.cluster.api import (
     PayloadTooLarge,
     RemoteError,
 )
-from llamarl.cluster.open import open_cluster
 from llamarl.cluster.payload import MAX_MESSAGE_BYTES, Reply
 from llamarl.config import ConfigError
 from tests.cluster.harness import CALL_S, SPAWN_S, Kind, echo, run
@@ -216,10 +215,7 @@ def test_spawn_reports_what_went_wrong(kind: Kind) -> None:
     run(main, kind)
 
 
-def test_unknown_cluster_and_inline_ranks_are_config_errors() -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.kind = 'ray'"):
-        open_cluster("ray")  # pyrefly: ignore[bad-argument-type]
-
+def test_inline_ranks_are_config_errors() -> None:
     async def main(cluster: Cluster) -> None:
         with pytest.raises(ConfigError, match="one rank per executor"):
             await cluster.spawn(ExecutorSpec(name="two", target="executors:Echo", num_ranks=2), SPAWN_S)

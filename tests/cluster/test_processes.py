@@ -152,13 +152,14 @@ CONTROLLER = """
 import asyncio, sys
 from llamarl.cluster.api import ExecutorSpec
 from llamarl.cluster.open import open_cluster
+from llamarl.config.cluster import ClusterConfig
 
 async def main(code_path, folder):
     def spec(name):
         options = {"closed_file": f"{folder}/{name}"}
         return ExecutorSpec(name=name, target="executors:Echo", options=options, code_paths=(code_path,))
 
-    async with open_cluster("monarch") as cluster:
+    async with open_cluster(ClusterConfig(kind="monarch")) as cluster:
         handles = await asyncio.gather(*(cluster.spawn(spec(name), 30.0) for name in "ab"))
         print(*(pid for handle in handles for pid in handle.pids), flush=True)
         await asyncio.to_thread(sys.stdin.read)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from llamarl.cluster.api import ExecutorHandle, RemoteError
 from llamarl.cluster.open import open_cluster
 from llamarl.config import ConfigError, RunConfig
+from llamarl.config.cluster import ClusterConfig
 from llamarl.distributed.links import RanksLost
 from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.run.executors import executor_spec, spawn_all
@@ -71,7 +72,7 @@ def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, 
         )
 
     async def ends() -> tuple[RemoteError, float]:
-        async with open_cluster("monarch", tmp_path / "logs") as cluster:
+        async with open_cluster(ClusterConfig(kind="monarch"), tmp_path / "logs") as cluster:
 
             async def spawn(path: Path) -> ExecutorHandle:
                 spec = executor_spec(

@@ -18,6 +18,7 @@ pytest.importorskip("monarch")
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, MeshFailed
 from llamarl.cluster.open import open_cluster
 from llamarl.config import RunConfig
+from llamarl.config.cluster import ClusterConfig
 from llamarl.controller.admission import Problems
 from llamarl.controller.controller import Controller
 from llamarl.controller.ports import Executors
@@ -64,7 +65,7 @@ class Run:
         return handle
 
     async def run(self) -> None:
-        async with open_cluster("monarch") as cluster:
+        async with open_cluster(ClusterConfig(kind="monarch")) as cluster:
             supervisor = Supervisor()
             names: Sequence[str] = ("trainer", "reward")
             trainer, reward, *generators = await asyncio.gather(

@@ -1,0 +1,284 @@
+"""`Registry`: which hosts are here. Their agents call home over mutual TLS, and are asked twice a second how they are.
+
+A host that is silent for `SILENT_S`, or whose connection ends, is lost; its agent ends what it has started there and
+calls again, as a new host under the old name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from llamarl.cluster.certificates import CONTROLLER, mismatch, server_context
+from llamarl.cluster.home import BEAT_S, BROKEN, MAX_LINE_BYTES, SILENT_S, Inventory, Line, own_inventory
+from llamarl.config.errors import ConfigError
+
+START_S = 30.0
+"""For an agent that was let in to start the engine on its host."""
+
+BYE_S = 1.0
+"""For hosts to hear that the run has ended."""
+
+
+class HostLost(ConnectionError):
+    """A host is gone; the message is a sentence."""
+
+
+class Host:
+    """One machine that is here, and what it was asked."""
+
+    def __init__(self, inventory: Inventory, url: str, line: Line) -> None:
+        self.inventory, self.name, self.url = inventory, inventory.name, url
+        self.offset_s = self.error_s = float("inf")
+        """Its clock is this far ahead of ours, and how wrong that can be: half of the shortest way there and back."""
+        self.is_leaving = False
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Resolves with a sentence when the host is gone."""
+        self._line = line
+        self._numbers = itertools.count(1)
+        self._asked = dict[int, tuple[float, asyncio.Future[dict[str, Any]]]]()
+
+    async def ask(self, what: str, timeout_s: float = SILENT_S, **arguments: Any) -> dict[str, Any]:
+        """What its agent answers. Raises HostLost, TimeoutError, or ConfigError with the agent's own reason."""
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._asked[number] = time.time(), answer
+        self._line.tell(ask=number, what=what, **arguments)
+        await asyncio.wait((answer, self.lost), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        self._asked.pop(number, None)
+        if self.lost.done():
+            raise HostLost(self.lost.result())
+        if not answer.done():
+            raise TimeoutError(f"host {self.name} had no answer to `{what}` after {timeout_s:g} s")
+        if reason := answer.result().get("error"):
+            raise ConfigError(f"host {self.name}: {reason}")
+        return answer.result()
+
+    def tell(self, what: str, **arguments: Any) -> None:
+        """Asks for what needs no answer."""
+        if not self.lost.done():
+            self._line.tell(ask=0, what=what, **arguments)
+
+    def beat(self) -> None:
+        """Asks whether it is there."""
+        number = next(self._numbers)
+        self._asked = {old: one for old, one in self._asked.items() if not one[1].done()}
+        self._asked[number] = time.time(), asyncio.get_running_loop().create_future()
+        self._line.tell(ask=number, what="beat")
+
+    def answered(self, message: Mapping[str, Any]) -> None:
+        """An answer has come; how the clocks differ is known best from the quickest."""
+        asked_s, answer = self._asked.get(int(message["answer"]), (0.0, None))
+        if answer is None:
+            return
+        heard_s = time.time()
+        if (heard_s - asked_s) / 2 < self.error_s:
+            self.error_s = (heard_s - asked_s) / 2
+            self.offset_s = float(message["time"]) - (asked_s + heard_s) / 2
+        if not answer.done():
+            answer.set_result(dict(message))
+
+    def describe(self) -> str:
+        """A line for people."""
+        clock = f"clock {self.offset_s * 1e3:+.1f} ms (± {self.error_s * 1e3:.1f})"
+        return f"host {self.name}: {self.inventory.room}, {clock}"
+
+
+class Registry:
+    """The controller's end. `hosts` are those that are here, by name."""
+
+    def __init__(self, pki: Path, logs: Path | None, tell: Callable[[str], None]) -> None:
+        """
+        Args:
+            pki: folder of the certificates.
+            logs: where the logs of all hosts are brought together; None: nowhere.
+            tell: gets a sentence for people: who came, was refused, left.
+
+        Raises:
+            ConfigError: this process has no certificate.
+        """
+        self._context = server_context(pki, CONTROLLER)
+        self._own = own_inventory(CONTROLLER, "", "", 0)
+        self._run = secrets.token_hex(8)
+        self._logs, self._tell = logs, tell
+        self._received = dict[tuple[str, str], int]()
+        """Bytes of each host's log files."""
+        self._said = dict[str, str]()
+        """The last refusal of each address."""
+        self._server: asyncio.Server | None = None
+        self._serving = set[asyncio.Task[Any]]()
+        self._changed = asyncio.Event()
+        self.hosts = dict[str, Host]()
+        self.joined: Callable[[Host], None] = lambda host: None
+        self.leaves: Callable[[Host], None] = lambda host: None
+        """A host asks to leave; `dismiss` lets it go."""
+
+    async def open(self, listen: str) -> str:
+        """Where it listens, the port included. Raises ConfigError."""
+        address, _, port = listen.rpartition(":")
+        try:
+            self._server = await asyncio.start_server(self._serve, address, int(port), limit=MAX_LINE_BYTES)
+        except OSError as error:
+            raise ConfigError(f"cluster.listen = {listen!r}: {error.strerror}; name a free port here") from None
+        return f"{address}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def until(self, num_hosts: int, timeout_s: float) -> None:
+        """So many hosts are here. Raises ConfigError."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while len(self.hosts) < num_hosts:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            here = ", ".join(sorted(self.hosts)) or "none"
+            refused = "".join(f"; {reason}" for reason in self._said.values())
+            raise ConfigError(
+                f"cluster.num_hosts = {num_hosts}, but after {timeout_s:g} s (cluster.host_timeout_s) these have "
+                f"called: {here}{refused}; start `llamarl host` on the others, or lower num_hosts"
+            ) from None
+
+    def dismiss(self, host: Host, reason: str) -> None:
+        """Lets a host go in order, which ends its agent when it has asked to leave."""
+        host.tell("bye", reason=reason)
+        self._lose(host, reason)
+
+    async def close(self) -> None:
+        """Lets all hosts go."""
+        for host in list(self.hosts.values()):
+            self.dismiss(host, "the run has ended")
+        if self._server is not None:
+            self._server.close()
+        if self._serving:  # agents hang up when they hear it
+            await asyncio.wait(self._serving, timeout=BYE_S)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer, line = writer.get_extra_info("peername")[0], Line(reader, writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
+            await writer.start_tls(self._context, ssl_handshake_timeout=SILENT_S)
+            line.tell(run=self._run)  # first: what was written before would hide why the caller is refused
+            host = await self._admitted(line, peer, writer.get_extra_info("peercert"))
+        except (*BROKEN, ConfigError) as error:
+            self._refuse(line, peer, str(error) or type(error).__name__)
+        else:
+            if host is not None:
+                await self._attend(host, line)
+        finally:
+            self._serving.remove(task)
+            line.close()
+
+    def _refuse(self, line: Line, peer: str, reason: str) -> None:
+        with suppress(*BROKEN):
+            line.tell(refused=reason)
+        if self._said.get(peer) != reason:  # it may try again and again
+            self._said[peer] = reason
+            self._tell(f"{peer} was refused as a host: {reason}")
+
+    async def _admitted(self, line: Line, peer: str, certificate: Mapping[str, Any]) -> Host | None:
+        """A new host; None: somebody asked only that one may leave. Raises ConfigError, and what is in `BROKEN`."""
+        hello = await line.hear()
+        if leaver := hello.get("drain"):
+            if leaver not in self.hosts:
+                raise ConfigError(f"there is no host {leaver} here")
+            if reason := mismatch(certificate, str(leaver)):
+                raise ConfigError(reason)
+            self._asks_to_leave(self.hosts[leaver])
+            line.tell(drains=leaver)
+            return None
+        try:
+            inventory = Inventory.model_validate(hello)
+        except ValidationError:
+            raise ConfigError("it speaks otherwise; install the same version of llamarl on all hosts") from None
+        addresses = await _addresses(inventory.address)
+        if objection := self._objection(inventory, peer, certificate, addresses):
+            raise ConfigError(objection)
+        if inventory.name in self.hosts:
+            line.tell(busy=f"a host {inventory.name} is here already (pid {self.hosts[inventory.name].inventory.pid})")
+            return None
+        received = {file: size for (name, file), size in self._received.items() if name == inventory.name}
+        line.tell(logs=received)
+        host = Host(inventory, str((await line.hear(START_S))["url"]), line)
+        self.hosts[host.name] = host
+        return host
+
+    def _objection(self, one: Inventory, peer: str, certificate: Mapping[str, Any], addresses: set[str]) -> str:
+        """Why a host may not take part; empty when it may."""
+        if reason := mismatch(certificate, one.name, one.address):
+            return f"{reason}; name the host as in `llamarl certs`"
+        if peer not in addresses:
+            return f"it calls from {peer}, not from its address {one.address}"
+        own = self._own
+        for what, theirs, ours in (
+            ("code", one.code, own.code),
+            ("Python", one.python, own.python),
+            *((package, one.packages.get(package), own.packages[package]) for package in own.packages),
+        ):
+            if theirs != ours:
+                return f"its {what} is {theirs}, the controller's {ours}; install the same at the same path"
+        return ""
+
+    def _asks_to_leave(self, host: Host) -> None:
+        if not host.is_leaving:
+            host.is_leaving = True
+            self._tell(f"host {host.name} is about to leave")
+            self.leaves(host)
+
+    async def _attend(self, host: Host, line: Line) -> None:
+        """Until the host is gone."""
+        beats, reason = asyncio.create_task(self._beats(host)), ""
+        self._said.pop(host.inventory.address, None)
+        self._changed.set()
+        self.joined(host)
+        try:
+            while not host.lost.done():
+                message = await line.hear()
+                if host.lost.done():  # let go
+                    break
+                if "answer" in message:
+                    host.answered(message)
+                for piece in message.get("logs", ()):
+                    self._keep(host, str(piece["file"]), int(piece["upto"]), str(piece["data"]).encode("latin-1"))
+                if message.get("leaving"):
+                    self._asks_to_leave(host)
+        except TimeoutError:
+            reason = f"it has been silent for {SILENT_S:g} s"
+        except BROKEN as error:
+            reason = str(error)
+        finally:
+            beats.cancel()
+            self._lose(host, f"host {host.name} ({host.inventory.address}) is lost: {reason}")
+
+    async def _beats(self, host: Host) -> None:
+        while not host.lost.done():
+            host.beat()
+            await asyncio.sleep(BEAT_S)
+
+    def _lose(self, host: Host, reason: str) -> None:
+        if not host.lost.done():
+            host.lost.set_result(reason)
+            del self.hosts[host.name]
+            self._changed.set()
+
+    def _keep(self, host: Host, file: str, upto: int, data: bytes) -> None:
+        """Adds to the copy of a log, which then is as far as `upto`."""
+        if self._logs is None or Path(file).name != file:
+            return
+        self._received[host.name, file] = upto
+        with suppress(OSError), (self._logs / file).open("ab") as log:  # a full disk costs logs, not the host
+            log.write(data)
+
+
+async def _addresses(host: str) -> set[str]:
+    """Raises OSError: nobody knows it."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return {str(address[0]) for *_, address in found}

@@ -1,0 +1,129 @@
+"""The hosts of a run: waiting for them, looking at them, and what follows when one comes or asks to leave."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llamarl.cluster.api import ExecutorError
+from llamarl.cluster.home import BROKEN
+from llamarl.cluster.registry import Host, Registry
+from llamarl.config import ConfigError, RunConfig
+from llamarl.controller.controller import Controller
+from llamarl.controller.supervision import Interrupted, Supervisor
+from llamarl.controller.telemetry import Telemetry
+from llamarl.run.hosting import Hosting
+from llamarl.run.placement import models_in_use
+
+LOOK_S = 10.0
+"""For a host to look for files; a network file system may be slow."""
+
+
+async def gathered(config: RunConfig, registry: Registry, folder: Path | None) -> Hosting:
+    """Waits for the hosts; who runs where, once each has been found to see the files that it needs.
+
+    Args:
+        folder: of the run, which trainer and critic write checkpoints to; None: nothing is written.
+
+    Raises:
+        ConfigError: too few came, one lacks a file, or an executor has no place.
+    """
+    settings = config.cluster
+    await registry.open(settings.listen)
+    await registry.until(settings.num_hosts, settings.host_timeout_s)
+    hosting = Hosting(config, registry.hosts)
+    with _token(folder) as token:
+        hosts = list(registry.hosts.values())
+        await asyncio.gather(*(_look(config, hosting, host, folder, token) for host in hosts))
+    return hosting
+
+
+async def _look(config: RunConfig, hosting: Hosting, host: Host, folder: Path | None, token: str) -> None:
+    """Raises ConfigError: a file is not there, or the folder of the run is another one."""
+    executors = hosting.on_host(host.name)
+    models = [config.model.path, *(one.path for one in models_in_use(config).values() if one.path)]
+    paths = [str(Path(path).absolute()) for path in (models if executors else [])]
+    writes = folder is not None and any(name in ("trainer", "critic") for name in executors)
+    shared = str(folder.absolute()) if folder is not None and writes else ""
+    try:
+        found = await host.ask("look", LOOK_S, paths=paths, folder=shared, token=token)
+    except BROKEN as error:
+        raise ConfigError(f"host {host.name} could not be looked at: {error}") from None
+    if found["missing"]:
+        raise ConfigError(
+            f"host {host.name} has no {', '.join(found['missing'])}; all hosts need the same paths: use a folder that "
+            "they share, or the same image"
+        )
+    if found["folder"]:
+        raise ConfigError(
+            f"host {host.name} runs {', '.join(name for name in executors if name in ('trainer', 'critic'))}, which "
+            f"writes checkpoints, but {shared} there is not the run's folder ({found['folder']}); share it, choose "
+            "another --output, or name another host in cluster.place.trainer"
+        )
+
+
+@contextmanager
+def _token(folder: Path | None) -> Iterator[str]:
+    """The name of a file in the run's folder that says the same: who finds it sees that folder."""
+    token = f".seen-{secrets.token_hex(8)}"
+    if folder is None:
+        yield token
+        return
+    (folder / token).write_text(token)
+    try:
+        yield token
+    finally:
+        (folder / token).unlink(missing_ok=True)
+
+
+class Elastic:
+    """Generators come and go with their hosts."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        hosting: Hosting,
+        controller: Controller,
+        telemetry: Telemetry,
+        supervisor: Supervisor,
+        timeout_s: float,
+    ) -> None:
+        self._registry, self._hosting, self._timeout_s = registry, hosting, timeout_s
+        self._controller, self._telemetry, self._supervisor = controller, telemetry, supervisor
+        registry.joined, registry.leaves = self._joined, self._leaves
+        for host in registry.hosts.values():
+            if host.is_leaving:
+                self._leaves(host)
+
+    def _joined(self, host: Host) -> None:
+        number = self._controller.recovery.fill(sys.maxsize)
+        self._telemetry.warn(f"{host.describe()} has come; {number or 'no'} generators start")
+
+    def _leaves(self, host: Host) -> None:
+        self._supervisor.start(self._empty(host), f"leave of host {host.name}")
+
+    async def _empty(self, host: Host) -> None:
+        """Others take over what runs there; then it may go. What cannot be taken over ends the run, with a
+        checkpoint."""
+        executors = self._hosting.on_host(host.name)
+        fixed = [name for name in executors if not name.startswith("generator-")]
+        if fixed:
+            self._supervisor.fail(Interrupted(f"ended, as host {host.name} leaves, which runs {', '.join(fixed)}"))
+            return
+        for name in executors:
+            self._hosting.leave(name)
+        self._controller.recovery.fill(len(executors))
+        try:
+            for name in executors:
+                await self._controller.recovery.remove(name, self._timeout_s)
+        except ValueError as error:
+            self._supervisor.fail(Interrupted(f"ended, as host {host.name} leaves: {error}"))
+            return
+        except ExecutorError as error:
+            self._telemetry.warn(f"host {host.name} leaves without order: {error}")
+        self._telemetry.warn(f"host {host.name} has left; {', '.join(executors) or 'nothing'} ran there")
+        self._registry.dismiss(host, "it has left the run")
