@@ -40,6 +40,8 @@ class Host:
         self.inventory, self.name, self.url = inventory, inventory.name, url
         self.offset_s = self.error_s = float("inf")
         """Its clock is this far ahead of ours, and how wrong that can be: half of the shortest way there and back."""
+        self.is_known = False
+        """It has answered, so that its clock is known."""
         self.is_leaving = False
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Resolves with a sentence when the host is gone."""
@@ -134,7 +136,7 @@ class Registry:
         """So many hosts are here. Raises ConfigError."""
         try:
             async with asyncio.timeout(timeout_s):
-                while len(self.hosts) < num_hosts:
+                while sum(host.is_known for host in self.hosts.values()) < num_hosts:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -237,8 +239,6 @@ class Registry:
         """Until the host is gone."""
         beats, reason = asyncio.create_task(self._beats(host)), ""
         self._said.pop(host.inventory.address, None)
-        self._changed.set()
-        self.joined(host)
         try:
             while not host.lost.done():
                 message = await line.hear()
@@ -246,6 +246,10 @@ class Registry:
                     break
                 if "answer" in message:
                     host.answered(message)
+                    if not host.is_known:
+                        host.is_known = True
+                        self._changed.set()
+                        self.joined(host)
                 for piece in message.get("logs", ()):
                     self._keep(host, str(piece["file"]), int(piece["upto"]), str(piece["data"]).encode("latin-1"))
                 if message.get("leaving"):

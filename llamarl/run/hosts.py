@@ -101,7 +101,8 @@ class Elastic:
 
     def _joined(self, host: Host) -> None:
         number = self._controller.recovery.fill(sys.maxsize)
-        self._telemetry.warn(f"{host.describe()} has come; {number or 'no'} generators start")
+        follows = f"; {number} generators start" if number else ""
+        self._telemetry.warn(f"{host.describe()} has come{follows}")
 
     def _leaves(self, host: Host) -> None:
         self._supervisor.start(self._empty(host), f"leave of host {host.name}")
