@@ -273,11 +273,6 @@ class RunConfig(Section):
                 "weight_sync.power_of_two_scales = true is for what changes of 8-bit weights; leave it out, or set "
                 "weight_sync.delta = true and generator.dtype = 'int8' or 'fp8'"
             )
-        if not generator.replicas and self.cluster.kind != "hosts":
-            raise ValueError(
-                "generator.replicas = 'auto' counts what several hosts have room for; give a number, or use "
-                "cluster.kind = 'hosts'"
-            )
         if generator.dtype == "fp8" and generator.device == "cpu":
             raise ValueError("generator.dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'int8'")
         if generator.kv_dtype == "fp8" and generator.device == "cpu":
@@ -299,6 +294,15 @@ class RunConfig(Section):
                     f"weight_sync.transport = {transport!r} goes from process to process, and cluster.kind = 'inline' "
                     "has only one; use 'auto'"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _replicas(self) -> RunConfig:
+        if not self.generator.replicas and self.cluster.kind != "hosts":
+            raise ValueError(
+                "generator.replicas = 'auto' counts what several hosts have room for; give a number, or use "
+                "cluster.kind = 'hosts'"
+            )
         return self
 
     @model_validator(mode="after")
