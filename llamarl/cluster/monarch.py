@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import fcntl
 import json
 import os
 import pickle
-import re
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +22,7 @@ from pathlib import Path
 
 from llamarl.cluster import start_up
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec, HostStatus, MeshFailed
+from llamarl.cluster.deaths import cause_of, cause_of_reaped, kill_group, killed_by
 from llamarl.cluster.handle import BaseHandle, stop_all
 from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
 from llamarl.cluster.payload import Reply, error_of, pickled, value_of
@@ -63,8 +61,6 @@ _SETTINGS = {
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "30s",
 }
 """With the defaults of Monarch the death of a process may take 9 s to be noticed."""
-_PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
-"""From linux/pidfd.h."""
 _TRUST = "trust_all_connections"
 """Who may connect is TLS's matter, or the file system's."""
 _PR_SET_PDEATHSIG = 1
@@ -143,7 +139,9 @@ class MonarchHandle(BaseHandle):
         if error is None:
             self._fail(error_of(failure.result(), self.name))
         else:
-            self._fail(MeshFailed(self.name, (rank,), f"pid {self.pids[rank]}{self._where(rank)} {_cause(str(error))}"))
+            self._fail(
+                MeshFailed(self.name, (rank,), f"pid {self.pids[rank]}{self._where(rank)} {cause_of(str(error))}")
+            )
 
     def _where(self, rank: int) -> str:
         """Which host, where it may be another one."""
@@ -156,15 +154,15 @@ class MonarchHandle(BaseHandle):
             info = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if info is not None:
                 killed = info.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-                cause = _killed_by(info.si_status) if killed else f"ended with exit code {info.si_status}"
+                cause = killed_by(info.si_status) if killed else f"ended with exit code {info.si_status}"
         except ChildProcessError:  # Monarch, the parent's code, has reaped it first
-            cause = _cause_of_reaped(descriptor)
+            cause = cause_of_reaped(descriptor)
         os.close(descriptor)
         self._exited(rank, cause)
 
     def _exited(self, rank: int, cause: str | None) -> None:
         self._exits[rank].set_result(None)
-        _kill_group(self.pids[rank])
+        kill_group(self.pids[rank])
         error = MeshFailed(self.name, (rank,), f"pid {self.pids[rank]} {cause or 'has ended'}")
         if cause is not None:
             self._fail(error)
@@ -175,7 +173,7 @@ class MonarchHandle(BaseHandle):
         await asyncio.wait((self._ended,), timeout=_CAUSE_S)
         if self._ended.done():
             return self._ended.result()
-        return MeshFailed(self.name, tuple(range(self._num_ranks)), f"a process {_cause(str(error))}")
+        return MeshFailed(self.name, tuple(range(self._num_ranks)), f"a process {cause_of(str(error))}")
 
     async def stop(self, timeout_s: float) -> None:
         if self._stopping is None:
@@ -202,7 +200,7 @@ class MonarchHandle(BaseHandle):
     def _kill(self) -> None:
         for pid, ended in zip(self.pids, self._exits, strict=True):
             if not ended.done():
-                _kill_group(pid)
+                kill_group(pid)
 
 
 class MonarchCluster(Cluster):
@@ -354,41 +352,6 @@ async def _leave(mesh: ProcMesh) -> None:
     # A mesh whose processes are dead may refuse to stop; the processes are what counts, and they are killed next.
     with suppress(Exception):
         await mesh.stop("stopped by the controller")
-
-
-def _kill_group(pid: int) -> None:
-    """Ends a rank, if it still runs, and the processes that it has started and left behind."""
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def _cause(report: str) -> str:
-    """What Monarch's report of a lost process says, in one line."""
-    if killed := re.search(r"Killed\(sig=(\d+)\)", report):
-        return _killed_by(int(killed[1]))
-    if ended := re.search(r"(?:exit_code[=:] ?|exited with non-zero code )(\d+)", report):
-        return f"ended with exit code {ended[1]}"
-    if "process exited cleanly" in report:
-        return "ended with exit code 0"
-    return f"cannot be reached: {' '.join(report.split())[-300:]}"
-
-
-def _cause_of_reaped(descriptor: int) -> str | None:
-    """How a process ended that somebody else has waited for; None on Linux before 6.15, which does not tell."""
-    info = bytearray(64)  # struct pidfd_info: a mask first, the wait status last
-    struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
-    try:
-        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, info)
-    except OSError:
-        return None
-    if not struct.unpack_from("Q", info)[0] & _PIDFD_INFO_EXIT:
-        return None
-    code = os.waitstatus_to_exitcode(struct.unpack_from("i", info, 60)[0])
-    return _killed_by(-code) if code < 0 else f"ended with exit code {code}"
-
-
-def _killed_by(number: int) -> str:
-    return f"was killed by {signal.Signals(number).name}"
 
 
 def _ignore_fault(failure: MeshFailure) -> None:

@@ -15,7 +15,7 @@ from llamarl.config.schema import RunConfig
 from llamarl.config.trainer import LoraConfig
 from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.generation.vllm_server import VllmSettings
-from llamarl.run.placement import ANYWHERE, Place, Seats, models_in_use
+from llamarl.run.placement import ANYWHERE, Place, Places, models_in_use
 
 VLLM_START_SHARE = 0.8
 """Of the longest wait for an executor; the rest is for its process, and to hear why vLLM did not start."""
@@ -37,7 +37,7 @@ def executor_spec(
     )
 
 
-def model_specs(config: RunConfig, checkpoints: Path, seats: Seats) -> list[ExecutorSpec]:
+def model_specs(config: RunConfig, checkpoints: Path, places: Places) -> list[ExecutorSpec]:
     """One executor for each of `models_in_use`; `checkpoints` are the run's."""
     targets = {
         "reward-model": "reward_model:RewardModelExecutor",
@@ -51,7 +51,7 @@ def model_specs(config: RunConfig, checkpoints: Path, seats: Seats) -> list[Exec
         options["critic"] = {"num_ranks": num_ranks, "checkpoint_folder": str(checkpoints), "rendezvous": rendezvous}
     return [
         executor_spec(
-            name, targets[name], settings.threads, place=seats.place(name), config=config, **options.get(name, {})
+            name, targets[name], settings.threads, place=places.place(name), config=config, **options.get(name, {})
         )
         for name, settings in models.items()
     ]

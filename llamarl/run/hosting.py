@@ -19,7 +19,7 @@ class NoRoom(ConfigError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
+class HostAssignment:
     """Where one executor is."""
 
     wanted: Wanted
@@ -40,7 +40,7 @@ class Hosting:
     def __init__(self, config: RunConfig, hosts: Mapping[str, Host]) -> None:
         """`hosts`: those that are here, by name; it changes as they come and go."""
         self._config, self._hosts = config, hosts
-        self._seats = dict[str, Seat]()
+        self._assigned = dict[str, HostAssignment]()
         for wanted in wanted_executors(config):
             if wanted.device not in ("cpu", "cuda"):
                 raise ConfigError(
@@ -55,24 +55,24 @@ class Hosting:
                 raise NoRoom("generator.replicas = 'auto', and no host has room for a generator; add hosts")
 
     def place(self, executor: str) -> Place:
-        """Of one that has a seat."""
-        return self._seats[executor].place
+        """Of one that has been placed."""
+        return self._assigned[executor].place
 
     def of_role(self, role: str) -> list[str]:
-        """Executors that have a seat."""
-        return [name for name, seat in self._seats.items() if seat.wanted.role == role]
+        """Executors that have been placed."""
+        return [name for name, one in self._assigned.items() if one.wanted.role == role]
 
     def on_host(self, name: str) -> list[str]:
-        """Executors whose seat is there."""
-        return [executor for executor, seat in self._seats.items() if name in seat.hosts]
+        """Executors that are there."""
+        return [executor for executor, one in self._assigned.items() if name in one.hosts]
 
     def take_generator(self, number: int) -> Place:
-        """A seat for one more. Raises NoRoom."""
+        """For one more. Raises NoRoom."""
         return self.take(self._generator(number)).place
 
     def leave(self, executor: str) -> None:
         """Its devices are free; it may have none any more."""
-        self._seats.pop(executor, None)
+        self._assigned.pop(executor, None)
 
     def room(self) -> int:
         """For so many more generators, up to `generator.replicas`."""
@@ -83,28 +83,28 @@ class Hosting:
                 self.take(self._generator(0)._replace(executor=executor))
         except NoRoom:
             pass
-        taken = [self._seats.pop(executor) for executor in tried if executor in self._seats]
+        taken = [self._assigned.pop(executor) for executor in tried if executor in self._assigned]
         return len(taken)
 
     def table(self) -> list[str]:
         """Who computes where, a line each."""
         rows = [("executor", "ranks", "host", "devices")]
-        for name, seat in self._seats.items():
-            devices = [f"cuda {ranges(own)}" if own else "cpu" for own in seat.devices]
-            for host, own in zip(seat.hosts, devices, strict=True):
-                rows.append((name, str(seat.wanted.num_ranks // len(seat.hosts)), host, own))
+        for name, one in self._assigned.items():
+            devices = [f"cuda {ranges(own)}" if own else "cpu" for own in one.devices]
+            for host, own in zip(one.hosts, devices, strict=True):
+                rows.append((name, str(one.wanted.num_ranks // len(one.hosts)), host, own))
         return aligned(rows)
 
-    def take(self, wanted: Wanted) -> Seat:
+    def take(self, wanted: Wanted) -> HostAssignment:
         """Raises NoRoom."""
-        seat = self._seats[wanted.executor] = self._seat(wanted)
-        return seat
+        one = self._assigned[wanted.executor] = self._assign(wanted)
+        return one
 
     def _generator(self, number: int) -> Wanted:
         generator = self._config.generator
         return Wanted(f"generator-{number}", "generator", generator.tensor_parallel, generator.device)
 
-    def _seat(self, wanted: Wanted) -> Seat:
+    def _assign(self, wanted: Wanted) -> HostAssignment:
         """Raises NoRoom."""
         names, num_ranks = list(self._candidates(wanted)), wanted.num_ranks
         if wanted.device == "cpu":
@@ -115,13 +115,15 @@ class Hosting:
                     f"cluster.place.{wanted.role} matches {len(hosts)} hosts ({', '.join(hosts)}), which cannot share "
                     f"{num_ranks} ranks evenly; name others, or change {wanted.role}.parallelism"
                 )
-            return Seat(wanted=wanted, hosts=tuple(hosts), devices=((),) * len(hosts))
+            return HostAssignment(wanted=wanted, hosts=tuple(hosts), devices=((),) * len(hosts))
         free = {name: self._free_devices(name) for name in names}
         for num_hosts in (number for number in range(1, num_ranks + 1) if not num_ranks % number):
             each = num_ranks // num_hosts
             able = [name for name in names if len(free[name]) >= each][:num_hosts]
             if len(able) == num_hosts and (num_hosts == 1 or wanted.role in ("trainer", "critic")):
-                return Seat(wanted=wanted, hosts=tuple(able), devices=tuple(free[name][:each] for name in able))
+                return HostAssignment(
+                    wanted=wanted, hosts=tuple(able), devices=tuple(free[name][:each] for name in able)
+                )
         has = ", ".join(f"{name} has {len(devices)}" for name, devices in free.items())
         table = "".join(f"\n  {line}" for line in self.table())
         raise NoRoom(f"{wanted.executor} needs {num_ranks} GPUs, and of those that are free {has}:{table}")
@@ -153,16 +155,16 @@ class Hosting:
         yield from names
 
     def _hosts_of(self, *roles: str) -> set[str]:
-        return {host for seat in self._seats.values() if seat.wanted.role in roles for host in seat.hosts}
+        return {host for one in self._assigned.values() if one.wanted.role in roles for host in one.hosts}
 
-    def _generators_at(self, name: str) -> list[Seat]:
-        return [seat for seat in self._seats.values() if seat.wanted.role == "generator" and name in seat.hosts]
+    def _generators_at(self, name: str) -> list[HostAssignment]:
+        return [one for one in self._assigned.values() if one.wanted.role == "generator" and name in one.hosts]
 
     def _free_devices(self, name: str) -> tuple[int, ...]:
         taken = {
             device
-            for seat in self._seats.values()
-            for host, devices in zip(seat.hosts, seat.devices, strict=True)
+            for one in self._assigned.values()
+            for host, devices in zip(one.hosts, one.devices, strict=True)
             if host == name
             for device in devices
         }
@@ -172,8 +174,8 @@ class Hosting:
         """For a generator on its CPU; a host with none of them takes one in any case."""
         threads = self._config.generator.threads * num_ranks
         busy = 0
-        for seat in self._seats.values():
-            if name in seat.hosts:
-                settings = getattr(self._config, seat.wanted.role, None)
-                busy += getattr(settings, "threads", 1) * seat.wanted.num_ranks // len(seat.hosts)
+        for one in self._assigned.values():
+            if name in one.hosts:
+                settings = getattr(self._config, one.wanted.role, None)
+                busy += getattr(settings, "threads", 1) * one.wanted.num_ranks // len(one.hosts)
         return not self._generators_at(name) or busy + threads <= self._hosts[name].inventory.cores

@@ -117,17 +117,17 @@ class Placement:
         return {"CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in devices), PLACED: "1"}
 
 
-class Seats(Protocol):
+class Places(Protocol):
     """Where executors of a run are started, now and later."""
 
     def place(self, executor: str) -> Place:
-        """Of one that has a seat."""
+        """Of one that has been placed."""
 
     def of_role(self, role: str) -> list[str]:
-        """Executors that have a seat."""
+        """Executors that have been placed."""
 
     def take_generator(self, number: int) -> Place:
-        """A seat for one more. Raises ConfigError: there is no room."""
+        """For one more. Raises ConfigError: there is no room."""
 
     def leave(self, executor: str) -> None:
         """Its devices are free; it may have none any more."""
@@ -136,25 +136,25 @@ class Seats(Protocol):
         """For so many more generators."""
 
 
-class LocalSeats:
+class LocalPlaces:
     """On one machine there is room for as many generators as at the start."""
 
     def __init__(self, placement: Placement) -> None:
-        self._seats = {one.executor: Place(env=placement.env(one.executor)) for one in placement.assignments}
+        self._assigned = {one.executor: Place(env=placement.env(one.executor)) for one in placement.assignments}
         self._vacant = list[Place]()
 
     def place(self, executor: str) -> Place:
-        return self._seats[executor]
+        return self._assigned[executor]
 
     def of_role(self, role: str) -> list[str]:
-        return [name for name in self._seats if name.split("-")[0] == role]
+        return [name for name in self._assigned if name.split("-")[0] == role]
 
     def take_generator(self, number: int) -> Place:
-        place = self._seats[f"generator-{number}"] = self._vacant.pop()
+        place = self._assigned[f"generator-{number}"] = self._vacant.pop()
         return place
 
     def leave(self, executor: str) -> None:
-        if place := self._seats.pop(executor, None):
+        if place := self._assigned.pop(executor, None):
             self._vacant.append(place)
 
     def room(self) -> int:

@@ -40,7 +40,7 @@ from llamarl.run.executors import (
 from llamarl.run.folder import RunFolder
 from llamarl.run.hosting import Hosting
 from llamarl.run.hosts import Elastic, gathered
-from llamarl.run.placement import LocalSeats, Seats, place
+from llamarl.run.placement import LocalPlaces, Places, place
 from llamarl.run.prepare import Prepared
 
 
@@ -149,10 +149,10 @@ class _Run:
         if math.isnan(self._outcome.loop_ended_s):
             self._outcome.loop_ended_s = now_s()
 
-    async def _seats(self, screen: Screen) -> Seats:
+    async def _places(self, screen: Screen) -> Places:
         """Where executors are started; with several hosts, once these have called. Raises ConfigError."""
         if self._registry is None:
-            return LocalSeats(self._placement or place(self._config))
+            return LocalPlaces(self._placement or place(self._config))
         settings = self._config.cluster
         screen.phase(f"waiting at {settings.listen} for hosts to call, {settings.num_hosts} in all")
         self._hosting = await gathered(self._config, self._registry, self._folder.path)
@@ -162,7 +162,7 @@ class _Run:
 
     async def _spawn(self, cluster: Cluster, screen: Screen) -> Executors:
         config, timeout_s = self._config, self._config.cluster.start_timeout_s
-        seats = await self._seats(screen)
+        places = await self._places(screen)
         screen.phase("starting executors")
         generator = GeneratorSpecs(
             config=config, delta=config.weight_sync.delta, vllm=vllm_settings(config, self._folder.logs),
@@ -170,29 +170,29 @@ class _Run:
         )  # fmt: skip
         specs = [
             executor_spec("trainer", "trainer:TrainerExecutor", config.trainer.threads,
-                          (num_ranks := config.trainer.parallelism.num_ranks), place=seats.place("trainer"),
+                          (num_ranks := config.trainer.parallelism.num_ranks), place=places.place("trainer"),
                           config=config,
                           rendezvous=open_rendezvous(num_ranks, timeout_s),
                           checkpoint_folder=str(self._folder.checkpoints), resume=self._resume),
-            executor_spec("reward", "reward:RewardExecutor", 1, place=seats.place("reward"),
+            executor_spec("reward", "reward:RewardExecutor", 1, place=places.place("reward"),
                           model_path=config.model.path, config=config.reward),
         ]  # fmt: skip
-        specs += (models := model_specs(config, self._folder.checkpoints, seats))
-        specs += (generator(int(name.split("-")[1]), seats.place(name)) for name in seats.of_role("generator"))
+        specs += (models := model_specs(config, self._folder.checkpoints, places))
+        specs += (generator(int(name.split("-")[1]), places.place(name)) for name in places.of_role("generator"))
         trainer, reward, *others = await spawn_all(cluster, specs, timeout_s)
         for handle in (generators := others[len(models) :]):
-            handle.failed.add_done_callback(lambda _, name=handle.name: seats.leave(name))
+            handle.failed.add_done_callback(lambda _, name=handle.name: places.leave(name))
 
         async def spawn_generator(number: int) -> ExecutorHandle:
             """Where there is room."""
             name = f"generator-{number}"
-            spec = generator(number, seats.take_generator(number))
+            spec = generator(number, places.take_generator(number))
             try:
                 handle = await cluster.spawn(spec, timeout_s)
             except BaseException:
-                seats.leave(name)
+                places.leave(name)
                 raise
-            handle.failed.add_done_callback(lambda _: seats.leave(name))
+            handle.failed.add_done_callback(lambda _: places.leave(name))
             return handle
 
         return Executors(
@@ -201,7 +201,7 @@ class _Run:
             models={handle.name: handle for handle in others[: len(models)]},
             generators=generators,
             spawn_generator=spawn_generator,
-            room=seats.room,
+            room=places.room,
             may_grow=self._hosting is not None,
         )
 

@@ -1,0 +1,48 @@
+"""How processes ended, and their end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import struct
+from contextlib import suppress
+
+_PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
+"""From linux/pidfd.h."""
+
+
+def kill_group(pid: int) -> None:
+    """Ends a rank, if it still runs, and the processes that it has started and left behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def cause_of(report: str) -> str:
+    """What Monarch's report of a lost process says, in one line."""
+    if killed := re.search(r"Killed\(sig=(\d+)\)", report):
+        return killed_by(int(killed[1]))
+    if ended := re.search(r"(?:exit_code[=:] ?|exited with non-zero code )(\d+)", report):
+        return f"ended with exit code {ended[1]}"
+    if "process exited cleanly" in report:
+        return "ended with exit code 0"
+    return f"cannot be reached: {' '.join(report.split())[-300:]}"
+
+
+def cause_of_reaped(descriptor: int) -> str | None:
+    """How a process ended that somebody else has waited for; None on Linux before 6.15, which does not tell."""
+    info = bytearray(64)  # struct pidfd_info: a mask first, the wait status last
+    struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
+    try:
+        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, info)
+    except OSError:
+        return None
+    if not struct.unpack_from("Q", info)[0] & _PIDFD_INFO_EXIT:
+        return None
+    code = os.waitstatus_to_exitcode(struct.unpack_from("i", info, 60)[0])
+    return killed_by(-code) if code < 0 else f"ended with exit code {code}"
+
+
+def killed_by(number: int) -> str:
+    return f"was killed by {signal.Signals(number).name}"
