@@ -6,8 +6,8 @@ has summed up: with log-sum-exps a and b and L = log(e^a + e^b), the output is e
 other. Backward gives each call the merged output and L, which makes its probabilities those of the whole softmax, and
 adds up what comes (as over the blocks of ring attention, arXiv 2310.01889).
 
-Shape suffixes: N packed tokens, R response tokens with a prompt, P tokens of the prompts of these, H heads, J key/value
-heads, K head dim.
+Shape suffixes: N packed tokens, S tokens of a sequence, Q of them that are queries, R response tokens with a prompt, P
+tokens of the prompts of these, H heads, J key/value heads, K head dim.
 """
 
 from __future__ import annotations
@@ -130,6 +130,11 @@ def flash_forward(q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor, segments: S
         segments.is_causal, False,
     )  # fmt: skip
     return out_N_H_K, lse_H_N
+
+
+def flash_of_last(q_1_H_Q_K: Tensor, k_1_J_S_K: Tensor, v_1_J_S_K: Tensor) -> Tensor:
+    """Causal attention of the last Q of S tokens."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q_1_H_Q_K, k_1_J_S_K, v_1_J_S_K, 0.0, True)[0]
 
 
 def flash_backward(

@@ -47,8 +47,8 @@ def gives_memory_back() -> Iterator[None]:
 
 
 def generated(device: str, precision: Precision, prompt: int = 100, **options: Any) -> dict[tuple[int, int], Any]:
-    graphs = options.pop("graphs", None)
-    model = GeneratorModel(SHAPE, precision, device)
+    graphs, kv_dtype = options.pop("graphs", None), options.pop("kv_dtype", "auto")
+    model = GeneratorModel(SHAPE, precision, device, kv_dtype=kv_dtype)
     model.load(new_model(SHAPE, 3, 0.05))
     engine = Engine(model, max_running=12, prefill_tokens=256, kv_bytes=64 << 20, graphs=graphs)
     rng = np.random.default_rng(0)
@@ -82,9 +82,12 @@ def test_float32_generates_as_a_processor_does() -> None:
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9, "top_k": 50}], ids=str)
-@pytest.mark.parametrize("precision", ["bfloat16", "fp8", "int8"])
-def test_graphs_draw_what_eager_steps_draw(precision: Precision, sampling: dict[str, Any]) -> None:
-    eager, graphed = (generated("cuda:0", precision, graphs=graphs, **sampling) for graphs in (False, True))
+@pytest.mark.parametrize(
+    ("precision", "kv_dtype"), [("bfloat16", "auto"), ("bfloat16", "fp8"), ("fp8", "auto"), ("int8", "auto")]
+)
+def test_graphs_draw_what_eager_steps_draw(precision: Precision, kv_dtype: str, sampling: dict[str, Any]) -> None:
+    options = {"kv_dtype": kv_dtype, **sampling}
+    eager, graphed = (generated("cuda:0", precision, graphs=graphs, **options) for graphs in (False, True))
     assert alike(eager, graphed) > 0.9
     for one in graphed.values():
         assert np.isfinite(one.behavior_logprobs_T).all()

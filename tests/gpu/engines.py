@@ -13,6 +13,7 @@ from llamarl.generation.model import GeneratorModel, KvPrecision, Precision
 from llamarl.models.hf import new_model
 from llamarl.models.shape import ModelShape
 from llamarl.types import GenerationRequest, SamplingParams
+from tests.gpu.kernels import CALLS
 from tests.gpu.pretend import Ledger, ledger
 
 SIZES: dict[str, Any] = {
@@ -37,16 +38,23 @@ class Generated:
     """Largest difference of behavior log-probs to those of scoring."""
     steps: list[Ledger] = field(default_factory=list)
     """Of each step in which all rows decode, nothing is prefilled and nothing captured."""
+    flash_calls: int = 0
+    """For chunks of prompts."""
     scoring: Ledger = field(default_factory=Ledger)
 
 
 def generate(
-    family: str, precision: Precision, graphs: bool, sampling: dict[str, Any], kv_dtype: KvPrecision = "auto"
+    family: str,
+    precision: Precision,
+    graphs: bool,
+    sampling: dict[str, Any],
+    kv_dtype: KvPrecision = "auto",
+    prefill_tokens: int = 64,
 ) -> Generated:
     shape = ModelShape(**SIZES, family=family, tie_embeddings=family == "llama")
     model = GeneratorModel(shape, precision, "cuda:0", kv_dtype=kv_dtype)
     model.load(new_model(shape, 3, 0.2))
-    engine = Engine(model, max_running=8, prefill_tokens=64, kv_bytes=1 << 22, graphs=graphs)
+    engine = Engine(model, max_running=8, prefill_tokens=prefill_tokens, kv_bytes=1 << 22, graphs=graphs)
     engine.submit(
         GenerationRequest(
             group_id=group, prompt_token_ids_T=np.arange(1, 18 + group, dtype=np.int32), group_size=3,
@@ -54,6 +62,7 @@ def generate(
         )
         for group in range(2)
     )  # fmt: skip
+    CALLS.clear()
     found, shapes, behavior = Generated(), Counter[int](), dict[tuple[int, int], np.ndarray]()
     while engine.has_work:
         before = engine.stats()
@@ -66,6 +75,7 @@ def generate(
         for one in rollouts:
             key = one.group_id, one.index
             found.tokens[key], behavior[key] = one.token_ids_T.tolist(), one.behavior_logprobs_T
+    found.flash_calls = CALLS["flash of one"]
     sequences = [np.concatenate([np.arange(1, 18 + key[0]), tokens]) for key, tokens in found.tokens.items()]
     with ledger() as found.scoring:
         scores = engine.score(sequences)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from llamarl.models.flash_attention import Segments
 from tests.models import flash
 
 aten = torch.ops.aten
+CALLS = Counter[str]()
+"""Of kernels that a test asks for."""
 
 
 class Refused(RuntimeError):
@@ -77,6 +80,19 @@ def _flash_backward(
     )  # fmt: skip
 
 
+def _flash_of_one(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False,
+    *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Of a batch of one, heads first; heads may share keys."""
+    _require(len(q) == 1 and scale in (None, q.shape[-1] ** -0.5), "one sequence, scores over sqrt(head dim)")
+    bounds = [torch.tensor([0, x.shape[2]], dtype=torch.int32) for x in (q, k)]
+    given = (x[0].transpose(0, 1) for x in (q, k, v))
+    CALLS["flash of one"] += 1
+    out, lse, *rest = _flash_forward(*given, *bounds, q.shape[2], k.shape[2], dropout, is_causal, return_debug_mask)
+    return out.transpose(0, 1)[None], lse[None], *bounds, q.shape[2], k.shape[2], *rest
+
+
 def _check_flash(q: Tensor, k: Tensor, v: Tensor, *bounds: Tensor) -> None:
     _require(q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16), "16 bits, of one type")
     _require(all(one.stride(-1) == 1 for one in (q, k, v)), "channels lie next to each other")
@@ -111,6 +127,7 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten._fused_sdp_choice.default: _fused_choice,
     aten._flash_attention_forward.default: _flash_forward,
     aten._flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_flash_attention.default: _flash_of_one,
     aten.index_add_.default: _added,
 }
 """Those that differ from the CPU's."""

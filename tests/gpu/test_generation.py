@@ -31,6 +31,15 @@ def test_graphs_and_eager_steps_draw_alike(on_gpu: Run, family: str, precision: 
     assert all(step.kernels < 20 for step in graphed.steps)
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_chunks_of_prompts_go_by_flash_attention(on_gpu: Run, kv_dtype: str) -> None:
+    """Two prompts of 17 and 18 tokens in chunks of at most 7, by one call a layer for each."""
+    whole, chunked = (on_gpu(engines.generate, "qwen3", "bfloat16", False, SAMPLED, kv_dtype, n) for n in (64, 7))
+    assert whole.flash_calls == 2 * 2 and chunked.flash_calls == 2 * 6
+    assert chunked.tokens.keys() == whole.tokens.keys() and chunked.finite
+    assert chunked.apart < (APART if kv_dtype == "auto" else 2)
+
+
 def test_a_cache_in_float8_costs_no_wait(on_gpu: Run) -> None:
     """Its rounding is all that is between behavior log-probs and those of scoring, which has no cache."""
     eager, graphed = (on_gpu(engines.generate, "qwen3", "bfloat16", graphs, SAMPLED, "fp8") for graphs in (False, True))

@@ -16,8 +16,9 @@ def probabilities(q: Tensor, k: Tensor, lse_H_Q: Tensor | None, is_causal: bool)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores_H_Q_S = torch.einsum("qhk,shk->hqs", q, k) / math.sqrt(q.shape[-1])
     if is_causal:
-        assert scores_H_Q_S.shape[1] == scores_H_Q_S.shape[2]
-        scores_H_Q_S = scores_H_Q_S.masked_fill(torch.ones_like(scores_H_Q_S, dtype=torch.bool).triu(1), -torch.inf)
+        ahead = 1 + scores_H_Q_S.shape[2] - scores_H_Q_S.shape[1]  # the last query sees the last key
+        assert ahead >= 1, "queries before all keys would see none"
+        scores_H_Q_S = scores_H_Q_S.masked_fill(torch.ones_like(scores_H_Q_S, dtype=torch.bool).triu(ahead), -torch.inf)
     lse_H_Q = scores_H_Q_S.logsumexp(-1) if lse_H_Q is None else lse_H_Q
     return (scores_H_Q_S - lse_H_Q[:, :, None]).exp(), lse_H_Q
 
