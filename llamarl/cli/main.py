@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "predict step time and find the best layout for a cluster",
     "profile": "turn a short run into measured constants for plan and simulate",
     "simulate": "run the real controller in virtual time on a simulated cluster",
+    "launch": "hand a run on several hosts to Slurm or Kubernetes",
     "certs": "make the certificates by which the hosts of a run know each other",
     "host": "lend this machine to a run on several hosts",
     "doctor": "check that this machine can run llamarl",

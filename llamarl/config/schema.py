@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from llamarl.config.cluster import ClusterConfig
 from llamarl.config.device import Device
+from llamarl.config.launch import LaunchConfig
 from llamarl.config.ref import Ref
 from llamarl.config.roles import CriticConfig, ReferenceConfig, RewardModelConfig
 from llamarl.config.section import Section
@@ -200,6 +201,7 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
+    launch: LaunchConfig = LaunchConfig()
     screen: ScreenConfig = ScreenConfig()
 
     @model_validator(mode="after")

@@ -1,0 +1,1 @@
+"""The same run under a scheduler: templates, and what fills them."""
