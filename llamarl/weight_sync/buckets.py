@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import DTYPE_BYTES
-from llamarl.weight_sync.base import Part
+from llamarl.weight_sync.base import Part, part_of
 from llamarl.weight_sync.delta import encode, message_bytes
 from llamarl.weight_sync.layout import ALIGNMENT_BYTES, Layout, TensorSpec
 
-BUCKET_BYTES = 16 << 20
+BUCKET_BYTES = 4 << 20
+"""Small enough that a chain of relays fills soon, large enough that what each costs does not count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,34 @@ def packed(layout: Layout, flat: Tensor, part: Part, start: int) -> Tensor:
     spec = layout.specs[part.tensor]
     end = start + spec.bytes_of(part.box)
     return flat[start:end].view(getattr(torch, spec.dtype)).view(spec.shape_of(part.box))
+
+
+def pieces(
+    layout: Layout, tensors: Mapping[str, Tensor], bucket: Bucket, put_by: list[tuple[Tensor, Tensor]] | None = None
+) -> list[memoryview]:
+    """The memory of a bucket's bytes, one behind the other, over a rank's tensors and the gaps between.
+
+    Args:
+        put_by: for who fills it: gets (where it belongs, what is filled) for parts that are not one piece of memory.
+            None: for who reads it.
+    """
+    found, end = list[memoryview](), bucket.start
+    for part, start in bucket.parts:
+        found.append(memoryview(bytearray(start - end)))
+        target = part_of(layout, tensors, part)
+        if put_by is None or target.is_contiguous():
+            piece = target.contiguous()
+        else:
+            piece = torch.empty(target.shape, dtype=target.dtype)
+            put_by.append((target, piece))
+        found.append(memory_of(piece))
+        end = start + piece.nbytes
+    return [*found, memoryview(bytearray(bucket.start + bucket.num_bytes - end))]
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Its bytes; it is contiguous and in this machine's memory."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def changes(layout: Layout, flat: Tensor, base: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:

@@ -51,16 +51,13 @@ class PackedPublisher(Publisher):
         folder: Path | None = None,
         *,
         host: str = "",
-        timeout_s: float = 60.0,
         **options: Any,
     ) -> None:
         """
         Args:
             host: an address of this machine that generators can reach; empty: where this process listens.
-            timeout_s: for a generator rank to answer.
         """
         super().__init__(plan, exchange, folder, **options)
-        self._timeout_s = timeout_s
         self._slots = dict[int, Slot]()
         """By version."""
         self._buckets = [

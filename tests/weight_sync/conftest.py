@@ -133,8 +133,8 @@ class World:
         ]
         exchange_among([connection for _, connection in self.trainers])
 
-    def add_generator(self, rank: int) -> None:
-        options = self._options | ({"timeout_s": 10.0} if self._transport != "file" else {})
+    def add_generator(self, rank: int, **more: Any) -> None:
+        options = self._options | ({"timeout_s": 10.0} if self._transport != "file" else {}) | more
         self.generators.append((*self._start(processes.generator, self.specs[rank], rank, options), rank))
 
     def publish(self, version: int, in_use: Sequence[int] = ()) -> Address:

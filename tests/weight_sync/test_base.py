@@ -63,7 +63,7 @@ class TestPlan:
 
 
 def test_packed_parts_do_not_overlap_and_buckets_are_bounded() -> None:
-    layout = lay_out([spec("big", (3 * BUCKET_BYTES // 4000, 1000)), *(spec(f"w{i}", (i, 3)) for i in range(9))])
+    layout = lay_out([spec("big", (3 * (BUCKET_BYTES // 4000), 1000)), *(spec(f"w{i}", (i, 3)) for i in range(9))])
     (plan,) = plan_writers([layout], [[*layout.specs]])
     buckets, end, elements = into_buckets(layout, plan.parts[0]), 0, 0
     for bucket in buckets:

@@ -41,7 +41,7 @@ def right(tensors: Mapping[str, Tensor], version: int) -> bool:
 @pytest.fixture
 def publisher() -> Iterator[NixlPublisher]:
     (plan,) = plan_writers([lay_out(SPECS)], [HELD])
-    made = NixlPublisher(plan, lambda value: [value], timeout_s=5)
+    made = NixlPublisher(plan, lambda value: [value])
     yield made
     made.close()
 
@@ -164,7 +164,7 @@ def test_memory_that_is_not_used_any_more_is_given_up(publisher: NixlPublisher, 
 
 def test_a_rank_that_has_nothing_to_send_takes_part() -> None:
     idle = next(one for one in plan_writers([lay_out(HELD[:1])], [HELD[:1]] * 2) if not one.parts[0])
-    publisher = NixlPublisher(idle, lambda value: [value], timeout_s=5)
+    publisher = NixlPublisher(idle, lambda value: [value])
     for version in range(5):
         publisher.publish(version, weights(version), range(version) if version < 4 else ())
     assert len(publisher._slots) == 2 and not publisher._registered

@@ -142,7 +142,7 @@ class TestPairs:
 
     @pytest.fixture
     def publisher(self) -> Iterator[P2pPublisher]:
-        made = P2pPublisher(alone(self.SPECS), lambda value: [value], timeout_s=5)
+        made = P2pPublisher(alone(self.SPECS), lambda value: [value])
         yield made
         made.close()
 
@@ -151,15 +151,16 @@ class TestPairs:
 
     def test_what_arrives_damaged_is_sent_again(self, publisher, monkeypatch) -> None:
         address, subscriber = publisher.publish(0, self.weights(0), ()), P2pSubscriber(self.SPECS, 0)
-        put, asked = P2pSubscriber._put, list[Any]()
+        take, asked = P2pSubscriber._take, list[Any]()
 
-        def put_damaged(self, bucket, scratch, tensors):
+        def take_damaged(self, request, rank, connection, bucket, deadline_s=None):
+            taken = take(self, request, rank, connection, bucket, deadline_s)
             if not asked:
-                scratch[7000] ^= 4  # on the wire, in w1
+                request.tensors["w1"].view(-1).view(torch.uint8)[1000] ^= 4  # on the wire
             asked.append(bucket)
-            put(self, bucket, scratch, tensors)
+            return taken
 
-        monkeypatch.setattr(P2pSubscriber, "_put", put_damaged)
+        monkeypatch.setattr(P2pSubscriber, "_take", take_damaged)
         tensors = subscriber.fetch(0, address)
         assert all((tensor == 0).all() for tensor in tensors.values())
         assert len(asked) == 2
@@ -175,7 +176,9 @@ class TestPairs:
     def test_a_pair_that_breaks_is_formed_anew(self, publisher) -> None:
         address, subscriber = publisher.publish(0, self.weights(0), ()), P2pSubscriber(self.SPECS, 0)
         subscriber.fetch(0, address)
-        subscriber._writers[0][0].group.abort()
+        for stream in subscriber._streams.values():
+            with socket.socket(fileno=os.dup(stream.connection.fileno())) as one:
+                one.shutdown(socket.SHUT_RDWR)
         address = publisher.publish(1, self.weights(1), ())
         assert (subscriber.fetch(1, address)["w3"] == 1).all()
         subscriber.close()

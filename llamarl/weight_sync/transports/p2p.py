@@ -1,84 +1,147 @@
-"""Across hosts: each trainer rank sends its parts straight to the generator ranks that need them.
+"""Across hosts: each trainer rank sends its parts straight to the generator ranks that need them, or to a relay.
 
-A trainer and a generator rank form a pair beside their own worlds. A failure ends only that pair; the next fetch forms
-another. Publishing copies the parts, packed, into a slot; a thread per generator rank sends from it what is asked for,
-in buckets, so the trainer waits for nobody.
+A generator rank connects to each trainer rank, several times where there are few: one stream does not fill a fast wire.
+A failure ends only that stream; the next fetch forms another. Publishing copies the parts, packed, into a slot; a
+thread per stream sends from it what is asked for, in buckets, so the trainer waits for nobody. Generator ranks on other
+hosts than the trainer's pass on what they have (`relays.py`).
 
 With `delta` on both sides a generator rank says which version it fetched last, its base, and is sent what changed since
-then if that version still lies in a slot. What it makes of them is proved like everything else; what fails is sent
-once more, whole.
+then if that version still lies in a slot, by the trainer rank itself. What it makes of them is proved like everything
+else; what fails is sent once more, whole.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.distributed import links
-from llamarl.distributed.pair import Pair
+from llamarl.distributed.links import BROKEN, own_address
 from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.weight_sync.base import Superseded, TransferFailed, part_of
-from llamarl.weight_sync.buckets import Bucket, changes, changes_bytes, into_buckets, packed, wanted
+from llamarl.distributed.streams import receive, send
+from llamarl.weight_sync.base import Superseded, TransferFailed
+from llamarl.weight_sync.buckets import Bucket, changes, changes_bytes, into_buckets, memory_of, pieces, wanted
 from llamarl.weight_sync.copying import NOTHING, CopyingSubscriber, Request
 from llamarl.weight_sync.layout import Address, TensorSpec
 from llamarl.weight_sync.packed import POLL_S, PackedPublisher, Slot
+from llamarl.weight_sync.relays import TIRED_VERSIONS, Chains, Relay, host_of
 
-MAX_THREADS = 8
-"""Trainer ranks that a generator rank receives from at once."""
-MAX_SENDS = 4
-"""Buckets that are on their way to a generator rank at once."""
-BROKEN = (*links.BROKEN, RuntimeError)
-"""What a pair does when the other process dies, hangs, or is none of ours."""
+MAX_THREADS = 16
+"""Streams that a generator rank receives at once."""
+MIN_STREAMS = 2
+"""Of each generator rank, over all trainer ranks. From one to one, a stream carries 3.2 GB/s of 5.9, two carry 6.2 and
+four no more (2 cores, network namespaces)."""
+
+
+class Wanted(NamedTuple):
+    """What a generator rank asks of a trainer rank, by one of its streams."""
+
+    version: int
+    stream: int
+    num_streams: int
+    """Each brings every so manieth bucket."""
+    only: list[int] | None = None
+    """Positions of tensors; None: all."""
+    base: int | None = None
+    """A version to which changes can be applied."""
+    first: int = 0
+    """Buckets of the stream that have come from a relay."""
+    place: str = ""
+    """Where the generator rank passes on what it receives; empty: it has no use for relays."""
+    left: tuple[str, int] | None = None
+    """A relay that failed it, and for how many versions others should leave it."""
+
+    def of(self, buckets: Sequence[Bucket]) -> list[Bucket]:
+        """Those to be sent."""
+        return wanted(buckets, self.only)[self.stream :: self.num_streams][self.first :]
+
+
+class Answer(NamedTuple):
+    """What a trainer rank says before it sends."""
+
+    is_there: bool
+    are_changes: bool = False
+    proof: np.ndarray | None = None
+    """uint64 [2, tensors]"""
+    relay: str = ""
+    """Where the buckets come from; empty: they follow."""
+    pace_s: float | None = None
+    """Seconds per byte that the trainer rank takes itself."""
 
 
 class P2pPublisher(PackedPublisher):
-    """A trainer rank: a thread per generator rank sends from a slot in this machine's memory."""
+    """A trainer rank: a thread per stream sends from a slot in this machine's memory."""
 
     TRANSPORT, TAKES_DELTA = "p2p", True
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._chains = Chains()
+        super().__init__(*args, **options)
+
+    def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:
+        address = super().publish(version, weights, in_use)
+        self._chains.forget(self._slots.keys() - {version})
+        return address
+
     def _serve(self, connection: Connection, digest: str) -> None:
-        number, name = self._numbers[digest], secrets.token_hex(8)
-        connection.send((name, self._plan.parts[number]))
+        number = self._numbers[digest]
         with suppress(*BROKEN):
-            pair = Pair(connection, self._store.rendezvous, name, 0, self._timeout_s)
-            with closing(pair):
-                while not self._closed:
-                    if connection.poll(POLL_S):
-                        self._send(pair, number, *connection.recv())
+            connection.send(self._plan.parts[number])
+            while not self._closed:
+                if connection.poll(POLL_S):
+                    self._send(connection, number, connection.recv())
 
-    def _send(self, pair: Pair, number: int, version: int, tensors: list[int] | None, base: int | None) -> None:
-        works = deque[Any]()
-        since = self._slots.get(base) if self._delta and base is not None else None
-        for piece in self._pieces(number, self._slots.get(version), tensors, since):
-            works.append(pair.send(piece))
-            if len(works) > MAX_SENDS:
-                works.popleft().wait()
-        for work in works:
-            work.wait()
-
-    def _pieces(self, number: int, slot: Slot | None, tensors: list[int] | None, base: Slot | None) -> Iterator[Tensor]:
-        """The head (whether it is there, whether changes follow, proofs), then the buckets or the changes in them."""
-        layout = self._plan.layouts[number]
-        head = np.zeros(2 + 2 * len(layout.specs), np.int64)
-        if slot is not None:
-            head[0], head[1], head[2:] = 1, base is not None, slot.proofs[number].view(np.int64).reshape(-1)
-        yield torch.from_numpy(head)
-        if slot is None:
+    def _send(self, connection: Connection, number: int, asked: Wanted) -> None:
+        """The answer, then buckets or the changes in them."""
+        if asked.left:
+            self._chains.leave(asked.left[0], asked.version, asked.left[1])
+        if (slot := self._slots.get(asked.version)) is None:
+            connection.send(Answer(is_there=False))
             return
-        for bucket in wanted(self._buckets[number], tensors):
+        layout, base = self._plan.layouts[number], self._base_of(asked)
+        relay = "" if base else self._relay_for(number, asked)
+        pace_s = self._chains.pace_s(number, asked.stream)
+        connection.send(Answer(True, base is not None, slot.proofs[number].copy(), relay, pace_s))
+        if relay:
+            return
+        start_s, buckets = time.monotonic(), asked.of(self._buckets[number])
+        for bucket in buckets:
             if base is None:
-                yield slot.flats[number][bucket.start : bucket.start + bucket.num_bytes]
+                send(connection, [memory_of(slot.flats[number][bucket.start : bucket.start + bucket.num_bytes])])
             else:
-                yield from changes(layout, slot.flats[number], base.flats[number], bucket)
+                numbers, message = changes(layout, slot.flats[number], base.flats[number], bucket)
+                connection.send(numbers.tolist())
+                send(connection, [memory_of(message)])
+        if base is None and asked.place:
+            num_bytes = sum(bucket.num_bytes for bucket in buckets)
+            self._chains.sent(number, asked.stream, time.monotonic() - start_s, num_bytes)
+
+    def _base_of(self, asked: Wanted) -> Slot | None:
+        return self._slots.get(asked.base) if self._delta and asked.base is not None else None
+
+    def _relay_for(self, number: int, asked: Wanted) -> str:
+        """Where somebody passes on what is asked for."""
+        if not asked.place or host_of(asked.place) == host_of(self._store.rendezvous.address):
+            return ""
+        return self._chains.relay_for((asked.version, number, asked.stream), asked.place)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """From a trainer rank."""
+
+    connection: Connection
+    buckets: tuple[Bucket, ...]
+    """All of the trainer rank's."""
 
 
 class P2pSubscriber(CopyingSubscriber):
@@ -90,87 +153,116 @@ class P2pSubscriber(CopyingSubscriber):
         rank: int,
         delta: bool = False,
         timeout_s: float = 60.0,
+        host: str = "",
     ) -> None:
+        """
+        Args:
+            timeout_s: for a trainer rank to send or answer.
+            host: an address of this machine that other generators can reach; empty: where this process listens.
+        """
         super().__init__(specs, rank, delta)
-        self._timeout_s = timeout_s
-        self._writers = dict[int, tuple[Pair, tuple[Bucket, ...]]]()
-        """Trainer ranks that this rank is paired with, and what each sends."""
+        self._timeout_s, self._host = timeout_s, host or own_address()
+        self._streams = dict[tuple[int, int], _Stream]()
+        """By trainer rank and number."""
+        self._relay: Relay | None = None
+        """None while nobody else's host needs what comes here."""
+        self._used = dict[tuple[int, int], str]()
+        """Where the buckets of a stream came from last, if from a relay."""
 
     def receive(self, request: Request, address: Address) -> tuple[np.ndarray, int]:
         places = [Rendezvous(place, address.publisher) for place in self.place_in(address).split(",")]
-        with ThreadPoolExecutor(min(MAX_THREADS, len(places)), "weight-receiver") as pool:
-            jobs = [pool.submit(self._pull_from, rank, place, request) for rank, place in enumerate(places)]
-        proofs, sizes = zip(*(job.result() for job in jobs), strict=True)
-        return np.stack(proofs), sum(sizes)
-
-    def _pull_from(self, rank: int, place: Rendezvous, request: Request) -> tuple[np.ndarray, int]:
-        """From one trainer rank. A pair that has broken since the last time is formed anew."""
-        is_used = rank in self._writers
+        if self._relay is None and any(host_of(place.address) != self._host for place in places):
+            self._relay = Relay(self.layout, self._host, address.publisher)
+        if self._relay and request.only is None:
+            self._relay.begin(request.version, request.tensors)
+        num = -(-MIN_STREAMS // len(places))
+        streams = [(rank, stream, num) for rank in range(len(places)) for stream in range(num)]
+        with ThreadPoolExecutor(min(MAX_THREADS, len(streams)), "weight-receiver") as pool:
+            jobs = [pool.submit(self._pull_from, *one, places[one[0]], request) for one in streams]
         try:
-            return self._receive(rank, place, request)
-        except Superseded:
+            proofs, sizes = zip(*(job.result() for job in jobs), strict=True)
+        except BaseException:
+            if self._relay:
+                self._relay.fail()
             raise
+        return np.stack(proofs[::num]), sum(sizes)
+
+    def _pull_from(
+        self, rank: int, number: int, num_streams: int, place: Rendezvous, request: Request
+    ) -> tuple[np.ndarray, int]:
+        """From one trainer rank. A stream that has broken since the last time is formed anew."""
+        is_used = (rank, number) in self._streams
+        try:
+            return self._receive(rank, number, num_streams, place, request)
         except BROKEN as error:
-            if (broken := self._writers.pop(rank, None)) is not None:
-                broken[0].close()
+            if (broken := self._streams.pop((rank, number), None)) is not None:
+                broken.connection.close()
             if is_used:
-                return self._pull_from(rank, place, request)
+                return self._pull_from(rank, number, num_streams, place, request)
             what = f"version {request.version} from trainer rank {rank} at {place.address}"
             raise TransferFailed(f"generator rank {self.rank} did not get {what}: {error}") from error
 
-    def _receive(self, rank: int, place: Rendezvous, request: Request) -> tuple[np.ndarray, int]:
-        if rank not in self._writers:
-            self._writers[rank] = self._pair_with(place)
-        pair, buckets = self._writers[rank]
-        pair.connection.send((request.version, request.only, request.base.version))
-        head = torch.empty(2 + 2 * len(self.layout.specs), dtype=torch.int64)
-        pair.receive(head).wait()
-        is_there, are_changes, *proof = head.tolist()
-        if not is_there:
-            raise Superseded(f"version {request.version} is no longer at trainer rank {rank}")
-        receive = self._receive_changes if are_changes else self._receive_buckets
-        num_bytes = receive(pair, wanted(buckets, request.only), request)
-        return np.array(proof, np.int64).view(np.uint64).reshape(2, -1), num_bytes
+    def _receive(
+        self, rank: int, number: int, num_streams: int, place: Rendezvous, request: Request
+    ) -> tuple[np.ndarray, int]:
+        key = rank, number
+        if key not in self._streams:
+            connection = place.connect(self.layout.digest, self._timeout_s)
+            cut = into_buckets(self.layout, connection.recv(), P2pPublisher.BUCKET_BYTES)
+            self._streams[key] = _Stream(connection, cut)
+        connection, all_buckets = self._streams[key].connection, self._streams[key].buckets
+        relay = self._relay if request.only is None else None
+        asked = Wanted(request.version, number, num_streams, request.only, request.base.version)
+        asked = asked._replace(place=relay.place if relay else "")
+        buckets, num_passed, take = asked.of(all_buckets), 0, partial(self._take, request, rank)
+        if (used := self._used.pop(key, "")) and request.only is not None and buckets:  # what it brought is damaged
+            asked = asked._replace(left=(used, TIRED_VERSIONS))
+        answer = self._ask(connection, asked, rank)
+        if answer.relay and relay:
+            num_passed, num_versions = relay.fetch(
+                answer.relay, request.version, rank, buckets, take, answer.pace_s, self._timeout_s / 2
+            )
+            self._used[key] = answer.relay
+            if num_passed < len(buckets):
+                rest = asked._replace(base=None, first=num_passed, place="", left=(answer.relay, num_versions))
+                self._ask(connection, rest, rank)
+        take_one = partial(self._take_changes, request) if answer.are_changes else take
+        sizes = [take_one(connection, bucket) for bucket in buckets[num_passed:]]
+        assert answer.proof is not None
+        return answer.proof, sum(sizes) + sum(bucket.num_bytes for bucket in buckets[:num_passed])
 
-    def _pair_with(self, rendezvous: Rendezvous) -> tuple[Pair, tuple[Bucket, ...]]:
-        connection = rendezvous.connect(self.layout.digest, self._timeout_s)
-        name, parts = connection.recv()
-        pair = Pair(connection, rendezvous, name, 1, self._timeout_s)
-        return pair, into_buckets(self.layout, parts)
+    def _ask(self, connection: Connection, asked: Wanted, rank: int) -> Answer:
+        connection.send(asked)
+        answer: Answer = connection.recv()
+        if not answer.is_there:
+            raise Superseded(f"version {asked.version} is no longer at trainer rank {rank}")
+        return answer
 
-    def _receive_buckets(self, pair: Pair, buckets: Sequence[Bucket], request: Request) -> int:
-        """Receives one bucket while the one before is put in place."""
-        size = max((bucket.num_bytes for bucket in buckets), default=0)
-        scratch = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
-        works = list[Any]()
-        for number, bucket in enumerate((*buckets, None)):
-            if bucket is not None:
-                works.append(pair.receive(scratch[number % 2][: bucket.num_bytes]))
-            if number:
-                works[number - 1].wait()
-                self._put(buckets[number - 1], scratch[(number - 1) % 2], request.tensors)
-        return sum(bucket.num_bytes for bucket in buckets)
+    def _take(
+        self, request: Request, rank: int, connection: Connection, bucket: Bucket, deadline_s: float | None = None
+    ) -> int:
+        """Straight into place where a part is one piece of memory there."""
+        elsewhere = list[tuple[Tensor, Tensor]]()
+        receive(connection, pieces(self.layout, request.tensors, bucket, elsewhere), deadline_s)
+        for target, piece in elsewhere:
+            target.copy_(piece)
+        if self._relay and request.only is None:
+            self._relay.arrived(rank, bucket)
+        return bucket.num_bytes
 
-    def _receive_changes(self, pair: Pair, buckets: Sequence[Bucket], request: Request) -> int:
+    def _take_changes(self, request: Request, connection: Connection, bucket: Bucket) -> int:
         """Applies what arrives to copies of the base's parts."""
-        num_bytes = 0
-        for bucket in buckets:
-            numbers = torch.empty(len(bucket.parts), dtype=torch.int64)
-            pair.receive(numbers).wait()
-            sizes = changes_bytes(self.layout, bucket, numbers.tolist())
-            message = torch.empty(sum(sizes), dtype=torch.uint8)
-            pair.receive(message).wait()
-            num_bytes += numbers.nbytes + message.nbytes
-            pieces = message.split_with_sizes(sizes)
-            for (part, _), number, piece in zip(bucket.parts, numbers.tolist(), pieces, strict=True):
-                self.put(request, part, number, piece)
-        return num_bytes
-
-    def _put(self, bucket: Bucket, scratch: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        for part, start in bucket.parts:
-            part_of(self.layout, tensors, part).copy_(packed(self.layout, scratch, part, start - bucket.start))
+        numbers = connection.recv()
+        sizes = changes_bytes(self.layout, bucket, numbers)
+        message = torch.empty(sum(sizes), dtype=torch.uint8)
+        receive(connection, [memory_of(message)])
+        for (part, _), number, piece in zip(bucket.parts, numbers, message.split_with_sizes(sizes), strict=True):
+            self.put(request, part, number, piece)
+        return 8 * len(numbers) + message.nbytes
 
     def close(self) -> None:
-        for pair, _ in self._writers.values():
-            pair.close()
-        self._writers, self._base = {}, NOTHING
+        for stream in self._streams.values():
+            stream.connection.close()
+        if self._relay:
+            self._relay.close()
+        self._streams, self._relay, self._base = {}, None, NOTHING

@@ -1,0 +1,206 @@
+"""Relays: a generator rank passes on what it receives, so a trainer rank sends each byte once, not once per host.
+
+The readers of a version form a chain, in the order in which they ask for it: the trainer rank sends to the first one,
+and every other one is told which reader before it passes the same bytes on, bucket by bucket, while they still arrive
+there. Whoever does not ask is in no chain, so nobody waits for one that stands still. Where readers share a host, one
+of them receives from another host and the rest from it.
+
+Nobody has to trust a relay: what the bytes must add up to comes from the trainer rank itself, and so do the bytes when
+a relay is gone, silent for `SILENT_S`, slower than the trainer by more than `SLOWER`, or when they do not prove right.
+One that was found so passes nothing on for a while.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+from torch import Tensor
+
+from llamarl.distributed.links import BROKEN
+from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
+from llamarl.distributed.streams import send
+from llamarl.weight_sync.buckets import Bucket, pieces
+from llamarl.weight_sync.layout import Layout
+
+SILENT_S = 2.0
+"""A relay that says nothing for so long is left; it tells twice a second that it still waits itself."""
+SLOWER = 4.0
+"""So many times the trainer's own time may pass, beside twice `SILENT_S`: one relay further up may have to be left."""
+TIRED_VERSIONS = 8
+"""For so many versions one that was left is a relay to nobody."""
+
+
+def host_of(place: str) -> str:
+    """Of `host:port`."""
+    return place.rpartition(":")[0]
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Readers of one stream of one version."""
+
+    asked: list[str] = field(default_factory=list)
+    """Where each passes on, in their order."""
+    tail: str = ""
+    """The last one that is on a host of its own; empty: nobody has it but the trainer."""
+
+
+class Chains:
+    """A trainer rank's: who receives from whom."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chains = dict[tuple[int, int, int], _Chain]()
+        """By version, layout and stream."""
+        self._tired = dict[str, int]()
+        """Relays that were left, with the version from which on they are used again."""
+        self._paces = dict[tuple[int, int], deque[float]]()
+        """Seconds per byte of what was sent to the first reader lately, by layout and stream."""
+
+    def relay_for(self, key: tuple[int, int, int], place: str) -> str:
+        """Where the reader at `place` finds a version; empty: at the trainer rank itself, as when it asks again."""
+        with self._lock:
+            chain = self._chains.setdefault(key, _Chain())
+            if place in chain.asked:
+                return ""
+            able = [one for one in chain.asked if self._tired.get(one, 0) <= key[0]]
+            near = [one for one in able if host_of(one) == host_of(place)]
+            chain.asked.append(place)
+            found = near[-1] if near else chain.tail if chain.tail in able else ""
+            if not near and self._tired.get(place, 0) <= key[0]:
+                chain.tail = place
+            return found
+
+    def leave(self, place: str, version: int, num_versions: int) -> None:
+        """It does not pass on `version` and others, so many in all."""
+        with self._lock:
+            self._tired[place] = version + num_versions
+
+    def forget(self, kept: Collection[int]) -> None:
+        """Versions that are not kept are gone, or published anew."""
+        with self._lock:
+            self._chains = {key: chain for key, chain in self._chains.items() if key[0] in kept}
+            newest = max(kept, default=0)
+            self._tired = {place: version for place, version in self._tired.items() if version > newest}
+
+    def sent(self, layout: int, stream: int, seconds: float, num_bytes: int) -> None:
+        """A first reader has received a whole stream."""
+        with self._lock:
+            self._paces.setdefault((layout, stream), deque(maxlen=TIRED_VERSIONS)).append(seconds / max(1, num_bytes))
+
+    def pace_s(self, layout: int, stream: int) -> float | None:
+        """Seconds per byte; None: not known yet."""
+        with self._lock:
+            return min(self._paces.get((layout, stream), ()), default=None)
+
+
+@dataclass(eq=False, slots=True)
+class _Passing:
+    """A version that a generator rank receives, or has received."""
+
+    number: int
+    version: int
+    tensors: Mapping[str, Tensor]
+    arrived: set[tuple[int, int]] = field(default_factory=set)
+    """Trainer rank and start of each bucket."""
+    is_over: bool = False
+    """It failed."""
+
+
+class Relay:
+    """A generator rank's: passes the two newest versions on to readers of the same layout."""
+
+    def __init__(self, layout: Layout, host: str, secret: str) -> None:
+        self._layout, self._secret = layout, secret
+        self._changed = threading.Condition()
+        self._newest = _Passing(0, -1, {}, is_over=True)
+        self._store = RendezvousStore(host=host, secret=secret, serve=self._serve)
+        self.place = self._store.rendezvous.address
+
+    def begin(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """From now on a version arrives in `tensors`, which stay as they are for as long as two newer ones do not."""
+        with self._changed:
+            self._newest = _Passing(self._newest.number + 1, version, tensors)
+            self._changed.notify_all()
+
+    def arrived(self, rank: int, bucket: Bucket) -> None:
+        """A bucket of the newest version, from a trainer rank or from a relay."""
+        with self._changed:
+            self._newest.arrived.add((rank, bucket.start))
+            self._changed.notify_all()
+
+    def fail(self) -> None:
+        """The newest version does not come any further."""
+        with self._changed:
+            self._newest = _Passing(self._newest.number, -1, {}, is_over=True)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends what is passed on."""
+        self._store.close()
+        with self._changed:
+            self._newest = _Passing(self._newest.number + 2, -1, {}, is_over=True)
+            self._changed.notify_all()
+
+    def _serve(self, connection: Connection, digest: str) -> None:
+        """One reader, in a thread; it finds the connection closed where there is no more to come."""
+        version, rank, buckets = connection.recv()
+        with self._changed:
+            passing = self._newest
+        if digest != self._layout.digest or passing.version != version:
+            return
+        for bucket in buckets:
+            while not self._is_there(passing, (rank, bucket.start)):
+                connection.send(False)
+                if self._newest is not passing:
+                    return
+            if self._newest.number - passing.number > 1:
+                return
+            connection.send(True)
+            send(connection, pieces(self._layout, passing.tensors, bucket))
+
+    def _is_there(self, passing: _Passing, key: tuple[int, int]) -> bool:
+        """Waits for that a little."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in passing.arrived or self._newest is not passing, SILENT_S / 4)
+            return key in passing.arrived
+
+    def fetch(
+        self,
+        place: str,
+        version: int,
+        rank: int,
+        buckets: Sequence[Bucket],
+        take: Callable[[Connection, Bucket, float], object],
+        pace_s: float | None,
+        timeout_s: float,
+    ) -> tuple[int, int]:
+        """Receives from another relay what a trainer rank has for this rank, and passes it on.
+
+        Args:
+            take: receives a bucket, by a time on the monotonic clock.
+            pace_s: seconds per byte that the trainer rank takes; None: not known, and `timeout_s` is for all.
+
+        Returns:
+            How many buckets came, and for how many versions nobody should ask there for the others.
+        """
+        start_s, num_bytes, num = time.monotonic(), 0, 0
+        try:
+            with Rendezvous(place, self._secret).connect(self._layout.digest, SILENT_S) as connection:
+                connection.send((version, rank, buckets))
+                for bucket in buckets:
+                    num_bytes += bucket.num_bytes
+                    allowed_s = timeout_s if pace_s is None else 2 * SILENT_S + SLOWER * pace_s * num_bytes
+                    while not connection.recv():
+                        if time.monotonic() - start_s > allowed_s:
+                            return num, TIRED_VERSIONS
+                    take(connection, bucket, start_s + allowed_s)
+                    num += 1
+        except BROKEN as error:
+            return num, TIRED_VERSIONS if isinstance(error, TimeoutError | BlockingIOError) else 1
+        return num, 0

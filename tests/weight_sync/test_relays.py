@@ -1,0 +1,272 @@
+"""Replicas on several hosts, here addresses of the loopback, pass weights on; what a relay does wrong harms nobody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import weight_processes as processes
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from in_process import Trainer, faults
+
+from llamarl.weight_sync import relays
+from llamarl.weight_sync.base import Superseded, TransferFailed
+from llamarl.weight_sync.relays import TIRED_VERSIONS, Chains, Relay, host_of
+from llamarl.weight_sync.transports import p2p
+from llamarl.weight_sync.transports.p2p import P2pPublisher, P2pSubscriber
+
+HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+SPECS = processes.wanted(2, "float32")
+SILENT_S = 0.3
+
+
+class Replicas:
+    """A trainer of two ranks on 127.0.0.1 and replicas of two ranks each, one replica on a host."""
+
+    def __init__(self, folder: Path, hosts: tuple[str, ...] = HOSTS) -> None:
+        self.trainer = Trainer("p2p", SPECS, 2, folder, host="127.0.0.1")
+        self.weights = dict[int, Any]()
+        self.ranks = [P2pSubscriber(specs, rank, host=host) for host in hosts for rank, specs in enumerate(SPECS)]
+
+    def publish(self, version: int, in_use: tuple[int, ...] = ()) -> Any:
+        self.weights[version] = processes.whole(version)
+        return self.trainer.publish(version, self.weights[version], in_use)
+
+    def fetch(self, version: int, address: Any) -> list[list[str]]:
+        """All ranks at once: the tensors of each that are wrong."""
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            jobs = [pool.submit(faults, one, version, address, self.weights[version]) for one in self.ranks]
+            return [job.result(20) for job in jobs]
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self.trainer.close()
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many buckets, and little patience."""
+    monkeypatch.setattr(P2pPublisher, "BUCKET_BYTES", 512)
+    monkeypatch.setattr(relays, "SILENT_S", SILENT_S)
+
+
+@pytest.fixture
+def replicas(tmp_path: Path) -> Iterator[Replicas]:
+    made = Replicas(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Bytes that trainer ranks and relays send, from now on."""
+    found = Counter[str]()
+
+    def counted(name: str, send: Callable[..., None]) -> Callable[..., None]:
+        def send_one(connection: Any, pieces: Any) -> None:
+            given = list(pieces)
+            found[name] += sum(piece.nbytes for piece in given)
+            send(connection, given)
+
+        return send_one
+
+    for module, name in ((p2p, "trainer"), (relays, "relays")):
+        monkeypatch.setattr(module, "send", counted(name, module.send))
+    return found
+
+
+def test_the_trainer_sends_each_byte_once_however_many_hosts_there_are(replicas, sent) -> None:
+    for version in range(3):
+        sent.clear()
+        assert not any(replicas.fetch(version, replicas.publish(version, (version - 1,))))
+        assert sent["relays"] == (len(HOSTS) - 1) * sent["trainer"]
+        copy = sum(spec.num_bytes for specs in SPECS for spec in specs)
+        assert copy <= sent["trainer"] < 1.3 * copy, "between small parts are gaps"
+
+
+def test_replicas_on_the_trainer_s_host_or_alone_take_no_relay(tmp_path, sent) -> None:
+    near = Replicas(tmp_path, ("127.0.0.1", "127.0.0.1", "127.0.0.2"))
+    assert not any(near.fetch(0, near.publish(0)))
+    assert sent["relays"] == 0
+    near.close()
+
+
+class Fault:
+    """What befalls the relay on one host before it passes on its bucket number `point`."""
+
+    def __init__(self, kind: str, host: str, point: int) -> None:
+        self._kind, self._host, self._point = kind, host, point
+        self._here, self._num, self._lock = threading.local(), 0, threading.Lock()
+        self.over = threading.Event()
+        self.struck = False
+
+    def is_there(self, relay: Relay, passing: Any, key: Any, found: Callable[..., bool]) -> bool:
+        """In place of `Relay._is_there`."""
+        there = found(relay, passing, key)
+        with self._lock:
+            self._num += there and host_of(relay.place) == self._host
+            strikes = there and host_of(relay.place) == self._host and self._num > self._point
+        self._here.damages = strikes and self._kind == "corrupt"
+        self.struck |= strikes
+        if strikes and self._kind == "die":
+            raise ConnectionResetError("dead")
+        if strikes and self._kind == "freeze":
+            self.over.wait(10)
+            raise ConnectionResetError("thawed")
+        if strikes and self._kind == "crawl":
+            time.sleep(0.1)
+        return there
+
+    def send(self, connection: Any, pieces: Any, send: Callable[..., None]) -> None:
+        """In place of `send`, which it damages."""
+        given = [memoryview(bytearray(piece)) for piece in pieces]
+        if getattr(self._here, "damages", False):
+            for piece in given:
+                if piece.nbytes:
+                    piece[0] ^= 1
+        send(connection, given)
+
+
+@pytest.mark.parametrize("kind", ["die", "freeze", "crawl", "corrupt"])
+@given(host=st.sampled_from(HOSTS), point=st.integers(0, 25))
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_relay_that_fails_at_any_moment_harms_nobody(kind, host, point, tmp_path) -> None:
+    """What it has not passed on comes from the trainer, in time and bit for bit, and the next version, too."""
+    fault, found, send = Fault(kind, host, point), Relay._is_there, relays.send
+    made = Replicas(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relays, "SLOWER", 1.0)
+        assert not any(made.fetch(0, made.publish(0)))
+        patch.setattr(Relay, "_is_there", lambda *args: fault.is_there(*args, found))
+        patch.setattr(relays, "send", lambda *args: fault.send(*args, send))
+        for version in (1, 2):
+            started_s = time.monotonic()
+            assert not any(made.fetch(version, made.publish(version, (version - 1,))))
+            assert time.monotonic() - started_s < 20 * SILENT_S
+        fault.over.set()
+    made.close()
+
+
+def test_one_that_was_silent_passes_nothing_on_for_a_while(replicas, monkeypatch) -> None:
+    """Each trainer rank is told of it once."""
+    found, leave, thawed, left = Relay._is_there, Chains.leave, threading.Event(), Counter[tuple[int, str]]()
+
+    def is_there(relay: Relay, *args: Any) -> bool:
+        if host_of(relay.place) == HOSTS[0] and not thawed.is_set():
+            thawed.wait(10)
+        return found(relay, *args)
+
+    def counted(chains: Chains, place: str, *args: int) -> None:
+        left[id(chains), place] += 1
+        leave(chains, place, *args)
+
+    monkeypatch.setattr(Relay, "_is_there", is_there)
+    monkeypatch.setattr(Chains, "leave", counted)
+    for version in range(TIRED_VERSIONS):
+        assert not any(replicas.fetch(version, replicas.publish(version, (version - 1,))))
+    thawed.set()
+    assert left and set(left.values()) == {1} and {host_of(place) for _, place in left} == {HOSTS[0]}
+
+
+def test_versions_stay_pure_while_the_trainer_publishes_on(replicas) -> None:
+    """Every rank fetches whatever is the newest, at its own pace, and gets that or learns that it is gone."""
+    newest, over, num = [0, replicas.publish(0)], threading.Event(), Counter[str]()
+
+    def follow(rank: P2pSubscriber) -> None:
+        while not over.is_set():
+            version, address = newest
+            try:
+                assert faults(rank, version, address, replicas.weights[version]) == []
+                num["fetched"] += 1
+            except Superseded:
+                num["superseded"] += 1
+
+    with ThreadPoolExecutor(len(replicas.ranks)) as pool:
+        jobs = [pool.submit(follow, rank) for rank in replicas.ranks]
+        for version in range(1, 12):
+            time.sleep(0.05)
+            newest[:] = version, replicas.publish(version, tuple(range(version - 4, version)))
+        over.set()
+        for job in jobs:
+            job.result(20)
+    assert num["fetched"] >= len(replicas.ranks)
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_processes_that_are_killed_or_stopped_pass_nothing_on(world, blow) -> None:
+    """Who would have received from them gets its weights from the trainer; a stopped one catches up."""
+    made = world("p2p", (2, 1, 1), 2, replicas=0, mortal=True)
+    for host in HOSTS[:2]:
+        for rank in range(2):
+            made.add_generator(rank, host=host)
+    first, second = made.generators[:2], made.generators[2:]
+    address = made.publish(0)
+    assert made.wrong(0, made.fetch(0, address)) == []
+    address, made.generators = made.publish(1, [0]), first
+    assert made.wrong(1, made.fetch(1, address)) == []
+    for process, _, _ in first:
+        os.kill(process.pid, blow)
+    made.generators, started_s = second, time.monotonic()
+    assert made.wrong(1, made.fetch(1, address)) == []
+    assert time.monotonic() - started_s < 10
+    if blow == signal.SIGSTOP:
+        for process, _, _ in first:
+            os.kill(process.pid, signal.SIGCONT)
+        made.generators = [*first, *second]
+        assert made.wrong(2, made.fetch(2, made.publish(2, [1]))) == []
+
+
+def test_a_trainer_that_is_gone_is_missed_by_all_in_time(tmp_path) -> None:
+    made = Replicas(tmp_path)
+    address = made.publish(0)
+    assert not any(made.fetch(0, address))
+    made.trainer.close()
+    for rank in made.ranks:
+        with pytest.raises((TransferFailed, Superseded)):
+            rank.fetch(1, address)
+    made.close()
+
+
+class TestChains:
+    def test_each_reader_has_one_before_it_and_hosts_receive_once(self) -> None:
+        chains, key = Chains(), (3, 0, 0)
+        places = ["b:1", "c:1", "b:2", "d:1", "c:2", "b:3"]
+        assert [chains.relay_for(key, place) for place in places] == ["", "b:1", "b:1", "c:1", "c:1", "b:2"]
+
+    def test_who_asks_again_gets_it_from_the_trainer(self) -> None:
+        """Its relay may by now be waiting for it."""
+        chains, key = Chains(), (3, 0, 0)
+        assert [chains.relay_for(key, place) for place in ("b:1", "c:1", "b:1", "c:1")] == ["", "b:1", "", ""]
+
+    def test_one_that_was_left_comes_last_for_some_versions(self) -> None:
+        chains = Chains()
+        assert [chains.relay_for((3, 0, 0), place) for place in ("b:1", "c:1")] == ["", "b:1"]
+        chains.leave("c:1", 3, TIRED_VERSIONS)
+        assert chains.relay_for((3, 0, 0), "d:1") == ""
+        assert [chains.relay_for((4, 0, 0), place) for place in ("b:1", "c:1", "d:1")] == ["", "b:1", "b:1"]
+        later = 3 + TIRED_VERSIONS
+        chains.forget(range(4, later))
+        assert [chains.relay_for((later, 0, 0), place) for place in ("b:1", "c:1", "d:1")] == ["", "b:1", "c:1"]
+
+    def test_a_version_that_is_published_anew_has_new_readers(self) -> None:
+        chains = Chains()
+        chains.relay_for((3, 0, 0), "b:1")
+        chains.forget({2})
+        assert chains.relay_for((3, 0, 0), "c:1") == ""
+
+    def test_the_fastest_of_the_last_sends_is_the_pace(self) -> None:
+        chains = Chains()
+        assert chains.pace_s(0, 0) is None
+        for seconds in (4.0, 2.0, 6.0):
+            chains.sent(0, 0, seconds, 2)
+        assert chains.pace_s(0, 0) == 1.0 and chains.pace_s(1, 0) is None
