@@ -15,7 +15,15 @@ PACKAGES = ("torch", "torchmonarch", "numpy", "pydantic", "tokenizers", "safeten
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code is 1 when something that a run needs is missing."""
-    parser = command_parser("doctor", "Check that this machine can run llamarl.")
+    parser = command_parser("doctor", "Check that this machine, or the hosts of a run, can run llamarl.")
+    parser.add_argument(
+        "--hosts",
+        metavar="RUN.toml",
+        help="wait for the hosts of this run, with settings as for `train`, and check them and the wires between them",
+    )
+    options, overrides = parser.parse_known_args(arguments)
+    if options.hosts:
+        return _hosts(options.hosts, overrides)
     parser.parse_args(arguments)
     print(f"python {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
     missing = False
@@ -44,4 +52,17 @@ def main(arguments: Sequence[str]) -> int:
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     print(f"GPUs: {', '.join(gpus) or 'none, CPU only'}")
     print(f"free disk here: {shutil.disk_usage('.').free / 1e9:.0f} GB")
+    return 0
+
+
+def _hosts(path: str, overrides: Sequence[str]) -> int:
+    """Who would be where, and how they reach each other. Raises ConfigError."""
+    from llamarl.config import ConfigError, load_config
+    from llamarl.run.hosts import inspect
+
+    config = load_config(path, overrides)
+    if config.cluster.kind != "hosts":
+        raise ConfigError(f"--hosts {path}: cluster.kind = {config.cluster.kind!r} has one machine; set 'hosts'")
+    print(f"waiting at {config.cluster.listen} for {config.cluster.num_hosts} hosts to call", flush=True)
+    inspect(config, lambda line: print(line, flush=True), measures=True)
     return 0

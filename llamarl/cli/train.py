@@ -65,14 +65,21 @@ def main(arguments: Sequence[str]) -> int:
 
 def _dry_run(config: RunConfig) -> int:
     """Who would compute where, as a comment, and all settings."""
+    from llamarl.run.hosts import inspect
     from llamarl.run.placement import place
     from llamarl.run.prepare import check_layout
 
-    placement = place(config)
-    if placement.lack:
-        print(f"llamarl train: {placement.lack}", file=sys.stderr)
+    table = list[str]()
+    if config.cluster.kind == "hosts":
+        print(f"llamarl train: waiting at {config.cluster.listen} for hosts to call", file=sys.stderr)
+        inspect(config, table.append, measures=False)
+    else:
+        placement = place(config)
+        table = placement.table()
+        if placement.lack:
+            print(f"llamarl train: {placement.lack}", file=sys.stderr)
     if Path(config.model.path).exists() or not config.model.warm_start:  # the warm start makes it on first use
         for warning in check_layout(config)[1]:
             print(f"llamarl train: {warning}", file=sys.stderr)
-    print("".join(f"# {line}\n" for line in placement.table()), dump_toml(config), sep="\n", end="")
+    print("".join(f"# {line}\n" for line in table), dump_toml(config), sep="\n", end="")
     return 0

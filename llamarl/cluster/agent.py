@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.cluster.certificates import client_context, monarch_env
-from llamarl.cluster.home import BROKEN, MAX_LINE_BYTES, SILENT_S, Line, count_devices, own_inventory
+from llamarl.cluster.home import BLAST_S, BROKEN, MAX_LINE_BYTES, SILENT_S, Line, count_devices, own_inventory
 from llamarl.cluster.start_up import LIFELINE
 from llamarl.config.errors import ConfigError
 
@@ -42,8 +42,6 @@ LOG_BYTES = 64 << 10
 LOG_BEHIND_BYTES = 4 << 20
 END_S = 3.0
 """For killed processes to be gone."""
-BLAST_S = 30.0
-"""Longest measurement of a wire."""
 PR_SET_CHILD_SUBREAPER = 36
 
 

@@ -22,6 +22,8 @@ from llamarl.config.section import Section
 
 BEAT_S = 0.5
 SILENT_S = 3.0
+BLAST_S = 30.0
+"""Longest measurement of a wire."""
 MAX_LINE_BYTES = 4 << 20
 BROKEN = (OSError, EOFError, TimeoutError, ValueError)
 """What a line does whose other end is gone, silent, or none of ours."""

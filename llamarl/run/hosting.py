@@ -49,10 +49,9 @@ class Hosting:
                 )
             self.take(wanted)
         if not config.generator.replicas:
-            for number in range(self.room()):
+            self.take_generator(0)
+            for number in range(1, 1 + self.room()):
                 self.take_generator(number)
-            if not self.of_role("generator"):
-                raise NoRoom("generator.replicas = 'auto', and no host has room for a generator; add hosts")
 
     def place(self, executor: str) -> Place:
         """Of one that has been placed."""
@@ -65,6 +64,10 @@ class Hosting:
     def on_host(self, name: str) -> list[str]:
         """Executors that are there."""
         return [executor for executor, one in self._assigned.items() if name in one.hosts]
+
+    def hosts_of(self, *roles: str) -> set[str]:
+        """Where executors of some roles are."""
+        return {host for one in self._assigned.values() if one.wanted.role in roles for host in one.hosts}
 
     def take_generator(self, number: int) -> Place:
         """For one more. Raises NoRoom."""
@@ -138,7 +141,7 @@ class Hosting:
     def _candidates(self, wanted: Wanted) -> Iterator[str]:
         """Hosts for an executor, the first the best. Raises NoRoom: there are none."""
         role, here = wanted.role, sorted(name for name, host in self._hosts.items() if not host.is_leaving)
-        with_trainer = self._hosts_of("trainer", "critic")
+        with_trainer = self.hosts_of("trainer", "critic")
         patterns = self._patterns("trainer", role) if role == "critic" else self._patterns(role)
         names = [name for name in here if not patterns or any(fnmatchcase(name, one) for one in patterns)]
         if role == "generator":
@@ -153,9 +156,6 @@ class Hosting:
             matching = f" that match cluster.place.{role} = {patterns}" if patterns else ""
             raise NoRoom(f"{wanted.executor} finds no host{matching}; these are here: {', '.join(here) or 'none'}")
         yield from names
-
-    def _hosts_of(self, *roles: str) -> set[str]:
-        return {host for one in self._assigned.values() if one.wanted.role in roles for host in one.hosts}
 
     def _generators_at(self, name: str) -> list[HostAssignment]:
         return [one for one in self._assigned.values() if one.wanted.role == "generator" and name in one.hosts]

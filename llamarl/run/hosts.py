@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from llamarl.cluster.api import ExecutorError
-from llamarl.cluster.home import BROKEN
+from llamarl.cluster.home import BLAST_S, BROKEN
 from llamarl.cluster.registry import Host, Registry
 from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.controller import Controller
@@ -19,6 +21,8 @@ from llamarl.controller.telemetry import Telemetry
 from llamarl.run.hosting import Hosting
 from llamarl.run.placement import models_in_use
 
+WIRE_BYTES = 256 << 20
+"""That are sent to measure a wire."""
 LOOK_S = 10.0
 """For a host to look for files; a network file system may be slow."""
 
@@ -42,11 +46,58 @@ async def gathered(config: RunConfig, registry: Registry, folder: Path | None) -
     return hosting
 
 
+def inspect(config: RunConfig, tell: Callable[[str], None], *, measures: bool) -> None:
+    """Waits for the hosts of a run, and says who would be where; nothing is started.
+
+    Args:
+        measures: how fast bytes go from each trainer host to each generator host, too.
+
+    Raises:
+        ConfigError: as `gathered`, or one host cannot reach another.
+    """
+    asyncio.run(_inspect(config, tell, measures))
+
+
+async def _inspect(config: RunConfig, tell: Callable[[str], None], measures: bool) -> None:
+    registry = Registry(Path(config.cluster.pki), None, tell)
+    try:
+        with TemporaryDirectory(dir=_existing(Path(config.output).absolute())) as folder:
+            hosting = await gathered(config, registry, Path(folder))
+        for host in registry.hosts.values():
+            tell(host.describe())
+        for line in hosting.table():
+            tell(line)
+        senders, receivers = (hosting.hosts_of(role) for role in ("trainer", "generator"))
+        for sender, receiver in product(sorted(senders), sorted(receivers)) if measures else ():
+            if sender != receiver:
+                speed = await _speed(registry.hosts[sender], registry.hosts[receiver])
+                tell(f"{sender} to {receiver}: {speed / 1e9:.2f} GB/s by one stream")
+    finally:
+        await registry.close()
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the one above it that is there."""
+    return next(one for one in (folder, *folder.parents) if one.is_dir())
+
+
+async def _speed(sender: Host, receiver: Host) -> float:
+    """Bytes per second. Raises ConfigError: there is no way from one to the other."""
+    wanted = {"num_bytes": WIRE_BYTES, "secret": secrets.token_hex(16)}
+    address = receiver.inventory.address
+    try:
+        port = (await receiver.ask("receive", **wanted))["port"]
+        return (await sender.ask("send", BLAST_S, address=address, port=port, **wanted))["bytes_per_s"]
+    except BROKEN as error:
+        raise ConfigError(f"from host {sender.name} to {receiver.name} ({address}): {error}") from None
+
+
 async def _look(config: RunConfig, hosting: Hosting, host: Host, folder: Path | None, token: str) -> None:
     """Raises ConfigError: a file is not there, or the folder of the run is another one."""
     executors = hosting.on_host(host.name)
     models = [config.model.path, *(one.path for one in models_in_use(config).values() if one.path)]
-    paths = [str(Path(path).absolute()) for path in (models if executors else [])]
+    here = [Path(path).absolute() for path in models if Path(path).exists()]  # a warm start may be to come
+    paths = [str(path) for path in here if executors]
     writes = folder is not None and any(name in ("trainer", "critic") for name in executors)
     shared = str(folder.absolute()) if folder is not None and writes else ""
     try:
