@@ -165,7 +165,7 @@ class Agent:
         """One stay: from the call to the end of the connection. Raises Refused, and what is in `BROKEN`."""
         line = await call(self._host, self._port, self._context, self._address)
         try:
-            run = str((await line.hear(CONTROLLER_SILENT_S))["run"])
+            run = await self._run_of(line)
             line.tell(**self._inventory.model_dump())
             self._welcomed(run, await line.hear(CONTROLLER_SILENT_S))
             engine = Engine(self._address, self._env, self._logs / f"host-{self._inventory.name}.log")
@@ -180,6 +180,14 @@ class Agent:
                 engine.end()
         finally:
             line.close()
+
+    async def _run_of(self, line: Line) -> str:
+        """Which one answers. Raises what is in `BROKEN`."""
+        try:
+            return str((await line.hear(CONTROLLER_SILENT_S))["run"])
+        except EOFError:  # asyncio hangs up where TLS has a reason to tell
+            name = self._inventory.name
+            raise EOFError(f"it hung up without a word: it ends, or does not accept {name}.crt, and says why") from None
 
     def _welcomed(self, run: str, message: dict[str, Any]) -> None:
         if reason := message.get("refused"):

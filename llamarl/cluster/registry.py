@@ -25,6 +25,8 @@ from llamarl.config.errors import ConfigError
 START_S = 30.0
 """For an agent that was let in to start the engine on its host."""
 
+DRIFT = 1e-4
+"""How fast clocks part at most: what is known of them gets worse with time."""
 BYE_S = 1.0
 """For hosts to hear that the run has ended."""
 
@@ -40,6 +42,7 @@ class Host:
         self.inventory, self.name, self.url = inventory, inventory.name, url
         self.offset_s = self.error_s = float("inf")
         """Its clock is this far ahead of ours, and how wrong that can be: half of the shortest way there and back."""
+        self._known_s = time.time()
         self.is_known = False
         """It has answered, so that its clock is known."""
         self.is_leaving = False
@@ -82,8 +85,9 @@ class Host:
         if answer is None:
             return
         heard_s = time.time()
-        if (heard_s - asked_s) / 2 < self.error_s:
-            self.error_s = (heard_s - asked_s) / 2
+        error_s, drift_s = (heard_s - asked_s) / 2, DRIFT * (heard_s - self._known_s)
+        if error_s < self.error_s + drift_s:
+            self.error_s, self._known_s = error_s, heard_s
             self.offset_s = float(message["time"]) - (asked_s + heard_s) / 2
         if not answer.done():
             answer.set_result(dict(message))
@@ -170,11 +174,12 @@ class Registry:
             await writer.start_tls(self._context, ssl_handshake_timeout=SILENT_S)
             line.tell(run=self._run)  # first: what was written before would hide why the caller is refused
             host = await self._admitted(line, peer, writer.get_extra_info("peercert"))
-        except (*BROKEN, ConfigError) as error:
-            self._refuse(line, peer, str(error) or type(error).__name__)
-        else:
             if host is not None:
                 await self._attend(host, line)
+        except (*BROKEN, ConfigError) as error:
+            self._refuse(line, peer, str(error) or type(error).__name__)
+        except asyncio.CancelledError:  # the run ends; asyncio's streams would report it as an error
+            pass
         finally:
             self._serving.remove(task)
             line.close()
@@ -182,9 +187,10 @@ class Registry:
     def _refuse(self, line: Line, peer: str, reason: str) -> None:
         with suppress(*BROKEN):
             line.tell(refused=reason)
-        if self._said.get(peer) != reason:  # it may try again and again
-            self._said[peer] = reason
-            self._tell(f"{peer} was refused as a host: {reason}")
+        said = f"{peer} was refused as a host: {reason}"
+        if self._said.get(peer) != said:  # it may try again and again
+            self._said[peer] = said
+            self._tell(said)
 
     async def _admitted(self, line: Line, peer: str, certificate: Mapping[str, Any]) -> Host | None:
         """A new host; None: somebody asked only that one may leave. Raises ConfigError, and what is in `BROKEN`."""

@@ -145,11 +145,12 @@ class Hosting:
         patterns = self._patterns("trainer", role) if role == "critic" else self._patterns(role)
         names = [name for name in here if not patterns or any(fnmatchcase(name, one) for one in patterns)]
         if role == "generator":
-            if not patterns:
+            if not patterns and wanted.device == "cpu":
                 names = [name for name in names if name not in with_trainer] or names
             if not self._config.generator.replicas and wanted.device == "cpu":
                 names = [name for name in names if self._has_cores(name, wanted.num_ranks)]
-            names.sort(key=lambda name: (len(self._generators_at(name)), name))
+            beside = with_trainer if not patterns else set[str]()
+            names.sort(key=lambda name: (name in beside, len(self._generators_at(name)), name))
         elif not patterns and role != "trainer":
             names.sort(key=lambda name: (name not in with_trainer, name))
         if not names:
