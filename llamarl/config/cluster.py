@@ -18,8 +18,8 @@ class PlaceConfig(Section):
     critic: list[str] = Field(default_factory=list)
     """Default: the trainer's."""
     generator: list[str] = Field(default_factory=list)
-    """Default: those without trainer and critic first, and CPUs of the others only if there are none; replicas are dealt
-    in turn."""
+    """Default: those without trainer and critic first, and CPUs of the others only if there are none; replicas are
+    dealt in turn."""
     reward: list[str] = Field(default_factory=list)
     """Default: the trainer's first host."""
     reward_model: list[str] = Field(default_factory=list)
