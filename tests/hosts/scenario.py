@@ -55,13 +55,13 @@ class Scenario:
         error = await asyncio.wait_for(self.executors[name].failed, WAIT_S)
         return [str(error), time.monotonic() - start_s]
 
-    async def offsets(self, name: str) -> list[float]:
+    async def span_age(self, name: str) -> float:
         """How old an executor's last span is when the clock of its host is 1,000 s ahead."""
         host = self.registry.hosts["b"]
         host.offset_s, host.error_s = 1000.0, -1.0
         await self.executors[name].call("sleep", 0.05, timeout_s=WAIT_S)
         spans = (await self.executors[name].status(WAIT_S)).spans
-        return [time.time() - spans[-1].end_s]
+        return time.time() - spans[-1].end_s
 
     async def stop(self, name: str) -> float:
         start_s = time.monotonic()
