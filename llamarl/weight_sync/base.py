@@ -336,3 +336,10 @@ def _require_whole_rows(plan: ReshardPlan) -> None:
             cause = f"trainer ranks hold parts of its rows, and the {wanted} values of a row need one scale"
             way_out = "a generator.tensor_parallel that is a multiple of the trainer's"
             raise LayoutError(group.names[0], f"{cause}; use generator.dtype = 'bfloat16', or {way_out}")
+
+
+def cuda(function: str, *arguments: int) -> None:
+    """Calls a function of CUDA's runtime. Raises RuntimeError."""
+    runtime: Any = torch.cuda.cudart()
+    if code := int(getattr(runtime, function)(*arguments)):
+        raise RuntimeError(f"{function} failed with CUDA error {code}")

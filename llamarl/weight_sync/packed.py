@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import secrets
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from llamarl.distributed.links import own_address
 from llamarl.distributed.rendezvous import RendezvousStore
-from llamarl.weight_sync.base import CPU, Exchange, NoFreeSlot, Publisher, WriterPlan
+from llamarl.weight_sync.base import CPU, Exchange, NoFreeSlot, Publisher, WriterPlan, cuda
 from llamarl.weight_sync.buckets import BUCKET_BYTES, into_buckets, packed
 from llamarl.weight_sync.layout import Address
 
@@ -66,6 +67,7 @@ class PackedPublisher(Publisher):
         ]
         self._numbers = {layout.digest: number for number, layout in enumerate(plan.layouts)}
         self._closed = False
+        self._is_pinned = not self.ON_DEVICE and self._device.type == "cuda"
         secret = exchange(secrets.token_hex(16))[0]
         self._store = RendezvousStore(host=host or own_address(), secret=secret, serve=self._serve)
         places = ",".join(exchange(self._store.rendezvous.address))
@@ -96,14 +98,19 @@ class PackedPublisher(Publisher):
 
     def _new_slot(self) -> Slot:
         sizes = [sum(bucket.num_bytes for bucket in buckets) for buckets in self._buckets]
-        device, is_pinned = (self._device, False) if self.ON_DEVICE else (CPU, self._device.type == "cuda")
+        device = self._device if self.ON_DEVICE else CPU
         return Slot(
-            flats=[torch.empty(size, dtype=torch.uint8, device=device, pin_memory=is_pinned) for size in sizes],
+            flats=[
+                _pinned(size) if size and self._is_pinned else torch.empty(size, dtype=torch.uint8, device=device)
+                for size in sizes
+            ],
             proofs=[np.zeros((2, len(layout.specs)), np.uint64) for layout in self._plan.layouts],
         )
 
     def _drop(self, slot: Slot) -> None:
         """A slot that is not needed any more."""
+        for flat in filter(Tensor.numel, slot.flats if self._is_pinned else ()):
+            cuda("cudaHostUnregister", flat.data_ptr())
 
     @abstractmethod
     def _serve(self, connection: Connection, digest: str) -> None:
@@ -112,4 +119,14 @@ class PackedPublisher(Publisher):
     def close(self) -> None:
         self._closed = True
         self._store.close()
+        if self._is_pinned:
+            for slot in self._slots.values():
+                self._drop(slot)
         self._slots = {}
+
+
+def _pinned(num_bytes: int) -> Tensor:
+    """Memory that a GPU writes into directly; torch's own would round it up to a power of two."""
+    flat = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    cuda("cudaHostRegister", flat.data_ptr(), num_bytes, 0)
+    return flat

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,6 +183,33 @@ class TestPairs:
         address = publisher.publish(1, self.weights(1), ())
         assert (subscriber.fetch(1, address)["w3"] == 1).all()
         subscriber.close()
+
+    def test_slots_that_a_gpu_writes_into_are_pinned_as_they_are(self, monkeypatch) -> None:
+        """Without rounding up, and given back with the slot."""
+        pinned, most = dict[int, int](), 0
+
+        class Runtime:
+            def cudaHostRegister(self, place: int, num_bytes: int, flags: int) -> int:
+                pinned[place] = num_bytes
+                return 0
+
+            def cudaHostUnregister(self, place: int) -> int:
+                return 0 if pinned.pop(place, None) else 713
+
+        monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=lambda: None))
+        publisher = P2pPublisher(alone(self.SPECS), lambda value: [value], device=torch.device("cuda"))
+        for version in range(6):
+            address = publisher.publish(version, self.weights(version), range(version) if version < 4 else (4,))
+            most = max(most, len(pinned))
+        size = sum(bucket.num_bytes for bucket in publisher._buckets[0])
+        assert most == 4 and len(pinned) == len(publisher._slots) < 4
+        assert set(pinned.values()) == {size} and size.bit_count() > 1 and all(place % 4096 == 0 for place in pinned)
+        subscriber = P2pSubscriber(self.SPECS, 0)
+        assert (subscriber.fetch(5, address)["w3"] == 5).all()
+        subscriber.close()
+        publisher.close()
+        assert not pinned
 
     def test_a_pair_leaves_nothing_behind(self) -> None:
         gc.collect()

@@ -36,6 +36,7 @@ from llamarl.weight_sync.base import (
     Superseded,
     TransferFailed,
     WriterPlan,
+    cuda,
     part_of,
     views,
 )
@@ -138,22 +139,16 @@ class SharedMemoryPublisher(Publisher):
         places = []
         for segment, layout in zip(self._segments, self._plan.layouts, strict=True):
             places.append(segment.tensors[slot][layout.specs[0].key].data_ptr())
-            _cuda("cudaHostRegister", places[-1], layout.num_bytes, 0)
+            cuda("cudaHostRegister", places[-1], layout.num_bytes, 0)
         return places
 
     def close(self) -> None:
         for place in (place for places in self._pinned.values() for place in places):
-            _cuda("cudaHostUnregister", place)
+            cuda("cudaHostUnregister", place)
         self._segments, self._pinned = [], {}
         for fd in self._fds:
             os.close(fd)
         self._fds = []
-
-
-def _cuda(function: str, *arguments: int) -> None:
-    runtime: Any = torch.cuda.cudart()
-    if code := int(getattr(runtime, function)(*arguments)):
-        raise RuntimeError(f"{function} failed with CUDA error {code}")
 
 
 class SharedMemorySubscriber(Subscriber):
