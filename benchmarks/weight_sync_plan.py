@@ -51,8 +51,8 @@ Estimates, not measurements: each GPU has one adapter of 50 GB/s each way (Conne
 to the other 7 of its host (NVLink 4); all links run at once and at full speed (`seconds`) or at the share that the
 planner assumes of software (`seconds_reached`); a transfer takes as long as its busiest link. Left out: time per
 message, casting and quantizing, congestion in the fabric, other traffic of trainers and generators, verification.
-Trainers and generators have hosts of their own. Relays overlap with what they relay; no transport carries them out yet,
-nor full precision for a receiver to quantize: `weight_sync` refuses such a pair of layouts.
+Trainers and generators have hosts of their own. Relays (`p2p`, through host memory) overlap with what they relay. No
+transport carries full precision for a receiver to quantize: `weight_sync` refuses such a pair of layouts.
 Llama 3.1 shapes with norms. fp8: projections with a float32 scale per row of each rank's part; embedding, head and
 norms stay bfloat16. Trainers publish bfloat16 where no 8-bit values travel.
 Delta: the changed shares per step are those that a simulation at learning rate 1e-6 gave, 2.8 % of bfloat16 values and
@@ -156,8 +156,8 @@ def _compare(fsdp: int, tp: int, replicas: int) -> dict[str, Any]:
     for dtype in ("bfloat16", "float8_e4m3fn"):
         layouts = _layouts("llama3-405b", fsdp, tp, replicas, dtype)
         for route, is_relayed in (("direct", False), ("relayed", True)):
-            plan = plan_reshard(*layouts, is_relayed=is_relayed)
-            found[f"{dtype}, {route}"] = asdict(estimate(plan, LINKS)) | {"types": _types(plan)}
+            plan = plan_reshard(*layouts)
+            found[f"{dtype}, {route}"] = asdict(estimate(plan, LINKS, is_relayed=is_relayed)) | {"types": _types(plan)}
         found[f"{dtype}, chosen"] = fastest(*layouts, LINKS)[2]
     return found
 

@@ -24,14 +24,11 @@ from llamarl.sharding.parallel_layout import (
     LayoutError,
     RankBoxes,
     ShardLayout,
-    chunks,
     make_box,
 )
 
 BATCHES = 8
 """Receivers are dealt to senders that hold the same in this many batches per sender at least, not one by one."""
-STRIPES = 4
-"""Pieces per receiver at least, where receivers share one copy: their shares then differ by a quarter at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +66,6 @@ class CopyGroup:
     senders_M: np.ndarray
     audiences_M: np.ndarray
     """Who needs the piece: position in `ReshardPlan.audiences`."""
-    owners_M: np.ndarray | None
-    """With relays: the one rank of the audience that it is sent to. Otherwise it is sent to all."""
 
     def box(self, row: int) -> Box:
         """Of one piece."""
@@ -90,9 +85,6 @@ class ReshardPlan:
 
     source: ShardLayout
     destination: ShardLayout
-    is_relayed: bool
-    """Ranks that need the same part receive one copy together, a stripe each, and pass the stripes on among them. For
-    estimates: no transport relays yet."""
     groups: tuple[CopyGroup, ...]
     audiences: tuple[tuple[int, ...], ...]
     """Sets of ranks that need the same."""
@@ -104,25 +96,20 @@ class ReshardPlan:
     def moves_to(self, rank: int) -> list[Move]:
         """What a destination rank receives from the source."""
         needs = np.array([rank in audience for audience in self.audiences], bool)
-        rows = [
-            np.flatnonzero(needs[group.audiences_M] if group.owners_M is None else group.owners_M == rank)
-            for group in self.groups
-        ]
-        return list(self._moves(rows, rank))
+        return list(self._moves([np.flatnonzero(needs[group.audiences_M]) for group in self.groups], rank))
 
     def _moves(self, rows: Sequence[np.ndarray], receiver: int | None) -> Iterator[Move]:
         for group, found in zip(self.groups, rows, strict=True):
             made = list[tuple[Box, int, Sequence[int]]]()
             for row in found.tolist():
                 everyone = self.audiences[group.audiences_M[row]]
-                takers = everyone if group.owners_M is None else (int(group.owners_M[row]),)
-                made.append((group.box(row), int(group.senders_M[row]), takers if receiver is None else (receiver,)))
+                made.append((group.box(row), int(group.senders_M[row]), everyone if receiver is None else (receiver,)))
             for name in group.names:
                 for box, sender, takers in made:
                     yield from (Move(name, box, group.dtype, sender, taker) for taker in takers)
 
 
-def plan_reshard(source: ShardLayout, destination: ShardLayout, *, is_relayed: bool = False) -> ReshardPlan:
+def plan_reshard(source: ShardLayout, destination: ShardLayout) -> ReshardPlan:
     """The moves that turn what `source` ranks hold into what `destination` ranks hold.
 
     Where several ranks hold the same, the sender is on the receiver's device or else host if one is, and among those
@@ -137,14 +124,13 @@ def plan_reshard(source: ShardLayout, destination: ShardLayout, *, is_relayed: b
     kinds = defaultdict[tuple[Held, Held], list[str]](list)
     for name, held in source.parameters.items():
         kinds[held, destination.parameters[name]].append(name)
-    planner = _Planner(source=source, destination=destination, is_relayed=is_relayed)
+    planner = _Planner(source=source, destination=destination)
     # The largest first: what follows evens out the load.
     largest_first = sorted(kinds.items(), key=lambda kind: -np.prod(kind[0][0].shape) * len(kind[1]))
     groups = tuple(planner.plan(names, *held) for held, names in largest_first)
     return ReshardPlan(
         source=source,
         destination=destination,
-        is_relayed=is_relayed,
         groups=groups,
         audiences=tuple(planner.audiences),
     )
@@ -154,15 +140,11 @@ def plan_reshard(source: ShardLayout, destination: ShardLayout, *, is_relayed: b
 class _Planner:
     source: ShardLayout
     destination: ShardLayout
-    is_relayed: bool
     audiences: dict[tuple[int, ...], int] = field(default_factory=dict)
     load_R: np.ndarray = field(init=False)
     """Bytes that each source rank sends."""
     parts: dict[RankBoxes, tuple[list[int], list[list[int]]]] = field(default_factory=dict)
     """The distinct boxes of each that came up."""
-    next_owner: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    """Whose turn it is to receive, for each audience."""
-
     places: list[tuple[list[int], list[int]]] = field(init=False)
     """Devices, then hosts, of both sides; empty when they have none in common."""
 
@@ -184,8 +166,6 @@ class _Planner:
         whole_rows = bool((stops - starts == (wanted[1] - wanted[0])[d_M])[:, 1:].all())
         dtype = _wire_dtype(names[0], source.dtype, destination.dtype, whole_rows)
         audience_D = [self.audiences.setdefault(tuple(ranks), len(self.audiences)) for ranks in takers]
-        if self.is_relayed:
-            starts, stops, s_M, d_M = _stripes(starts, stops, s_M, d_M, [len(ranks) for ranks in takers])
         group = CopyGroup(
             names=tuple(names),
             shape=source.shape,
@@ -194,14 +174,11 @@ class _Planner:
             stops_M_N=stops,
             senders_M=np.array([ranks[0] for ranks in holders], np.int64)[s_M],
             audiences_M=np.array(audience_D, np.int64)[d_M],
-            owners_M=None,
         )
-        if self.is_relayed:
-            group = replace(group, owners_M=self._deal(group.audiences_M))
         bytes_M = group.bytes_M * len(names)
         if max(map(len, holders), default=1) > 1:
             return self._choose(group, [holders[part] for part in s_M.tolist()], bytes_M.tolist())
-        copies_M = 1 if self.is_relayed else np.array([len(ranks) for ranks in takers], np.int64)[d_M]
+        copies_M = np.array([len(ranks) for ranks in takers], np.int64)[d_M]
         np.add.at(self.load_R, group.senders_M, bytes_M * copies_M)
         return group
 
@@ -216,7 +193,7 @@ class _Planner:
         for row, holders in enumerate(holders_M):
             everyone = ranks_of[group.audiences_M[row]]
             size = 1 if self.places else max(1, len(everyone) // (BATCHES * len(holders)))
-            teams = [everyone] if self.is_relayed else [everyone[i : i + size] for i in range(0, len(everyone), size)]
+            teams = [everyone[i : i + size] for i in range(0, len(everyone), size)]
             for sender, ranks in self._split(holders, teams, bytes_M[row]).items():
                 lines.append((row, sender, self.audiences.setdefault(tuple(ranks), len(self.audiences))))
         rows_M, senders_M, audiences_M = np.array(lines, np.int64).reshape(-1, 3).T
@@ -246,16 +223,6 @@ class _Planner:
             if near := [rank for rank in holders if ours[rank] == theirs[receiver]]:
                 return near
         return holders
-
-    def _deal(self, audiences_M: np.ndarray) -> np.ndarray:
-        """An owner for each piece, in turn."""
-        owners_M = np.empty(len(audiences_M), np.int64)
-        ranks_of = list(self.audiences)
-        for audience in np.unique(audiences_M).tolist():
-            rows, ranks = np.flatnonzero(audiences_M == audience), np.array(ranks_of[audience])
-            owners_M[rows] = ranks[(self.next_owner[audience] + np.arange(len(rows))) % len(ranks)]
-            self.next_owner[audience] += len(rows)
-        return owners_M
 
 
 def _require_same_parameters(source: ShardLayout, destination: ShardLayout) -> None:
@@ -320,17 +287,3 @@ def _overlaps(
     is_piece = (starts < stops).all(axis=-1)
     s_M, d_M = np.nonzero(is_piece)
     return starts[is_piece], stops[is_piece], s_M, d_M
-
-
-def _stripes(
-    starts: np.ndarray, stops: np.ndarray, s_M: np.ndarray, d_M: np.ndarray, num_takers: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Pieces cut by rows until there are `STRIPES` per receiver, or no more rows."""
-    if not len(d_M):
-        return starts, stops, s_M, d_M
-    num = int(np.ceil(STRIPES * np.array(num_takers) / np.bincount(d_M, minlength=len(num_takers))).max())
-    begin, end = chunks(starts[:, 0], stops[:, 0], num)
-    kept = (begin < end).ravel()
-    starts, stops, s_M, d_M = (np.repeat(one, num, axis=0) for one in (starts, stops, s_M, d_M))
-    starts[:, 0], stops[:, 0] = begin.ravel(), end.ravel()
-    return starts[kept], stops[kept], s_M[kept], d_M[kept]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from dataclasses import fields, replace
 
 import numpy as np
@@ -26,38 +26,26 @@ from llamarl.sharding.parallel_layout import (
 )
 from llamarl.sharding.reshard import Move, ReshardPlan, plan_reshard
 from llamarl.sharding.transfer_time import Links, Traffic, delta_share, estimate, fastest, traffic
+from llamarl.weight_sync.relays import Chains
 
 
-def relays(plan: ReshardPlan, rank: int) -> list[Move]:
-    """What a destination rank would pass on to others or be passed by them: one after the other, without deadlock.
-
-    No transport relays yet; this is the scheme that `transfer` counts. The sender is a rank of the destination.
-    """
-    found = list[Move]()
-    for group in plan.groups if plan.is_relayed else ():
-        rows = [row for row, audience in enumerate(group.audiences_M) if rank in plan.audiences[audience]]
-        passes = [_passes(plan, int(group.audiences_M[row]), int(group.owners_M[row])) for row in rows]
-        boxes = [group.box(row) for row in rows]
-        for name in group.names:
-            for box, pairs in zip(boxes, passes, strict=True):
-                found += [Move(name, box, group.dtype, *pair) for pair in pairs if rank in pair]
+def hops(plan: ReshardPlan) -> list[tuple[int, int, int]]:
+    """(device, device, bytes) of each copy when readers are told by the transport's own chains where to get a piece."""
+    found, sources, takers = list[tuple[int, int, int]](), plan.source, plan.destination
+    for group in plan.groups:
+        for row, num_bytes in enumerate((group.bytes_M * len(group.names)).tolist()):
+            chains, sender = Chains(), int(group.senders_M[row])
+            for rank in plan.audiences[group.audiences_M[row]]:
+                relay = ""
+                if takers.hosts_R[rank] != sources.hosts_R[sender]:
+                    relay = chains.relay_for((0, 0, 0), f"{takers.hosts_R[rank]}:{rank}")
+                giver = takers.devices_R[int(relay.rpartition(":")[2])] if relay else sources.devices_R[sender]
+                found.append((int(giver), int(takers.devices_R[rank]), num_bytes))
     return found
 
 
-def _passes(plan: ReshardPlan, audience: int, owner: int) -> list[tuple[int, int]]:
-    """Sender and receiver of each relay of a piece: once to every other host, and there to the rest of the host."""
-    by_host = defaultdict[int, list[int]](list)
-    for rank in plan.audiences[audience]:
-        by_host[int(plan.destination.hosts_R[rank])].append(rank)
-    hosts = list(by_host.values())
-    position = next(ranks.index(owner) for ranks in hosts if owner in ranks)
-    heads = [owner if owner in ranks else ranks[position % len(ranks)] for ranks in hosts]
-    across = [(owner, head) for head in heads if head != owner]
-    return across + [(head, rank) for head, ranks in zip(heads, hosts, strict=True) for rank in ranks if rank != head]
-
-
-def execute(plan: ReshardPlan) -> tuple[list[Move], list[Move]]:
-    """Copies and then relays, each rank in the order of its list. Returns all of both."""
+def execute(plan: ReshardPlan) -> list[Move]:
+    """All copies."""
     whole = {
         name: np.arange(np.prod(held.shape, dtype=int)).reshape(held.shape)
         for name, held in plan.source.parameters.items()
@@ -85,42 +73,31 @@ def execute(plan: ReshardPlan) -> tuple[list[Move], list[Move]]:
         box = held[move.sender][move.name]
         assert move.box.intersection(box) == move.box, "a rank sends what it does not hold"
         write(move, whole[move.name][box.within(Box.whole(whole[move.name].shape))][move.box.within(box)])
-    passed, queues = [], [deque(relays(plan, rank)) for rank in range(len(wanted))]
-    while any(queues):
-        heads = {queue[0] for queue in queues if queue}
-        ready = {move for move in heads if all(queues[rank][0] == move for rank in (move.sender, move.receiver))}
-        assert ready, "relays deadlock"
-        for move in ready:
-            queues[move.sender].popleft(), queues[move.receiver].popleft()
-            values = arrived[move.sender][move.name][move.box.within(wanted[move.sender][move.name])]
-            assert (values != -1).all(), "a rank passes on what it has not received"
-            write(move, values)
-        passed += ready
     for boxes, tensors in zip(wanted, arrived, strict=True):
         for name, box in boxes.items():
             assert (tensors[name] == whole[name][box.within(Box.whole(whole[name].shape))]).all(), name
-    return done, passed
+    return done
 
 
-def counted(plan: ReshardPlan, moves: list[Move], passed: list[Move]) -> Traffic:
-    """Bytes by device, one move after the other."""
-    found = traffic(plan)
-    found = Traffic(**{field.name: np.zeros_like(getattr(found, field.name)) for field in fields(Traffic)})
-    for move, sender in [(move, plan.source) for move in moves] + [(move, plan.destination) for move in passed]:
-        ours = sender.devices_R[move.sender]
-        theirs = plan.destination.devices_R[move.receiver]
+def counted(plan: ReshardPlan, copies: list[tuple[int, int, int]]) -> Traffic:
+    """Bytes by device, one copy after the other."""
+    found = Traffic.zero(len(traffic(plan).host_in_V))
+    for ours, theirs, num_bytes in copies:
         if ours == theirs:
             continue
         is_near = ours // plan.source.host_size == theirs // plan.source.host_size
-        (found.host_out_V if is_near else found.network_out_V)[ours] += move.num_bytes
-        (found.host_in_V if is_near else found.network_in_V)[theirs] += move.num_bytes
+        (found.host_out_V if is_near else found.network_out_V)[ours] += num_bytes
+        (found.host_in_V if is_near else found.network_in_V)[theirs] += num_bytes
     return found
 
 
 def check(plan: ReshardPlan) -> None:
-    found, expected = traffic(plan), counted(plan, *execute(plan))
-    for field in fields(Traffic):
-        assert getattr(found, field.name) == pytest.approx(getattr(expected, field.name)), field.name
+    devices = plan.source.devices_R.tolist(), plan.destination.devices_R.tolist()
+    direct = [(devices[0][move.sender], devices[1][move.receiver], move.num_bytes) for move in execute(plan)]
+    for is_relayed, copies in ((False, direct), (True, hops(plan))):
+        found, expected = traffic(plan, is_relayed=is_relayed), counted(plan, copies)
+        for field in fields(Traffic):
+            assert getattr(found, field.name) == pytest.approx(getattr(expected, field.name)), field.name
     for rank in range(plan.source.num_ranks):
         staged = {(move.name, move.box) for move in plan.moves_from(rank)}
         held = plan.source.boxes(rank).values()
@@ -184,19 +161,17 @@ def meshes(draw, names_and_shapes: dict[str, tuple[int, ...]], dtype: str) -> Sh
 
 
 @settings(max_examples=250, deadline=None, derandomize=True)
-@given(executors(), st.booleans())
-def test_trainers_to_generators(layouts, is_relayed: bool) -> None:
-    check(plan_reshard(*layouts, is_relayed=is_relayed))
+@given(executors())
+def test_trainers_to_generators(layouts) -> None:
+    check(plan_reshard(*layouts))
 
 
 @settings(max_examples=250, deadline=None, derandomize=True)
-@given(st.data(), st.booleans())
-def test_any_mesh_to_any_mesh(data, is_relayed: bool) -> None:
+@given(st.data())
+def test_any_mesh_to_any_mesh(data) -> None:
     sizes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
     shapes = {f"p{number}": data.draw(sizes) for number in range(3)}
-    check(
-        plan_reshard(data.draw(meshes(shapes, "float32")), data.draw(meshes(shapes, "bfloat16")), is_relayed=is_relayed)
-    )
+    check(plan_reshard(data.draw(meshes(shapes, "float32")), data.draw(meshes(shapes, "bfloat16"))))
 
 
 SHAPES = {
@@ -305,7 +280,7 @@ def test_transfer_times_are_those_of_the_busiest_link() -> None:
     """8B in bf16 to tensor parallel 8: 16.06 GB / 8 / 50 GB/s = 0.040 s, as trainers are as many as generators."""
     plan, transfer, reason = fastest(*_llama("llama3-8b", 8, 8), LINKS)
     assert transfer.seconds == pytest.approx(2 * 8.03e9 / 8 / 50e9, rel=0.01)
-    assert not plan.is_relayed and reason.startswith("direct")
+    assert reason.startswith("direct")
     changed = estimate(plan, LINKS, changed={"bfloat16": 0.028})
     assert changed.seconds == pytest.approx(transfer.seconds * (0.028 * 4 / 2), rel=0.01)
     assert delta_share("float8_e4m3fn", 0.5) == 1, "dense when a delta is larger"
@@ -315,13 +290,14 @@ def test_relays_gain_where_trainers_are_few() -> None:
     """8 trainers and 64 generator ranks: each trainer would send its eighth eight times."""
     source, destination = _llama("llama3-8b", 1, 8)
     direct = estimate(plan_reshard(source, destination), LINKS)
-    plan, relayed, reason = fastest(source, destination, LINKS)
-    assert plan.is_relayed and reason.startswith("relayed: direct takes")
+    _, relayed, reason = fastest(source, destination, LINKS)
+    assert reason.startswith("relayed (by p2p): direct takes")
     assert direct.seconds == pytest.approx(8 * relayed.seconds, rel=0.02)
 
 
-def test_relays_gain_where_replicas_share_a_host() -> None:
-    """Eight replicas of one device: the weights enter their host once instead of eight times."""
-    plan, relayed, _ = fastest(*_llama("llama3-8b", 8, 64, tp=1), LINKS)
-    assert plan.is_relayed
-    assert relayed.seconds == pytest.approx(2 * 8.03e9 / 8 / 50e9, rel=0.05)
+def test_replicas_on_one_host_take_it_from_the_first_of_them() -> None:
+    """It enters the host once, by one adapter; so nothing is gained where each has one of its own."""
+    plan = plan_reshard(*_llama("llama3-8b", 8, 64, tp=1))
+    direct, relayed = (estimate(plan, LINKS, is_relayed=is_relayed) for is_relayed in (False, True))
+    assert direct.network_bytes == pytest.approx(8 * relayed.network_bytes, rel=1e-3)
+    assert relayed.seconds == pytest.approx(direct.seconds, rel=1e-3)
