@@ -63,6 +63,5 @@ def _hosts(path: str, overrides: Sequence[str]) -> int:
     config = load_config(path, overrides)
     if config.cluster.kind != "hosts":
         raise ConfigError(f"--hosts {path}: cluster.kind = {config.cluster.kind!r} has one machine; set 'hosts'")
-    print(f"waiting at {config.cluster.listen} for {config.cluster.num_hosts} hosts to call", flush=True)
     inspect(config, lambda line: print(line, flush=True), measures=True)
     return 0

@@ -71,7 +71,6 @@ def _dry_run(config: RunConfig) -> int:
 
     table = list[str]()
     if config.cluster.kind == "hosts":
-        print(f"llamarl train: waiting at {config.cluster.listen} for hosts to call", file=sys.stderr)
         inspect(config, table.append, measures=False)
     else:
         placement = place(config)

@@ -37,18 +37,27 @@ class HostAssignment:
 class Hosting:
     """All executors of a run. Processes of one executor are evenly shared by its hosts."""
 
-    def __init__(self, config: RunConfig, hosts: Mapping[str, Host]) -> None:
-        """`hosts`: those that are here, by name; it changes as they come and go."""
+    def __init__(self, config: RunConfig, hosts: Mapping[str, Host], only: str = "") -> None:
+        """
+        Args:
+            hosts: those that are here, by name; it changes as they come and go.
+            only: the one role that there is; empty: all that the config asks for.
+
+        Raises:
+            ConfigError: an executor has no place.
+        """
         self._config, self._hosts = config, hosts
         self._assigned = dict[str, HostAssignment]()
         for wanted in wanted_executors(config):
+            if only and wanted.role != only:
+                continue
             if wanted.device not in ("cpu", "cuda"):
                 raise ConfigError(
                     f"{wanted.option} = {wanted.device!r} names devices, which are counted out on several hosts; use "
                     "'cuda', and cluster.place for the hosts"
                 )
             self.take(wanted)
-        if not config.generator.replicas:
+        if not config.generator.replicas and not only:
             self.take_generator(0)
             for number in range(1, 1 + self.room()):
                 self.take_generator(number)

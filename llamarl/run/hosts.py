@@ -27,22 +27,29 @@ LOOK_S = 10.0
 """For a host to look for files; a network file system may be slow."""
 
 
-async def gathered(config: RunConfig, registry: Registry, folder: Path | None) -> Hosting:
+async def gathered(
+    config: RunConfig, registry: Registry, folder: Path | None, tell: Callable[[str], None], only: str = ""
+) -> Hosting:
     """Waits for the hosts; who runs where, once each has been found to see the files that it needs.
 
     Args:
         folder: of the run, which trainer and critic write checkpoints to; None: nothing is written.
+        tell: gets a line for people, for each host and each executor.
+        only: as for `Hosting`.
 
     Raises:
         ConfigError: too few came, one lacks a file, or an executor has no place.
     """
     settings = config.cluster
+    tell(f"waiting at {settings.listen} for hosts to call, {settings.num_hosts} in all")
     await registry.open(settings.listen)
     await registry.until(settings.num_hosts, settings.host_timeout_s)
-    hosting = Hosting(config, registry.hosts)
+    hosting = Hosting(config, registry.hosts, only)
     with _token(folder) as token:
         hosts = list(registry.hosts.values())
         await asyncio.gather(*(_look(config, hosting, host, folder, token) for host in hosts))
+    for line in (*(host.describe() for host in hosts), *hosting.table()):
+        tell(line)
     return hosting
 
 
@@ -62,11 +69,7 @@ async def _inspect(config: RunConfig, tell: Callable[[str], None], measures: boo
     registry = Registry(Path(config.cluster.pki), None, tell)
     try:
         with TemporaryDirectory(dir=_existing(Path(config.output).absolute())) as folder:
-            hosting = await gathered(config, registry, Path(folder))
-        for host in registry.hosts.values():
-            tell(host.describe())
-        for line in hosting.table():
-            tell(line)
+            hosting = await gathered(config, registry, Path(folder), tell)
         senders, receivers = (hosting.hosts_of(role) for role in ("trainer", "generator"))
         for sender, receiver in product(sorted(senders), sorted(receivers)) if measures else ():
             if sender != receiver:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from llamarl.cluster.api import ExecutorError, ExecutorSpec
-from llamarl.cluster.open import open_cluster
+from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
+from llamarl.cluster.open import open_cluster, open_registry
 from llamarl.cluster.port import port
+from llamarl.cluster.registry import Registry
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import GeneratorConfig
 from llamarl.controller.ports import SftPort
@@ -25,7 +26,8 @@ from llamarl.observability.sinks import MetricsLog
 from llamarl.run.assembly import WIND_DOWN_S, interruptible, nothing_to_resume
 from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.run.folder import RunFolder
-from llamarl.run.placement import Place, Placement, place
+from llamarl.run.hosts import gathered
+from llamarl.run.placement import LocalPlaces, Placement, place
 from llamarl.run.prepare import check_parallelism, skipped_prompts
 from llamarl.types import SampleGroup
 
@@ -62,8 +64,10 @@ def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[Sampl
     return fitting
 
 
-def place_trainer(config: RunConfig) -> Placement:
-    """Its devices. Raises ConfigError: they are not here."""
+def place_trainer(config: RunConfig) -> Placement | None:
+    """Its devices; None: several hosts have to call first. Raises ConfigError: they are not here."""
+    if config.cluster.kind == "hosts":
+        return None
     placement = place(config.model_copy(update={"generator": GeneratorConfig()}))  # which does not run
     placement = replace(placement, assignments=placement.assignments[:1])
     placement.check()
@@ -76,7 +80,7 @@ class FineTuning:
 
     config: RunConfig
     documents: list[SampleGroup]
-    placement: Placement
+    placement: Placement | None
     folder: RunFolder
     resume: bool
     progress: Progress
@@ -90,22 +94,16 @@ class FineTuning:
             Interrupted: the user ended it; the last checkpoint is intact.
             ExecutorError, NonFiniteStep: it failed.
         """
-        config, num_ranks = self.config, self.config.trainer.parallelism.num_ranks
-        spec = executor_spec(
-            "trainer", "sft:SftExecutor", config.trainer.threads, num_ranks, config=config, resume=self.resume,
-            place=Place(env=self.placement.env("trainer")),
-            rendezvous=open_rendezvous(num_ranks, config.cluster.start_timeout_s),
-            checkpoint_folder=str(self.folder.checkpoints),
-        )  # fmt: skip
         with closing(MetricsLog(self.folder.metrics, lambda failure: self.warn(str(failure)))) as log:
-            asyncio.run(self._with_executor(spec, log))
+            asyncio.run(self._with_executor(log))
 
-    async def _with_executor(self, spec: ExecutorSpec, log: MetricsLog) -> None:
+    async def _with_executor(self, log: MetricsLog) -> None:
         limits, supervisor = self.config.cluster, Supervisor()
-        cluster = open_cluster(limits, self.folder.logs)
+        registry = open_registry(limits, self.folder.logs, self.warn)
+        cluster = open_cluster(limits, self.folder.logs, registry)
         try:
             with interruptible(supervisor):
-                (handle,) = await supervisor.run(spawn_all(cluster, [spec], limits.start_timeout_s))
+                handle = await supervisor.run(self._spawn(cluster, registry))
                 supervisor.watch(handle)
                 trainer = port(SftPort, handle, limits.call_timeout_s)
                 under_way = list[asyncio.Task[None]]()
@@ -117,6 +115,21 @@ class FineTuning:
         finally:
             await supervisor.stop()
             await cluster.shutdown(limits.shutdown_timeout_s)
+
+    async def _spawn(self, cluster: Cluster, registry: Registry | None) -> ExecutorHandle:
+        config, num_ranks = self.config, self.config.trainer.parallelism.num_ranks
+        if registry is not None:
+            found = (await gathered(config, registry, self.folder.path, self.warn, "trainer")).place("trainer")
+        else:
+            assert self.placement is not None
+            found = LocalPlaces(self.placement).place("trainer")
+        spec = executor_spec(
+            "trainer", "sft:SftExecutor", config.trainer.threads, num_ranks, config=config, resume=self.resume,
+            place=found,
+            rendezvous=open_rendezvous(num_ranks, config.cluster.start_timeout_s),
+            checkpoint_folder=str(self.folder.checkpoints),
+        )  # fmt: skip
+        return (await spawn_all(cluster, [spec], config.cluster.start_timeout_s))[0]
 
     async def _learn(
         self, trainer: SftPort, log: MetricsLog, supervisor: Supervisor, under_way: list[asyncio.Task[None]]

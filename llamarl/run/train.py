@@ -153,11 +153,7 @@ class _Run:
         """Where executors are started; with several hosts, once these have called. Raises ConfigError."""
         if self._registry is None:
             return LocalPlaces(self._placement or place(self._config))
-        settings = self._config.cluster
-        screen.phase(f"waiting at {settings.listen} for hosts to call, {settings.num_hosts} in all")
-        self._hosting = await gathered(self._config, self._registry, self._folder.path)
-        for line in self._hosting.table():
-            screen.phase(line)
+        self._hosting = await gathered(self._config, self._registry, self._folder.path, screen.phase)
         return self._hosting
 
     async def _spawn(self, cluster: Cluster, screen: Screen) -> Executors:

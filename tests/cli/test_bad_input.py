@@ -42,7 +42,7 @@ def check(done: Done, *parts: str, command: str = "train") -> None:
         (["--reward.parts", "[{name = 'exakt'}]"], ["reward.parts", "exact"]),
         (["--reward.parts", "['tests.cli.nowhere:Reward']"], ["reward.parts", "tests.cli.nowhere"]),
         (["--reward.weights", "[1.0, 2.0]"], ["reward.weights has 2 numbers for 1 parts"]),
-        (["--cluster.kind", "slurm"], ["cluster.kind", "'monarch' or 'inline'"]),
+        (["--cluster.kind", "slurm"], ["cluster.kind", "'monarch', 'hosts' or 'inline'"]),
         (["--name", "../escape"], ["name", "'../escape'"]),
         (["--data.template", "no place"], ["data.template", "use {question}"]),
         (["--steps"], ["--steps", "no value"]),
