@@ -147,7 +147,8 @@ def _check_llamarl(words: list[str]) -> None:
         if word.startswith(tuple(f"{folder}/" for folder in OWN_FOLDERS)):
             assert (ROOT / word).exists(), f"no file {word}"
         if word.startswith(("configs/", "examples/")) and word.endswith(".toml"):
-            _check_overrides(ROOT / word, words[position + 1 :])
+            hosts = ["--cluster.kind=hosts", "--cluster.listen=0.0.0.0:1"] if command == ["launch"] else []
+            _check_overrides(ROOT / word, [*words[position + 1 :], *hosts])
 
 
 def _check_overrides(path: Path, words: list[str]) -> None:
@@ -182,6 +183,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "python3": _check_python,
     "bash": _check_shell_script,
 } | dict.fromkeys(("git", "cd", "source", "pip", "cat", "less", "tail", "jq", "ls", "tensorboard", "curl"), _accept)
+CHECKS |= dict.fromkeys(("squeue", "kubectl"), _accept)  # those need a cluster
 """How a shown command is checked, by its program."""
 
 

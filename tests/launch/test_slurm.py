@@ -81,12 +81,19 @@ def test_a_lost_node_does_not_end_the_job(slurm: SlurmCluster, tmp_path: Path) -
     slurm.until_idle()
 
 
-def test_near_its_time_limit_a_job_is_queued_again_and_goes_on(slurm: SlurmCluster, tmp_path: Path) -> None:
+NEAR_THE_TIME_LIMIT = ("scancel", "--batch", f"--signal={signal.SIGUSR1.name}")
+"""As Slurm does, 120 s before."""
+PREEMPTED = ("scontrol", "requeue")
+
+
+@pytest.mark.parametrize("end", [NEAR_THE_TIME_LIMIT, PREEMPTED], ids=["near the time limit", "preempted"])
+def test_a_job_is_queued_again_and_goes_on(slurm: SlurmCluster, tmp_path: Path, end: tuple[str, ...]) -> None:
     job = Job(slurm, tmp_path, "--steps", 300, "--checkpoint.every_steps", 20)
     job.until_step(30)
-    slurm.ask("scancel", "--batch", f"--signal={signal.SIGUSR1.name}", job.number)  # as Slurm does
+    slurm.ask(*end, job.number)
     job.ends("COMPLETED")
-    assert "go on with --resume" in job.log
+    if end is NEAR_THE_TIME_LIMIT:
+        assert "go on with --resume" in job.log
     assert job.steps == list(range(1, 301))
     slurm.until_idle()
 
