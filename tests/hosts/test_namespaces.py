@@ -128,7 +128,7 @@ def test_delay_is_real_or_refused_by_name(hosts: Namespaces) -> None:
 
 
 def test_processes_can_be_stopped_and_end_with_the_hosts() -> None:
-    detach = "import os, time; os.fork() or os.setsid(); print('up', flush=True); time.sleep(600)"
+    detach = "import os, time; os.fork() or os.setsid(); os.write(1, b'up\\n'); time.sleep(600)"
     with Namespaces(1) as hosts:
         process = hosts.popen("host-a", [sys.executable, "-c", detach], stdout=subprocess.PIPE, text=True)
         assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
