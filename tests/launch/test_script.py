@@ -112,7 +112,8 @@ def test_options_of_sbatch(overrides: list[str], lines: list[str]) -> None:
         line.removeprefix("#SBATCH ") for line in slurm(*HOSTS, *overrides).splitlines() if line[:8] == "#SBATCH "
     ]
     assert set(lines) <= set(directives) and "--nodes=3" in directives
-    assert ("--exclusive" in directives) == ("false" not in overrides)
+    takes_whole_nodes = "false" not in overrides
+    assert ("--exclusive" in directives) == ("--mem=0" in directives) == takes_whole_nodes
 
 
 @pytest.mark.parametrize(
