@@ -9,6 +9,9 @@ from llamarl.config import RunConfig, dump_toml, validated
 from llamarl.forecast.hardware import CPU, Pool
 from llamarl.forecast.plan import Plan
 
+LISTEN = "controller:6700"
+"""What a planned run on several hosts says until it has an address of its own."""
+
 
 def run_toml(plan: Plan, *, model_path: str, data_path: str, base: RunConfig | None = None) -> str:
     """The run file; what the plan expects of it stands above as comments.
@@ -47,16 +50,31 @@ def run_toml(plan: Plan, *, model_path: str, data_path: str, base: RunConfig | N
             "activation_checkpointing": request.constants.recompute > 0,
             **_device(trainer.pool, "bfloat16"),
         },
-        "cluster": {"placement": "disaggregated" if plan.rules.overlap else "colocated"},
+        "cluster": _cluster(plan),
     }
     for section, settings in planned.items():
         data[section] = data.get(section, {}) | settings
+    if data["cluster"].get("kind") == "hosts":
+        data["cluster"].setdefault("listen", LISTEN)
     return (
         f"# Planned: {plan.step_s:.2f} s per step, {plan.samples_per_s:.1f} samples/s on {plan.gpus} GPUs,\n"
         f"# {trainer.gpus} x {trainer.pool.gpu.name} for the trainer and {generator.gpus} x {generator.pool.gpu.name} "
         f"for the generators{'' if plan.rules.overlap else ', the same ones in turn'}.\n\n"
         + dump_toml(validated(data, RunConfig))
     )
+
+
+def _cluster(plan: Plan) -> dict[str, Any]:
+    """Several hosts where one has too few GPUs; the trainer then takes as few of them as it can."""
+    trainer, generator = plan.trainer, plan.generator
+    node_gpus = trainer.pool.gpu.node_gpus
+    if not plan.rules.overlap:
+        return {"placement": "colocated"}
+    if trainer.pool.gpu.name == CPU or trainer.gpus + generator.gpus <= node_gpus:
+        return {"placement": "disaggregated"}
+    together = trainer.pool.gpu.name == generator.pool.gpu.name
+    gpus = [trainer.gpus + generator.gpus] if together else [trainer.gpus, generator.gpus]
+    return {"placement": "disaggregated", "kind": "hosts", "num_hosts": sum(-(-one // node_gpus) for one in gpus)}
 
 
 def _device(pool: Pool, dtype: str) -> dict[str, str]:
