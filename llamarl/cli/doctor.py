@@ -63,5 +63,5 @@ def _hosts(path: str, overrides: Sequence[str]) -> int:
     config = load_config(path, overrides)
     if config.cluster.kind != "hosts":
         raise ConfigError(f"--hosts {path}: cluster.kind = {config.cluster.kind!r} has one machine; set 'hosts'")
-    inspect(config, lambda line: print(line, flush=True), measures=True)
+    inspect(config, lambda line: print(line, flush=True))
     return 0

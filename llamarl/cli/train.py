@@ -65,13 +65,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def _dry_run(config: RunConfig) -> int:
     """Who would compute where, as a comment, and all settings."""
-    from llamarl.run.hosts import inspect
+    from llamarl.run.hosting import imagined
     from llamarl.run.placement import place
     from llamarl.run.prepare import check_layout
 
-    table = list[str]()
     if config.cluster.kind == "hosts":
-        inspect(config, table.append, measures=False)
+        hosting, gpus = imagined(config)
+        each = f"with {gpus} GPUs each" if gpus else "without GPUs"
+        table = [f"on hosts {each}; `llamarl doctor --hosts` says it of those that call", *hosting.table()]
     else:
         placement = place(config)
         table = placement.table()

@@ -10,12 +10,21 @@ import asyncio
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from llamarl.observability.spans import Span
 
 MAX_PAYLOAD_BYTES = 256 << 20
 """Cap on the pickled arguments, and on the pickled result, of one call: weights do not pass through calls."""
+
+
+class HostShare(NamedTuple):
+    """What one host has of an executor."""
+
+    name: str
+    num_ranks: int
+    env: dict[str, str]
+    """Environment variables beside those of all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,10 +44,8 @@ class ExecutorSpec:
     environment and ignores them."""
     code_paths: tuple[str, ...] = ()
     """Folders put first on the rank's `sys.path`."""
-    hosts: tuple[str, ...] = ()
-    """Where it runs, as many ranks on each; none where a cluster has one machine."""
-    host_env: tuple[dict[str, str], ...] = ()
-    """What each of `hosts` adds to `env`."""
+    hosts: tuple[HostShare, ...] = ()
+    """Where its ranks run, in their order; none where a cluster has one machine."""
 
 
 class ExecutorError(Exception):

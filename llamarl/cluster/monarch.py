@@ -16,12 +16,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from llamarl.cluster import start_up
-from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec, HostStatus, MeshFailed
+from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec, HostShare, HostStatus, MeshFailed
 from llamarl.cluster.deaths import cause_of, cause_of_reaped, kill_group, killed_by
 from llamarl.cluster.handle import BaseHandle, stop_all
 from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
@@ -96,31 +97,35 @@ class _Rank(Actor):
 class MonarchHandle(BaseHandle):
     """Calls go through Monarch; the death of a local process is seen through its pidfd, in milliseconds."""
 
-    def __init__(self, spec: ExecutorSpec, mesh: ProcMesh, ranks: _Rank) -> None:
+    def __init__(self, spec: ExecutorSpec, meshes: Sequence[tuple[ProcMesh, _Rank]]) -> None:
+        """`meshes`: processes, and what runs in them, of each host."""
         super().__init__(spec)
-        self._mesh = mesh
-        self._ranks = ranks
+        self._meshes = meshes
         self._exits: list[asyncio.Future[None]] = []
         """Per rank, resolved when its process has ended."""
         self._stopping: asyncio.Task[None] | None = None
 
     def _send(self, method: str, payload: bytes, timeout_s: float) -> asyncio.Future[list[Reply]]:
         replies: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
+        calls = [ranks.invoke.call(method, payload, timeout_s).as_asyncio() for _, ranks in self._meshes]
 
         def settle(answers: asyncio.Future[ValueMesh[Reply]]) -> None:
             error = answers.exception()
-            if error is None:
-                replies.set_result([reply for _, reply in answers.result().items()])
-            else:
+            if replies.done():
+                return
+            if error is not None:
                 replies.set_exception(error)
+            elif all(call.done() for call in calls):
+                replies.set_result([reply for call in calls for _, reply in call.result().items()])
 
-        self._ranks.invoke.call(method, payload, timeout_s).as_asyncio().add_done_callback(settle)
+        for call in calls:
+            call.add_done_callback(settle)
         return replies
 
     def _watch(self) -> None:
         loop = asyncio.get_running_loop()
         for rank, pid in enumerate(self.pids):
-            self._watch_work(rank, {"ranks": rank})
+            self._watch_work(rank, 0, rank)
             self._exits.append(loop.create_future())
             try:
                 descriptor = os.pidfd_open(pid)
@@ -129,8 +134,9 @@ class MonarchHandle(BaseHandle):
                 continue
             loop.add_reader(descriptor, self._process_ended, rank, descriptor)
 
-    def _watch_work(self, rank: int, place: dict[str, int]) -> None:
-        failure = self._ranks.slice(**place).invoke.call_one(FAILURE, b"", 0.0).as_asyncio()
+    def _watch_work(self, rank: int, mesh: int, local_rank: int) -> None:
+        ranks = self._meshes[mesh][1].slice(ranks=local_rank)
+        failure = ranks.invoke.call_one(FAILURE, b"", 0.0).as_asyncio()
         failure.add_done_callback(lambda failure: self._failure_told(rank, failure))
 
     def _failure_told(self, rank: int, failure: asyncio.Future[Reply]) -> None:
@@ -188,7 +194,7 @@ class MonarchHandle(BaseHandle):
         await asyncio.wait((closed,), timeout=timeout_s / 2)
         if not closed.done():
             self._kill()
-        left = asyncio.ensure_future(_leave(self._mesh))
+        left = asyncio.ensure_future(self._leave())
         await asyncio.wait((left,), timeout=(deadline_s - time.monotonic()) * 2 / 3)
         self._kill()
         if self._exits:
@@ -196,6 +202,11 @@ class MonarchHandle(BaseHandle):
         if closed.done() and closed.exception() is None:
             for reply in closed.result():
                 value_of(reply, self.name)
+
+    async def _leave(self) -> None:
+        """Meshes whose processes are dead may refuse to stop; the processes are what counts: they are killed next."""
+        stopping = (mesh.stop("stopped by the controller") for mesh, _ in self._meshes)
+        await asyncio.gather(*stopping, return_exceptions=True)
 
     def _kill(self) -> None:
         for pid, ended in zip(self.pids, self._exits, strict=True):
@@ -225,7 +236,7 @@ class MonarchCluster(Cluster):
             self._machine = this_host()
 
     async def spawn(self, spec: ExecutorSpec, timeout_s: float) -> ExecutorHandle:
-        handle = MonarchHandle(spec, *self._start(spec, self._machine, spec.num_ranks, self._bootstrap_command))
+        handle = MonarchHandle(spec, [self._start(spec, self._machine, spec.num_ranks, self._bootstrap_command)])
         return await self._ready(handle, timeout_s)
 
     async def shutdown(self, timeout_s: float) -> None:
@@ -239,7 +250,7 @@ class MonarchCluster(Cluster):
         num_ranks: int,
         command: Callable[[ExecutorSpec, int], BootstrapCommand],
     ) -> tuple[ProcMesh, _Rank]:
-        """So many ranks on each host of `machine`; `command` gives that of each rank."""
+        """So many ranks on `machine`; `command` gives how each is started."""
         packed_spec = pickled(spec, spec.name, "the specification")
         mesh = machine.spawn_procs(
             per_host={"ranks": num_ranks},
@@ -260,25 +271,27 @@ class MonarchCluster(Cluster):
 class HostedHandle(MonarchHandle):
     """An executor on other machines, whose agents know whether they are there, and end its processes."""
 
-    def __init__(self, spec: ExecutorSpec, mesh: ProcMesh, ranks: _Rank, hosts: Sequence[Host]) -> None:
-        super().__init__(spec, mesh, ranks)
+    def __init__(self, spec: ExecutorSpec, meshes: Sequence[tuple[ProcMesh, _Rank]], hosts: Sequence[Host]) -> None:
+        super().__init__(spec, meshes)
         self.hosts = tuple(host.name for host in hosts)
-        self._places = [hosts[rank * len(hosts) // spec.num_ranks] for rank in range(spec.num_ranks)]
-        """Of each rank."""
+        shares = [
+            (host, number, share.num_ranks) for number, (host, share) in enumerate(zip(hosts, spec.hosts, strict=True))
+        ]
+        self._places = [(host, number, local) for host, number, count in shares for local in range(count)]
+        """Of each rank: its host, the host's number, and its rank there."""
         for host in hosts:
             host.lost.add_done_callback(lambda lost, host=host: self._host_lost(host, lost.result()))
 
     def _host_lost(self, host: Host, reason: str) -> None:
-        ranks = tuple(rank for rank, place in enumerate(self._places) if place is host)
+        ranks = tuple(rank for rank, (place, *_) in enumerate(self._places) if place is host)
         self._fail(MeshFailed(self.name, ranks, reason))
 
     def _where(self, rank: int) -> str:
-        return f" on host {self._places[rank].name}"
+        return f" on host {self._places[rank][0].name}"
 
     def _watch(self) -> None:
-        num_ranks = len(self._places) // len(self.hosts)
-        for rank in range(len(self._places)):
-            self._watch_work(rank, {"hosts": rank // num_ranks, "ranks": rank % num_ranks})
+        for rank, (_, number, local) in enumerate(self._places):
+            self._watch_work(rank, number, local)
 
     async def _statuses(self, method: str, timeout_s: float) -> list[HostStatus]:
         """With spans by this machine's clock."""
@@ -286,18 +299,18 @@ class HostedHandle(MonarchHandle):
         return [
             replace(status, spans=[Span(name, start_s - host.offset_s, end_s - host.offset_s)
                                    for name, start_s, end_s in status.spans])
-            for status, host in zip(statuses, self._places, strict=True)
+            for status, (host, *_) in zip(statuses, self._places, strict=True)
         ]  # fmt: skip
 
     async def _stop(self, deadline_s: float, timeout_s: float) -> None:
-        if not any(host.lost.done() for host in self._places):
+        if not any(host.lost.done() for host, *_ in self._places):
             await super()._stop(deadline_s, timeout_s)
         else:  # its ranks do not answer all, and Monarch waits for them
             self._kill()
-            await asyncio.wait((asyncio.ensure_future(_leave(self._mesh)),), timeout=min(timeout_s / 2, _LOST_S))
+            await asyncio.wait((asyncio.ensure_future(self._leave()),), timeout=min(timeout_s / 2, _LOST_S))
 
     def _kill(self) -> None:
-        for pid, host in zip(self.pids, self._places, strict=False):  # none while it starts
+        for pid, (host, *_) in zip(self.pids, self._places, strict=False):  # none while it starts
             host.tell("kill", pids=[pid])
 
 
@@ -316,23 +329,26 @@ class HostsCluster(MonarchCluster):
 
     async def spawn(self, spec: ExecutorSpec, timeout_s: float) -> ExecutorHandle:
         try:
-            hosts = [self._registry.hosts[name] for name in spec.hosts]
+            hosts = [self._registry.hosts[share.name] for share in spec.hosts]
         except KeyError as error:
             raise MeshFailed(spec.name, tuple(range(spec.num_ranks)), f"host {error} is not here") from None
-        num_ranks = spec.num_ranks // len(hosts)
-        assert num_ranks * len(hosts) == spec.num_ranks, "hosts have as many ranks each"
-
-        def command(spec: ExecutorSpec, rank: int) -> BootstrapCommand:
-            host, env = hosts[rank // num_ranks], dict(spec.env)
-            env |= spec.host_env[rank // num_ranks] | {ADDRESS: host.inventory.address}
-            return bootstrap_command(spec, rank, rank % num_ranks, env, Path(host.inventory.logs))
-
-        machine = attach_to_workers(name=f"at_{spec.name}", ca=_TRUST, workers=[host.url for host in hosts])
-        return await self._ready(HostedHandle(spec, *self._start(spec, machine, num_ranks, command), hosts), timeout_s)
+        meshes, first = list[tuple[ProcMesh, _Rank]](), 0
+        for host, share in zip(hosts, spec.hosts, strict=True):
+            machine = attach_to_workers(name=f"at_{spec.name}", ca=_TRUST, workers=[host.url])
+            meshes.append(self._start(spec, machine, share.num_ranks, partial(_command_at, host, share, first)))
+            first += share.num_ranks
+        assert first == spec.num_ranks, "hosts have all ranks together"
+        return await self._ready(HostedHandle(spec, meshes, hosts), timeout_s)
 
     async def shutdown(self, timeout_s: float) -> None:
         await super().shutdown(timeout_s)
         await self._registry.close()
+
+
+def _command_at(host: Host, share: HostShare, first: int, spec: ExecutorSpec, local: int) -> BootstrapCommand:
+    """Of a rank on another host, which has the ranks from `first` on."""
+    env = spec.env | share.env | {ADDRESS: host.inventory.address}
+    return bootstrap_command(spec, first + local, local, env, Path(host.inventory.logs))
 
 
 def bootstrap_command(
@@ -346,12 +362,6 @@ def bootstrap_command(
         log_name = f"{spec.name}.{rank}"
     log_file = log_folder / f"{log_name}.log" if log_folder else None
     return BootstrapCommand(sys.executable, None, start_up.command(_ENGINE_MODULE, spec.code_paths, log_file), found)
-
-
-async def _leave(mesh: ProcMesh) -> None:
-    # A mesh whose processes are dead may refuse to stop; the processes are what counts, and they are killed next.
-    with suppress(Exception):
-        await mesh.stop("stopped by the controller")
 
 
 def _ignore_fault(failure: MeshFailure) -> None:

@@ -8,13 +8,16 @@ from pydantic import Field, model_validator
 
 from llamarl.config.section import Section
 
+OF_HOSTS = ("kind", "listen", "pki", "num_hosts", "host_timeout_s", "place")
+"""Settings of several hosts."""
+
 
 class PlaceConfig(Section):
     """Names of hosts for each role, or patterns such as `node-*`; none: any host."""
 
     trainer: list[str] = Field(default_factory=list)
-    """Default: the first host by name, or as many as its devices need; ranks are shared evenly by all that are named
-    where it computes on the CPU."""
+    """Default: the first host by name, or as many as its devices need; all that are named share the
+    ranks where it computes on the CPU."""
     critic: list[str] = Field(default_factory=list)
     """Default: the trainer's."""
     generator: list[str] = Field(default_factory=list)
@@ -69,7 +72,7 @@ class ClusterConfig(Section):
                     "use 'disaggregated'"
                 )
             return self
-        for name in ("listen", "pki", "num_hosts", "host_timeout_s", "place"):
+        for name in OF_HOSTS[1:]:
             if getattr(self, name) != ClusterConfig.model_fields[name].default:
                 raise ValueError(f"cluster.{name} is for several hosts; leave it out, or set cluster.kind = 'hosts'")
         return self

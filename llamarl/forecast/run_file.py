@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import RunConfig, dump_toml, validated
+from llamarl.config.cluster import OF_HOSTS
 from llamarl.forecast.hardware import CPU, Pool
 from llamarl.forecast.plan import Plan
 
@@ -50,12 +51,11 @@ def run_toml(plan: Plan, *, model_path: str, data_path: str, base: RunConfig | N
             "activation_checkpointing": request.constants.recompute > 0,
             **_device(trainer.pool, "bfloat16"),
         },
-        "cluster": _cluster(plan),
+        "cluster": {"placement": "disaggregated" if plan.rules.overlap else "colocated"},
     }
     for section, settings in planned.items():
         data[section] = data.get(section, {}) | settings
-    if data["cluster"].get("kind") == "hosts":
-        data["cluster"].setdefault("listen", LISTEN)
+    data["cluster"] = _on_hosts(data["cluster"], _num_hosts(plan))
     return (
         f"# Planned: {plan.step_s:.2f} s per step, {plan.samples_per_s:.1f} samples/s on {plan.gpus} GPUs,\n"
         f"# {trainer.gpus} x {trainer.pool.gpu.name} for the trainer and {generator.gpus} x {generator.pool.gpu.name} "
@@ -64,17 +64,23 @@ def run_toml(plan: Plan, *, model_path: str, data_path: str, base: RunConfig | N
     )
 
 
-def _cluster(plan: Plan) -> dict[str, Any]:
-    """Several hosts where one has too few GPUs; the trainer then takes as few of them as it can."""
+def _num_hosts(plan: Plan) -> int:
+    """That have as many GPUs; the trainer takes as few of them as it can."""
     trainer, generator = plan.trainer, plan.generator
-    node_gpus = trainer.pool.gpu.node_gpus
-    if not plan.rules.overlap:
-        return {"placement": "colocated"}
-    if trainer.pool.gpu.name == CPU or trainer.gpus + generator.gpus <= node_gpus:
-        return {"placement": "disaggregated"}
+    if trainer.pool.gpu.name == CPU or not plan.rules.overlap:
+        return 1
     together = trainer.pool.gpu.name == generator.pool.gpu.name
     gpus = [trainer.gpus + generator.gpus] if together else [trainer.gpus, generator.gpus]
-    return {"placement": "disaggregated", "kind": "hosts", "num_hosts": sum(-(-one // node_gpus) for one in gpus)}
+    return sum(-(-one // trainer.pool.gpu.node_gpus) for one in gpus)
+
+
+def _on_hosts(cluster: dict[str, Any], num_hosts: int) -> dict[str, Any]:
+    """The settings that are kept, for so many hosts."""
+    if num_hosts > 1 and cluster.get("kind", "monarch") != "inline":
+        return {"listen": LISTEN} | cluster | {"kind": "hosts", "num_hosts": num_hosts}
+    if cluster.get("kind") == "hosts":
+        return {name: value for name, value in cluster.items() if name not in OF_HOSTS}
+    return cluster
 
 
 def _device(pool: Pool, dtype: str) -> dict[str, str]:

@@ -9,22 +9,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 from jinja2 import Environment, StrictUndefined
 
 from llamarl.cluster.certificates import CONTROLLER, make_certificates
-from llamarl.cluster.registry import Host
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
-from llamarl.run.hosting import Hosting, NoRoom
+from llamarl.run.hosting import NoRoom, imagined
 
 POD_PORT = 6700
 """Of the controller in its pod."""
 POD_PKI, POD_PKI_DAYS = "/etc/llamarl/pki", 365
 """Where the pods see their certificates, and their validity."""
-MAX_GPUS = 64
-"""Of a host."""
 DNS_LABEL = re.compile(r"[a-z]([a-z0-9-]{0,43}[a-z0-9])?")
 """With room for the pods' own endings."""
 
@@ -90,17 +85,11 @@ def _pods(config: RunConfig) -> list[str]:
 
 def _gpus_per_host(config: RunConfig, option: str) -> int:
     """The fewest with which every executor has a place. Raises ConfigError."""
-    reason = ""
-    for gpus in range(MAX_GPUS + 1):
-        has = SimpleNamespace(gpus=gpus, cores=1)
-        hosts = {name: SimpleNamespace(inventory=has, is_leaving=False) for name in _pods(config)}
-        try:
-            Hosting(config, cast(Mapping[str, Host], hosts))
-        except NoRoom as error:
-            reason = str(error).splitlines()[0]
-        else:
-            return gpus
-    raise ConfigError(f"how many GPUs each host needs cannot be told ({reason}); set {option}")
+    try:
+        return imagined(config, _pods(config))[1]
+    except NoRoom as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"how many GPUs each host needs cannot be told ({reason}); set {option}") from None
 
 
 def _directive(option: str, value: object) -> str:

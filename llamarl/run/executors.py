@@ -33,7 +33,6 @@ def executor_spec(
         num_ranks=num_ranks,
         env=env | dict(place.env),
         hosts=place.hosts,
-        host_env=place.host_env,
     )
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
+from typing import cast
 
+from llamarl.cluster.api import HostShare
 from llamarl.cluster.registry import Host
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.device import PLACED
@@ -18,24 +22,32 @@ class NoRoom(ConfigError):
     """No host that is here can take an executor."""
 
 
+MAX_GPUS = 64
+"""Of an imagined host."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostAssignment:
     """Where one executor is."""
 
     wanted: Wanted
-    hosts: tuple[str, ...]
-    devices: tuple[tuple[int, ...], ...]
+    ranks: dict[str, int]
+    """How many each host has, in their order."""
+    devices: dict[str, tuple[int, ...]]
     """On each host, one for each rank there; none: on the CPU."""
 
     @property
     def place(self) -> Place:
         """What its processes are started with."""
-        env = [{"CUDA_VISIBLE_DEVICES": ",".join(map(str, own)), PLACED: "1"} for own in self.devices]
-        return Place(hosts=self.hosts, host_env=tuple(env))
+        shares = [
+            HostShare(host, number, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.devices[host])), PLACED: "1"})
+            for host, number in self.ranks.items()
+        ]
+        return Place(hosts=tuple(shares))
 
 
 class Hosting:
-    """All executors of a run. Processes of one executor are evenly shared by its hosts."""
+    """All executors of a run."""
 
     def __init__(self, config: RunConfig, hosts: Mapping[str, Host], only: str = "") -> None:
         """
@@ -72,11 +84,11 @@ class Hosting:
 
     def on_host(self, name: str) -> list[str]:
         """Executors that are there."""
-        return [executor for executor, one in self._assigned.items() if name in one.hosts]
+        return [executor for executor, one in self._assigned.items() if name in one.ranks]
 
     def hosts_of(self, *roles: str) -> set[str]:
         """Where executors of some roles are."""
-        return {host for one in self._assigned.values() if one.wanted.role in roles for host in one.hosts}
+        return {host for one in self._assigned.values() if one.wanted.role in roles for host in one.ranks}
 
     def take_generator(self, number: int) -> Place:
         """For one more. Raises NoRoom."""
@@ -102,9 +114,9 @@ class Hosting:
         """Who computes where, a line each."""
         rows = [("executor", "ranks", "host", "devices")]
         for name, one in self._assigned.items():
-            devices = [f"cuda {ranges(own)}" if own else "cpu" for own in one.devices]
-            for host, own in zip(one.hosts, devices, strict=True):
-                rows.append((name, str(one.wanted.num_ranks // len(one.hosts)), host, own))
+            for host, number in one.ranks.items():
+                devices = f"cuda {ranges(one.devices[host])}" if one.devices[host] else "cpu"
+                rows.append((name, str(number), host, devices))
         return aligned(rows)
 
     def take(self, wanted: Wanted) -> HostAssignment:
@@ -119,24 +131,26 @@ class Hosting:
     def _assign(self, wanted: Wanted) -> HostAssignment:
         """Raises NoRoom."""
         names, num_ranks = list(self._candidates(wanted)), wanted.num_ranks
+        spreads = wanted.role in ("trainer", "critic")
         if wanted.device == "cpu":
-            spreads = wanted.role in ("trainer", "critic") and self._patterns("trainer", wanted.role)
-            hosts = names if spreads else names[:1]
-            if num_ranks % len(hosts):
-                raise ConfigError(
-                    f"cluster.place.{wanted.role} matches {len(hosts)} hosts ({', '.join(hosts)}), which cannot share "
-                    f"{num_ranks} ranks evenly; name others, or change {wanted.role}.parallelism"
-                )
-            return HostAssignment(wanted=wanted, hosts=tuple(hosts), devices=((),) * len(hosts))
+            hosts = names if spreads and self._patterns("trainer", wanted.role) else names[:1]
+            ends = [num_ranks * i // len(hosts) for i in range(len(hosts) + 1)]
+            ranks = {host: end - start for host, start, end in zip(hosts, ends, ends[1:], strict=False) if end > start}
+            return HostAssignment(wanted=wanted, ranks=ranks, devices=dict.fromkeys(ranks, ()))
         free = {name: self._free_devices(name) for name in names}
-        for num_hosts in (number for number in range(1, num_ranks + 1) if not num_ranks % number):
-            each = num_ranks // num_hosts
-            able = [name for name in names if len(free[name]) >= each][:num_hosts]
-            if len(able) == num_hosts and (num_hosts == 1 or wanted.role in ("trainer", "critic")):
-                return HostAssignment(
-                    wanted=wanted, hosts=tuple(able), devices=tuple(free[name][:each] for name in able)
-                )
-        has = ", ".join(f"{name} has {len(devices)}" for name, devices in free.items())
+        spreads |= num_ranks > max(self._hosts[name].inventory.gpus for name in names)
+        able = [name for name in names if len(free[name]) >= num_ranks][:1]
+        if not able and spreads:  # as few hosts as have enough
+            able = sorted(names, key=lambda name: -len(free[name]))
+        devices, left = dict[str, tuple[int, ...]](), num_ranks
+        for name in able:
+            if left and free[name]:
+                devices[name] = free[name][:left]
+                left -= len(devices[name])
+        if not left:
+            ranks = {name: len(own) for name, own in devices.items()}
+            return HostAssignment(wanted=wanted, ranks=ranks, devices=devices)
+        has = ", ".join(f"{name} has {len(own)}" for name, own in free.items())
         table = "".join(f"\n  {line}" for line in self.table())
         raise NoRoom(f"{wanted.executor} needs {num_ranks} GPUs, and of those that are free {has}:{table}")
 
@@ -168,16 +182,10 @@ class Hosting:
         yield from names
 
     def _generators_at(self, name: str) -> list[HostAssignment]:
-        return [one for one in self._assigned.values() if one.wanted.role == "generator" and name in one.hosts]
+        return [one for one in self._assigned.values() if one.wanted.role == "generator" and name in one.ranks]
 
     def _free_devices(self, name: str) -> tuple[int, ...]:
-        taken = {
-            device
-            for one in self._assigned.values()
-            for host, devices in zip(one.hosts, one.devices, strict=True)
-            if host == name
-            for device in devices
-        }
+        taken = {device for one in self._assigned.values() for device in one.devices.get(name, ())}
         return tuple(device for device in range(self._hosts[name].inventory.gpus) if device not in taken)
 
     def _has_cores(self, name: str, num_ranks: int) -> bool:
@@ -185,7 +193,32 @@ class Hosting:
         threads = self._config.generator.threads * num_ranks
         busy = 0
         for one in self._assigned.values():
-            if name in one.hosts:
+            if name in one.ranks:
                 settings = getattr(self._config, one.wanted.role, None)
-                busy += getattr(settings, "threads", 1) * one.wanted.num_ranks // len(one.hosts)
+                busy += getattr(settings, "threads", 1) * one.ranks[name]
         return not self._generators_at(name) or busy + threads <= self._hosts[name].inventory.cores
+
+
+def imagined(config: RunConfig, names: Sequence[str] = ()) -> tuple[Hosting, int]:
+    """Who would run where on hosts that have not called, and the fewest GPUs per host with which all have a place.
+
+    Args:
+        names: of the hosts; none: `cluster.num_hosts`, called as `cluster.place` wants some of them to be.
+
+    Raises:
+        ConfigError: no number of GPUs is enough.
+    """
+    wanted = [name for patterns in config.cluster.place.model_dump().values() for name in patterns]
+    fitting = [re.sub(r"[*?]|\[.*?\]", "1", name) for name in wanted]
+    others = [f"host-{i + 1}" for i in range(config.cluster.num_hosts)]
+    all_names = list(dict.fromkeys([*fitting, *others]))[: max(config.cluster.num_hosts, len(set(fitting)))]
+    reason: NoRoom | None = None
+    for gpus in range(MAX_GPUS + 1):
+        has = SimpleNamespace(gpus=gpus, cores=1)
+        hosts = {name: SimpleNamespace(inventory=has, is_leaving=False) for name in names or all_names}
+        try:
+            return Hosting(config, cast(Mapping[str, Host], hosts)), gpus
+        except NoRoom as error:
+            reason = error
+    assert reason is not None
+    raise reason

@@ -53,25 +53,23 @@ async def gathered(
     return hosting
 
 
-def inspect(config: RunConfig, tell: Callable[[str], None], *, measures: bool) -> None:
-    """Waits for the hosts of a run, and says who would be where; nothing is started.
-
-    Args:
-        measures: how fast bytes go from each trainer host to each generator host, too.
+def inspect(config: RunConfig, tell: Callable[[str], None]) -> None:
+    """Waits for the hosts of a run, says who would be where, and how fast bytes go from each trainer host to each
+    generator host; nothing is started.
 
     Raises:
         ConfigError: as `gathered`, or one host cannot reach another.
     """
-    asyncio.run(_inspect(config, tell, measures))
+    asyncio.run(_inspect(config, tell))
 
 
-async def _inspect(config: RunConfig, tell: Callable[[str], None], measures: bool) -> None:
+async def _inspect(config: RunConfig, tell: Callable[[str], None]) -> None:
     registry = Registry(Path(config.cluster.pki), None, tell)
     try:
         with TemporaryDirectory(dir=_existing(Path(config.output).absolute())) as folder:
             hosting = await gathered(config, registry, Path(folder), tell)
         senders, receivers = (hosting.hosts_of(role) for role in ("trainer", "generator"))
-        for sender, receiver in product(sorted(senders), sorted(receivers)) if measures else ():
+        for sender, receiver in product(sorted(senders), sorted(receivers)):
             if sender != receiver:
                 speed = await _speed(registry.hosts[sender], registry.hosts[receiver])
                 tell(f"{sender} to {receiver}: {speed / 1e9:.2f} GB/s by one stream")

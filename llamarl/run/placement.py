@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from llamarl.algorithms.advantages._base import ValueAdvantage
+from llamarl.cluster.api import HostShare
 from llamarl.cluster.home import count_devices
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.config.device import PLACED, named_devices
@@ -46,8 +47,7 @@ class Place(NamedTuple):
 
     env: Mapping[str, str] = MappingProxyType({})
     """What shows it its devices alone."""
-    hosts: tuple[str, ...] = ()
-    host_env: tuple[dict[str, str], ...] = ()
+    hosts: tuple[HostShare, ...] = ()
 
 
 ANYWHERE = Place()

@@ -20,6 +20,7 @@ from llamarl.forecast.feasibility import plans
 from llamarl.forecast.report import choose
 from llamarl.forecast.shapes import MODELS
 from llamarl.models.shape import ModelShape
+from llamarl.run.hosting import imagined
 from tests.forecast.conftest import make_request
 
 SMALL = ["--model", "llama3-8b", "--gpus", "16", "--prompts-per-step", "32"]
@@ -103,6 +104,10 @@ def test_a_plan_is_a_run_that_train_accepts(tmp_path: Path, name: str, gpus: int
     assert found["rollout"]["max_staleness"] == plan.staleness
     assert math.prod(layout.values()) + generator.tp * generator.replicas <= gpus
     assert "have none" not in dry.stderr, "every rank of the trainer has a group"
+    assert (found["cluster"]["kind"], found["cluster"]["num_hosts"]) == ("hosts", gpus // 8)
+    hosting, per_host = imagined(load_config(path))
+    assert per_host <= 8
+    assert len(hosting.of_role("generator")) == generator.replicas
     wrong = run_train(path, "--dry-run", "--trainer.parallelism.tp", "3")
     assert wrong.returncode == 2
     assert f"tp = 3 cannot share the {MODELS[name].num_heads} attention heads" in wrong.stderr
@@ -116,8 +121,9 @@ def run_train(*words: object) -> subprocess.CompletedProcess[str]:
 def test_settings_that_do_not_go_with_the_plan_are_named(tmp_path: Path) -> None:
     first, second = tmp_path / "first.toml", tmp_path / "second.toml"
     main([*SMALL, "--output", str(first)])
-    first.write_text(first.read_text().replace('kind = "monarch"', 'kind = "inline"').replace("tensor_parallel", "#"))
-    first.write_text(re.sub(r"(?m)^(fsdp|tp|pp|cp) = .*$", "", first.read_text()))
+    first.write_text(first.read_text().replace('kind = "hosts"', 'kind = "inline"').replace("tensor_parallel", "#"))
+    left_out = r"(?m)^(fsdp|tp|pp|cp|listen|pki|num_hosts|host_timeout_s) = .*$"
+    first.write_text(re.sub(left_out, "", first.read_text()))
     with pytest.raises(ConfigError, match=r"cluster.kind = 'inline' has only one; use cluster.kind = 'monarch'"):
         main(["--config", str(first), "--gpus", "64", "--output", str(second)])
 

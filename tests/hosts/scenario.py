@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llamarl.cluster.api import ExecutorHandle, ExecutorSpec
+from llamarl.cluster.api import ExecutorHandle, ExecutorSpec, HostShare
 from llamarl.cluster.certificates import monarch_env
 from llamarl.cluster.monarch import HostsCluster
 from llamarl.cluster.registry import Registry
@@ -37,12 +37,11 @@ class Scenario:
                 await asyncio.sleep(0.01)
         return time.monotonic() - start_s
 
-    async def spawn(self, name: str, num_ranks: int, hosts: list[str]) -> list[int]:
-        env = tuple({"LLAMARL_TEST": f"on {host}"} for host in hosts)
+    async def spawn(self, name: str, hosts: list[str]) -> list[int]:
+        shares = [HostShare(host, hosts.count(host), {"LLAMARL_TEST": f"on {host}"}) for host in dict.fromkeys(hosts)]
         spec = ExecutorSpec(
-            name=name, target="executors:Echo", num_ranks=num_ranks, hosts=tuple(hosts), host_env=env,
-            code_paths=(CODE,),
-        )  # fmt: skip
+            name=name, target="executors:Echo", num_ranks=len(hosts), hosts=tuple(shares), code_paths=(CODE,)
+        )
         self.executors[name] = await self.cluster.spawn(spec, WAIT_S)
         return self.executors[name].pids
 

@@ -112,7 +112,7 @@ def test_executors_on_hosts_that_die_freeze_and_come_back(
 ) -> None:
     do = controller.do
     do("until", "b", "c")
-    on_both, on_c = do("spawn", "both", 2, ["b", "c"]), do("spawn", "one", 1, ["c"])
+    on_both, on_c = do("spawn", "both", ["b", "c"]), do("spawn", "one", ["c"])
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LLAMARL_TEST", "LLAMARL_ADDRESS")
     assert do("call", "both", "environ", *names) == [
         ["0", "0", "2", "on b", "127.0.0.3"],
@@ -133,7 +133,7 @@ def test_executors_on_hosts_that_die_freeze_and_come_back(
     assert cause == f"one (rank 0): pid {on_c[0]} on host c was killed by SIGKILL"
 
     # a host freezes: known, named, and when it wakes up it ends what it had and comes back
-    do("spawn", "other", 1, ["c"])
+    do("spawn", "other", ["c"])
     before = agents.below("c")
     controller.begin("failed", "other")
     agents.send("c", signal.SIGSTOP)
@@ -145,7 +145,7 @@ def test_executors_on_hosts_that_die_freeze_and_come_back(
     agents.send("c", signal.SIGCONT)
     do("until", "b", "c")
     until(lambda: not any(map(is_alive, before)), 5.0)
-    assert do("spawn", "third", 2, ["b", "c"])
+    assert do("spawn", "third", ["b", "c"])
 
     # an agent is killed: nothing of it is left, and another one takes its name
     below = agents.below("c")
@@ -158,7 +158,7 @@ def test_executors_on_hosts_that_die_freeze_and_come_back(
     agents.processes["c"].wait()
     agents.processes["c"] = agents.start("c")
     do("until", "b", "c")
-    do("spawn", "fourth", 1, ["c"])
+    do("spawn", "fourth", ["c"])
 
     # the run ends: executors end, agents stay for the next one
     assert do("end") < 8.0
@@ -171,7 +171,7 @@ def test_executors_on_hosts_that_die_freeze_and_come_back(
 def test_agents_end_what_they_started_when_the_controller_is_gone(controller: Controller, agents: Agents) -> None:
     do = controller.do
     do("until", "b", "c")
-    do("spawn", "both", 2, ["b", "c"])
+    do("spawn", "both", ["b", "c"])
     below = agents.below("b") | agents.below("c")
     assert len(below) >= 4
     controller.process.kill()
@@ -181,7 +181,7 @@ def test_agents_end_what_they_started_when_the_controller_is_gone(controller: Co
 def test_a_frozen_controller_is_lost_too(controller: Controller, agents: Agents) -> None:
     do = controller.do
     do("until", "b", "c")
-    do("spawn", "one", 1, ["b"])
+    do("spawn", "one", ["b"])
     below = agents.below("b")
     controller.process.send_signal(signal.SIGSTOP)
     until(lambda: not any(map(is_alive, below)), 8.0)
