@@ -17,7 +17,6 @@ ONE_FILE_EACH = ("monarch", "vllm", "wandb", "tensorboard")
 """Optional packages: an adapter each."""
 CATCHES_EVERYTHING = {
     "llamarl/cluster/host.py": "whatever an executor raises becomes a reply",
-    "llamarl/cluster/monarch.py": "a broken mesh may refuse to stop; its processes are killed next",
     "llamarl/cluster/payload.py": "what cannot be pickled becomes text",
     "llamarl/sandbox/pool_server.py": "whatever a grader raises is an answer about that item",
 }
