@@ -51,7 +51,7 @@ def _warm_start(config: SftConfig) -> int:
 def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
     from llamarl.cluster.api import ExecutorError
     from llamarl.controller.supervision import Interrupted
-    from llamarl.run.folder import check_run_folder, prepare_run_folder
+    from llamarl.run.folder import FolderLost, check_run_folder, prepare_run_folder
     from llamarl.run.sft import FineTuning, load_documents, place_trainer
     from llamarl.run.warm_start import ensure_base_model
     from llamarl.training.result import NonFiniteStep
@@ -72,7 +72,7 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
     except Interrupted as error:
         warn(f"{error}; go on with --resume. Files: {folder.path}")
         return INTERRUPTED
-    except (ExecutorError, NonFiniteStep) as error:
+    except (ExecutorError, FolderLost, NonFiniteStep) as error:
         warn(f"{type(error).__name__}: {error}; {folder.way_on()}")
         warn(f"files: {folder.path}; output of each rank: {folder.logs}")
         return FAILURE

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     write_html(folder.path / "timeline.html", simulation)
     if options.png is not None:
         write_png(Path(options.png or folder.path / "timeline.png"), simulation)
-    names = sorted(path.name for path in folder.path.iterdir() if path.is_file())
+    names = sorted(path.name for path in folder.path.iterdir() if path.is_file() and path.name[0] != ".")
     print(f"files        {folder.path}: {', '.join(names)}")
     return 0 if simulation.end == "finished" else FAILURE
 

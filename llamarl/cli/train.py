@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     from llamarl.controller.supervision import Interrupted, Stalled
     from llamarl.controller.sync import WeightsWrong
     from llamarl.observability.report import render_summary
-    from llamarl.run.folder import check_run_folder, prepare_run_folder
+    from llamarl.run.folder import FolderLost, check_run_folder, prepare_run_folder
     from llamarl.run.prepare import check_parts, prepare
     from llamarl.run.train import run
     from llamarl.run.warm_start import ensure_base_model
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     except Interrupted as error:
         print(f"llamarl train: {error}; go on with --resume. Files: {folder.path}", file=sys.stderr)
         return INTERRUPTED
-    except (ExecutorError, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong) as error:
+    except (ExecutorError, FolderLost, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong) as error:
         way_on = f"; {folder.way_on()}" if isinstance(error, MeshFailed) else ""
         print(f"llamarl train: {type(error).__name__}: {error}{way_on}", file=sys.stderr)
         print(f"Files: {folder.path}; output of each executor: {folder.logs}", file=sys.stderr)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llamarl.config import RunConfig
 from llamarl.controller.buffer import RolloutBuffer
-from llamarl.data.sampler import PromptSampler
+from llamarl.data.sampler import PromptSampler, fingerprint
 from llamarl.executors.replies import ControllerState
 from llamarl.training.packing import is_flat
 from llamarl.types import GenerationRequest, Outcome, Prompt, RolloutGroup, SamplingParams
@@ -48,7 +48,8 @@ class Admission:
         )
         self._group_size = rollout.group_size
         self._prompts = problems.train or problems.eval
-        self._sampler = PromptSampler(len(self._prompts), config.seed)
+        data = fingerprint((f"{one.prompt_id}\0{one.answer}", one.token_ids_T) for one in self._prompts)
+        self._sampler = PromptSampler(len(self._prompts), config.seed, data)
         self._prompt_of = dict[int, int]()
         """Prompt index of each unconsumed group. Those of a resumed checkpoint start from the beginning, under their
         numbers: sampling noise depends on these."""

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from llamarl.config.errors import ConfigError
 from llamarl.observability.metrics import EvalMetrics, Row, StepMetrics
 
 
@@ -68,11 +69,18 @@ class JsonlSink:
         """Take back the rows of later steps.
 
         Raises:
+            ConfigError: a line is no row.
             OSError: the file cannot be rewritten; it is as it was.
         """
         kept = self._path.with_name(f".{self._path.name}.kept")
         with self._path.open("rb") as rows, kept.open("wb") as file:
-            file.writelines(row for row in rows if json.loads(row)["step"] <= step)
+            for number, row in enumerate(rows, start=1):
+                try:
+                    is_kept = json.loads(row)["step"] <= step
+                except (ValueError, TypeError, LookupError, RecursionError):
+                    raise ConfigError(f"{self._path}:{number} is no row that a run wrote; remove this line") from None
+                if is_kept:
+                    file.write(row)
         self._file.close()
         os.replace(kept, self._path)
         self._file = self._path.open("a+b", buffering=0)

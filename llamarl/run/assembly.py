@@ -65,7 +65,10 @@ async def assembled(
 def nothing_to_resume(resume: bool, damaged: Sequence[str], warn: Callable[[str], None]) -> None:
     """Says that there is no checkpoint to go on from. Raises ConfigError: there are, and all are `damaged`."""
     if damaged:
-        raise ConfigError(f"--resume: no checkpoint is whole, so --overwrite is all that is left: {damaged[0]}")
+        raise ConfigError(
+            f"--resume: no checkpoint is whole: {damaged[0]}; put its files back, or start another run with another "
+            "--name"
+        )
     if resume:
         warn("--resume: no checkpoint was saved yet; the run starts from the beginning")
 

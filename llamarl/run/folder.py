@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import IO, Self
 
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
+from llamarl.run.placement import models_in_use
+
+LOOK_S = 2.0
+"""Between two looks at whether the run's folder is still there."""
+_LOCK, _MARK = ".lock", ".of-this-run"
+_OF_A_RUN = frozenset((
+    "config.toml", "metrics.jsonl", "rollouts.jsonl", "summary.json", "trace.json", "output.log", "logs", "checkpoints",
+    "kernels", "export", "profile.json", "costs.json", "timeline.html", "timeline.png",
+))  # fmt: skip
+"""Names that commands write into a run's folder. Hidden ones are theirs too while they write."""
+
+
+class FolderLost(RuntimeError):
+    """The folder of a run has gone while the run was under way."""
 
 
 class RunFolder:
-    """`<output>/<name>`: config, metrics, rollouts, logs, checkpoints, summary."""
+    """`<output>/<name>`: config, metrics, rollouts, logs, checkpoints, summary. As a context manager it holds the lock
+    by which only one process writes there."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -22,11 +43,50 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.kernels = path / "kernels"
         """Which code multiplies weights here, as it was measured."""
+        self._lock: IO[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def lock(self) -> None:
+        """Until this process leaves it, or ends, no other takes it. Raises ConfigError, OSError."""
+        self._lock = _locked(self.path)
+        self._lock.truncate(0)
+        self._lock.write(f"{os.getpid()}\n")
+        self._lock.flush()
+
+    def check(self) -> None:
+        """Raises FolderLost when what this process has locked is not what is at its path now."""
+        assert self._lock is not None
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(self._lock.fileno()), (self.path / _LOCK).stat()):
+                return
+        raise FolderLost(f"{self.path} was deleted or replaced during the run, and what it held is gone; start again")
+
+    async def check_loop(self) -> None:
+        """Waits for time alone; ends with FolderLost."""
+        while True:
+            self.check()
+            await asyncio.sleep(LOOK_S)
+
+    def write_config(self, config: RunConfig) -> None:
+        """Raises OSError."""
+        self.config.write_text(dump_toml(config), encoding="utf-8")
+
+    def saved_steps(self) -> list[int]:
+        """Of the checkpoints, ascending; not verified."""
+        found = self.checkpoints.glob("step-" + "[0-9]" * 8)
+        return sorted(int(path.name.removeprefix("step-")) for path in found)
 
     def way_on(self) -> str:
         """How a run goes on that an executor has left."""
-        if saved := sorted(self.checkpoints.glob("step-*")):
-            return f"--resume goes on from step {int(saved[-1].name.removeprefix('step-'))}"
+        if saved := self.saved_steps():
+            return f"--resume goes on from step {saved[-1]}"
         return "no checkpoint was saved yet, so --overwrite starts it again"
 
 
@@ -39,24 +99,88 @@ def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Pat
     path = Path(config.output) / config.name
     if overwrite and resume:
         raise ConfigError("--resume and --overwrite contradict each other; give one")
-    if path.exists() and not (resume or overwrite):
+    if not path.exists():
+        if resume:
+            raise ConfigError(f"--resume: there is no run in {path}; start it without --resume")
+        return path
+    if not (resume or overwrite):
         raise ConfigError(f"{path} exists; go on with it (--resume), replace it (--overwrite) or choose another --name")
-    if resume and not path.exists():
-        raise ConfigError(f"--resume: there is no run in {path}; start it without --resume")
-    if resume and (path / "config.toml").exists():
-        _check_same_weights(load_config(path / "config.toml"), config)
-    is_empty = path.is_dir() and not any(path.iterdir())
-    if overwrite and path.exists() and not is_empty and not (path / "config.toml").exists():
-        raise ConfigError(f"--overwrite: {path} is not a run folder (no config.toml in it), so it is not deleted")
+    if (path / _LOCK).exists():
+        _locked(path).close()
+    if resume:
+        _check_resumable(RunFolder(path), config)
+    elif others := list(_not_of_a_run(path)):
+        cause = f"also holds {others[0]!r}" if (path / "config.toml").exists() else "has no config.toml"
+        raise ConfigError(
+            f"--overwrite: {path} is not a run folder and nothing else, as it {cause}, so it is not deleted; "
+            "move what is yours elsewhere or choose another --name"
+        )
     return path
+
+
+def _locked(path: Path) -> IO[str]:
+    """Raises ConfigError, when another process has it, and OSError, where nothing can be locked."""
+    file = (path / _LOCK).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        pid = file.read().strip()
+        file.close()
+        if not isinstance(error, BlockingIOError):
+            raise
+        raise ConfigError(
+            f"{path} belongs to a run that is under way (pid {pid}); wait for its end, end it, or choose another --name"
+        ) from None
+    return file
+
+
+def _not_of_a_run(path: Path) -> Iterator[str]:
+    """What no command has written. A folder without a config is no run's, unless nothing is in it."""
+    if not path.is_dir():
+        yield path.name
+        return
+    names = {one.name for one in path.iterdir()} - {_LOCK}
+    if names and "config.toml" not in names:
+        yield min(names)
+    for name in sorted(names - _OF_A_RUN):
+        if not name.startswith((".seen-", *(f".{one}." for one in _OF_A_RUN))):
+            yield name
+
+
+def _check_resumable(folder: RunFolder, config: RunConfig) -> None:
+    """Raises ConfigError when the run cannot go on from here, which `--overwrite` need not mend."""
+    if folder.config.exists():
+        _check_same_weights(load_config(folder.config), config)
+    saved = folder.saved_steps()
+    if saved and saved[-1] > config.steps:
+        raise ConfigError(
+            f"--resume: the run has done {saved[-1]} steps and steps = {config.steps}; give --steps {saved[-1]} or more"
+        )
+    if not saved and not (folder.checkpoints / _MARK).exists() and _has_steps(folder.metrics):
+        raise ConfigError(
+            f"--resume: {folder.metrics} holds steps, and the checkpoints of this run are not in {folder.checkpoints}; "
+            "mount that folder or put it back"
+        )
+
+
+def _has_steps(metrics: Path) -> bool:
+    if not metrics.exists():
+        return False
+    with metrics.open("rb") as rows:
+        return any(b'"kind": "step"' in row for row in rows)
 
 
 def _check_same_weights(before: RunConfig, now: RunConfig) -> None:
     """Raises ConfigError when what checkpoints hold would mean something else."""
-    for name, old, new in (
+    same = [
         ("model.path", before.model.path, now.model.path),
         ("trainer.lora", before.trainer.lora, now.trainer.lora),
-    ):
+        ("seed", before.seed, now.seed),
+    ]
+    if ("critic" in models_in_use(before)) != ("critic" in models_in_use(now)):
+        same.append(("trainer.advantage", before.trainer.advantage.name, now.trainer.advantage.name))
+    for name, old, new in same:
         if old != new:
             raise ConfigError(
                 f"--resume: {name} was {old!r} when the run began and is {new!r} now, which its checkpoints do "
@@ -65,17 +189,25 @@ def _check_same_weights(before: RunConfig, now: RunConfig) -> None:
 
 
 def prepare_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> RunFolder:
-    """Creates the run's folder, or takes it over, and writes the resolved config into it.
+    """Creates the run's folder, or takes it over, locked. The resolved config is in it, unless it is resumed: that
+    counts once what it holds has been read.
 
     Raises:
         ConfigError: as `check_run_folder`, or it cannot be written.
     """
     folder = RunFolder(check_run_folder(config, resume=resume, overwrite=overwrite))
     try:
-        if overwrite and folder.path.exists():
-            shutil.rmtree(folder.path)
-        folder.logs.mkdir(parents=True, exist_ok=True)
-        folder.config.write_text(dump_toml(config))
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.lock()
+        for old in folder.path.iterdir() if overwrite else ():
+            if old.name != _LOCK:
+                shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+        for made in (folder.logs, folder.checkpoints):
+            made.mkdir(exist_ok=True)
+        (folder.checkpoints / _MARK).touch()
+        if not resume:
+            folder.write_config(config)
     except OSError as error:
+        folder.__exit__()
         raise ConfigError(f"cannot write to {folder.path}: {error.strerror}; choose another --output") from error
     return folder

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
 from llamarl.cluster.open import open_cluster, open_registry
 from llamarl.cluster.port import port
@@ -18,7 +20,7 @@ from llamarl.controller.ports import SftPort
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.data.documents import num_tokens, solution_of, to_documents
 from llamarl.data.prompts import load_prompts
-from llamarl.data.sampler import PromptSampler
+from llamarl.data.sampler import PromptSampler, fingerprint
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.models.folder import load_shape
@@ -92,9 +94,9 @@ class FineTuning:
         Raises:
             ConfigError: the checkpoint cannot work.
             Interrupted: the user ended it; the last checkpoint is intact.
-            ExecutorError, NonFiniteStep: it failed.
+            ExecutorError, FolderLost, NonFiniteStep: it failed.
         """
-        with closing(MetricsLog(self.folder.metrics, lambda failure: self.warn(str(failure)))) as log:
+        with self.folder, closing(MetricsLog(self.folder.metrics, lambda failure: self.warn(str(failure)))) as log:
             asyncio.run(self._with_executor(log))
 
     async def _with_executor(self, log: MetricsLog) -> None:
@@ -135,7 +137,9 @@ class FineTuning:
         self, trainer: SftPort, log: MetricsLog, supervisor: Supervisor, under_way: list[asyncio.Task[None]]
     ) -> None:
         """All steps; the one `under_way` outlives an interruption, as its line and its checkpoint belong together."""
-        config, sampler, done = self.config, PromptSampler(len(self.documents), self.config.seed), 0
+        config, done = self.config, 0
+        rows_T = (np.append(one.prompt_token_ids_T, one.samples[0].token_ids_T) for one in self.documents)
+        sampler = PromptSampler(len(self.documents), config.seed, fingerprint(("", row_T) for row_T in rows_T))
         order, damaged = await trainer.resumed()
         if damaged:
             self.warn(f"--resume: {'; '.join(damaged)}")
@@ -144,13 +148,17 @@ class FineTuning:
             done = order["step"]
         else:
             nothing_to_resume(self.resume, damaged, self.warn)
-        log.drop_after(done)
+        if self.resume:
+            log.drop_after(done)
+            self.folder.write_config(config)
+        supervisor.start(self.folder.check_loop(), "run folder")
         while done < config.steps:
             documents = [self.documents[sampler.next()] for _ in range(config.rollout.prompts_per_step)]
             done += 1
             step = self._step(trainer, log, documents, sampler.state() | {"step": done})
             under_way[:] = [supervisor.start(step, f"step {done}")]
             await asyncio.shield(under_way[0])
+        self.folder.check()
 
     async def _step(
         self, trainer: SftPort, log: MetricsLog, documents: list[SampleGroup], order: dict[str, int]

@@ -12,7 +12,7 @@ from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
 from llamarl.cluster.open import open_cluster, open_registry
 from llamarl.cluster.port import port
 from llamarl.cluster.registry import Registry
-from llamarl.config import RunConfig
+from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.controller import Controller
 from llamarl.controller.evaluation import EvalResult
@@ -65,9 +65,9 @@ def run(
     Raises:
         ConfigError: a device or a part cannot work.
         Interrupted: the user ended it; the last checkpoint is intact.
-        ExecutorError, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong: it failed.
+        ExecutorError, FolderLost, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong: it failed.
     """
-    with rare_garbage_collections():
+    with rare_garbage_collections(), folder:
         return asyncio.run(_Run(config, prepared, folder, resume, command_started_s).run())
 
 
@@ -132,8 +132,9 @@ class _Run:
             resumed=lambda executors: self._resumed(executors, screen),
             on_stop=lambda: self._stopping(screen),
         ) as (controller, supervisor):
+            supervisor.start(self._folder.check_loop(), "run folder")
             if self._resume:
-                telemetry.resume_at(controller.version)
+                self._go_on(telemetry, controller.version)
             if self._registry is not None and self._hosting is not None:
                 Elastic(self._registry, self._hosting, controller, telemetry, supervisor, settings.shutdown_timeout_s)
             try:
@@ -142,7 +143,18 @@ class _Run:
                 screen.phase("saving a checkpoint before ending")
                 await self._wind_down(controller, screen)
                 raise
+        self._folder.check()
         self._outcome.end = "finished"
+
+    def _go_on(self, telemetry: Telemetry, step: int) -> None:
+        """What the checkpoint holds fits these settings: from here on they count. Raises ConfigError."""
+        try:
+            telemetry.resume_at(step)
+            self._folder.write_config(self._config)
+        except OSError as error:
+            raise ConfigError(
+                f"--resume: cannot write to {self._folder.path}: {error.strerror}; make room on the disk"
+            ) from None
 
     def _stopping(self, screen: Screen) -> None:
         screen.phase("stopping executors")

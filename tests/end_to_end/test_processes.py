@@ -271,3 +271,14 @@ def test_rewards_that_judge_nothing_end_the_run(tmp_path: Path, toml: Path) -> N
     assert len(said) == 2
     assert said[0].startswith("llamarl train: TooManyInvalid: 6 of 6 rewards of step 1 are invalid")
     assert said[0].endswith("the first says: the user's reward cannot say")
+
+
+def test_a_run_whose_folder_is_deleted_ends(tmp_path: Path, toml: Path) -> None:
+    run = Running(tmp_path / "runs", toml, "--cluster.kind", "inline")
+    run.command.until(
+        lambda: '"step": 2,' in run.folder.joinpath("metrics.jsonl").read_text() if run.folder.exists() else False
+    )
+    shutil.rmtree(run.folder)
+    code, said = run.command.wait(END_S)
+    assert code == 1 and "Traceback" not in said, said
+    assert re.search(r"^llamarl train: FolderLost: .*/tiny was deleted or replaced during the run", said, re.M), said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -57,3 +58,30 @@ def test_checkpoints_that_would_mean_something_else_are_refused(tmp_path: Path, 
         assert done.returncode == 2
         assert f"--resume: {name} was " in done.stderr and done.stderr.count("\n") == 1
         assert (tmp_path / "tiny/config.toml").read_text() == settings
+
+
+def test_other_data_and_damaged_records_are_refused(tmp_path: Path, toml: Path) -> None:
+    """Of as many rows: the order of prompts would go on, over others. The run stays as it was."""
+    data = tmp_path / "data.jsonl"
+    answers = [{"question": f"{i}+1", "answer": i + 1} for i in range(5)]
+    lines = [json.dumps(row) + "\n" for row in answers]
+    data.write_text("".join(lines))
+    run = ("train", toml, "--output", tmp_path, "--data.train", f"{{name = 'jsonl', path = '{data}'}}", *SYNCHRONOUS)
+    assert llamarl_here(*run, "--steps", 2).returncode == 0
+    files = {path: path.read_bytes() for path in (tmp_path / "tiny").glob("*.*")}
+    for changed in (['{"question": "0+1", "answer": 7}\n', *lines[1:]], [lines[1], lines[0], *lines[2:]]):
+        data.write_text("".join(changed))
+        done = llamarl_here(*run, "--steps", 3, "--resume", "--trainer.learning_rate", 1e-4)
+        assert done.returncode == 2
+        assert "drew from 5 other prompts, or answers, than data.train has now" in done.stderr.splitlines()[-1]
+        assert all(path.read_bytes() == files[path] for path in files if path.name in ("config.toml", "metrics.jsonl"))
+    data.write_text("".join(lines))
+    metrics = tmp_path / "tiny/metrics.jsonl"
+    metrics.write_bytes(b"no row\n" + files[metrics])
+    done = llamarl_here(*run, "--steps", 3, "--resume")
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].endswith(
+        "metrics.jsonl:1 is no row that a run wrote; remove this line"
+    )
+    metrics.write_bytes(files[metrics])
+    done = llamarl_here(*run, "--steps", 3, "--resume")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,131 @@
+"""A run folder has one owner, is replaced only when it is a run's, and is resumed only by settings that fit it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llamarl.config import ConfigError, RunConfig
+from llamarl.run.folder import FolderLost, RunFolder, prepare_run_folder
+
+STEP = '{"kind": "step", "step": 1}\n'
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "one",
+            "output": str(tmp_path),
+            "steps": 10,
+            "model": {"path": "nowhere"},
+            "data": {"train": {"name": "running_total", "count": 4}},
+        }
+    )
+
+
+def ended(config: RunConfig) -> RunFolder:
+    """What a run has left that saved step 8."""
+    with prepare_run_folder(config, resume=False, overwrite=False) as folder:
+        folder.metrics.write_text(STEP)
+        (folder.checkpoints / "step-00000008").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("way", ["resume", "overwrite"])
+def test_a_run_that_is_under_way_is_left_alone(config: RunConfig, way: str) -> None:
+    asked = {"resume": way == "resume", "overwrite": way == "overwrite"}
+    with prepare_run_folder(config, resume=False, overwrite=False) as folder:
+        folder.metrics.write_text(STEP)
+        with pytest.raises(ConfigError, match=rf"under way \(pid {os.getpid()}\); wait for its end"):
+            prepare_run_folder(config, **asked)
+        assert folder.metrics.read_text() == STEP
+        folder.check()
+    with prepare_run_folder(config, **asked) as folder:
+        assert folder.metrics.exists() == (way == "resume")
+        with pytest.raises(ConfigError, match="under way"):
+            prepare_run_folder(config, **asked)
+
+
+def test_the_lock_ends_with_its_process(config: RunConfig) -> None:
+    pid = os.fork()
+    if not pid:
+        folder = prepare_run_folder(config, resume=False, overwrite=False)
+        os._exit(folder.path.exists() - 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    prepare_run_folder(config, resume=True, overwrite=False).__exit__()
+
+
+@pytest.mark.parametrize("change", [shutil.rmtree, lambda path: path.rename(path.with_name("other"))])
+def test_a_folder_that_goes_is_noticed(config: RunConfig, change: Callable[[Path], object]) -> None:
+    with prepare_run_folder(config, resume=False, overwrite=False) as folder:
+        change(folder.path)
+        with pytest.raises(FolderLost, match="one was deleted or replaced during the run"):
+            folder.check()
+        prepare_run_folder(config, resume=False, overwrite=False).__exit__()
+        with pytest.raises(FolderLost):
+            folder.check()
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", ".git", "results"])
+def test_overwrite_deletes_what_commands_have_written(config: RunConfig, name: str) -> None:
+    folder = ended(config)
+    for known in ("profile.json", ".summary.json.partial", ".seen-1234"):
+        (folder.path / known).touch()
+    prepare_run_folder(config, resume=False, overwrite=True).__exit__()
+    assert not folder.saved_steps() and not (folder.path / "profile.json").exists()
+    (folder.path / name).touch()
+    with pytest.raises(ConfigError, match=rf"also holds '{name}', so it is not deleted; move what is yours"):
+        prepare_run_folder(config, resume=False, overwrite=True)
+    assert folder.config.exists()
+
+
+def test_overwrite_of_a_link_replaces_what_it_leads_to(config: RunConfig, tmp_path: Path) -> None:
+    folder = ended(config)
+    folder.path.rename(tmp_path / "elsewhere")
+    folder.path.symlink_to(tmp_path / "elsewhere")
+    with prepare_run_folder(config, resume=False, overwrite=True):
+        assert folder.path.is_symlink() and not folder.saved_steps()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"steps": 7}, "the run has done 8 steps and steps = 7; give --steps 8 or more"),
+        ({"seed": 1}, "seed was 0 when the run began and is 1 now"),
+        ({"trainer": {"advantage": "gae"}}, "trainer.advantage was 'group_mean' when the run began and is 'gae' now"),
+    ],
+)
+def test_settings_that_do_not_fit_the_checkpoints(config: RunConfig, changes: dict[str, object], said: str) -> None:
+    folder = ended(config)
+    before = folder.config.read_text()
+    other = RunConfig.model_validate(config.model_dump() | changes)
+    with pytest.raises(ConfigError, match=said) as refused:
+        prepare_run_folder(other, resume=True, overwrite=False)
+    assert "overwrite" not in str(refused.value)
+    assert folder.config.read_text() == before and folder.metrics.read_text() == STEP
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_checkpoints_that_are_elsewhere_are_no_fresh_start(config: RunConfig, is_there: bool) -> None:
+    """A folder that is not mounted; a run that was ended before its first checkpoint does start again."""
+    folder = ended(config)
+    (folder.checkpoints / "step-00000008").rmdir()
+    prepare_run_folder(config, resume=True, overwrite=False).__exit__()
+    folder.checkpoints.rename(folder.path.parent / "unmounted")
+    if is_there:
+        folder.checkpoints.mkdir()
+    with pytest.raises(ConfigError, match=r"holds steps, and the checkpoints of this run are not in .*; mount that"):
+        prepare_run_folder(config, resume=True, overwrite=False)
+    assert folder.metrics.read_text() == STEP
+
+
+def test_folders_of_other_names_among_the_checkpoints_are_ignored(config: RunConfig) -> None:
+    folder = ended(config)
+    for name in ("step-old", "step-1e9", "steps"):
+        (folder.checkpoints / name).mkdir()
+    assert folder.way_on() == "--resume goes on from step 8"
