@@ -312,12 +312,15 @@ def main() -> None:
     parser.add_argument("--relay-rounds", type=int, default=3)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--mbit", type=int, default=1000, help="of each host in the second part")
+    parser.add_argument("--only", choices=["shares", "relayed"], default="", help="one of the two parts")
     parser.add_argument("--folder", type=Path, help="of the result; default: benchmarks/results")
     options = parser.parse_args()
     figures, notes = dict[str, Any](), list[str]()
     if missing := available():
         raise SystemExit(f"hosts cannot be had here: {missing}")
     for part in (shares, relayed):
+        if options.only not in ("", part.__name__):
+            continue
         try:
             figures |= part(options)
         except Forbidden as error:

@@ -12,6 +12,10 @@ MAX_PIECES = 512
 """Of one system call; Linux takes 1,024."""
 
 
+class TooSlow(TimeoutError):
+    """It goes on, but not fast enough."""
+
+
 def send(connection: Connection, pieces: Iterable[memoryview]) -> None:
     """All bytes of some pieces of memory. Raises what is in `links.BROKEN`."""
     _move(connection, pieces, lambda one, left: one.sendmsg(left))
@@ -32,7 +36,7 @@ def _move(
     with socket.socket(fileno=os.dup(connection.fileno())) as one:
         while first < len(left):
             if deadline_s is not None and time.monotonic() > deadline_s:
-                raise TimeoutError("it is too slow")
+                raise TooSlow("it is too slow")
             try:
                 moved = step(one, left[first : first + MAX_PIECES])
             except BlockingIOError as error:

@@ -66,26 +66,26 @@ def packed(layout: Layout, flat: Tensor, part: Part, start: int) -> Tensor:
 
 
 def pieces(
-    layout: Layout, tensors: Mapping[str, Tensor], bucket: Bucket, put_by: list[tuple[Tensor, Tensor]] | None = None
-) -> list[memoryview]:
-    """The memory of a bucket's bytes, one behind the other, over a rank's tensors and the gaps between.
+    layout: Layout, tensors: Mapping[str, Tensor], bucket: Bucket, scratch: Tensor | None = None
+) -> tuple[list[memoryview], list[tuple[Tensor, Tensor]]]:
+    """The memory of a bucket's bytes, one behind the other: a rank's tensors and the gaps between.
 
     Args:
-        put_by: for who fills it: gets (where it belongs, what is filled) for parts that are not one piece of memory.
-            None: for who reads it.
+        scratch: for who fills it, memory for parts that are not one piece among the tensors. None: for who reads it.
+
+    Returns:
+        The memory, and (tensor, scratch) for each part that is to be copied there.
     """
-    found, end = list[memoryview](), bucket.start
+    found, elsewhere, end = list[memoryview](), list[tuple[Tensor, Tensor]](), bucket.start
     for part, start in bucket.parts:
         found.append(memoryview(bytearray(start - end)))
-        target = part_of(layout, tensors, part)
-        if put_by is None or target.is_contiguous():
-            piece = target.contiguous()
-        else:
-            piece = torch.empty(target.shape, dtype=target.dtype)
-            put_by.append((target, piece))
+        piece = target = part_of(layout, tensors, part)
+        if not target.is_contiguous():
+            piece = target.contiguous() if scratch is None else packed(layout, scratch, part, start - bucket.start)
+            elsewhere.append((target, piece))
         found.append(memory_of(piece))
         end = start + piece.nbytes
-    return [*found, memoryview(bytearray(bucket.start + bucket.num_bytes - end))]
+    return [*found, memoryview(bytearray(bucket.start + bucket.num_bytes - end))], elsewhere
 
 
 def memory_of(tensor: Tensor) -> memoryview:

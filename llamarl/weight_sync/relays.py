@@ -6,8 +6,8 @@ there. Whoever does not ask is in no chain, so nobody waits for one that stands 
 of them receives from another host and the rest from it.
 
 Nobody has to trust a relay: what the bytes must add up to comes from the trainer rank itself, and so do the bytes when
-a relay is gone, silent for `SILENT_S`, slower than the trainer by more than `SLOWER`, or when they do not prove right.
-One that was found so passes nothing on for a while.
+a relay is gone, silent for `SILENT_S`, slower by more than `SLOWER` than trainer and reader have shown to be, or when
+they do not prove right. One that was found so passes nothing on for a while.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 
 from llamarl.distributed.links import BROKEN
 from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
-from llamarl.distributed.streams import send
+from llamarl.distributed.streams import TooSlow, send
 from llamarl.weight_sync.buckets import Bucket, pieces
 from llamarl.weight_sync.layout import Layout
 
 SILENT_S = 2.0
 """A relay that says nothing for so long is left; it tells twice a second that it still waits itself."""
 SLOWER = 4.0
-"""So many times the trainer's own time may pass, beside twice `SILENT_S`: one relay further up may have to be left."""
+"""So many times the slower one's time may pass, beside twice `SILENT_S`: one relay further up may have to be left."""
 TIRED_VERSIONS = 8
 """For so many versions one that was left is a relay to nobody."""
 
@@ -155,19 +155,20 @@ class Relay:
         if digest != self._layout.digest or passing.version != version:
             return
         for bucket in buckets:
-            while not self._is_there(passing, (rank, bucket.start)):
+            wait_s = 0.0
+            while not self._is_there(passing, (rank, bucket.start), wait_s):
                 connection.send(False)
                 if self._newest is not passing:
                     return
+                wait_s = SILENT_S / 4
             if self._newest.number - passing.number > 1:
                 return
             connection.send(True)
-            send(connection, pieces(self._layout, passing.tensors, bucket))
+            send(connection, pieces(self._layout, passing.tensors, bucket)[0])
 
-    def _is_there(self, passing: _Passing, key: tuple[int, int]) -> bool:
-        """Waits for that a little."""
+    def _is_there(self, passing: _Passing, key: tuple[int, int], wait_s: float) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: key in passing.arrived or self._newest is not passing, SILENT_S / 4)
+            self._changed.wait_for(lambda: key in passing.arrived or self._newest is not passing, wait_s)
             return key in passing.arrived
 
     def fetch(
@@ -177,30 +178,75 @@ class Relay:
         rank: int,
         buckets: Sequence[Bucket],
         take: Callable[[Connection, Bucket, float], object],
-        pace_s: float | None,
+        paces_s: tuple[float | None, float | None],
         timeout_s: float,
     ) -> tuple[int, int]:
         """Receives from another relay what a trainer rank has for this rank, and passes it on.
 
         Args:
             take: receives a bucket, by a time on the monotonic clock.
-            pace_s: seconds per byte that the trainer rank takes; None: not known, and `timeout_s` is for all.
+            paces_s: seconds per byte that the trainer rank takes, and that this rank takes; None: not known.
+            timeout_s: for a bucket, while the first of them is not known.
 
         Returns:
             How many buckets came, and for how many versions nobody should ask there for the others.
         """
-        start_s, num_bytes, num = time.monotonic(), 0, 0
+        pace, num = _Pace(*paces_s, timeout_s), 0
         try:
             with Rendezvous(place, self._secret).connect(self._layout.digest, SILENT_S) as connection:
                 connection.send((version, rank, buckets))
                 for bucket in buckets:
-                    num_bytes += bucket.num_bytes
-                    allowed_s = timeout_s if pace_s is None else 2 * SILENT_S + SLOWER * pace_s * num_bytes
+                    pace.begin(bucket.num_bytes)
                     while not connection.recv():
-                        if time.monotonic() - start_s > allowed_s:
-                            return num, TIRED_VERSIONS
-                    take(connection, bucket, start_s + allowed_s)
+                        pace.waits()
+                    take(connection, bucket, pace.has_it())
+                    pace.end()
                     num += 1
+        except TooSlow:
+            return num, TIRED_VERSIONS if pace.is_to_blame else 0
         except BROKEN as error:
             return num, TIRED_VERSIONS if isinstance(error, TimeoutError | BlockingIOError) else 1
         return num, 0
+
+
+class _Pace:
+    """How long a relay may take. The time in which it waits for bytes itself is not its own."""
+
+    def __init__(self, pace_s: float | None, own_s: float | None, timeout_s: float) -> None:
+        self._pace_s, self._own_s, self._timeout_s = pace_s, own_s, timeout_s
+        self._start_s = self._mark_s = time.monotonic()
+        self._used_s = self._allowed_s = 0.0
+        self._num_bytes, self._waits = 0, False
+
+    def begin(self, num_bytes: int) -> None:
+        """A bucket is next."""
+        self._mark_s, self._waits = time.monotonic(), False
+        self._num_bytes += num_bytes
+        if self._pace_s is None:
+            self._allowed_s = self._used_s + self._timeout_s
+        else:
+            self._allowed_s = 2 * SILENT_S + SLOWER * max(self._pace_s, self._own_s or 0.0) * self._num_bytes
+
+    def waits(self) -> None:
+        """The relay has not got it yet. Raises TooSlow: not in twice its time either, in which it may leave another."""
+        self._waits = True
+        if time.monotonic() - self._start_s > 2 * self._allowed_s and self._pace_s is not None:
+            raise TooSlow("it waits itself")
+
+    def has_it(self) -> float:
+        """The relay does, and may take until this time."""
+        if self._waits:
+            self._mark_s = time.monotonic()
+        self._waits = False
+        return self._mark_s + self._allowed_s - self._used_s
+
+    def end(self) -> None:
+        """The bucket is here. Raises TooSlow."""
+        self._used_s += time.monotonic() - self._mark_s
+        if self._used_s > self._allowed_s:
+            raise TooSlow("it is too slow")
+
+    @property
+    def is_to_blame(self) -> bool:
+        """Unless it waited, or the one who receives is slow: who has not shown yet that it can do better."""
+        return not self._waits and self._own_s is not None

@@ -162,6 +162,11 @@ def test_behavior_logprobs_are_the_trainer_s_before_and_after_syncs(
     )
 
 
+def test_memory_that_generators_on_other_hosts_do_not_have_is_refused(trainer: TrainerExecutor) -> None:
+    with pytest.raises(ConfigError, match=r"'shared_memory'` needs trainer and generators on one host.* use 'auto'"):
+        trainer.choose("shared_memory", same_host=False)
+
+
 def test_transports_are_tried_with_a_sample_and_one_carries_all(
     trainer: TrainerExecutor, generator: GeneratorExecutor
 ) -> None:

@@ -110,9 +110,9 @@ class Fault:
         self.over = threading.Event()
         self.struck = False
 
-    def is_there(self, relay: Relay, passing: Any, key: Any, found: Callable[..., bool]) -> bool:
+    def is_there(self, relay: Relay, passing: Any, key: Any, wait_s: float, found: Callable[..., bool]) -> bool:
         """In place of `Relay._is_there`."""
-        there = found(relay, passing, key)
+        there = found(relay, passing, key, wait_s)
         with self._lock:
             self._num += there and host_of(relay.place) == self._host
             strikes = there and host_of(relay.place) == self._host and self._num > self._point
@@ -176,6 +176,31 @@ def test_one_that_was_silent_passes_nothing_on_for_a_while(replicas, monkeypatch
         assert not any(replicas.fetch(version, replicas.publish(version, (version - 1,))))
     thawed.set()
     assert left and set(left.values()) == {1} and {host_of(place) for _, place in left} == {HOSTS[0]}
+
+
+def test_one_that_is_slow_itself_blames_nobody_for_it_and_holds_up_nobody(replicas, monkeypatch) -> None:
+    """Who receives from it leaves it, and it stays at the end."""
+    take, leave, left = P2pSubscriber._take, Chains.leave, list[tuple[str, int]]()
+
+    def crawl(rank: P2pSubscriber, *args: Any) -> int:
+        if rank._host == HOSTS[1]:
+            time.sleep(0.05)
+        return take(rank, *args)
+
+    def noted(chains: Chains, place: str, version: int, num_versions: int) -> None:
+        left.append((host_of(place), num_versions))
+        leave(chains, place, version, num_versions)
+
+    monkeypatch.setattr(relays, "SLOWER", 1.0)
+    for version in range(6):
+        if version == 1:  # when the trainer knows its pace
+            monkeypatch.setattr(P2pSubscriber, "_take", crawl)
+            monkeypatch.setattr(Chains, "leave", noted)
+            for rank in replicas.ranks[2:4]:
+                for stream in rank._streams.values():
+                    stream.pace_s = None
+        assert not any(replicas.fetch(version, replicas.publish(version, (version - 1,))))
+    assert {host for host, num in left if num} <= {HOSTS[1]}
 
 
 def test_versions_stay_pure_while_the_trainer_publishes_on(replicas) -> None:

@@ -150,15 +150,24 @@ class TestPairs:
     def weights(self, version: int) -> dict[str, torch.Tensor]:
         return {spec.name: torch.full(spec.shape, float(version)) for spec in self.SPECS}
 
+    def test_it_listens_at_the_address_of_its_process(self, monkeypatch) -> None:
+        monkeypatch.setenv("LLAMARL_ADDRESS", "127.0.0.7")
+        publisher, subscriber = P2pPublisher(alone(self.SPECS), lambda value: [value]), P2pSubscriber(self.SPECS, 0)
+        address = publisher.publish(0, self.weights(0), ())
+        assert all(place.startswith("127.0.0.7:") for place in address.places.values())
+        assert (subscriber.fetch(0, address)["w1"] == 0).all()
+        publisher.close()
+        subscriber.close()
+
     def test_what_arrives_damaged_is_sent_again(self, publisher, monkeypatch) -> None:
         address, subscriber = publisher.publish(0, self.weights(0), ()), P2pSubscriber(self.SPECS, 0)
         take, asked = P2pSubscriber._take, list[Any]()
 
-        def take_damaged(self, request, rank, connection, bucket, deadline_s=None):
-            taken = take(self, request, rank, connection, bucket, deadline_s)
+        def take_damaged(self, request, *args):
+            taken = take(self, request, *args)
             if not asked:
                 request.tensors["w1"].view(-1).view(torch.uint8)[1000] ^= 4  # on the wire
-            asked.append(bucket)
+            asked.append(taken)
             return taken
 
         monkeypatch.setattr(P2pSubscriber, "_take", take_damaged)

@@ -142,6 +142,10 @@ class _Stream:
     connection: Connection
     buckets: tuple[Bucket, ...]
     """All of the trainer rank's."""
+    scratch: Tensor
+    """For one of them."""
+    pace_s: float | None = None
+    """Seconds per byte that it took at best."""
 
 
 class P2pSubscriber(CopyingSubscriber):
@@ -209,18 +213,21 @@ class P2pSubscriber(CopyingSubscriber):
         if key not in self._streams:
             connection = place.connect(self.layout.digest, self._timeout_s)
             cut = into_buckets(self.layout, connection.recv(), P2pPublisher.BUCKET_BYTES)
-            self._streams[key] = _Stream(connection, cut)
-        connection, all_buckets = self._streams[key].connection, self._streams[key].buckets
+            size = max((bucket.num_bytes for bucket in cut), default=0)
+            self._streams[key] = _Stream(connection, cut, torch.empty(size, dtype=torch.uint8))
+        stream = self._streams[key]
+        connection = stream.connection
         relay = self._relay if request.only is None else None
         asked = Wanted(request.version, number, num_streams, request.only, request.base.version)
         asked = asked._replace(place=relay.place if relay else "")
-        buckets, num_passed, take = asked.of(all_buckets), 0, partial(self._take, request, rank)
+        buckets, num_passed, take = asked.of(stream.buckets), 0, partial(self._take, request, rank, stream.scratch)
         if (used := self._used.pop(key, "")) and request.only is not None and buckets:  # what it brought is damaged
             asked = asked._replace(left=(used, TIRED_VERSIONS))
-        answer = self._ask(connection, asked, rank)
+        start_s, answer = time.monotonic(), self._ask(connection, asked, rank)
         if answer.relay and relay:
+            paces_s = answer.pace_s, stream.pace_s
             num_passed, num_versions = relay.fetch(
-                answer.relay, request.version, rank, buckets, take, answer.pace_s, self._timeout_s / 2
+                answer.relay, request.version, rank, buckets, take, paces_s, self._timeout_s / 2
             )
             self._used[key] = answer.relay
             if num_passed < len(buckets):
@@ -229,7 +236,11 @@ class P2pSubscriber(CopyingSubscriber):
         take_one = partial(self._take_changes, request) if answer.are_changes else take
         sizes = [take_one(connection, bucket) for bucket in buckets[num_passed:]]
         assert answer.proof is not None
-        return answer.proof, sum(sizes) + sum(bucket.num_bytes for bucket in buckets[:num_passed])
+        num_bytes = sum(sizes) + sum(bucket.num_bytes for bucket in buckets[:num_passed])
+        if relay and not answer.are_changes:
+            pace_s = (time.monotonic() - start_s) / max(1, num_bytes)
+            stream.pace_s = min(pace_s, stream.pace_s or pace_s)
+        return answer.proof, num_bytes
 
     def _ask(self, connection: Connection, asked: Wanted, rank: int) -> Answer:
         connection.send(asked)
@@ -239,11 +250,17 @@ class P2pSubscriber(CopyingSubscriber):
         return answer
 
     def _take(
-        self, request: Request, rank: int, connection: Connection, bucket: Bucket, deadline_s: float | None = None
+        self,
+        request: Request,
+        rank: int,
+        scratch: Tensor,
+        connection: Connection,
+        bucket: Bucket,
+        deadline_s: float | None = None,
     ) -> int:
         """Straight into place where a part is one piece of memory there."""
-        elsewhere = list[tuple[Tensor, Tensor]]()
-        receive(connection, pieces(self.layout, request.tensors, bucket, elsewhere), deadline_s)
+        memory, elsewhere = pieces(self.layout, request.tensors, bucket, scratch)
+        receive(connection, memory, deadline_s)
         for target, piece in elsewhere:
             target.copy_(piece)
         if self._relay and request.only is None:
