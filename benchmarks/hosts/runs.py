@@ -1,0 +1,346 @@
+"""What several hosts cost a run, and what it does when they are lost.
+
+    python benchmarks/hosts/runs.py [--agents 64] [--pairs 3] [--losses 30] [--only attach registry demo losses]
+
+Hosts are network namespaces on this machine (`namespaces.py`), as root or in a user namespace. `attach`: three hosts
+that are there get an executor each, from the attachment to its first answer, without torch; and a small call against
+one to a process on this machine. `registry`: what so many agents, each with its engine, cost the controller.
+`demo`: the demo over three hosts against the same executors on one, in pairs. `losses`: hosts that hold generators are
+killed, frozen and cut off at random moments of the demo, three times in each run, and come back after some seconds.
+The demo's base model must be there (`make demo` makes it).
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import argparse
+import asyncio
+import json
+import random
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from _record import write_result
+from namespaces import Namespaces, available, has_netem
+
+from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, HostShare
+from llamarl.cluster.certificates import make_certificates, monarch_env
+from llamarl.cluster.open import open_cluster
+from llamarl.cluster.registry import Registry
+from llamarl.config.cluster import ClusterConfig
+
+ROOT = Path(__file__).parents[2]
+PORT = 6700
+CALLS = 400
+WAIT_S = 240.0
+LOSSES_PER_RUN = 3
+STEPS, LOSS_STEPS = 60, 90
+KINDS = ("kill", "freeze", "cut")
+
+
+def certificates(folder: Path, hosts: Namespaces) -> Path:
+    members = {name: (name, address) for name, address in hosts.addresses.items()}
+    first = next(iter(hosts.addresses.values()))
+    make_certificates(folder / "pki", members | {"controller": ("controller", first)}, days=2)
+    return folder / "pki"
+
+
+def agent(hosts: Namespaces, host: str, pki: Path, name: str = "") -> subprocess.Popen[bytes]:
+    place = f"{next(iter(hosts.addresses.values()))}:{PORT}"
+    command = [sys.executable, "-m", "llamarl", "host", place, "--pki", str(pki), "--name", name or host]
+    with (hosts.tmp(host) / f"agent-{name or host}.txt").open("ab") as output:
+        env = {"PYTHONPATH": str(ROOT)}
+        return hosts.popen(
+            host, [*command, "--address", hosts.addresses[host]], env=env, stdout=output, stderr=output, cwd=ROOT
+        )
+
+
+# Parts that run in the first host, as `runs.py --inside PART ...`, and print a JSON line.
+
+
+async def inside_attach(pki: Path, num_hosts: int) -> dict[str, Any]:
+    from llamarl.cluster.monarch import HostsCluster
+
+    address = os.environ["CONTROLLER"]
+    registry = Registry(pki, None, lambda text: None)
+    await registry.open(f"{address}:{PORT}")
+    await registry.until(num_hosts, WAIT_S)
+    cluster = HostsCluster(registry, address, monarch_env(pki, "controller"))
+    code = (str(ROOT / "tests" / "cluster"),)
+
+    async def first_answer(name: str) -> ExecutorHandle:
+        shares = (HostShare(name, 1, {}),)
+        spec = ExecutorSpec(name=f"on-{name}", target="executors:Echo", hosts=shares, code_paths=code)
+        handle = await cluster.spawn(spec, WAIT_S)
+        await handle.call("echo", 1, timeout_s=WAIT_S)
+        return handle
+
+    times = list[float]()
+    for _ in range(5):
+        start_s = time.monotonic()
+        handles = await asyncio.gather(*map(first_answer, registry.hosts))
+        times.append(time.monotonic() - start_s)
+        calls_s = await _calls(handles[0])
+        await asyncio.gather(*(handle.stop(8.0) for handle in handles))
+    await cluster.shutdown(8.0)
+    return {"attach_s": statistics.median(times), "call_s": calls_s}
+
+
+async def inside_one_host() -> dict[str, Any]:
+    code = (str(ROOT / "tests" / "cluster"),)
+    async with open_cluster(ClusterConfig()) as cluster:
+        return {"call_s": await _calls(await _spawned(cluster, code))}
+
+
+async def _spawned(cluster: Cluster, code: tuple[str, ...]) -> ExecutorHandle:
+    return await cluster.spawn(ExecutorSpec(name="echo", target="executors:Echo", code_paths=code), WAIT_S)
+
+
+async def _calls(handle: ExecutorHandle) -> float:
+    times = list[float]()
+    for _ in range(CALLS):
+        start_s = time.monotonic()
+        await handle.call("echo", 1, timeout_s=WAIT_S)
+        times.append(time.monotonic() - start_s)
+    return statistics.median(times)
+
+
+async def inside_registry(pki: Path, num_hosts: int) -> dict[str, Any]:
+    registry = Registry(pki, None, lambda text: None)
+    await registry.open(f"{os.environ['CONTROLLER']}:{PORT}")
+    await registry.until(num_hosts, WAIT_S)
+    await asyncio.sleep(3.0)
+    before, start_s = _cpu_s(), time.monotonic()
+    await asyncio.sleep(20.0)
+    share = (_cpu_s() - before) / (time.monotonic() - start_s)
+    await registry.close()
+    return {"registry_share": share}
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def inside(hosts: Namespaces, *words: object) -> dict[str, Any]:
+    """Runs a part in the first host; what it printed."""
+    address = next(iter(hosts.addresses.values()))
+    process = hosts.popen(
+        hosts.names[0], [sys.executable, __file__, "--inside", *map(str, words)],
+        env={"PYTHONPATH": str(ROOT), "CONTROLLER": address}, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    told, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, told
+    return json.loads(told.splitlines()[-1])
+
+
+def attach(folder: Path) -> dict[str, Any]:
+    """Three hosts, and a call in pairs with one on this machine."""
+    ratios, attached = list[float](), list[float]()
+    for _ in range(3):
+        with Namespaces(3) as hosts:
+            pki = certificates(Path(tempfile.mkdtemp(dir=folder)), hosts)
+            for host in hosts.names:
+                agent(hosts, host, pki)
+            found, alone = inside(hosts, "attach", pki, 3), inside(hosts, "one_host")
+        attached.append(found["attach_s"])
+        ratios.append(found["call_s"] / alone["call_s"])
+    return {"attach_s": statistics.median(attached), "call_ratio": statistics.median(ratios), "call_ratios": ratios}
+
+
+def registry(folder: Path, num_agents: int) -> dict[str, Any]:
+    """Agents that share three hosts, under a name each."""
+    with Namespaces(3) as hosts:
+        names = {f"agent-{i}": hosts.names[i % 3] for i in range(num_agents)}
+        members = {name: (name, hosts.addresses[host]) for name, host in names.items()}
+        controller = {"controller": ("controller", hosts.addresses[hosts.names[0]])}
+        make_certificates(folder / "many", members | controller, days=2)
+        for name, host in names.items():
+            agent(hosts, host, folder / "many", name)
+        return inside(hosts, "registry", folder / "many", num_agents) | {"num_agents": num_agents}
+
+
+class Demo:
+    """One run of the demo in the first host."""
+
+    def __init__(self, hosts: Namespaces, folder: Path, steps: int, *options: object) -> None:
+        self.folder = folder / "demo"
+        command = [
+            *(sys.executable, "-m", "llamarl", "train", "configs/demo.toml", "--output", folder, "--steps", steps),
+            *("--eval.every_steps", 0, "--screen.kind", "lines", "--checkpoint.every_steps", 0, *options),
+        ]
+        with (folder / "out.txt").open("w") as self.out:
+            self.process = hosts.popen(
+                hosts.names[0], list(map(str, command)), env={"PYTHONPATH": str(ROOT)}, stdout=self.out,
+                stderr=self.out, cwd=ROOT,
+            )  # fmt: skip
+
+    def steps(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [row for line in lines if (row := json.loads(line))["kind"] == "step"]
+
+    def until(self, step: int) -> None:
+        start_s = time.monotonic()
+        while len(self.steps()) < step and self.process.poll() is None:
+            assert time.monotonic() - start_s < WAIT_S, f"step {step} did not come"
+            time.sleep(0.05)
+
+    def end(self) -> dict[str, Any]:
+        code = self.process.wait(WAIT_S)
+        assert code == 0, Path(self.out.name).read_text()
+        return json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+
+
+def over_hosts(hosts: Namespaces, pki: Path, replicas: int) -> tuple[object, ...]:
+    return (
+        *("--cluster.kind", "hosts", "--cluster.listen", f"{hosts.addresses[hosts.names[0]]}:{PORT}"),
+        *("--cluster.pki", pki, "--cluster.num_hosts", len(hosts.names), "--generator.replicas", replicas),
+        *("--cluster.place.trainer", f'["{hosts.names[0]}"]'),
+    )
+
+
+def demo(folder: Path, pairs: int) -> dict[str, Any]:
+    """The same executors on three hosts and on one, in turn."""
+    ratios = list[float]()
+    for pair in range(pairs):
+        with Namespaces(3) as hosts:
+            speeds = dict[str, float]()
+            for kind in ("hosts", "one")[:: 1 if pair % 2 else -1]:
+                place = Path(tempfile.mkdtemp(dir=folder))
+                pki = certificates(place, hosts)
+                if kind == "hosts":
+                    agents = [agent(hosts, host, pki) for host in hosts.names]
+                options = over_hosts(hosts, pki, 2) if kind == "hosts" else ("--generator.replicas", 2)
+                speeds[kind] = Demo(hosts, place, STEPS, "--seed", pair, *options).end()["samples_per_s"]
+                if kind == "hosts":
+                    for one in agents:
+                        one.terminate()
+            ratios.append(speeds["hosts"] / speeds["one"])
+    return {"demo_ratio": statistics.median(ratios), "demo_ratios": ratios}
+
+
+def losses(folder: Path, number: int) -> dict[str, Any]:
+    """Runs with three losses each."""
+    draw, events, failures = random.Random(0), list[dict[str, Any]](), list[str]()
+    accuracies = list[float]()
+    for _ in range(-(-number // LOSSES_PER_RUN)):
+        place = Path(tempfile.mkdtemp(dir=folder))
+        try:
+            found, accuracy = one_run(place, draw)
+            events += found
+            accuracies.append(accuracy)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            failures.append(str(error)[-2000:])
+    slowest = max((event["longest_step_s"] for event in events), default=0.0)
+    return {
+        "losses_tried": LOSSES_PER_RUN * -(-number // LOSSES_PER_RUN),
+        "losses_failed": len(failures),
+        "losses": events,
+        "failures": failures,
+        "accuracies": accuracies,
+        "longest_step_s": slowest,
+    }
+
+
+def one_run(place: Path, draw: random.Random) -> tuple[list[dict[str, Any]], float]:
+    """A run that must end with all steps; what befell it, and its accuracy."""
+    with Namespaces(4) as hosts:
+        pki = certificates(place, hosts)
+        agents = {host: agent(hosts, host, pki) for host in hosts.names}
+        run = Demo(hosts, place, LOSS_STEPS, *over_hosts(hosts, pki, 3), "--cluster.on_generator_failure", "respawn")
+        events = list[dict[str, Any]]()
+        run.until(10)
+        for i in range(LOSSES_PER_RUN):
+            time.sleep(draw.uniform(0.0, 3.0))
+            host, kind, away_s = draw.choice(hosts.names[1:]), draw.choice(KINDS), draw.uniform(0.5, 7.0)
+            before = len(run.steps())
+            if kind == "kill":
+                agents[host].kill()
+                time.sleep(away_s)
+                agents[host] = agent(hosts, host, pki)
+            elif kind == "freeze":
+                agents[host].send_signal(signal.SIGSTOP)
+                time.sleep(away_s)
+                agents[host].send_signal(signal.SIGCONT)
+            else:
+                hosts.cut(host)
+                time.sleep(away_s)
+                hosts.restore(host)
+            run.until(before + 8)
+            times = [row["step_s"] for row in run.steps()[before:]]
+            others = [row["step_s"] for row in run.steps()[5:before]]
+            events.append({"host": host, "kind": kind, "away_s": away_s, "step": before,
+                           "longest_step_s": max(times, default=0.0), "median_step_s": statistics.median(others)})  # fmt: skip
+            assert run.process.poll() is None or i == LOSSES_PER_RUN - 1, Path(run.out.name).read_text()[-2000:]
+        summary = run.end()
+        assert [row["step"] for row in run.steps()] == list(range(1, LOSS_STEPS + 1))
+        assert_trained_once(run.folder / "rollouts.jsonl")
+        return events, summary["after"]["accuracy"]
+
+
+def assert_trained_once(path: Path) -> None:
+    """Every group of every step is of a prompt of its own."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    groups = Counter((row["group_id"], row["index"]) for row in rows)
+    assert max(groups.values()) == 1, "a rollout was trained twice"
+    prompts = Counter(row["prompt_id"] for row in {row["group_id"]: row for row in rows}.values())
+    assert max(prompts.values()) == 1, "a prompt was trained twice within an epoch"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--agents", type=int, default=64)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--losses", type=int, default=30)
+    parser.add_argument("--only", nargs="+", choices=("attach", "registry", "demo", "losses"))
+    parser.add_argument("--output", type=Path, help="folder of the result; default: benchmarks/results")
+    parser.add_argument("--inside", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.inside:
+        part, *words = options.inside
+        if part == "one_host":
+            found = asyncio.run(inside_one_host())
+        else:
+            inner = {"attach": inside_attach, "registry": inside_registry}[part]
+            found = asyncio.run(inner(Path(words[0]), int(words[1])))
+        print(json.dumps(found))
+        return
+    if reason := available():
+        sys.exit(f"no network namespaces: {reason}")
+    figures = dict[str, Any]()
+    only = options.only or ("attach", "registry", "demo", "losses")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if "attach" in only:
+            figures |= attach(folder)
+        if "registry" in only:
+            figures |= registry(folder, options.agents)
+        if "demo" in only:
+            figures |= demo(folder, options.pairs)
+        if "losses" in only:
+            figures |= losses(folder, options.losses)
+    notes = ["hosts are network namespaces on one machine, whose processors all of them share"]
+    if not has_netem():
+        notes.append("the kernel has no netem: delay and packet loss were not tried")
+    settings = {"agents": options.agents, "pairs": options.pairs, "steps": STEPS, "loss_steps": LOSS_STEPS}
+    where = {"folder": options.output} if options.output else {}
+    print(write_result("hosts", settings, figures, notes, **where).read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
