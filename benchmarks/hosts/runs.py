@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from _record import write_result
-from namespaces import Namespaces, available, has_netem
+from namespaces import Namespaces, available
 
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, HostShare
 from llamarl.cluster.certificates import make_certificates, monarch_env
@@ -49,6 +49,8 @@ CALLS = 400
 WAIT_S = 240.0
 LOSSES_PER_RUN = 3
 STEPS, LOSS_STEPS = 60, 90
+DELAY_MS, LOSS_PERCENT = 100.0, 5.0
+"""Of each way of the generators' cables, in every other run."""
 KINDS = ("kill", "freeze", "cut")
 
 
@@ -238,10 +240,10 @@ def losses(folder: Path, number: int) -> dict[str, Any]:
     """Runs with three losses each."""
     draw, events, failures = random.Random(0), list[dict[str, Any]](), list[str]()
     accuracies = list[float]()
-    for _ in range(-(-number // LOSSES_PER_RUN)):
+    for i in range(-(-number // LOSSES_PER_RUN)):
         place = Path(tempfile.mkdtemp(dir=folder))
         try:
-            found, accuracy = one_run(place, draw)
+            found, accuracy = one_run(place, draw, slow=bool(i % 2))
             events += found
             accuracies.append(accuracy)
         except (AssertionError, subprocess.TimeoutExpired) as error:
@@ -257,7 +259,7 @@ def losses(folder: Path, number: int) -> dict[str, Any]:
     }
 
 
-def one_run(place: Path, draw: random.Random) -> tuple[list[dict[str, Any]], float]:
+def one_run(place: Path, draw: random.Random, *, slow: bool) -> tuple[list[dict[str, Any]], float]:
     """A run that must end with all steps; what befell it, and its accuracy."""
     with Namespaces(4) as hosts:
         pki = certificates(place, hosts)
@@ -265,6 +267,9 @@ def one_run(place: Path, draw: random.Random) -> tuple[list[dict[str, Any]], flo
         run = Demo(hosts, place, LOSS_STEPS, *over_hosts(hosts, pki, 3), "--cluster.on_generator_failure", "respawn")
         events = list[dict[str, Any]]()
         run.until(10)
+        if slow:
+            for host in hosts.names[1:]:
+                hosts.limit(host, delay_ms=DELAY_MS, loss_percent=LOSS_PERCENT)
         for i in range(LOSSES_PER_RUN):
             time.sleep(draw.uniform(0.0, 3.0))
             host, kind, away_s = draw.choice(hosts.names[1:]), draw.choice(KINDS), draw.uniform(0.5, 7.0)
@@ -284,8 +289,9 @@ def one_run(place: Path, draw: random.Random) -> tuple[list[dict[str, Any]], flo
             run.until(before + 8)
             times = [row["step_s"] for row in run.steps()[before:]]
             others = [row["step_s"] for row in run.steps()[5:before]]
-            events.append({"host": host, "kind": kind, "away_s": away_s, "step": before,
-                           "longest_step_s": max(times, default=0.0), "median_step_s": statistics.median(others)})  # fmt: skip
+            slowest, usual = max(times, default=0.0), statistics.median(others)
+            loss = {"host": host, "kind": kind, "away_s": away_s, "step": before, "is_slow_wire": slow}
+            events.append(loss | {"longest_step_s": slowest, "median_step_s": usual})
             assert run.process.poll() is None or i == LOSSES_PER_RUN - 1, Path(run.out.name).read_text()[-2000:]
         summary = run.end()
         assert [row["step"] for row in run.steps()] == list(range(1, LOSS_STEPS + 1))
@@ -335,8 +341,6 @@ def main() -> None:
         if "losses" in only:
             figures |= losses(folder, options.losses)
     notes = ["hosts are network namespaces on one machine, whose processors all of them share"]
-    if not has_netem():
-        notes.append("the kernel has no netem: delay and packet loss were not tried")
     settings = {"agents": options.agents, "pairs": options.pairs, "steps": STEPS, "loss_steps": LOSS_STEPS}
     where = {"folder": options.output} if options.output else {}
     print(write_result("hosts", settings, figures, notes, **where).read_text(encoding="utf-8"))

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.cluster.certificates import client_context, monarch_env
-from llamarl.cluster.home import BLAST_S, BROKEN, MAX_LINE_BYTES, SILENT_S, Line, count_devices, own_inventory
+from llamarl.cluster.home import BLAST_S, BROKEN, SILENT_S, Line, count_devices, own_inventory
 from llamarl.cluster.start_up import LIFELINE
 from llamarl.config.errors import ConfigError
 
@@ -185,9 +185,9 @@ class Agent:
         """Which one answers. Raises what is in `BROKEN`."""
         try:
             return str((await line.hear(CONTROLLER_SILENT_S))["run"])
-        except EOFError:  # asyncio hangs up where TLS has a reason to tell
-            name = self._inventory.name
-            raise EOFError(f"it hung up without a word: it ends, or does not accept {name}.crt, and says why") from None
+        except ssl.SSLError as error:
+            name, where = self._inventory.name, f"{self._host}:{self._port}"
+            raise Refused(f"{where} does not accept {name}.crt: {error.reason or error}; it says more") from None
 
     def _welcomed(self, run: str, message: dict[str, Any]) -> None:
         if reason := message.get("refused"):
@@ -290,7 +290,12 @@ async def _kill(pids: list[int]) -> dict[str, Any]:
     return {}
 
 
-async def _look(paths: list[str], folder: str, token: str) -> dict[str, Any]:
+async def _look(**asked: Any) -> dict[str, Any]:
+    """In a thread: a network file system may take its time."""
+    return await asyncio.to_thread(_seen, **asked)
+
+
+def _seen(paths: list[str], folder: str, token: str) -> dict[str, Any]:
     """Which paths are not here, and whether `folder` is the controller's and can be written to."""
     missing = [path for path in paths if not Path(path).exists()]
     try:
@@ -330,8 +335,14 @@ async def call(host: str, port: str, context: ssl.SSLContext, address: str) -> L
         source = (str(ipaddress.ip_address(address)), 0)
     except ValueError:  # a name: the system chooses
         source = None
-    calling = asyncio.open_connection(host, int(port), ssl=context, local_addr=source, limit=MAX_LINE_BYTES)
-    return Line(*await asyncio.wait_for(calling, SILENT_S))
+    calling = asyncio.open_connection(host, int(port), local_addr=source)
+    line = Line(*await asyncio.wait_for(calling, SILENT_S), context, host)
+    try:
+        await line.secure()
+    except BaseException:
+        line.close()
+        raise
+    return line
 
 
 async def ask_to_leave(controller: str, pki: Path, name: str, address: str) -> None:

@@ -10,10 +10,12 @@ import importlib.metadata
 import json
 import os
 import platform
+import ssl
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -22,6 +24,7 @@ from llamarl.config.section import Section
 
 BEAT_S = 0.5
 SILENT_S = 3.0
+HUNG_UP = "the other end has closed the connection"
 BLAST_S = 30.0
 """Longest measurement of a wire."""
 MAX_LINE_BYTES = 4 << 20
@@ -31,6 +34,9 @@ COUNT_S = 120.0
 """For a process that imports torch and counts."""
 PACKAGES = ("torch", "torchmonarch")
 """Of which all hosts have the same version."""
+
+
+T = TypeVar("T")
 
 
 class Inventory(Section):
@@ -60,28 +66,73 @@ class Inventory(Section):
 
 
 class Line:
-    """One end."""
+    """One end. TLS is done here, as asyncio's own keeps to itself why it refuses the other end."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        context: ssl.SSLContext,
+        server_hostname: str | None = None,
+    ) -> None:
+        """`server_hostname`: of the other end, by the one that calls."""
         self._reader, self._writer = reader, writer
+        self._in, self._out, self._text = ssl.MemoryBIO(), ssl.MemoryBIO(), bytearray()
+        self._tls = context.wrap_bio(
+            self._in, self._out, server_side=server_hostname is None, server_hostname=server_hostname
+        )
+
+    async def secure(self) -> dict[str, Any]:
+        """The handshake; what the other end's certificate says. Raises what is in `BROKEN`."""
+        await asyncio.wait_for(self._done(self._tls.do_handshake), SILENT_S)
+        return dict(self._tls.getpeercert() or {})
 
     def tell(self, **message: Any) -> None:
         """Sends without waiting."""
-        self._writer.write(json.dumps(message).encode() + b"\n")
+        self._tls.write(json.dumps(message).encode() + b"\n")
+        self._flush()
 
     async def hear(self, timeout_s: float = SILENT_S) -> dict[str, Any]:
         """The next message. Raises what is in `BROKEN`."""
-        text = await asyncio.wait_for(self._reader.readline(), timeout_s)
-        if not text.endswith(b"\n"):
-            raise EOFError("the other end has closed the connection")
-        message = json.loads(text)
+        message = json.loads(await asyncio.wait_for(self._line(), timeout_s))
         if not isinstance(message, dict):
             raise ValueError("a message is a JSON object")
         return message
 
     def close(self) -> None:
-        """Ends the connection, what was told last included; may be called again."""
+        """Ends the connection once all has been sent; may be called again."""
         self._writer.close()
+
+    async def _line(self) -> bytes:
+        searched = 0
+        while (end := self._text.find(b"\n", searched)) < 0:
+            searched = len(self._text)
+            if searched > MAX_LINE_BYTES:
+                raise ValueError(f"a message has more than {MAX_LINE_BYTES} bytes")
+            self._text += await self._done(lambda: self._tls.read(1 << 16))
+        line = bytes(self._text[:end])
+        del self._text[: end + 1]
+        return line
+
+    async def _done(self, step: Callable[[], T]) -> T:
+        """What comes of a step that may need more from the other end."""
+        while True:
+            try:
+                return step()
+            except ssl.SSLWantReadError:
+                self._flush()
+                data = await self._reader.read(1 << 16)
+                if not data:
+                    raise EOFError(HUNG_UP) from None
+                self._in.write(data)
+            except ssl.SSLZeroReturnError:
+                raise EOFError(HUNG_UP) from None
+            finally:
+                self._flush()
+
+    def _flush(self) -> None:
+        if self._out.pending:
+            self._writer.write(self._out.read())
 
 
 def own_inventory(name: str, address: str, logs: str, gpus: int) -> Inventory:

@@ -280,7 +280,7 @@ class HostedHandle(MonarchHandle):
         self._places = [(host, number, local) for host, number, count in shares for local in range(count)]
         """Of each rank: its host, the host's number, and its rank there."""
         for host in hosts:
-            host.lost.add_done_callback(lambda lost, host=host: self._host_lost(host, lost.result()))
+            host.when_lost(partial(self._host_lost, host))
 
     def _host_lost(self, host: Host, reason: str) -> None:
         ranks = tuple(rank for rank, (place, *_) in enumerate(self._places) if place is host)
@@ -303,7 +303,7 @@ class HostedHandle(MonarchHandle):
         ]  # fmt: skip
 
     async def _stop(self, deadline_s: float, timeout_s: float) -> None:
-        if not any(host.lost.done() for host, *_ in self._places):
+        if not any(host.lost for host, *_ in self._places):
             await super()._stop(deadline_s, timeout_s)
         else:  # its ranks do not answer all, and Monarch waits for them
             self._kill()

@@ -2,6 +2,9 @@
 
 A host that is silent for `SILENT_S`, or whose connection ends, is lost; its agent ends what it has started there and
 calls again, as a new host under the old name.
+
+Agents give up a controller that is silent, so they are answered in a thread of their own: whatever keeps the
+controller's event loop busy must not cost a run its hosts.
 """
 
 from __future__ import annotations
@@ -10,16 +13,18 @@ import asyncio
 import itertools
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from llamarl.cluster.certificates import CONTROLLER, mismatch, server_context
-from llamarl.cluster.home import BEAT_S, BROKEN, MAX_LINE_BYTES, SILENT_S, Inventory, Line, own_inventory
+from llamarl.cluster.home import BEAT_S, BROKEN, SILENT_S, Inventory, Line, own_inventory
 from llamarl.config.errors import ConfigError
 
 START_S = 30.0
@@ -29,6 +34,9 @@ DRIFT = 1e-4
 """How fast clocks part at most: what is known of them gets worse with time."""
 BYE_S = 1.0
 """For hosts to hear that the run has ended."""
+
+
+T = TypeVar("T")
 
 
 class HostLost(ConnectionError):
@@ -46,21 +54,36 @@ class Host:
         self.is_known = False
         """It has answered, so that its clock is known."""
         self.is_leaving = False
-        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Resolves with a sentence when the host is gone."""
+        self._loop = asyncio.get_running_loop()
+        """The registry's."""
+        self._lost: asyncio.Future[str] = self._loop.create_future()
         self._line = line
         self._numbers = itertools.count(1)
         self._asked = dict[int, tuple[float, asyncio.Future[dict[str, Any]]]]()
 
+    @property
+    def lost(self) -> str:
+        """Why it is gone, a sentence; empty: it is here."""
+        return self._lost.result() if self._lost.done() else ""
+
+    def when_lost(self, call: Callable[[str], None]) -> None:
+        """`call` hears why the host is gone, on the event loop that asks for it."""
+        back = partial(_call_in, asyncio.get_running_loop(), call)
+        self._loop.call_soon_threadsafe(self._lost.add_done_callback, lambda lost: back(lost.result()))
+
+    def lose(self, reason: str) -> None:
+        """In the registry's thread: it is gone, once."""
+        self._lost.set_result(reason)
+
     async def ask(self, what: str, timeout_s: float = SILENT_S, **arguments: Any) -> dict[str, Any]:
         """What its agent answers. Raises HostLost, TimeoutError, or ConfigError with the agent's own reason."""
-        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._asked[number] = time.time(), answer
-        self._line.tell(ask=number, what=what, **arguments)
-        await asyncio.wait((answer, self.lost), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        self._asked.pop(number, None)
-        if self.lost.done():
-            raise HostLost(self.lost.result())
+        return await _in(self._loop, self._ask(what, timeout_s, arguments))
+
+    async def _ask(self, what: str, timeout_s: float, arguments: dict[str, Any]) -> dict[str, Any]:
+        answer = self._send(what, arguments)
+        await asyncio.wait((answer, self._lost), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if self.lost:
+            raise HostLost(self.lost)
         if not answer.done():
             raise TimeoutError(f"host {self.name} had no answer to `{what}` after {timeout_s:g} s")
         if reason := answer.result().get("error"):
@@ -69,15 +92,21 @@ class Host:
 
     def tell(self, what: str, **arguments: Any) -> None:
         """Asks for what needs no answer."""
-        if not self.lost.done():
-            self._line.tell(ask=0, what=what, **arguments)
+        self._loop.call_soon_threadsafe(self._send, what, arguments)
 
-    def beat(self) -> None:
-        """Asks whether it is there."""
-        number = next(self._numbers)
+    def _send(self, what: str, arguments: Mapping[str, Any]) -> asyncio.Future[dict[str, Any]]:
+        number, answer = next(self._numbers), self._loop.create_future()
         self._asked = {old: one for old, one in self._asked.items() if not one[1].done()}
-        self._asked[number] = time.time(), asyncio.get_running_loop().create_future()
-        self._line.tell(ask=number, what="beat")
+        self._asked[number] = time.time(), answer
+        if not self.lost:
+            self._line.tell(ask=number, what=what, **arguments)
+        return answer
+
+    async def beat(self) -> None:
+        """In the registry's thread: asks again and again whether it is there."""
+        while not self.lost:
+            self._send("beat", {})
+            await asyncio.sleep(BEAT_S)
 
     def answered(self, message: Mapping[str, Any]) -> None:
         """An answer has come; how the clocks differ is known best from the quickest."""
@@ -119,6 +148,9 @@ class Registry:
         """Bytes of each host's log files."""
         self._said = dict[str, str]()
         """The last refusal of each address."""
+        self._loop = asyncio.new_event_loop()
+        """Of the thread that answers agents."""
+        self._caller: asyncio.AbstractEventLoop | None = None
         self._server: asyncio.Server | None = None
         self._serving = set[asyncio.Task[Any]]()
         self._changed = asyncio.Event()
@@ -128,21 +160,19 @@ class Registry:
         """A host asks to leave; `dismiss` lets it go."""
 
     async def open(self, listen: str) -> str:
-        """Where it listens, the port included. Raises ConfigError."""
+        """Where it listens, the port included. Callbacks come on the loop of the caller. Raises ConfigError."""
+        self._caller = asyncio.get_running_loop()
+        threading.Thread(target=self._loop.run_forever, name="registry", daemon=True).start()
         address, _, port = listen.rpartition(":")
         try:
-            self._server = await asyncio.start_server(self._serve, address, int(port), limit=MAX_LINE_BYTES)
+            return f"{address}:{await _in(self._loop, self._open(address, int(port)))}"
         except OSError as error:
             raise ConfigError(f"cluster.listen = {listen!r}: {error.strerror}; name a free port here") from None
-        return f"{address}:{self._server.sockets[0].getsockname()[1]}"
 
     async def until(self, num_hosts: int, timeout_s: float) -> None:
         """So many hosts are here. Raises ConfigError."""
         try:
-            async with asyncio.timeout(timeout_s):
-                while sum(host.is_known for host in self.hosts.values()) < num_hosts:
-                    self._changed.clear()
-                    await self._changed.wait()
+            await _in(self._loop, asyncio.wait_for(self._come(num_hosts), timeout_s))
         except TimeoutError:
             here = ", ".join(sorted(self.hosts)) or "none"
             refused = "".join(f"; {reason}" for reason in self._said.values())
@@ -154,26 +184,50 @@ class Registry:
     def dismiss(self, host: Host, reason: str) -> None:
         """Lets a host go in order, which ends its agent when it has asked to leave."""
         host.tell("bye", reason=reason)
-        self._lose(host, reason)
+        self._loop.call_soon_threadsafe(self._lose, host, reason)
 
     async def close(self) -> None:
-        """Lets all hosts go."""
-        for host in list(self.hosts.values()):
-            self.dismiss(host, "the run has ended")
+        """Lets all hosts go; may be called again."""
+        if self._loop.is_running():
+            for host in list(self.hosts.values()):
+                self.dismiss(host, "the run has ended")
+            await _in(self._loop, self._close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _open(self, address: str, port: int) -> int:
+        self._server = await asyncio.start_server(self._serve, address, port)
+        return self._server.sockets[0].getsockname()[1]
+
+    async def _come(self, num_hosts: int) -> None:
+        while sum(host.is_known for host in self.hosts.values()) < num_hosts:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _close(self) -> None:
         if self._server is not None:
             self._server.close()
         if self._serving:  # agents hang up when they hear it
             await asyncio.wait(self._serving, timeout=BYE_S)
+        for task in self._serving:
+            task.cancel()
+
+    def _say(self, text: str) -> None:
+        self._call(self._tell, text)
+
+    def _call(self, callback: Callable[..., None], *arguments: Any) -> None:
+        """On the caller's loop."""
+        if self._caller is not None:
+            _call_in(self._caller, callback, *arguments)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer, line = writer.get_extra_info("peername")[0], Line(reader, writer)
+        peer, line = writer.get_extra_info("peername")[0], Line(reader, writer, self._context)
         task = asyncio.current_task()
         assert task is not None
         self._serving.add(task)
         try:
-            await writer.start_tls(self._context, ssl_handshake_timeout=SILENT_S)
+            certificate = await line.secure()
             line.tell(run=self._run)  # first: what was written before would hide why the caller is refused
-            host = await self._admitted(line, peer, writer.get_extra_info("peercert"))
+            host = await self._admitted(line, peer, certificate)
             if host is not None:
                 await self._attend(host, line)
         except (*BROKEN, ConfigError) as error:
@@ -185,12 +239,12 @@ class Registry:
             line.close()
 
     def _refuse(self, line: Line, peer: str, reason: str) -> None:
-        with suppress(*BROKEN):
+        with suppress(*BROKEN):  # the handshake may have failed
             line.tell(refused=reason)
         said = f"{peer} was refused as a host: {reason}"
         if self._said.get(peer) != said:  # it may try again and again
             self._said[peer] = said
-            self._tell(said)
+            self._say(said)
 
     async def _admitted(self, line: Line, peer: str, certificate: Mapping[str, Any]) -> Host | None:
         """A new host; None: somebody asked only that one may leave. Raises ConfigError, and what is in `BROKEN`."""
@@ -238,24 +292,24 @@ class Registry:
     def _asks_to_leave(self, host: Host) -> None:
         if not host.is_leaving:
             host.is_leaving = True
-            self._tell(f"host {host.name} is about to leave")
-            self.leaves(host)
+            self._say(f"host {host.name} is about to leave")
+            self._call(lambda: self.leaves(host))
 
     async def _attend(self, host: Host, line: Line) -> None:
         """Until the host is gone."""
-        beats, reason = asyncio.create_task(self._beats(host)), ""
+        beats, reason = asyncio.create_task(host.beat()), ""
         self._said.pop(host.inventory.address, None)
         try:
-            while not host.lost.done():
+            while not host.lost:
                 message = await line.hear()
-                if host.lost.done():  # let go
+                if host.lost:  # let go
                     break
                 if "answer" in message:
                     host.answered(message)
                     if not host.is_known:
                         host.is_known = True
                         self._changed.set()
-                        self.joined(host)
+                        self._call(lambda: self.joined(host))
                 for piece in message.get("logs", ()):
                     self._keep(host, str(piece["file"]), int(piece["upto"]), str(piece["data"]).encode("latin-1"))
                 if message.get("leaving"):
@@ -268,14 +322,9 @@ class Registry:
             beats.cancel()
             self._lose(host, f"host {host.name} ({host.inventory.address}) is lost: {reason}")
 
-    async def _beats(self, host: Host) -> None:
-        while not host.lost.done():
-            host.beat()
-            await asyncio.sleep(BEAT_S)
-
     def _lose(self, host: Host, reason: str) -> None:
-        if not host.lost.done():
-            host.lost.set_result(reason)
+        if not host.lost:
+            host.lose(reason)
             del self.hosts[host.name]
             self._changed.set()
 
@@ -286,6 +335,17 @@ class Registry:
         self._received[host.name, file] = upto
         with suppress(OSError), (self._logs / file).open("ab") as log:  # a full disk costs logs, not the host
             log.write(data)
+
+
+async def _in(loop: asyncio.AbstractEventLoop, there: Coroutine[Any, Any, T]) -> T:
+    """What comes of a coroutine on another thread's loop."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there, loop))
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: Any) -> None:
+    """On another thread's loop, unless that has ended."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback, *arguments)
 
 
 async def _addresses(host: str) -> set[str]:
