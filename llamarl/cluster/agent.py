@@ -224,7 +224,7 @@ class Agent:
     async def _answer(self, line: Line, number: int, what: str, arguments: dict[str, Any]) -> None:
         try:
             found = await {"kill": _kill, "look": _look, "receive": self._receive, "send": _send}[what](**arguments)
-        except (*BROKEN, KeyError, TypeError) as error:
+        except (*BROKEN, KeyError, TypeError, ValueError) as error:
             found = {"error": f"{what}: {error!r}"}
         if number:
             line.tell(answer=number, time=time.time(), **found)

@@ -28,8 +28,6 @@ HUNG_UP = "the other end has closed the connection"
 BLAST_S = 30.0
 """Longest measurement of a wire."""
 MAX_LINE_BYTES = 4 << 20
-BROKEN = (OSError, EOFError, TimeoutError, ValueError)
-"""What a line does whose other end is gone, silent, or none of ours."""
 COUNT_S = 120.0
 """For a process that imports torch and counts."""
 PACKAGES = ("torch", "torchmonarch")
@@ -37,6 +35,14 @@ PACKAGES = ("torch", "torchmonarch")
 
 
 T = TypeVar("T")
+
+
+class BadMessage(Exception):
+    """What arrived is none of ours."""
+
+
+BROKEN = (OSError, EOFError, TimeoutError, BadMessage)
+"""What a line does whose other end is gone, silent, or none of ours."""
 
 
 class Inventory(Section):
@@ -94,10 +100,11 @@ class Line:
 
     async def hear(self, timeout_s: float = SILENT_S) -> dict[str, Any]:
         """The next message. Raises what is in `BROKEN`."""
-        message = json.loads(await asyncio.wait_for(self._line(), timeout_s))
-        if not isinstance(message, dict):
-            raise ValueError("a message is a JSON object")
-        return message
+        line = await asyncio.wait_for(self._line(), timeout_s)
+        try:
+            return dict(json.loads(line))
+        except (TypeError, ValueError):
+            raise BadMessage("it speaks otherwise") from None
 
     def close(self) -> None:
         """Ends the connection once all has been sent; may be called again."""
@@ -108,7 +115,7 @@ class Line:
         while (end := self._text.find(b"\n", searched)) < 0:
             searched = len(self._text)
             if searched > MAX_LINE_BYTES:
-                raise ValueError(f"a message has more than {MAX_LINE_BYTES} bytes")
+                raise BadMessage(f"a message has more than {MAX_LINE_BYTES} bytes")
             self._text += await self._done(lambda: self._tls.read(1 << 16))
         line = bytes(self._text[:end])
         del self._text[: end + 1]
@@ -125,7 +132,7 @@ class Line:
                 if not data:
                     raise EOFError(HUNG_UP) from None
                 self._in.write(data)
-            except ssl.SSLZeroReturnError:
+            except (ssl.SSLZeroReturnError, ConnectionError):
                 raise EOFError(HUNG_UP) from None
             finally:
                 self._flush()

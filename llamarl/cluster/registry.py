@@ -230,7 +230,7 @@ class Registry:
             host = await self._admitted(line, peer, certificate)
             if host is not None:
                 await self._attend(host, line)
-        except (*BROKEN, ConfigError) as error:
+        except (*BROKEN, ConfigError, KeyError) as error:
             self._refuse(line, peer, str(error) or type(error).__name__)
         except asyncio.CancelledError:  # the run ends; asyncio's streams would report it as an error
             pass
@@ -316,7 +316,7 @@ class Registry:
                     self._asks_to_leave(host)
         except TimeoutError:
             reason = f"it has been silent for {SILENT_S:g} s"
-        except BROKEN as error:
+        except (*BROKEN, KeyError, ValueError, TypeError) as error:
             reason = str(error)
         finally:
             beats.cancel()
