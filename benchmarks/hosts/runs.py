@@ -18,6 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import argparse
 import asyncio
+import datetime
 import json
 import random
 import resource
@@ -34,7 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from _record import write_result
+from _record import RESULTS, write_result
 from namespaces import Namespaces, available
 
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, HostShare
@@ -49,6 +50,12 @@ CALLS = 400
 WAIT_S = 240.0
 LOSSES_PER_RUN = 3
 STEPS, LOSS_STEPS = 60, 90
+FIGURES = (
+    *("attach_s", "call_ratio", "call_ratios", "registry_share", "num_agents", "demo_ratio", "demo_ratios"),
+    *("losses_tried", "losses_failed", "losses", "failures", "accuracies", "longest_step_s"),
+    *("share_of_wire", "share_of_wire_proved", "relay_ratio"),
+)
+"""Of the result; those of parts that are not asked for stay as they were found earlier on the day."""
 DELAY_MS, LOSS_PERCENT = 100.0, 5.0
 """Of each way of the generators' cables, in every other run."""
 KINDS = ("kill", "freeze", "cut")
@@ -308,6 +315,16 @@ def assert_trained_once(path: Path) -> None:
     assert max(prompts.values()) == 1, "a prompt was trained twice within an epoch"
 
 
+def earlier(folder: Path) -> dict[str, Any]:
+    """What other parts, and `weights.py`, have found today."""
+    day, found = datetime.datetime.now(tz=datetime.UTC).date().isoformat(), dict[str, Any]()
+    for name in ("hosts", "hosts_weights"):
+        path = folder / f"{name}-{day}.json"
+        told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        found |= {figure: value for figure, value in told.items() if figure in FIGURES}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents", type=int, default=64)
@@ -328,7 +345,7 @@ def main() -> None:
         return
     if reason := available():
         sys.exit(f"no network namespaces: {reason}")
-    figures = dict[str, Any]()
+    figures = earlier(options.output or RESULTS)
     only = options.only or ("attach", "registry", "demo", "losses")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
