@@ -62,7 +62,9 @@ def main() -> None:
     if name not in COMMANDS:
         print(f"llamarl: unknown command `{name}`; known: {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(USER_ERROR)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends any command as Ctrl-C does, children included
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end any command as Ctrl-C does, children included
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` asks for
+            signal.signal(number, signal.default_int_handler)
     sys.path.append(os.getcwd())  # for parts of the user's own; last, so that they hide nothing
     command = importlib.import_module(f"llamarl.cli.{name}")
     try:

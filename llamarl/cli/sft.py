@@ -50,6 +50,7 @@ def _warm_start(config: SftConfig) -> int:
 
 def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
     from llamarl.cluster.api import ExecutorError
+    from llamarl.controller.saving import NotSaved
     from llamarl.controller.supervision import Interrupted
     from llamarl.run.folder import FolderLost, check_run_folder, prepare_run_folder
     from llamarl.run.sft import FineTuning, load_documents, place_trainer
@@ -72,7 +73,7 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
     except Interrupted as error:
         warn(f"{error}; go on with --resume. Files: {folder.path}")
         return INTERRUPTED
-    except (ExecutorError, FolderLost, NonFiniteStep) as error:
+    except (ExecutorError, FolderLost, NonFiniteStep, NotSaved) as error:
         warn(f"{type(error).__name__}: {error}; {folder.way_on()}")
         warn(f"files: {folder.path}; output of each rank: {folder.logs}")
         return FAILURE

@@ -6,7 +6,6 @@ import asyncio
 import copy
 import logging
 import pickle
-import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -51,11 +50,11 @@ class BaseHandle(ExecutorHandle):
 
         Raises RemoteError, MeshFailed or CallTimeout.
         """
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = _now_s() + timeout_s
         try:
             self.pids = [status.pid for status in await self._statuses(PEEK, timeout_s)]
             self._watch()
-            for reply in await self._ask(READY, _NO_ARGUMENTS, max(0.0, deadline_s - time.monotonic())):
+            for reply in await self._ask(READY, _NO_ARGUMENTS, max(0.0, deadline_s - _now_s())):
                 value_of(reply, self.name)
         except CallTimeout as error:
             await self.stop(timeout_s=_ABANDON_S)
@@ -70,7 +69,7 @@ class BaseHandle(ExecutorHandle):
     async def call_each(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
         self.num_calls += 1
         payload = pickled((args, kwargs), self.name, f"the argument list of {method}")
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = _now_s() + timeout_s
         replies = await self._whole(await self._ask(method, payload, timeout_s), deadline_s)
         return [value_of(reply, self.name) for reply in replies]
 
@@ -108,7 +107,7 @@ class BaseHandle(ExecutorHandle):
         pieces = [[reply.value] for reply in replies]
         last = replies
         while rest_of := max(reply.rest_of for reply in last):
-            last = await self._ask(REST, pickle.dumps(rest_of), max(0.0, deadline_s - time.monotonic()))
+            last = await self._ask(REST, pickle.dumps(rest_of), max(0.0, deadline_s - _now_s()))
             for piece, reply in zip(pieces, last, strict=True):
                 piece.append(reply.value)
         return [reply._replace(value=b"".join(piece)) for reply, piece in zip(replies, pieces, strict=True)]
@@ -148,6 +147,11 @@ async def stop_all(handles: Sequence[ExecutorHandle], timeout_s: float) -> None:
             _log.warning("%s", result)
         elif isinstance(result, BaseException):
             raise result
+
+
+def _now_s() -> float:
+    """By the event loop's clock."""
+    return asyncio.get_running_loop().time()
 
 
 def _sentence(status: HostStatus) -> str:

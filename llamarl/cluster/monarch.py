@@ -59,9 +59,13 @@ _SETTINGS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "60s",
-    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "30s",
+    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "1h",
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "1h",
+    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1h",
+    "HYPERACTOR_CHANNEL_RECONNECT_TIMEOUT": "1h",
 }
-"""With the defaults of Monarch the death of a process may take 9 s to be noticed."""
+"""With the defaults of Monarch the death of a process may take 9 s to be noticed, and a controller that was stopped for
+30 s hears of nobody any more. Ours is to notice who is gone: local processes by their pidfd, others by their agents."""
 _TRUST = "trust_all_connections"
 """Who may connect is TLS's matter, or the file system's."""
 _PR_SET_PDEATHSIG = 1

@@ -223,12 +223,12 @@ class Controller:
             self._begin_step(await self._next_batch())
             await self._report()  # bookkeeping of the last step, while the trainer works on this one
             await self._end_step(syncs=True)
-            saves = self._is_due(self._config.checkpoint.every_steps)
+            saves = self._checkpoints.takes(self._is_due(self._config.checkpoint.every_steps))
             evaluates = bool(self._problems.eval) and self._is_due(self._config.eval.every_steps)
             if saves or evaluates:
                 await self._report()  # a step that is saved is on record, and one that is evaluated has been adopted
             if saves:
-                await self._checkpoints.save_beside(self.version, self._admission.state(self.version))
+                self._checkpoints.save_beside(self.version, self._admission.state(self.version))
             if evaluates:
                 evaluations.append(self._supervisor.start(self.evaluate(), f"evaluation at step {self.version}"))
         await self._report()
@@ -240,10 +240,10 @@ class Controller:
     async def _next_batch(self) -> list[RolloutGroup]:
         while (groups := self._buffer.take()) is None:
             await self._groups_changed.wait()
-        self._admission.consumed(groups, self.version)
-        self._groups_changed.notify()
         if warning := self._admission.check(groups, self.version + 1):
             self._telemetry.warn(warning)
+        self._admission.consumed(groups, self.version)
+        self._groups_changed.notify()
         return groups
 
     def _begin_step(self, groups: list[RolloutGroup]) -> None:
@@ -287,7 +287,9 @@ class Controller:
         await self._checkpoints.save(self.version, self._admission.state(self.version))
 
     async def wind_down(self) -> None:
-        """After an interruption: ends and reports the step under way, without syncing it, and saves a checkpoint."""
+        """The run ends early: ends and reports the step under way, without syncing it, and saves a checkpoint."""
+        if self._unreported:
+            await self._unreported.end_sync()
         await self._report()
         if self._under_way:
             await self._end_step(syncs=False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from llamarl.cluster.api import RemoteError
@@ -17,6 +18,17 @@ class NotSaved(RuntimeError):
     """The disk refuses a checkpoint; the last good one stands."""
 
 
+@contextmanager
+def refusals_named(when: str) -> Iterator[None]:
+    """Raises NotSaved instead of what the disk says to the call of an executor."""
+    try:
+        yield
+    except RemoteError as error:
+        if isinstance(error.__cause__, OSError):
+            raise NotSaved(f"no checkpoint {when}: {error.__cause__}; make room on the disk") from None
+        raise
+
+
 class Checkpoints:
     """At most one is being written."""
 
@@ -26,6 +38,21 @@ class Checkpoints:
         self._trainer, self._critic = trainer, critic
         self._supervisor, self._telemetry = supervisor, telemetry
         self._writing: asyncio.Task[None] | None = None
+        self._is_late = self._told_of_late = False
+
+    def takes(self, is_due: bool) -> bool:
+        """Whether to save now: what is due while the one before is written comes after it."""
+        is_busy = self._writing is not None and not self._writing.done()
+        if is_due and is_busy and not self._told_of_late:
+            self._told_of_late = True
+            self._telemetry.warn(
+                "a checkpoint is due while the one before it is still written, so it comes later; raise "
+                "checkpoint.every_steps or use a faster disk"
+            )
+        self._is_late |= is_due
+        takes = self._is_late and not is_busy
+        self._is_late &= is_busy
+        return takes
 
     async def save(self, step: int, state: ControllerState) -> None:
         """After a resume nothing is trained twice or skipped; groups in flight start again from their prompts.
@@ -36,9 +63,8 @@ class Checkpoints:
         await self._written()
         await self._commit(step, self._copies(step, state))
 
-    async def save_beside(self, step: int, state: ControllerState) -> None:
-        """As `save`, beside the next steps; if the disk refuses that costs a warning, not the run."""
-        await self._written()
+    def save_beside(self, step: int, state: ControllerState) -> None:
+        """As `save`, beside the next steps, where `takes` says so; if the disk refuses, that costs a warning."""
         writing = self._commit_or_warn(step, self._copies(step, state))
         self._writing = self._supervisor.start(writing, f"checkpoint of step {step}")
 
@@ -49,15 +75,11 @@ class Checkpoints:
 
     async def _commit(self, step: int, copies: Sequence[asyncio.Future[Any]]) -> None:
         """The critic comes first: where there is a trainer's checkpoint, there is the critic's of the same step."""
-        try:
+        with refusals_named(f"at step {step}"):
             await asyncio.gather(*copies)
             if self._critic:
                 await self._critic.commit()
             await self._trainer.commit()
-        except RemoteError as error:
-            if isinstance(error.__cause__, OSError):
-                raise NotSaved(f"no checkpoint at step {step}: {error.__cause__}; make room on the disk") from None
-            raise
 
     async def _commit_or_warn(self, step: int, copies: Sequence[asyncio.Future[Any]]) -> None:
         try:

@@ -14,6 +14,9 @@ REQUESTS_FIRST_S = 0.003
 """A version that is released lets new requests out: they leave before the step is recorded, which takes longer than the
 generators need to begin."""
 
+WEIGHTS_S = 1.0
+"""For weights that are on their way when the run ends."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Step:
@@ -27,6 +30,13 @@ class Step:
     """None while it is under way, and when the run was interrupted before."""
     mark: StepMark | None = None
     """None while it is under way."""
+
+    async def end_sync(self) -> None:
+        """Nobody waits for its weights any more: who was to take them may be dead."""
+        if self.sync:
+            await asyncio.wait({self.sync}, timeout=WEIGHTS_S)
+            self.sync.cancel()
+            await asyncio.wait({self.sync})
 
     async def record(self, telemetry: Telemetry, num_ready: int) -> None:
         """Once its weights have been released and the critic has learnt from it."""

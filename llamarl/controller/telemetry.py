@@ -76,6 +76,8 @@ class Telemetry:
         self._handles = list[ExecutorHandle]()
         self._replicas: Replicas | None = None
         self._status = dict[str, tuple[HostStatus, float]]()
+        self._heard_s = dict[str, float]()
+        """By the event loop's clock."""
         self.transports = list[Selection]()
         """How weights travel: to generators on the trainer's host, and to others."""
         self.spans = dict[str, deque[Span]]()
@@ -126,10 +128,12 @@ class Telemetry:
         self._handles.remove(handle)
         self._calls_of_left += handle.num_calls
         self._status.pop(handle.name, None)
+        self._heard_s.pop(handle.name, None)
 
     def silent_s(self, handle: ExecutorHandle) -> float:
         """Since an executor last said what it does; 0 before the first time."""
-        return self._clock() - self._status[handle.name][1] if handle.name in self._status else 0.0
+        now_s = asyncio.get_running_loop().time()
+        return now_s - self._heard_s.get(handle.name, now_s)
 
     def resume_at(self, step: int) -> None:
         """Metrics and rollouts of later steps are taken back: these steps come again."""
@@ -168,6 +172,7 @@ class Telemetry:
             for status in await handle.status_each(timeout_s=5.0):
                 self.spans[handle.name].extend(status.spans)
                 self._status[handle.name] = (status, self._clock())
+                self._heard_s[handle.name] = asyncio.get_running_loop().time()
         except (CallTimeout, MeshFailed):
             return
 

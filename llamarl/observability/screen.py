@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Self, TextIO
@@ -165,7 +166,8 @@ class LiveScreen(Screen):
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self._live.stop()
+        with suppress(OSError):  # the terminal has gone
+            self._live.stop()
         foreign_bytes = self._redirect.close()
         for text, times in self._board.warnings.items():
             _print(sys.stderr, f"warning: {text}" + (f" ({times} times)" if times > 1 else ""))

@@ -75,9 +75,11 @@ def nothing_to_resume(resume: bool, damaged: Sequence[str], warn: Callable[[str]
 
 @contextmanager
 def interruptible(supervisor: Supervisor) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the run in order; a second one ends this process at once, and the executors with it."""
+    """Ctrl-C, SIGTERM and the end of the terminal (unless `nohup` has it ignored) end the run in order; a second one
+    ends this process at once, and the executors with it."""
     loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    numbers = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hangs_up else ()))
 
     def ask(number: signal.Signals) -> None:
         for other in numbers:

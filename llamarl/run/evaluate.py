@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 from llamarl.cluster.open import open_cluster
 from llamarl.config import RunConfig
 from llamarl.controller.admission import Problems
+from llamarl.controller.clock import run_patiently
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.ports import Executors
 from llamarl.controller.telemetry import Telemetry
@@ -39,7 +39,7 @@ def evaluate_checkpoint(config: RunConfig, progress: Callable[[int, int], None])
         ConfigError: model, data or a combination of them cannot work.
         ExecutorError, Interrupted, Stalled: it failed, or was ended.
     """
-    return asyncio.run(_evaluate(config, progress))
+    return run_patiently(_evaluate(config, progress))
 
 
 async def _evaluate(config: RunConfig, progress: Callable[[int, int], None]) -> EvalResult:

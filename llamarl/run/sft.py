@@ -16,7 +16,9 @@ from llamarl.cluster.port import port
 from llamarl.cluster.registry import Registry
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import GeneratorConfig
+from llamarl.controller.clock import run_patiently
 from llamarl.controller.ports import SftPort
+from llamarl.controller.saving import NotSaved, refusals_named
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.data.documents import num_tokens, solution_of, to_documents
 from llamarl.data.prompts import load_prompts
@@ -94,10 +96,10 @@ class FineTuning:
         Raises:
             ConfigError: the checkpoint cannot work.
             Interrupted: the user ended it; the last checkpoint is intact.
-            ExecutorError, FolderLost, NonFiniteStep: it failed.
+            ExecutorError, FolderLost, NonFiniteStep, NotSaved: it failed.
         """
         with self.folder, closing(MetricsLog(self.folder.metrics, lambda failure: self.warn(str(failure)))) as log:
-            asyncio.run(self._with_executor(log))
+            run_patiently(self._with_executor(log))
 
     async def _with_executor(self, log: MetricsLog) -> None:
         limits, supervisor = self.config.cluster, Supervisor()
@@ -171,17 +173,23 @@ class FineTuning:
             self.warn(f"skipped {result.cause}")
         every = config.checkpoint.every_steps
         if done == config.steps or (every and done % every == 0):
-            await _save(trainer)
+            try:
+                await _save(trainer, f"at step {done}")
+            except NotSaved as error:
+                if done == config.steps:
+                    raise
+                self.warn(f"{error}, the run goes on")
 
     async def _wind_down(self, trainer: SftPort, under_way: list[asyncio.Task[None]]) -> None:
         try:
             async with asyncio.timeout(WIND_DOWN_S):
                 await asyncio.gather(*under_way)
-                await _save(trainer)
-        except (TimeoutError, ExecutorError) as error:
+                await _save(trainer, "at the end")
+        except (TimeoutError, ExecutorError, NotSaved) as error:
             self.warn(f"no checkpoint at the end, the last periodic one stands: {error!r}")
 
 
-async def _save(trainer: SftPort) -> None:
-    await trainer.save()
-    await trainer.commit()
+async def _save(trainer: SftPort, when: str) -> None:
+    with refusals_named(when):
+        await trainer.save()
+        await trainer.commit()

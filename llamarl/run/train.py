@@ -13,12 +13,14 @@ from llamarl.cluster.open import open_cluster, open_registry
 from llamarl.cluster.port import port
 from llamarl.cluster.registry import Registry
 from llamarl.config import ConfigError, RunConfig
+from llamarl.controller.admission import TooManyInvalid
 from llamarl.controller.buffer import RolloutBuffer
+from llamarl.controller.clock import run_patiently
 from llamarl.controller.controller import Controller
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.saving import NotSaved
-from llamarl.controller.supervision import Interrupted, rare_garbage_collections
+from llamarl.controller.supervision import Interrupted, Stalled, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
 from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.executors.replies import ControllerState
@@ -68,7 +70,7 @@ def run(
         ExecutorError, FolderLost, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong: it failed.
     """
     with rare_garbage_collections(), folder:
-        return asyncio.run(_Run(config, prepared, folder, resume, command_started_s).run())
+        return run_patiently(_Run(config, prepared, folder, resume, command_started_s).run())
 
 
 class _Run:
@@ -139,9 +141,10 @@ class _Run:
                 Elastic(self._registry, self._hosting, controller, telemetry, supervisor, settings.shutdown_timeout_s)
             try:
                 await supervisor.run(self._train(controller, telemetry))
-            except Interrupted:
-                screen.phase("saving a checkpoint before ending")
-                await self._wind_down(controller, screen)
+            except (Interrupted, ExecutorError, Stalled, TooManyInvalid) as error:
+                if getattr(error, "executor", "") not in ("trainer", "critic"):  # who would save
+                    screen.phase("saving a checkpoint before ending")
+                    await self._wind_down(controller, screen)
                 raise
         self._folder.check()
         self._outcome.end = "finished"

@@ -285,6 +285,7 @@ class Run:
         self.complaints: list[str] = []
         """What asyncio would print about errors that nobody took."""
         self.wall_s = 0.0
+        self.saves_on_death = False
 
     def train(
         self, state: dict[str, Any] | None = None, *, strike: Callable[[Run], Awaitable[None]] | None = None
@@ -330,8 +331,9 @@ class Run:
             supervisor.start(strike(self), "strike")
         try:
             await supervisor.run(self._main(telemetry))
-        except Interrupted:
-            await controller.wind_down()
+        except (Interrupted, MeshFailed) as error:
+            if isinstance(error, Interrupted) or self.saves_on_death:
+                await controller.wind_down()
             raise
         finally:
             self.wall_s = clock.time()

@@ -44,6 +44,21 @@ def test_a_death_ends_the_run_and_is_what_it_reports(tmp_path: Path, name: str) 
         assert not run.complaints, f"killed at {tenth / 10} s"
 
 
+@pytest.mark.parametrize("name", ["generator-0", "reward"])
+def test_a_trainer_that_lives_saves_when_another_dies(tmp_path: Path, name: str) -> None:
+    """No completed step is lost, and none that is under way."""
+    for tenth in range(10, 140, 17):
+        for file in tmp_path.glob("*.jsonl"):
+            file.unlink()
+        disk = Trainer()
+        run = run_of(tmp_path, 1, 3, disk, tenth, every_steps=0)
+        run.saves_on_death = True
+        with pytest.raises(MeshFailed, match=name):
+            run.train(strike=kills(name, tenth / 10))
+        assert [version for version, _ in disk.saved] == [disk.version]
+        audit(resumed(tmp_path, 1, 3, disk, tenth + 1000))
+
+
 @pytest.mark.parametrize(("name", "method"), [("trainer", "publish"), ("generator-0", "adopt"), ("trainer", "step")])
 def test_an_exception_in_an_executor_is_what_the_run_reports(tmp_path: Path, name: str, method: str) -> None:
     run = Run(config(tmp_path, steps=50), tmp_path)
@@ -90,12 +105,12 @@ def uneven(seed: int) -> Generator:
     return Generator(duration_s=lambda group_id, index: random.Random(f"{seed}/{group_id}/{index}").uniform(0.2, 4.0))
 
 
-def run_of(tmp_path: Path, staleness: int, window: int, trainer: Trainer, seed: int) -> Run:
+def run_of(tmp_path: Path, staleness: int, window: int, trainer: Trainer, seed: int, every_steps: int = 2) -> Run:
     settings = config(
         tmp_path,
         steps=NUM_STEPS,
         rollout={"max_staleness": staleness, "window": window},
-        checkpoint={"every_steps": 2},
+        checkpoint={"every_steps": every_steps},
     )
     return Run(settings, tmp_path, [uneven(seed)], trainer=trainer, num_train=NUM_TRAIN)
 
@@ -180,9 +195,15 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert all(json.loads(state)["step"] == version for version, state in disk.saved)
     assert slow.wall_s - quick.wall_s < 2 * 2.0 + 1.0, "only the last one, and one before it, are waited for"
     (tmp_path / "slower").mkdir()
-    slower = Trainer(write_s=20.0)
-    Run(settings, tmp_path / "slower", trainer=slower).train()
-    assert slower.saved == disk.saved, "longer than the steps between two of them"
+    slower = Trainer(write_s=30.0)
+    run = Run(config(tmp_path, steps=40, checkpoint={"every_steps": 2}), tmp_path / "slower", trainer=slower).train()
+    versions = [version for version, _ in slower.saved]
+    assert versions[0] == 2 and versions[-1] == 40 and len(versions) == 3, "what is due meanwhile is put off"
+    assert all(json.loads(state)["step"] == version for version, state in slower.saved)
+    longest_s = max(row["step_s"] for row in run.steps)
+    assert longest_s < 15.0, "the run waited for the disk"
+    (said,) = run.warnings
+    assert "a checkpoint is due while the one before it is still written, so it comes later" in said
 
 
 def test_a_full_disk_costs_a_warning_and_at_the_end_the_run(tmp_path: Path) -> None:

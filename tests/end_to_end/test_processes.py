@@ -111,12 +111,13 @@ def test_ctrl_c_and_resume(running: Running, toml: Path) -> None:
     assert not re.search(rf"step +{last}/", done.stdout), "a step was done again"
 
 
-def test_sigterm_and_a_second_signal(tmp_path: Path, toml: Path) -> None:
-    """One run is asked to end by SIGTERM, the other twice in a row; both start together."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_being_asked_to_end_and_a_second_signal(tmp_path: Path, toml: Path, number: signal.Signals) -> None:
+    """One run is asked to end, or its terminal is closed; the other is asked twice in a row; both start together."""
     polite, hasty = (Running(tmp_path / name, toml) for name in ("polite", "hasty"))
     polite.wait_for_steps()
-    code, said = polite.command.end(signal.SIGTERM, END_S)
-    assert code == 130 and "ended by SIGTERM; go on with --resume" in said
+    code, said = polite.command.end(number, END_S)
+    assert code == 130 and f"ended by {number.name}; go on with --resume" in said
     assert gone(polite.pids, 1.0) == []
     polite.check_files()
 
@@ -153,8 +154,25 @@ def test_kill_of_an_executor(tmp_path: Path, toml: Path, model: Path, kill: str)
     found = re.fullmatch(rf"{died}; --resume goes on from step (\d+)", lines[0])
     assert found, said
     assert gone(run.pids, 2.0) == []
-    assert int(found[2]) == run.check_files()
+    last = [row["step"] for row in rows(run.folder / "metrics.jsonl") if row["kind"] == "step"][-1]
+    assert int(found[2]) == run.check_files() == last, "the trainer lives, so it saves"
     assert f"{kill} (rank 0)" in (run.folder / "summary.json").read_text()
+
+
+@pytest.mark.parametrize("kind", ["inline", *(["monarch"] if os.environ.get("LLAMARL_NIGHTLY") == "1" else [])])
+def test_a_run_that_is_stopped_goes_on(tmp_path: Path, toml: Path, kind: str) -> None:
+    """As by Ctrl-Z: for longer than it may stall; at night for longer than Monarch waits for an answer."""
+    stall_s, stopped_s = (4, 8.0) if kind == "inline" else (30, 50.0)
+    run = Running(tmp_path / "runs", toml, "--cluster.kind", kind, "--cluster.stall_timeout_s", stall_s)
+    metrics = run.folder / "metrics.jsonl"
+    run.command.until(lambda: metrics.exists() and '"step": 3,' in metrics.read_text())
+    run.command.process.send_signal(signal.SIGSTOP)
+    time.sleep(stopped_s)
+    last = rows(metrics)[-1]["step"]
+    run.command.process.send_signal(signal.SIGCONT)
+    run.command.until(lambda: f'"step": {last + 20},' in metrics.read_text(), timeout_s=30.0)
+    code, said = run.command.end(signal.SIGINT, END_S)
+    assert code == 130 and "no checkpoint" not in said and "had no answer" not in said, said
 
 
 def test_kill_of_the_controller(tmp_path: Path, toml: Path) -> None:
@@ -231,7 +249,7 @@ def test_an_end_while_executors_start(tmp_path: Path, toml: Path, number: signal
     pids = descendants(command.process.pid)
     code, said = command.end(number, END_S)
     assert code == 130
-    assert said.strip().splitlines()[-1].startswith(f"llamarl train: ended by {number.name}")
+    assert said.strip().splitlines()[-1].startswith(f"llamarl train: ended by {number.name}"), said
     assert gone(pids, 2.0) == []
 
 
