@@ -303,7 +303,7 @@ def one_run(place: Path, draw: random.Random, *, slow: bool) -> tuple[list[dict[
         summary = run.end()
         assert [row["step"] for row in run.steps()] == list(range(1, LOSS_STEPS + 1))
         assert_trained_once(run.folder / "rollouts.jsonl")
-        return events, summary["after"]["accuracy"]
+        return events, summary["accuracy_after"]
 
 
 def assert_trained_once(path: Path) -> None:
