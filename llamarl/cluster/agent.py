@@ -210,7 +210,7 @@ class Agent:
                 what, number = message.pop("what"), int(message.pop("ask"))
                 if what == "bye":
                     self._tell(f"let go by {self._host}:{self._port}: {message['reason']}")
-                    self._is_done |= self._once
+                    self._is_done |= self._once or bool(message["is_final"])
                     return
                 if what == "beat":
                     line.tell(answer=number, time=time.time(), logs=list(self._new_logs()))

@@ -182,8 +182,8 @@ class Registry:
             ) from None
 
     def dismiss(self, host: Host, reason: str) -> None:
-        """Lets a host go in order, which ends its agent when it has asked to leave."""
-        host.tell("bye", reason=reason)
+        """Lets a host go in order, which ends its agent when it was to leave."""
+        host.tell("bye", reason=reason, is_final=host.is_leaving)
         self._loop.call_soon_threadsafe(self._lose, host, reason)
 
     async def close(self) -> None:

@@ -264,7 +264,7 @@ def test_who_asks_to_leave_is_let_go_by_whom_the_run_tells(pki: Path, tmp_path: 
         bench.registry.dismiss(host, "go")
         while (message := await line.hear())["what"] == "beat":
             pass
-        assert (message["what"], message["reason"]) == ("bye", "go")
+        assert (message["what"], message["reason"], message["is_final"]) == ("bye", "go", True)
         assert await lost(host) == "go"
 
     assert "host b is about to leave" in run(pki, tmp_path, main).told
