@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import importlib
+import io
 import os
+import resource
 import signal
 import sys
 from contextlib import suppress
@@ -26,6 +29,13 @@ COMMANDS = {
     "doctor": "check that this machine can run llamarl",
 }
 
+MIN_FILES = 512
+_OUTSIDE = {
+    errno.ENOSPC: " where the output goes; make room on that disk",
+    errno.EMFILE: "; raise the limit (ulimit -n)",
+    errno.EIO: ": the terminal has gone",
+}
+"""What may go wrong outside of a command."""
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 """Exit codes: a setting that cannot work; a run that failed; ended by Ctrl-C or SIGTERM."""
 
@@ -65,18 +75,43 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):  # end any command as Ctrl-C does, children included
         if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` asks for
             signal.signal(number, signal.default_int_handler)
-    sys.path.append(os.getcwd())  # for parts of the user's own; last, so that they hide nothing
-    command = importlib.import_module(f"llamarl.cli.{name}")
     try:
-        sys.exit(command.main(sys.argv[2:]))
+        _check_surroundings()
+        code = importlib.import_module(f"llamarl.cli.{name}").main(sys.argv[2:])
+        sys.stdout.flush()
+        sys.exit(code)
     except ConfigError as error:
         print(f"llamarl {name}: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except BrokenPipeError:  # whoever read the output has gone (`| head`); Python must not flush to it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILURE)
+    except OSError as error:
+        if error.errno not in _OUTSIDE:
+            raise
+        print(f"llamarl {name}: {error.strerror}{_OUTSIDE[error.errno]}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(FAILURE)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _check_surroundings() -> None:
+    """What the system gives a command to work with. Raises ConfigError."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # an ASCII terminal gets what it can show
+    try:
+        sys.path.append(os.getcwd())  # for parts of the user's own; last, so that they hide nothing
+    except FileNotFoundError:
+        raise ConfigError("the working folder has been deleted; go to one that exists") from None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < MIN_FILES:
+        if hard != resource.RLIM_INFINITY and hard < MIN_FILES:
+            raise ConfigError(f"this shell may open {hard} files at once (ulimit -n); allow {MIN_FILES}")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (MIN_FILES, hard))
 
 
 def _print_help() -> None:

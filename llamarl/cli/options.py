@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +17,29 @@ from llamarl.config.section import Section
 from llamarl.observability.files import write_atomically
 
 S = TypeVar("S", bound=Section)
+DELAY_S = 8.0
+"""Nothing that a user has written keeps a command silent for longer."""
+
+
+@contextmanager
+def told_of_delay(command: str) -> Iterator[None]:
+    """While a command prepares, a line on stderr says from time to time where it is."""
+    thread, is_over = threading.get_ident(), threading.Event()
+
+    def tell() -> None:
+        while not is_over.wait(DELAY_S):
+            frame = sys._current_frames().get(thread)
+            while frame and not frame.f_globals.get("__name__", "").startswith("llamarl."):
+                frame = frame.f_back
+            if frame:
+                place = f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"
+                print(f"llamarl {command}: still preparing, in {place}; Ctrl-C ends it", file=sys.stderr, flush=True)
+
+    threading.Thread(target=tell, name="delay", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def command_parser(command: str, description: str, epilog: str = "") -> argparse.ArgumentParser:

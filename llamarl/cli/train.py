@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import command_parser
+from llamarl.cli.options import command_parser, told_of_delay
 from llamarl.config import RunConfig, dump_toml, load_config
 from llamarl.observability.spans import now_s
 
@@ -42,12 +43,14 @@ def main(arguments: Sequence[str]) -> int:
     from llamarl.run.warm_start import ensure_base_model
     from llamarl.training.result import NonFiniteStep
 
-    check_parts(config)
-    if options.dry_run:
-        return _dry_run(config)
-    check_run_folder(config, resume=options.resume, overwrite=options.overwrite)
+    with told_of_delay("train"):
+        check_parts(config)
+        if options.dry_run:
+            return _dry_run(config)
+        check_run_folder(config, resume=options.resume, overwrite=options.overwrite)
     ensure_base_model(config)
-    prepared = prepare(config)
+    with told_of_delay("train"):
+        prepared = prepare(config)
     folder = prepare_run_folder(config, resume=options.resume, overwrite=options.overwrite)
     try:
         summary = run(config, prepared, folder, resume=options.resume, command_started_s=started_s)
@@ -59,8 +62,17 @@ def main(arguments: Sequence[str]) -> int:
         print(f"llamarl train: {type(error).__name__}: {error}{way_on}", file=sys.stderr)
         print(f"Files: {folder.path}; output of each executor: {folder.logs}", file=sys.stderr)
         return FAILURE
-    print(render_summary(summary))
+    _say_last(render_summary(summary), f"it is in {folder.summary}")
     return 0
+
+
+def _say_last(text: str, instead: str) -> None:
+    """The run has done what it was for, whether or not this can be printed."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        print(f"llamarl train: {error.strerror} where the summary goes; {instead}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _dry_run(config: RunConfig) -> int:

@@ -17,6 +17,8 @@ from llamarl.config.section import Section
 from llamarl.config.sft import SftConfig
 
 S = TypeVar("S", bound=Section)
+MAX_ROW_BYTES = 1 << 20
+"""Of a line of a data file: a prompt that long fits no context, and rows travel in messages."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -81,7 +83,9 @@ def read_json(path: str | Path, fix: str) -> dict[str, Any]:
     """The JSON object in a file. Raises ConfigError, which ends with the `fix`."""
     try:
         data = json.loads(read_text(path, fix))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{path} is not valid JSON ({error}); {fix}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no JSON object; {fix}")
@@ -103,13 +107,24 @@ def read_rows(path: str | Path, fix: str) -> Iterator[tuple[str, dict[str, Any]]
         raise ConfigError(f"{path}:1: the file is empty; it needs one JSON object per line")
 
 
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number in JSON")
+
+
 def _parse_row(line: bytes, place: str) -> dict[str, Any]:
+    if len(line) > MAX_ROW_BYTES:
+        raise ConfigError(f"{place}: has {len(line):,} bytes, and a row may have {MAX_ROW_BYTES:,}; shorten it")
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8"), parse_constant=_no_number)
+        json.dumps(row, ensure_ascii=False).encode("utf-8") if b"\\u" in line else None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{place}: is not UTF-8 (byte {error.start} of the line); save the file as UTF-8") from None
+    except UnicodeEncodeError:
+        raise ConfigError(f"{place}: holds half of a character (a lone surrogate such as \\ud800); remove it") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place}: malformed JSON ({error.msg}, column {error.colno}); one object per line") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place}: cannot be read ({error}); write numbers as text and nest less deeply") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{place}: holds a JSON {type(row).__name__}, not an object; one object per line")
     return row

@@ -88,6 +88,8 @@ def make_record(cls: type[T], values: Mapping[str, Any], where: str, owner: str)
         if first["type"] == "value_error":  # raised by the part itself
             raise ConfigError(f"`{place} = {owner!r}`: {first['ctx']['error']}") from None
         raise ConfigError(f"`{place} = {first['input']!r}` of `{owner}`: {first['msg']}") from None
+    except TypeError as error:  # an abstract class
+        raise ConfigError(f"`{where} = {owner!r}` cannot be made: {error}") from None
 
 
 def find(name: str, family: str, option: str, attribute: str) -> Any:
@@ -101,8 +103,9 @@ def find(name: str, family: str, option: str, attribute: str) -> Any:
             raise ConfigError(f"`{option} = {name!r}` is not of the form `package.module:Class`")
         try:
             return getattr(importlib.import_module(module_name), class_name)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"`{option} = {name!r}` cannot be imported: {error}") from error
+        except (Exception, SystemExit) as error:  # the user's module may do anything
+            cause = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
+            raise ConfigError(f"`{option} = {name!r}` cannot be imported: {cause}{error}") from error
     known = members(family)
     if name not in known:
         raise ConfigError(f"`{option} = {name!r}` is unknown; {did_you_mean(name, known)}")

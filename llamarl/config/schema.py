@@ -38,9 +38,9 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    prompts_per_step: int = Field(default=16, ge=1)
+    prompts_per_step: int = Field(default=16, ge=1, le=1 << 20)
     """P: groups that one optimizer step consumes."""
-    group_size: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=1, le=1 << 16)
     """G: attempts per prompt."""
     max_staleness: int = Field(default=1, ge=0)
     """S, in optimizer steps: at most (S + 1) * P groups are active. 0 is exactly synchronous."""
@@ -57,7 +57,7 @@ class RolloutConfig(Section):
     the generators and lose less with one that dies; each costs a prefill of what came before."""
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """A response also ends with the token that completes one of these in its text."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, le=100)
     """Divides the logits when sampling; the trainer uses the same."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 is off, which keeps importance ratios exact."""
@@ -79,14 +79,16 @@ class GeneratorConfig(Section):
     """What generates: this package's engine, or one vLLM server per replica, which cannot repeat its rollouts."""
     vllm: VllmConfig = VllmConfig()
     """How vLLM is run, with `backend = "vllm"`."""
-    replicas: Annotated[int, BeforeValidator(lambda value: 0 if value == "auto" else value)] = Field(default=1, ge=0)
+    replicas: Annotated[int, BeforeValidator(lambda value: 0 if value == "auto" else value)] = Field(
+        default=1, ge=0, le=1 << 14
+    )
     """Independent generators, each with its own process and weights; 'auto' or 0 with `cluster.kind = "hosts"`: as many
     as the hosts have room for, those that come later included."""
-    max_running: int = Field(default=128, ge=1)
+    max_running: int = Field(default=128, ge=1, le=1 << 16)
     """Rollouts that one replica decodes at once; the rest wait in its queue."""
     prefill_tokens: int = Field(default=2048, ge=1)
     """Prompt tokens that join one engine step at most; longer prompts are prefilled in chunks."""
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads per replica; trainer and generators together should not exceed the cores."""
     dtype: Literal["float32", "bfloat16", "int8", "fp8"] = "float32"
     """Weights; with 8 bits the KV cache and everything else is bfloat16, or float32 where that is faster."""
@@ -159,7 +161,7 @@ class EvalConfig(Section):
     """Held-out prompts taken, from the front."""
     samples: int = Field(default=1, ge=1)
     """Responses per prompt; with more than one, pass@k is reported too."""
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0, le=100)
     """0 is greedy."""
 
 
@@ -182,7 +184,7 @@ class RunConfig(Section):
     """Folder name of the run."""
     output: str = "runs"
     """Folder that holds run folders."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Seeds data order, sampling noise and initial weights."""
     steps: int = Field(default=100, ge=1)
     """Optimizer steps."""

@@ -14,7 +14,7 @@ from llamarl.config.section import Section
 class ParallelismConfig(Section):
     """Processes of trainer or critic, a device each: the product of the four. All layouts compute the same."""
 
-    fsdp: int = Field(default=1, ge=1)
+    fsdp: int = Field(default=1, ge=1, le=1 << 14)
     """Shares of each batch; weights, gradients and optimizer state are cut as many times (FSDP2)."""
     tp: int = Field(default=1, ge=1)
     """Parts of every matrix (tensor and sequence parallel); for the fast links inside of a host."""
@@ -36,7 +36,7 @@ class LoraConfig(Section):
     """Low-rank adapters (arXiv 2106.09685) beside a frozen model: its own weights have no gradients, no moments and no
     checkpoints, and only adapters go to the generators, which merge them."""
 
-    rank: int = Field(ge=1)
+    rank: int = Field(ge=1, le=1 << 14)
     """Of each adapter."""
     alpha: float = Field(default=32.0, gt=0)
     """An adapter's product counts `alpha / rank` times."""
@@ -54,7 +54,7 @@ class TrainerConfig(Section):
     """File in `algorithms/losses`."""
     advantage: Ref = Ref(name="group_mean")
     """File in `algorithms/advantages`."""
-    learning_rate: float = Field(default=1e-6, gt=0)
+    learning_rate: float = Field(default=1e-6, gt=0, le=10)
     """Peak step size of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
@@ -83,7 +83,7 @@ class TrainerConfig(Section):
     compile: bool = False
     """Fuse what lies between the matrix products with `torch.compile`: worth its minutes of start-up on GPUs and for
     large models. Results change by rounding."""
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type; master weights stay float32."""

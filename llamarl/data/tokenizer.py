@@ -41,7 +41,10 @@ class Tokenizer:
         self.folder = Path(folder)
         if "model" not in read_json(self.folder / TOKENIZER_FILE, _FIX):
             raise ConfigError(f"{self.folder / TOKENIZER_FILE} holds no tokenizer `model`; save the tokenizer anew")
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(self.folder / TOKENIZER_FILE))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(self.folder / TOKENIZER_FILE))
+        except Exception as error:  # that library raises no other
+            raise ConfigError(f"{self.folder / TOKENIZER_FILE} cannot be read: {error}; {_FIX}") from None
         self._config = read_json(self.folder / CONFIG_FILE, _FIX)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -74,7 +77,10 @@ class Tokenizer:
         ids: set[int] = set()
         if (self.folder / "generation_config.json").exists():
             named = read_json(self.folder / "generation_config.json", _FIX).get("eos_token_id")
-            ids.update([named] if isinstance(named, int) else named or [])
+            listed = named if isinstance(named, list) else [] if named is None else [named]
+            if not all(isinstance(one, int) for one in listed):
+                raise ConfigError(f"{self.folder / 'generation_config.json'}: eos_token_id = {named!r}; {_FIX}")
+            ids.update(listed)
         if eos := self._special_tokens.get("eos_token"):
             own = self._tokenizer.token_to_id(eos)
             if own is None:
@@ -110,8 +116,9 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except TemplateError as error:
-            raise ConfigError(f"{self.folder}: the chat template refuses these messages: {error}") from None
+        except Exception as error:  # the template is code of somebody else, in a sandbox
+            cause = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            raise ConfigError(f"{self.folder}: the chat template refuses these messages: {cause}{error}") from None
 
     @cached_property
     def _special_tokens(self) -> dict[str, str]:
@@ -119,7 +126,9 @@ class Tokenizer:
         for name in SPECIAL_TOKEN_NAMES:
             token = self._config.get(name)
             if token is not None:  # written plainly or as a serialized AddedToken
-                tokens[name] = token if isinstance(token, str) else token["content"]
+                tokens[name] = token["content"] if isinstance(token, dict) and "content" in token else token
+                if not isinstance(tokens[name], str):
+                    raise ConfigError(f"{self.folder / CONFIG_FILE}: {name} = {token!r} is no text; {_FIX}")
         return tokens
 
     @cached_property

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -65,7 +66,8 @@ class GeneratorExecutor(Executor):
             opened = open_native(model_path, config, rendezvous, delta, lora)
         self._engine, self._adopter, self._follower = opened.engine, opened.adopter, opened.follower
         self._close, self._work_clock = opened.close, opened.clock
-        sys.stdout.write(f"{opened.description}\n")  # into the executor's log
+        with suppress(OSError):  # into the executor's log, unless that disk is full
+            sys.stdout.write(f"{opened.description}\n")
         self._adoptions = Adoptions(self._adopter, self._engine)
         self._finished = list[Rollout]()
         self._reply: Future[Collected] | None = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from numbers import Real
 from typing import Any, ClassVar
 
 from llamarl.cluster.executor import Executor
@@ -13,6 +15,9 @@ from llamarl.executors.replies import Scored
 from llamarl.rewards._base import invalid
 from llamarl.rewards._build import build_reward
 from llamarl.types import Prompt, RewardItem, RewardResult, Rollout
+
+MAX_REASON_CHARS = 1000
+"""Every result travels and is recorded."""
 
 
 class RewardExecutor(Executor):
@@ -41,11 +46,12 @@ class RewardExecutor(Executor):
 
 def _checked(results: Sequence[Any], num_items: int) -> list[RewardResult]:
     """What a reward answered; an answer that is none, as a reward of the user's own may give, judges nothing."""
-    if len(results) != num_items:
-        return [invalid(f"the reward gave {len(results)} results for {num_items} responses")] * num_items
+    if not isinstance(results, Sequence) or len(results) != num_items:
+        number = f"{len(results)} results" if isinstance(results, Sequence) else f"a {type(results).__name__}"
+        return [invalid(f"the reward gave {number} for {num_items} responses")] * num_items
     return [
-        result
-        if isinstance(result, RewardResult) and math.isfinite(result.value)
-        else invalid(f"the reward gave {result!r}, which is no result with a finite value")
+        replace(result, reason=result.reason[:MAX_REASON_CHARS])
+        if isinstance(result, RewardResult) and isinstance(result.value, Real) and math.isfinite(result.value)
+        else invalid(f"the reward gave {result!r:.200}, which is no result with a finite value")
         for result in results
     ]

@@ -26,6 +26,9 @@ def load_shape(folder: str | Path) -> ModelShape:
         return ModelShape.from_hf(config)
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        cause = f"a value of the wrong kind ({type(error).__name__}: {error})"
+        raise ConfigError(f"{folder / CONFIG} has {cause}; copy the file again") from None
 
 
 def read_model_file(folder: Path, name: str) -> dict[str, Any]:

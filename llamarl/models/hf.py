@@ -27,6 +27,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 Read = Callable[[str, Box], Tensor]
 """read(name, part): that part of a weight."""
+_DTYPES = ("F64", "F32", "F16", "BF16")
+"""Of weights, as safetensors names them."""
 _WRITTEN = {CONFIG, GENERATION_CONFIG, WEIGHTS, *TOKENIZER_FILES}
 
 
@@ -65,7 +67,7 @@ class Weights:
                         self.other_head = path
                         self._check_tied_head(shape == tuple(expected[EMBEDDING]))
                     elif not name.endswith(".rotary_emb.inv_freq"):  # a constant that old checkpoints carry
-                        self._check(name, shape)
+                        self._check(name, shape, file.get_slice(name).get_dtype())
                         self._files[name] = path
         missing = [name for name in expected if name not in self._files and name not in optional]
         if missing:
@@ -81,11 +83,14 @@ class Weights:
         """A part of a tensor in the type of its file, maybe in its memory; zeros for an optional one that is missing.
 
         Raises:
-            ConfigError: it is a part of tied embeddings that differs from the head that the checkpoint has beside them.
+            ConfigError: it holds NaN or infinity, or is a part of tied embeddings that differs from the head that the
+                checkpoint has beside them.
         """
         if name not in self._files:
             return torch.zeros(box.shape)
         part = _part(self._files[name], name, box)
+        if not torch.isfinite(part).all():
+            raise ConfigError(f"{self._folder}: `{name}` holds NaN or infinity; copy or make the checkpoint again")
         if name == EMBEDDING and self._is_tied and self.other_head is not None:
             self._check_tied_head(torch.equal(_part(self.other_head, HEAD, box).float(), part.float()))
         return part
@@ -105,10 +110,15 @@ class Weights:
                 f"`tie_word_embeddings` = true; set it to false or remove `{HEAD}`"
             )
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
         if name not in self._expected:
             raise ConfigError(
                 f"{self._folder}: unknown tensor `{name}`; the weights and {CONFIG} are of different models"
+            )
+        if dtype not in _DTYPES:
+            raise ConfigError(
+                f"{self._folder}: `{name}` has the type {dtype}, and its values mean nothing without their scales; "
+                f"use a checkpoint in {', '.join(_DTYPES)}"
             )
         if shape != (expected := tuple(self._expected[name])):
             raise ConfigError(
@@ -165,6 +175,7 @@ def save_tensors(
         save_file(whole, new / WEIGHTS, metadata={"format": "pt"})
         dtype = str(next(iter(whole.values())).dtype).removeprefix("torch.")
         write_json(new / CONFIG, shape.to_hf() | {"torch_dtype": dtype})
+        (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode)  # safetensors lets its owner alone read it
         write_json(new / GENERATION_CONFIG, _generation_config(shape))
         for source in tokenizer_files:
             shutil.copyfile(source, new / source.name)
@@ -206,7 +217,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if not (folder / WEIGHTS_INDEX).is_file():
         raise ConfigError(f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}; save the checkpoint as safetensors")
     weight_map = read_model_file(folder, WEIGHTS_INDEX).get("weight_map")
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ConfigError(f"{folder / WEIGHTS_INDEX} has no `weight_map`; copy the file again")
     names = sorted(set(weight_map.values()))
     for name in names:

@@ -122,4 +122,5 @@ def save_adapters(adapters: Mapping[str, Tensor], config: LoraConfig, base: str,
     with replaced_folder(folder, (PEFT_WEIGHTS, PEFT_CONFIG)) as new:
         tensors = {f"{PEFT_PREFIX}{name}": tensor.contiguous() for name, tensor in adapters.items()}
         save_file(tensors, new / PEFT_WEIGHTS, metadata={"format": "pt"})
+        (new / PEFT_WEIGHTS).chmod(new.stat().st_mode & 0o666)  # safetensors lets its owner alone read it
         write_json(new / PEFT_CONFIG, settings)

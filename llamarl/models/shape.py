@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -21,6 +22,9 @@ _FIXED = {
     "quantization_config": None,
 }
 """Keys that may be absent, and the only value of each that the decoder computes."""
+
+
+MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +64,14 @@ class ModelShape(DecoderSizes):
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim = {self.head_dim} cannot be rotated in pairs; give an even number")
+        if self.num_layers > MAX_LAYERS:
+            raise ConfigError(f"{self.num_layers} layers; a model may have {MAX_LAYERS}")
+        for name, value in (("rms_norm_eps", self.rms_norm_eps), ("rope_theta", self.rope_theta)):
+            if not 0 < value < math.inf:  # NaN neither
+                raise ConfigError(f"{name} = {value!r}; a positive number is needed, copy config.json again")
+        for token in self.stop_token_ids:
+            if not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise ConfigError(f"eos_token_id = {token!r} is none of the {self.vocab_size} tokens of the model")
 
     @property
     def qkv_bias(self) -> bool:
@@ -174,7 +186,8 @@ def _check_full_attention(config: Mapping[str, Any], num_layers: int) -> None:
         _refuse("layer_types", sorted(kinds), "only full_attention is supported")
     windowed = config.get("use_sliding_window") and config.get("sliding_window") is not None
     # Absent from a config, 28 is what Qwen2Config and Qwen3Config assume.
-    if windowed and not config.get("layer_types") and config.get("max_window_layers", 28) < num_layers:
+    first = config.get("max_window_layers", 28) if config["model_type"] != "llama" else 0
+    if windowed and not config.get("layer_types") and first < num_layers:
         _refuse("use_sliding_window", True, "only full attention is supported; set it to false")
 
 

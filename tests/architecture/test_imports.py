@@ -17,6 +17,8 @@ ONE_FILE_EACH = ("monarch", "vllm", "wandb", "tensorboard")
 """Optional packages: an adapter each."""
 CATCHES_EVERYTHING = {
     "llamarl/cluster/host.py": "whatever an executor raises becomes a reply",
+    "llamarl/config/ref.py": "whatever a user's module raises as it is imported is a setting that cannot work",
+    "llamarl/data/tokenizer.py": "what a chat template raises, and the library of tokenizers, has no other kind",
     "llamarl/cluster/payload.py": "what cannot be pickled becomes text",
     "llamarl/sandbox/pool_server.py": "whatever a grader raises is an answer about that item",
 }

@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from tests.end_to_end.tiny import llamarl, llamarl_here
+from tests.end_to_end.tiny import LLAMARL, ROOT, environment, llamarl, llamarl_here
 
 Done = subprocess.CompletedProcess[str]
 
 
 def check(done: Done, *parts: str, command: str = "train") -> None:
     assert done.returncode == 2, done
-    lines = done.stderr.strip().splitlines()
+    lines = [line for line in done.stderr.strip().splitlines() if "still preparing" not in line]
     assert len(lines) == 1, f"more than one line: {done.stderr}"
     assert lines[0].startswith(f"llamarl {command}: ")
     for part in parts:
@@ -46,6 +49,19 @@ def check(done: Done, *parts: str, command: str = "train") -> None:
         (["--name", "../escape"], ["name", "'../escape'"]),
         (["--data.template", "no place"], ["data.template", "use {question}"]),
         (["--steps"], ["--steps", "no value"]),
+        (["--seed", "1" + "0" * 30], ["seed"]),
+        (["--rollout.prompts_per_step", "1000000000"], ["rollout.prompts_per_step"]),
+        (["--rollout.group_size", "1000000"], ["rollout.group_size"]),
+        (["--rollout.temperature", "1e300"], ["rollout.temperature"]),
+        (["--trainer.learning_rate", "1e300"], ["trainer.learning_rate"]),
+        (["--trainer.lora.rank", "1000000"], ["trainer.lora.rank"]),
+        (["--trainer.parallelism.fsdp", "1000000"], ["trainer.parallelism.fsdp"]),
+        (["--trainer.threads", "1000000"], ["trainer.threads"]),
+        (["--generator.replicas", "1000000"], ["generator.replicas"]),
+        (["--generator.max_running", "1000000000"], ["generator.max_running"]),
+        (["--reward.weights", "[0.0]"], ["reward.weights are all 0"]),
+        (["--data.train", "{name = 'running_total', count = 1000000000}"], ["data.train.count"]),
+        (["--data.train", "{name = 'running_total', count = 4, first = 1000000000000}"], ["data.train.first"]),
         (["--resume", "--overwrite"], ["--resume and --overwrite contradict each other"]),
         (["--resume"], ["there is no run", "without --resume"]),
     ],
@@ -103,6 +119,103 @@ def test_model_folder(
     assert not (toml.parent / "runs").exists()
 
 
+def config_with(**values: object) -> Callable[[Path], object]:
+    def change(model: Path) -> None:
+        path = model / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+def rewritten(file: str, text: str) -> Callable[[Path], object]:
+    return lambda model: (model / file).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (config_with(rope_theta=0), "rope_theta = 0"),
+        (config_with(rope_theta="x"), "a value of the wrong kind"),
+        (config_with(rope_theta=float("nan")), "rope_theta = nan"),
+        (config_with(rope_scaling="llama3"), "a value of the wrong kind"),
+        (config_with(rms_norm_eps=-1), "rms_norm_eps = -1"),
+        (config_with(rms_norm_eps=None), "a value of the wrong kind"),
+        (config_with(model_type=["llama"]), "a value of the wrong kind"),
+        (rewritten("generation_config.json", '{"eos_token_id": 999999}'), "eos_token_id = 999999 is none of the 300"),
+        (config_with(num_hidden_layers=10**6), "1000000 layers"),
+        (config_with(use_sliding_window=True, sliding_window=8), "use_sliding_window"),
+        (rewritten("config.json", "[" * 10**5), "is not valid JSON"),
+        (rewritten("config.json", '{"hidden_size": ' + "9" * 5000 + "}"), "is not valid JSON"),
+        (rewritten("tokenizer.json", '{"model": {"type": "Rubbish"}}'), "tokenizer.json cannot be read"),
+        (rewritten("tokenizer_config.json", '{"eos_token": 5}'), "eos_token = 5 is no text"),
+        (rewritten("tokenizer_config.json", '{"eos_token": {"a": "b"}}'), "eos_token = {'a': 'b'} is no text"),
+        (rewritten("generation_config.json", '{"eos_token_id": {"a": 1}}'), "eos_token_id = {'a': 1}"),
+        (rewritten("generation_config.json", '{"eos_token_id": ["a"]}'), "eos_token_id"),
+    ],
+)
+def test_model_files_that_mean_nothing(
+    toml: Path, model: Path, tmp_path: Path, change: Callable[[Path], object], part: str
+) -> None:
+    check(llamarl_here("train", toml, "--model.path", damaged(model, tmp_path, change)), part)
+    assert not (toml.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "part"),
+    [("{{ messages[0].content.nothing() }}", "no attribute"), ("{{ 1 / 0 }}", "ZeroDivisionError"),
+     ("{{ 'a' + 1 }}", "TypeError")],
+)  # fmt: skip
+def test_chat_templates_that_fail(toml: Path, model: Path, tmp_path: Path, template: str, part: str) -> None:
+    folder = damaged(model, tmp_path, rewritten("chat_template.jinja", template))
+    done = llamarl_here("train", toml, "--model.path", folder, "--data.template", "chat")
+    check(done, "the chat template refuses these messages", part)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "part"),
+    [
+        (float("nan"), torch.float32, "model.norm.weight` holds NaN or infinity"),
+        (float("inf"), torch.bfloat16, "model.norm.weight` holds NaN or infinity"),
+        (1, torch.int8, "model.norm.weight` has the type I8"),
+        (1, torch.bool, "model.norm.weight` has the type BOOL"),
+        (1, torch.float8_e4m3fn, "model.norm.weight` has the type F8_E4M3"),
+    ],
+)
+def test_weights_that_mean_nothing(
+    toml: Path, model: Path, tmp_path: Path, value: float, dtype: torch.dtype, part: str
+) -> None:
+    """The model is blamed, by the name of the tensor, before anything is generated."""
+
+    def change(copy: Path) -> None:
+        weights = load_file(copy / "model.safetensors")
+        weights["model.norm.weight"] = torch.ones(weights["model.norm.weight"].shape).index_fill_(
+            0, torch.tensor([3]), value).to(dtype)  # fmt: skip
+        save_file(weights, copy / "model.safetensors")
+
+    folder = damaged(model, tmp_path, change)
+    check(llamarl_here("train", toml, "--model.path", folder, "--cluster.kind", "inline"), str(folder), part)
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        ("def broken(:", "SyntaxError"),
+        ("raise SystemExit(0)", "cannot be imported: SystemExit"),
+        ("raise KeyError('x')", "KeyError"),
+        ("class Mine(Reward): ...", "abstract"),
+        ("class Mine:\n    def score(self, items): ...", "has no method `close`"),
+    ],
+)
+def test_rewards_of_the_user_s_own(
+    toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, part: str
+) -> None:
+    name = f"own_{abs(hash(body))}"
+    head = "from dataclasses import dataclass\nfrom llamarl.rewards import Reward\n@dataclass\n"
+    (tmp_path / f"{name}.py").write_text(head + body if body.startswith("class") else body)
+    monkeypatch.syspath_prepend(tmp_path)
+    check(llamarl_here("train", toml, "--reward.parts", f"['{name}:Mine']"), "reward.parts", part)
+
+
 def test_missing_model_folder(toml: Path) -> None:
     check(llamarl_here("train", toml, "--model.path", "/nowhere/model"), "/nowhere/model")
 
@@ -125,6 +238,11 @@ def test_truncated_weights(toml: Path, model: Path, tmp_path: Path, kind: str) -
         ('{"question": "a", "answer": "1"}\n[1, 2]\n', ["problems.jsonl:2", "list"]),
         ('{"question": "a", "answer": "1"}\n\n{"answer": "1"}\n', ["problems.jsonl:3", "`question`"]),
         ('{"question": "a"}\n', ["problems.jsonl:1", "`answer`"]),
+        ('{"question": "a", "answer": NaN}\n', ["problems.jsonl:1", "NaN is no number"]),
+        ('{"question": "\\ud800", "answer": "1"}\n', ["problems.jsonl:1", "half of a character"]),
+        ('{"question": "a", "answer": ' + "9" * 5000 + "}", ["problems.jsonl:1", "cannot be read"]),
+        ("[" * 100_000, ["problems.jsonl:1", "cannot be read"]),
+        ('{"question": "' + "a" * (2 << 20) + '", "answer": "1"}', ["problems.jsonl:1", "a row may have 1,048,576"]),
     ],
 )
 @pytest.mark.parametrize("which", ["train", "eval"])
@@ -239,3 +357,30 @@ def test_eval_that_is_interrupted_says_so(
     data.write_text('{"question": "1+1", "answer": "2"}\n')
     assert command.main([str(model), str(data)]) == 130
     assert "llamarl eval: ended by SIGINT" in capsys.readouterr().err
+
+
+def test_what_takes_long_says_where_it_is(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamarl.cli.options.DELAY_S", 0.2)
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(0.7)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    done = llamarl_here("train", toml, "--reward.parts", "['sleeps:Mine']")
+    assert done.returncode == 2
+    assert "llamarl train: still preparing, in llamarl.config.ref.find; Ctrl-C ends it" in done.stderr
+
+
+@pytest.mark.parametrize("output", ["full", "ascii", "closed"])
+def test_a_finished_run_is_one_wherever_its_output_goes(toml: Path, output: str) -> None:
+    tail = {"full": "> /dev/full", "ascii": "| cat", "closed": ">&-"}[output]
+    command = f"{shlex.join(map(str, LLAMARL))} train {toml} --cluster.kind inline --steps 1 {tail}"
+    env = environment() | ({"PYTHONIOENCODING": "ascii"} if output == "ascii" else {})
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, env=env, cwd=ROOT)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert output != "full" or "No space left on device where the summary goes; it is in" in done.stderr
+
+
+def test_surroundings_that_nothing_can_work_in(toml: Path, tmp_path: Path) -> None:
+    for start, part in (("ulimit -n 40", "40 files at once"), ("cd $(mktemp -d); rmdir $PWD", "has been deleted")):
+        command = f"{start}; {shlex.join(map(str, LLAMARL))} train {toml}"
+        env = environment() | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, cwd=tmp_path)
+        check(done, part)

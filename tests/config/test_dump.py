@@ -27,7 +27,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampl
     ['"', "\\", "\n", "\r\n", "'''", '"""', "\x00\x1f\x7f\x85\u2028", "# no comment", "[x]", "🦙 é", "{a = 1}"]
 )
 KEYS = st.text(string.ascii_lowercase + "_", min_size=1, max_size=8).filter(lambda key: key != "name")
-POSITIVE = st.floats(min_value=1e-12, max_value=1e12)
+POSITIVE = st.floats(min_value=1e-12, max_value=10)
 SHARE = st.floats(min_value=0, max_value=1)
 OPTIONS = st.recursive(
     st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | TEXT | st.dates() | st.times(),

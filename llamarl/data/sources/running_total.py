@@ -36,9 +36,9 @@ class RunningTotal:
     and the 23,040 problems of one line run out, so later ranges are longer and harder. Keep ranges below about 40,000.
     """
 
-    count: Annotated[int, Field(ge=1)]
+    count: Annotated[int, Field(ge=1, le=500_000)]
     """Number of problems."""
-    first: Annotated[int, Field(ge=0)] = 0
+    first: Annotated[int, Field(ge=0, le=500_000)] = 0
     """Index of the first problem; train and held-out problems are different ranges of one seed."""
     error_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Probability that a carry is forgotten in `solution`; `answer` is always right."""
