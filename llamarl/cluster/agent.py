@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import fcntl
 import ipaddress
 import json
 import os
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.cluster.certificates import client_context, monarch_env
-from llamarl.cluster.home import BLAST_S, BROKEN, SILENT_S, Line, count_devices, own_inventory
+from llamarl.cluster.home import BLAST_S, BROKEN, MAX_LINE_BYTES, SILENT_S, Line, count_devices, own_inventory
 from llamarl.cluster.start_up import LIFELINE
 from llamarl.config.errors import ConfigError
 
@@ -40,9 +41,13 @@ LEAVE_S = 100.0
 LOG_BYTES = 64 << 10
 """Of one log that go with one beat; what is further behind than `LOG_BEHIND_BYTES` is left out."""
 LOG_BEHIND_BYTES = 4 << 20
+LOG_TOTAL_BYTES = MAX_LINE_BYTES // 8
+"""Of all logs with one beat; JSON takes up to six characters for a byte."""
 END_S = 3.0
 """For killed processes to be gone."""
 PR_SET_CHILD_SUBREAPER = 36
+FOLDER_PREFIX, FOLDER_AGE_S = "llamarl-agent-", 60.0
+"""Of temporary folders; younger ones may not be locked yet."""
 
 
 class Refused(ConfigError):
@@ -109,7 +114,7 @@ class Agent:
         self._host, _, self._port = controller.rpartition(":")
         self._context, self._env = client_context(pki, name), monarch_env(pki, name)
         self._address, self._once, self._tell = address, once, tell
-        self._logs = Path(tempfile.mkdtemp(prefix="llamarl-host-"))
+        self._logs = log_folder()
         gpus = count_devices() if Path("/dev/nvidiactl").exists() else 0
         self._inventory = own_inventory(name, address, str(self._logs), gpus)
         self._run = ""
@@ -198,7 +203,8 @@ class Agent:
             self._run, self._sent = run, {}
             for old in self._logs.iterdir():
                 old.unlink()
-        self._sent |= {str(file): int(size) for file, size in message["logs"].items()}
+        else:
+            self._sent |= {str(file): int(size) for file, size in message["logs"].items()}
 
     async def _serve(self, line: Line, engine: Engine) -> None:
         """Answers until it is let go. Raises what is in `BROKEN`."""
@@ -230,18 +236,20 @@ class Agent:
             line.tell(answer=number, time=time.time(), **found)
 
     def _new_logs(self) -> Iterator[dict[str, Any]]:
-        """What has been added to the logs: a piece of each."""
+        """What has been added to the logs: a piece of each, as far as a message holds them."""
+        room = LOG_TOTAL_BYTES
         for path in sorted(self._logs.iterdir()):
             at, size = self._sent.get(path.name, 0), path.stat().st_size
             note = ""
             if size - at > LOG_BEHIND_BYTES:
                 note = f"\n[{size - LOG_BYTES - at} bytes are left out here]\n"
                 at = size - LOG_BYTES
-            if size > at:
+            if size > at and room > 0:
                 with path.open("rb") as file:
                     file.seek(at)
                     data = file.read(LOG_BYTES)
                 self._sent[path.name] = at + len(data)
+                room -= len(data)
                 yield {"file": path.name, "upto": at + len(data), "data": note + data.decode("latin-1")}
 
     async def _receive(self, num_bytes: int, secret: str) -> dict[str, Any]:
@@ -327,6 +335,29 @@ def _reap() -> None:
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+
+
+def log_folder() -> Path:
+    """A new one, locked as long as this process lives. Those that killed agents have left are removed."""
+    for old in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with suppress(OSError):  # somebody else's, or in use
+            if time.time() - old.stat().st_ctime > FOLDER_AGE_S:
+                os.close(_lock(old))
+                shutil.rmtree(old)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+    _lock(folder)
+    return folder
+
+
+def _lock(folder: Path) -> int:
+    """Until the descriptor is closed. Raises OSError: another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 async def call(host: str, port: str, context: ssl.SSLContext, address: str) -> Line:

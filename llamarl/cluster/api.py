@@ -81,6 +81,10 @@ class MeshFailed(ExecutorError):
         return f"{self.executor} (rank {', '.join(map(str, self.ranks))}): {self.cause}"
 
 
+class HostFailed(MeshFailed):
+    """A host of an executor is lost, which is no fault of what ran there."""
+
+
 class CallTimeout(ExecutorError):
     """A call had no answer in time; a call that still waited in the queue is dropped there."""
 

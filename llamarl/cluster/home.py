@@ -103,7 +103,7 @@ class Line:
         line = await asyncio.wait_for(self._line(), timeout_s)
         try:
             return dict(json.loads(line))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError):
             raise BadMessage("it speaks otherwise") from None
 
     def close(self) -> None:

@@ -22,7 +22,16 @@ from functools import partial
 from pathlib import Path
 
 from llamarl.cluster import start_up
-from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec, HostShare, HostStatus, MeshFailed
+from llamarl.cluster.api import (
+    Cluster,
+    ExecutorError,
+    ExecutorHandle,
+    ExecutorSpec,
+    HostFailed,
+    HostShare,
+    HostStatus,
+    MeshFailed,
+)
 from llamarl.cluster.deaths import cause_of, cause_of_reaped, kill_group, killed_by
 from llamarl.cluster.handle import BaseHandle, stop_all
 from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
@@ -288,7 +297,7 @@ class HostedHandle(MonarchHandle):
 
     def _host_lost(self, host: Host, reason: str) -> None:
         ranks = tuple(rank for rank, (place, *_) in enumerate(self._places) if place is host)
-        self._fail(MeshFailed(self.name, ranks, reason))
+        self._fail(HostFailed(self.name, ranks, reason))
 
     def _where(self, rank: int) -> str:
         return f" on host {self._places[rank][0].name}"
@@ -335,7 +344,7 @@ class HostsCluster(MonarchCluster):
         try:
             hosts = [self._registry.hosts[share.name] for share in spec.hosts]
         except KeyError as error:
-            raise MeshFailed(spec.name, tuple(range(spec.num_ranks)), f"host {error} is not here") from None
+            raise HostFailed(spec.name, tuple(range(spec.num_ranks)), f"host {error} is not here") from None
         meshes, first = list[tuple[ProcMesh, _Rank]](), 0
         for host, share in zip(hosts, spec.hosts, strict=True):
             machine = attach_to_workers(name=f"at_{spec.name}", ca=_TRUST, workers=[host.url])

@@ -154,9 +154,11 @@ class Registry:
         self._server: asyncio.Server | None = None
         self._serving = set[asyncio.Task[Any]]()
         self._changed = asyncio.Event()
+        self._starting = set[str]()
+        """Names of hosts that were let in, whose engine starts."""
         self.hosts = dict[str, Host]()
         self.joined: Callable[[Host], None] = lambda host: None
-        self.leaves: Callable[[Host], None] = lambda host: None
+        self.leaves: Callable[[Host], None] = lambda host: self.dismiss(host, "nothing runs there")
         """A host asks to leave; `dismiss` lets it go."""
 
     async def open(self, listen: str) -> str:
@@ -208,8 +210,9 @@ class Registry:
             self._server.close()
         if self._serving:  # agents hang up when they hear it
             await asyncio.wait(self._serving, timeout=BYE_S)
-        for task in self._serving:
+        for task in (left := list(self._serving)):
             task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     def _say(self, text: str) -> None:
         self._call(self._tell, text)
@@ -220,7 +223,8 @@ class Registry:
             _call_in(self._caller, callback, *arguments)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer, line = writer.get_extra_info("peername")[0], Line(reader, writer, self._context)
+        peer = (writer.get_extra_info("peername") or ("one who is gone",))[0]
+        line = Line(reader, writer, self._context)
         task = asyncio.current_task()
         assert task is not None
         self._serving.add(task)
@@ -249,10 +253,10 @@ class Registry:
     async def _admitted(self, line: Line, peer: str, certificate: Mapping[str, Any]) -> Host | None:
         """A new host; None: somebody asked only that one may leave. Raises ConfigError, and what is in `BROKEN`."""
         hello = await line.hear()
-        if leaver := hello.get("drain"):
+        if leaver := str(hello.get("drain", "")):
             if leaver not in self.hosts:
                 raise ConfigError(f"there is no host {leaver} here")
-            if reason := mismatch(certificate, str(leaver)):
+            if reason := mismatch(certificate, leaver):
                 raise ConfigError(reason)
             self._asks_to_leave(self.hosts[leaver])
             line.tell(drains=leaver)
@@ -264,13 +268,17 @@ class Registry:
         addresses = await _addresses(inventory.address)
         if objection := self._objection(inventory, peer, certificate, addresses):
             raise ConfigError(objection)
-        if inventory.name in self.hosts:
-            line.tell(busy=f"a host {inventory.name} is here already (pid {self.hosts[inventory.name].inventory.pid})")
+        if (name := inventory.name) in self.hosts or name in self._starting:
+            pid = f" (pid {self.hosts[name].inventory.pid})" if name in self.hosts else ""
+            line.tell(busy=f"a host {name} is here already{pid}")
             return None
-        received = {file: size for (name, file), size in self._received.items() if name == inventory.name}
-        line.tell(logs=received)
-        host = Host(inventory, str((await line.hear(START_S))["url"]), line)
-        self.hosts[host.name] = host
+        self._starting.add(name)
+        try:
+            line.tell(logs={file: size for (host, file), size in self._received.items() if host == name})
+            host = Host(inventory, str((await line.hear(START_S))["url"]), line)
+            self.hosts[name] = host
+        finally:
+            self._starting.remove(name)
         return host
 
     def _objection(self, one: Inventory, peer: str, certificate: Mapping[str, Any], addresses: set[str]) -> str:
@@ -306,7 +314,7 @@ class Registry:
                     break
                 if "answer" in message:
                     host.answered(message)
-                    if not host.is_known:
+                    if not host.is_known and host.error_s < float("inf"):
                         host.is_known = True
                         self._changed.set()
                         self._call(lambda: self.joined(host))

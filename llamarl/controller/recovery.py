@@ -9,10 +9,10 @@ take over its work after a while, and it goes on when it answers again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Literal
 
-from llamarl.cluster.api import ExecutorError, ExecutorHandle, MeshFailed
+from llamarl.cluster.api import ExecutorError, ExecutorHandle, HostFailed, MeshFailed
 from llamarl.config.errors import ConfigError
 from llamarl.controller.ports import Executors
 from llamarl.controller.replicas import Replica, Replicas
@@ -91,9 +91,8 @@ class Recovery:
             ValueError: no generator that is up has this name, or it is the only one.
             ExecutorError: it does not give its rollouts back, or fails while it stops.
         """
-        staying = [one for one in self._replicas.alive if one.adopting is not None and not one.is_leaving]
-        replica = next((one for one in staying if one.name == name), None)
-        if replica is None or len(staying) == 1:
+        replica = next((one for one in self.staying if one.name == name), None)
+        if replica is None or len(self.staying) == 1:
             reason = "unknown" if replica is None else "the only generator"
             raise ValueError(f"{name} cannot be removed: it is {reason}")
         await self._replicas.drain(replica)
@@ -111,9 +110,18 @@ class Recovery:
         return number
 
     @property
-    def num_active(self) -> int:
-        """Generators that are up or start."""
-        return len(self._replicas.alive) + self._num_starting
+    def staying(self) -> list[Replica]:
+        """Generators that are up, and not about to leave."""
+        return [one for one in self._replicas.alive if one.adopting is not None and not one.is_leaving]
+
+    async def until_others(self, names: Collection[str]) -> None:
+        """Another generator than these is up, or none starts any more; somebody else's deadline holds."""
+
+        def has_come() -> bool:
+            starting = self._num_starting or any(one.adopting is None for one in self._replicas.alive)
+            return not starting or any(one.name not in names for one in self.staying)
+
+        await self._replicas.changed.until(has_come)
 
     async def silence_loop(self) -> None:
         """Consumes the ages of the generators' statuses; produces requests to others; unblocked by time alone."""
@@ -138,8 +146,8 @@ class Recovery:
         requests = self._replicas.lose(replica)
         self.num_resubmitted += len(requests)
         self._telemetry.left(replica.handle)
-        # One that dies before it has finished anything would be replaced for ever.
-        is_replaced = self._policy == "respawn" and replica.has_delivered
+        # One that dies by itself before it has finished anything would be replaced for ever.
+        is_replaced = self._policy == "respawn" and (replica.has_delivered or isinstance(error, HostFailed))
         num_started = self.fill(1) if is_replaced else 0
         if not self._replicas.alive and not self._num_starting and not (is_replaced and self._may_grow):
             self._supervisor.fail(error)
@@ -158,5 +166,8 @@ class Recovery:
             if isinstance(error, asyncio.CancelledError) or not (self._replicas.alive or self._may_grow):
                 raise
             self._telemetry.warn(f"a new generator did not start, the run goes on with the others: {error}")
+            if isinstance(error, HostFailed) and self._policy == "respawn":
+                self.fill(1)
         finally:
             self._num_starting -= 1
+            self._replicas.changed.notify()

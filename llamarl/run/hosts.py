@@ -44,6 +44,7 @@ async def gathered(
     tell(f"waiting at {settings.listen} for hosts to call, {settings.num_hosts} in all")
     await registry.open(settings.listen)
     await registry.until(settings.num_hosts, settings.host_timeout_s)
+    registry.leaves = lambda host: None  # what is about to start there decides
     hosting = Hosting(config, registry.hosts, only)
     with _token(folder) as token:
         hosts = list(registry.hosts.values())
@@ -150,6 +151,7 @@ class Elastic:
         for host in registry.hosts.values():
             if host.is_leaving:
                 self._leaves(host)
+        controller.recovery.fill(sys.maxsize)  # on hosts that came meanwhile
 
     def _joined(self, host: Host) -> None:
         number = self._controller.recovery.fill(sys.maxsize)
@@ -162,21 +164,23 @@ class Elastic:
     async def _empty(self, host: Host) -> None:
         """Others take over what runs there; then it may go. What cannot be taken over ends the run, with a
         checkpoint."""
-        executors = self._hosting.on_host(host.name)
+        recovery, executors = self._controller.recovery, self._hosting.on_host(host.name)
         fixed = [name for name in executors if not name.startswith("generator-")]
         if fixed:
             self._supervisor.fail(Interrupted(f"ended, as host {host.name} leaves, which runs {', '.join(fixed)}"))
             return
         for name in executors:
             self._hosting.leave(name)
-        self._controller.recovery.fill(len(executors))
-        try:
-            for name in executors:
-                await self._controller.recovery.remove(name, self._timeout_s)
-        except ValueError as error:
-            self._supervisor.fail(Interrupted(f"ended, as host {host.name} leaves: {error}"))
-            return
-        except ExecutorError as error:
-            self._telemetry.warn(f"host {host.name} leaves without order: {error}")
+        recovery.fill(len(executors))
+        await recovery.until_others(executors)
+        # What still starts there ends as the host goes; it may have come up while another one left.
+        while here := [one.name for one in recovery.staying if one.name in executors]:
+            try:
+                await recovery.remove(here[0], self._timeout_s)
+            except ValueError as error:
+                self._supervisor.fail(Interrupted(f"ended, as host {host.name} leaves: {error}"))
+                return
+            except ExecutorError as error:
+                self._telemetry.warn(f"host {host.name} leaves without order: {error}")
         self._telemetry.warn(f"host {host.name} has left; {', '.join(executors) or 'nothing'} ran there")
         self._registry.dismiss(host, "it has left the run")

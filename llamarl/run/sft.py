@@ -13,7 +13,7 @@ import numpy as np
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
 from llamarl.cluster.open import open_cluster, open_registry
 from llamarl.cluster.port import port
-from llamarl.cluster.registry import Registry
+from llamarl.cluster.registry import Host, Registry
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import GeneratorConfig
 from llamarl.controller.clock import run_patiently
@@ -109,6 +109,8 @@ class FineTuning:
             with interruptible(supervisor):
                 handle = await supervisor.run(self._spawn(cluster, registry))
                 supervisor.watch(handle)
+                if registry is not None:
+                    _let_leave(registry, handle, supervisor)
                 trainer = port(SftPort, handle, limits.call_timeout_s)
                 under_way = list[asyncio.Task[None]]()
                 try:
@@ -187,6 +189,20 @@ class FineTuning:
                 await _save(trainer, "at the end")
         except (TimeoutError, ExecutorError, NotSaved) as error:
             self.warn(f"no checkpoint at the end, the last periodic one stands: {error!r}")
+
+
+def _let_leave(registry: Registry, handle: ExecutorHandle, supervisor: Supervisor) -> None:
+    """Hosts go when they ask for it; if one computes here, the run ends with a checkpoint."""
+
+    def leaves(host: Host) -> None:
+        if host.name in handle.hosts:
+            supervisor.fail(Interrupted(f"ended, as host {host.name} leaves, which runs {handle.name}"))
+        else:
+            registry.dismiss(host, "nothing runs there")
+
+    registry.leaves = leaves
+    for host in [host for host in registry.hosts.values() if host.is_leaving]:
+        leaves(host)
 
 
 async def _save(trainer: SftPort, when: str) -> None:

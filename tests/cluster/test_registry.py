@@ -144,6 +144,7 @@ def test_clocks_are_known_as_well_as_the_quickest_answer_tells(pki: Path, tmp_pa
         ("b", None, {"python": "/usr/bin/python (3.8)"}, r"its Python is /usr/bin/python \(3.8\), the controller's"),
         ("b", None, {"packages": {"torch": "1.0"}}, "its torch is 1.0, the controller's"),
         ("b", None, {"cores": "many"}, "it speaks otherwise; install the same version"),
+        ("b", None, {"drain": ["b"]}, "there is no host"),
     ],
 )
 def test_who_does_not_fit_is_refused_and_both_ends_hear_why(
@@ -214,6 +215,30 @@ def test_a_second_host_of_a_name_waits_until_the_first_is_gone(pki: Path, tmp_pa
     run(pki, tmp_path, main)
 
 
+def test_a_second_host_of_a_name_waits_while_the_first_starts(pki: Path, tmp_path: Path) -> None:
+    async def main(bench: Bench) -> None:
+        lines = [await bench.call("b") for _ in range(2)]
+        for line in lines:
+            await line.hear()
+            line.tell(**bench.inventory("b"))
+        answers = [await line.hear() for line in lines]
+        assert sorted(next(iter(one)) for one in answers) == ["busy", "logs"]
+        lines[0 if "logs" in answers[0] else 1].close()
+        await asyncio.sleep(0.05)
+        await bench.come()
+
+    run(pki, tmp_path, main)
+
+
+def test_who_leaves_before_anything_runs_there_goes_at_once(pki: Path, tmp_path: Path) -> None:
+    async def main(bench: Bench) -> None:
+        line, host = await bench.come()
+        line.tell(leaving=True)
+        assert await lost(host) == "nothing runs there"
+
+    run(pki, tmp_path, main)
+
+
 def test_too_few_hosts_are_named_with_what_was_refused(pki: Path, tmp_path: Path) -> None:
     async def main(bench: Bench) -> None:
         line, _ = await bench.come()
@@ -258,7 +283,6 @@ def test_who_asks_to_leave_is_let_go_by_whom_the_run_tells(pki: Path, tmp_path: 
         for _ in range(2):
             await ask_to_leave(bench.place, pki, "b", ADDRESSES["b"])
         line.tell(leaving=True)
-        await answer(line)
         await asyncio.sleep(0.05)
         assert leaving == [host], "once, however often it asks"
         bench.registry.dismiss(host, "go")

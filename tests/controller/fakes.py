@@ -319,7 +319,9 @@ class Run:
         screen = NullScreen()
         screen.warn = self.warnings.append
         telemetry = Telemetry(self.config, screen, log, recorder, limit, clock=clock.time)
-        executors = Executors(generators=generators, reward=reward, trainer=trainer, models=models)
+        executors = Executors(
+            generators=generators, reward=reward, trainer=trainer, models=models, **self.new_generators()
+        )
         for handle in executors.irreplaceable:
             supervisor.watch(handle)
         self.controller = controller = Controller(self.config, self.problems, executors, supervisor, telemetry, state)
@@ -340,6 +342,10 @@ class Run:
             await supervisor.stop()
             recorder.close()
             log.close()
+
+    def new_generators(self) -> dict[str, Any]:
+        """How `Executors` says that there may be more."""
+        return {}
 
     async def _main(self, telemetry: Telemetry) -> None:
         await self.controller.start()
