@@ -14,6 +14,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -127,15 +128,17 @@ class Line:
             try:
                 return step()
             except ssl.SSLWantReadError:
-                self._flush()
-                data = await self._reader.read(1 << 16)
-                if not data:
-                    raise EOFError(HUNG_UP) from None
-                self._in.write(data)
-            except (ssl.SSLZeroReturnError, ConnectionError):
+                pass
+            except ssl.SSLZeroReturnError:
                 raise EOFError(HUNG_UP) from None
             finally:
                 self._flush()
+            data = b""
+            with suppress(ConnectionError):
+                data = await self._reader.read(1 << 16)
+            if not data:
+                raise EOFError(HUNG_UP)
+            self._in.write(data)
 
     def _flush(self) -> None:
         if self._out.pending:
