@@ -12,6 +12,7 @@ from llamarl.cli.main import FAILURE
 from llamarl.cli.options import command_parser
 from llamarl.cluster.agent import Agent, ask_to_leave
 from llamarl.cluster.certificates import check_member
+from llamarl.cluster.engine_files import own_temporary_folder
 from llamarl.cluster.home import BROKEN
 from llamarl.config import ConfigError
 
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"llamarl host: {options.controller}: {error or 'no answer'}", file=sys.stderr)
             return FAILURE
         return 0
+    own_temporary_folder()
     agent = Agent(options.controller, pki, options.name, address, options.once, _say)
     return asyncio.run(agent.run())
 

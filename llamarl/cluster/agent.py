@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.cluster.certificates import client_context, monarch_env
+from llamarl.cluster.engine_files import log_env
 from llamarl.cluster.home import BLAST_S, BROKEN, MAX_LINE_BYTES, SILENT_S, Line, count_devices, own_inventory
 from llamarl.cluster.start_up import LIFELINE
 from llamarl.config.errors import ConfigError
@@ -64,7 +65,7 @@ class Engine:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code, address],
                 stdout=subprocess.PIPE, stderr=output, stdin=subprocess.DEVNULL,
-                env={**os.environ, **env, LIFELINE: str(self._reader)}, pass_fds=(self._reader,),
+                env={**os.environ, **env, **log_env(log.parent), LIFELINE: str(self._reader)}, pass_fds=(self._reader,),
             )  # fmt: skip
 
     def url(self) -> str:

@@ -109,6 +109,17 @@ class ExecutorHost:
         return call.reply
 
     def _run(self) -> None:
+        try:
+            self._live()
+        except BaseException as error:  # no memory was left to say so where it happened
+            reply = Reply(method=self._doing[0], remote_traceback=f"{type(error).__name__}: {error}")
+            if not self._failure.done():
+                self._fail(reply)
+            for promise in (self._ready, self._closed):
+                if not promise.done():
+                    promise.set_result(reply)
+
+    def _live(self) -> None:
         executor = self._build()
         if executor is not None:
             self._serve(executor)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from llamarl.cluster.api import Cluster
 from llamarl.cluster.certificates import CONTROLLER, monarch_env
+from llamarl.cluster.engine_files import log_env, own_temporary_folder
 from llamarl.cluster.registry import Registry
 from llamarl.config.cluster import ClusterConfig
 
@@ -27,6 +29,8 @@ def open_cluster(settings: ClusterConfig, log_folder: Path | None = None, regist
         from llamarl.cluster.inline import InlineCluster
 
         return InlineCluster()
+    own_temporary_folder()
+    os.environ.update(log_env(log_folder))  # before Monarch is imported: it looks then
     from llamarl.cluster.monarch import HostsCluster, MonarchCluster
 
     if registry is None:

@@ -19,6 +19,8 @@ from llamarl.controller.replicas import Replica, Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
 
+MAX_EARLY_DEATHS = 3
+"""Generators in a row that may die before they have finished anything: more would be replaced for ever."""
 SILENT_S = 10.0
 """A generator that has not said for so long what it does stands still; its host answers while it computes."""
 
@@ -51,6 +53,8 @@ class Recovery:
         self._spawn, self._room, self._may_grow = executors.spawn_generator, executors.room, executors.may_grow
         self._num_spawned = len(replicas.alive)
         self._num_starting = 0
+        self._num_early_deaths = 0
+        """In a row."""
         self.num_resubmitted = 0
         """Groups that others went on with."""
 
@@ -146,8 +150,7 @@ class Recovery:
         requests = self._replicas.lose(replica)
         self.num_resubmitted += len(requests)
         self._telemetry.left(replica.handle)
-        # One that dies by itself before it has finished anything would be replaced for ever.
-        is_replaced = self._policy == "respawn" and (replica.has_delivered or isinstance(error, HostFailed))
+        is_replaced = self._is_replaced(replica.has_delivered or isinstance(error, HostFailed))
         num_started = self.fill(1) if is_replaced else 0
         if not self._replicas.alive and not self._num_starting and not (is_replaced and self._may_grow):
             self._supervisor.fail(error)
@@ -156,18 +159,24 @@ class Recovery:
         self._telemetry.warn(f"{error}; {len(requests)} unfinished groups go to the others and {follows}")
         self._replicas.resume(requests)
 
+    def _is_replaced(self, is_no_fault: bool) -> bool:
+        """Whether another generator takes the place of a dead one, which has worked or has lost its host."""
+        self._num_early_deaths = 0 if is_no_fault else self._num_early_deaths + 1
+        return self._policy == "respawn" and self._num_early_deaths <= MAX_EARLY_DEATHS
+
     async def _start_one(self) -> None:
         """Starts a generator. Raises when that fails and no other is left."""
         assert self._spawn is not None
         number, self._num_spawned = self._num_spawned, self._num_spawned + 1
         try:
             await self.add(await self._spawn(number))
-        except (ExecutorError, ConfigError, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) or not (self._replicas.alive or self._may_grow):
+        except (ExecutorError, ConfigError) as error:
+            is_replaced = isinstance(error, MeshFailed) and self._is_replaced(isinstance(error, HostFailed))
+            num_started = self.fill(1) if is_replaced else 0
+            if not (num_started or self._replicas.alive or self._may_grow):
                 raise
-            self._telemetry.warn(f"a new generator did not start, the run goes on with the others: {error}")
-            if isinstance(error, HostFailed) and self._policy == "respawn":
-                self.fill(1)
+            follows = "another one starts" if num_started else "the run goes on with the others"
+            self._telemetry.warn(f"a new generator did not start, {follows}: {error}")
         finally:
             self._num_starting -= 1
             self._replicas.changed.notify()

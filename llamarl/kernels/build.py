@@ -113,7 +113,8 @@ def _compiled(compiler: str, source: Path, limits: tuple[str, ...]) -> Path:
     texts = source_text(source.stem), version, processor(), "-c", *flags
     key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
     target = cache_folder() / f"{source.stem}-{key}.so"
-    if not target.exists():
+    proof = target.with_suffix(".sha256")
+    if not (target.exists() and proof.exists() and proof.read_text(encoding="utf-8") == _digest(target)):
         target.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may compile at once: each into a folder of its own, and the last rename wins.
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -124,8 +125,17 @@ def _compiled(compiler: str, source: Path, limits: tuple[str, ...]) -> Path:
                 [compiler, "-shared", str(object_file), "-o", str(made)],
             ):
                 subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
+            with made.open("rb") as file:
+                os.fsync(file.fileno())  # a crash must not leave a name without its bytes: running those is SIGBUS
+            text = Path(folder) / proof.name
+            text.write_text(_digest(made), encoding="utf-8")
             made.replace(target)
+            text.replace(proof)
     return target
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 _run_folder: list[Path] = []

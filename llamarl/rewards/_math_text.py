@@ -172,7 +172,9 @@ _SCREENED = [
     (re.compile(r"\^\s*(?:\d+|[A-Za-z]|[{(]\s*\w+\s*[)}])\s*\^"), "a tower of powers"),  # 9^9^9
     (re.compile(r"\^\s*[{(][^{}()]*\d\s*[)}]?\s*\^"), "a tower of powers"),  # 9^{9^9}, not e^{x^2}
     (re.compile(r"[{(]\s*\d[^{}()]*\^[^()]*[)}]\s*\^"), "a tower of powers"),  # (9^9)^9, not (x^2)^3
-    (re.compile(r"\^\s*[{(]?\s*[+-]?\s*\d{4}"), "an exponent of over 3 digits"),
+    (re.compile(r"\^\s*[{(]?\s*[+-]?\s*\d{4}|\d\s*[eE]\s*[+-]?\d{4}"), "an exponent of over 3 digits"),
+    (re.compile(r"\^\s*[{(][^{}()]*\d\s*(?:\\cdot|\\times|\*)\s*\d"), "a product as an exponent"),
+    (re.compile(r"\\[dt]?binom\s*(?:\{\s*\d{4}|\{[^{}]*\}\s*\{\s*\d{4})|\\Gamma\s*\(?\s*\d{3}"), "a large factorial"),
     (re.compile(r"!\s*!|\d{3}\s*!|[)}\]]\s*!"), "a large factorial"),
     (re.compile(r"\\boxed|\$|\x00"), "no single expression"),
 ]

@@ -14,6 +14,8 @@ from llamarl.sandbox.pool import Failure, WorkerPool
 from llamarl.sandbox.pool_server import FailureKind
 from llamarl.types import RewardItem, RewardResult
 
+MAX_GOLD_CHARS = 4096
+"""Turning digits into numbers takes the square of their count."""
 _CACHE_SIZE = 16384
 _WARM_UP = [(r"\frac{\sqrt{2}}{2}", [r"\frac{1}{\sqrt{2}}"]), ("(1,2)", ["(1,3)"]), ("x^2+1", ["1+x^2"])]
 _REASONS = {
@@ -28,8 +30,9 @@ Key = tuple[str, str]
 class Math(Reward):
     r"""Right when the last closed `\boxed{...}` (without one: what follows the last `####`) equals the answer.
 
-    Text and plain numbers are compared here; the rest by math-verify in worker processes with limits. What the limits
-    end is INVALID; what is no answer, or would only fool the grader, is WRONG.
+    Text and plain numbers are compared here; the rest by math-verify in worker processes with limits. An answer that
+    uses up its CPU time or memory is WRONG, as is what is no answer or would only fool the grader; what other limits
+    end, or the data's own answer, is INVALID.
     """
 
     correct: float = 1.0
@@ -38,7 +41,7 @@ class Math(Reward):
     """Reward of a wrong or missing answer."""
     workers: int = 2
     """Grader processes."""
-    cpu_s: int = 3
+    cpu_s: int = 1
     """CPU seconds for one comparison; honest ones take milliseconds."""
     wall_s: float = 30.0
     """Seconds for one comparison; generous, as a busy machine is not the policy's fault."""
@@ -83,6 +86,8 @@ class Math(Reward):
         """A result, or else what a worker must compare with the gold (nothing when the cache knows)."""
         if not gold:
             return invalid("the data has no answer"), ()
+        if len(gold) > MAX_GOLD_CHARS:
+            return invalid(f"the data's answer has {len(gold):,} characters, {MAX_GOLD_CHARS:,} at most are read"), ()
         if not answer:
             return wrong(self.wrong, r"no \boxed{} and no #### line" if answer is None else "an empty answer"), ()
         if (gold, answer) in self._cache:
@@ -97,8 +102,11 @@ class Math(Reward):
         """Each distinct pair once."""
         graded = {}
         answers = self._pool.map([(gold, pieces) for (gold, _), pieces in jobs.items()], self.batch_s)
+        heavy = [gold for (gold, _), answer in zip(jobs, answers, strict=True) if _is_heavy(answer)]
+        alone = dict(zip(heavy, self._pool.map([(gold, (gold,)) for gold in heavy], self.batch_s), strict=True))
         for key, answer in zip(jobs, answers, strict=True):
-            graded[key] = self._result(answer)
+            is_own_fault = _is_heavy(answer) and not isinstance(alone[key[0]], Failure)
+            graded[key] = wrong(self.wrong, "more than a grader can compute") if is_own_fault else self._result(answer)
             # A comparison over its CPU time will be so again; other failures may be the machine's.
             if not isinstance(answer, Failure) or answer.kind is FailureKind.CPU:
                 self._cache[key] = graded[key]
@@ -114,6 +122,11 @@ class Math(Reward):
         if answer == "no gold":
             return invalid("the data's answer cannot be read by math-verify, and the response is not the same text")
         return wrong(self.wrong, _REASONS[answer])
+
+
+def _is_heavy(answer: str | Failure) -> bool:
+    """The comparison was ended by a limit, or ran out of memory: who wrote such a thing must gain nothing by it."""
+    return isinstance(answer, Failure) and answer.kind in (FailureKind.CPU, FailureKind.ERROR)
 
 
 def _final(text: str) -> str | None:

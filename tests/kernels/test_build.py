@@ -39,6 +39,18 @@ def test_a_kernel_is_compiled_once(monkeypatch, tmp_path):
 
 
 @needs_compiling
+@pytest.mark.parametrize("size", [0, 5000])
+def test_a_damaged_kernel_is_compiled_again(monkeypatch, tmp_path, size):
+    """As a crash leaves it: running a truncated one is SIGBUS."""
+    write_source(monkeypatch, tmp_path, 'extern "C" int twice(int x) { return 2 * x; }')
+    made = build._compiled("g++", tmp_path / "twice.cpp", ())
+    os.truncate(made, size)
+    build.load.cache_clear()
+    again = build._compiled("g++", tmp_path / "twice.cpp", ())
+    assert again == made and again.stat().st_size > 5000
+
+
+@needs_compiling
 def test_a_changed_source_is_compiled_anew(monkeypatch, tmp_path):
     write_source(monkeypatch, tmp_path, 'extern "C" int twice(int x) { return 2 * x; }')
     assert build.load("twice").library.twice(1) == 2

@@ -55,10 +55,13 @@ def test_respawn_waits_when_all_are_dead(simulated: Simulate) -> None:
 
 
 def test_one_that_dies_before_its_first_rollout_is_not_replaced_for_ever(simulated: Simulate) -> None:
-    """The replacement of generator-0 dies again, half a second after it came."""
-    again = Faults(deaths=((12.0, 0), (33.5, 1)))
-    found = simulated(config("respawn"), costs=COSTS, faults=again, replicas=1)
-    assert found.end == "MeshFailed: generator-1 (rank 0): was killed by SIGKILL"
+    """The replacement of generator-0 dies again, half a second after it came; so do three after it."""
+    deaths = ((12.0, 0), (33.5, 1), (55.0, 2), (76.5, 3), (98.0, 4))
+    for number in (2, 5):
+        again = Faults(deaths=deaths[:number])
+        found = simulated(config("respawn"), costs=COSTS, faults=again, replicas=1)
+        end = "finished" if number == 2 else "MeshFailed: generator-4 (rank 0): was killed by SIGKILL"
+        assert found.end == end
 
 
 def test_synchronous_runs_recover_too(simulated: Simulate) -> None:

@@ -1,0 +1,93 @@
+"""What the engine of executors (Monarch) writes on a machine beside the run: its log, and sockets in temporary folders.
+
+Left alone it appends everything that it does to one file of all runs, whose name others know beforehand, and leaves a
+folder for each process that is killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import pwd
+import shutil
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from llamarl.config.errors import ConfigError
+
+PREFIX = "llamarl-tmp-"
+MAX_PATH_CHARS = 60
+"""Of a temporary folder: the address of a socket has room for 107, and its name comes behind."""
+_held = list[int]()
+"""Descriptor of this process's temporary folder, which is locked."""
+
+
+def log_env(folder: Path | None, shared: Path = Path("/tmp")) -> dict[str, str]:
+    """Environment of a process that will import Monarch: only errors are logged, into `folder`/monarch.log, which is
+    its user's alone; without a folder, into the user's own in `shared`.
+
+    Raises:
+        ConfigError: somebody else has made the folder in `shared` that Monarch wants for this user.
+    """
+    with suppress(KeyError):  # a user without a name
+        _check_own(shared / pwd.getpwuid(os.getuid()).pw_name)
+    found = {"MONARCH_FILE_LOG": os.environ.get("MONARCH_FILE_LOG", "error")}
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder.absolute() / "monarch.log"
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+        # Monarch appends this to a name in that folder; above the root is the root.
+        found["MONARCH_LOG_SUFFIX"] = "/.." * 32 + str(path.with_suffix(""))
+    return found
+
+
+def _check_own(home: Path) -> None:
+    with suppress(FileExistsError):
+        home.mkdir(mode=0o700)
+    found = home.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigError(f"{home} is another user's, and Monarch would write its log there; remove it")
+    home.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
+    for name in ("monarch_log.log", "monarch_log_"):
+        if (home / name).is_symlink():
+            (home / name).unlink()
+
+
+def own_temporary_folder() -> None:
+    """TMPDIR of this process, and of those that it starts, becomes a folder that goes with it; what killed ones have
+    left goes now. Raises ConfigError."""
+    if _held:
+        return
+    sweep()
+    try:
+        folder = tempfile.mkdtemp(prefix=PREFIX)
+    except OSError as error:
+        raise ConfigError(f"no temporary folder can be made ({error}); set TMPDIR to one that can be written") from None
+    if len(folder) > MAX_PATH_CHARS:
+        os.rmdir(folder)
+        raise ConfigError(f"TMPDIR = {tempfile.gettempdir()!r} is too long for sockets in it; name a shorter one")
+    _held.append(_locked(Path(folder)))
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+
+def sweep() -> None:
+    """Removes what processes have left that were killed: nobody holds its lock."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):  # held, somebody else's, or gone
+            descriptor = _locked(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(descriptor)
+
+
+def _locked(folder: Path) -> int:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
