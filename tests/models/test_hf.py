@@ -64,6 +64,7 @@ def test_transformers_loads_what_is_saved(oracle: PreTrainedModel, tmp_path: Pat
     oracle.save_pretrained(tmp_path / "theirs")
     model = load_model(tmp_path / "theirs", dtype, "cpu")
     save_model(model, tmp_path / "ours", None)
+    assert len({path.stat().st_mode for path in (tmp_path / "ours").iterdir()}) == 1, "whoever reads one reads all"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto", attn_implementation="sdpa")
     assert loaded.dtype == dtype
     assert loaded.generation_config.eos_token_id == [2, 5]
