@@ -68,13 +68,12 @@ _SETTINGS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "60s",
-    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "1h",
-    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "1h",
-    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1h",
-    "HYPERACTOR_CHANNEL_RECONNECT_TIMEOUT": "1h",
+    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "30s",
 }
-"""With the defaults of Monarch the death of a process may take 9 s to be noticed, and a controller that was stopped for
-30 s hears of nobody any more. Ours is to notice who is gone: local processes by their pidfd, others by their agents."""
+"""With the defaults of Monarch the death of a process may take 9 s to be noticed."""
+_WAITS = "MESH_ORPHAN MESH_SUPERVISION_WATCHDOG MESSAGE_DELIVERY CHANNEL_RECONNECT"
+_PATIENT = {f"HYPERACTOR_{name}_TIMEOUT": "1h" for name in _WAITS.split()}
+"""On one machine, where pidfds tell who is dead: a controller stopped for 30 s would hear of nobody any more."""
 _TRUST = "trust_all_connections"
 """Who may connect is TLS's matter, or the file system's."""
 _PR_SET_PDEATHSIG = 1
@@ -240,7 +239,7 @@ class MonarchCluster(Cluster):
             log_folder.mkdir(parents=True, exist_ok=True)
         self._log_folder = log_folder
         self._handles: list[MonarchHandle] = []
-        for name, value in _SETTINGS.items():
+        for name, value in (_SETTINGS | (_PATIENT if transport == "ipc" else {})).items():
             os.environ.setdefault(name, value)
         reload_config_from_env()
         monarch.actor.unhandled_fault_hook = _ignore_fault
