@@ -15,6 +15,7 @@ from llamarl.cluster.certificates import check_member
 from llamarl.cluster.engine_files import own_temporary_folder
 from llamarl.cluster.home import BROKEN
 from llamarl.config import ConfigError
+from llamarl.config.cluster import MAX_PORT
 
 EPILOG = """It calls until a run answers, and again when that run has ended. Executors inherit its environment.
 Ctrl-C or SIGTERM: what runs here goes on elsewhere, then it ends; a second one ends it at once.
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--drain", action="store_true", help="let the host of this name, which runs already, leave")
     options = parser.parse_args(arguments)
     host, _, port = options.controller.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or int(port) > MAX_PORT:
         raise ConfigError(f"ADDRESS {options.controller!r} is no address:port; give the run's cluster.listen")
     address = options.address or _own_address(host, int(port))
     check_member(options.name, address)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import fcntl
 import ipaddress
 import json
 import os
@@ -47,8 +46,6 @@ LOG_TOTAL_BYTES = MAX_LINE_BYTES // 8
 END_S = 3.0
 """For killed processes to be gone."""
 PR_SET_CHILD_SUBREAPER = 36
-FOLDER_PREFIX, FOLDER_AGE_S = "llamarl-agent-", 60.0
-"""Of temporary folders; younger ones may not be locked yet."""
 
 
 class Refused(ConfigError):
@@ -115,7 +112,7 @@ class Agent:
         self._host, _, self._port = controller.rpartition(":")
         self._context, self._env = client_context(pki, name), monarch_env(pki, name)
         self._address, self._once, self._tell = address, once, tell
-        self._logs = log_folder()
+        self._logs = Path(tempfile.mkdtemp(prefix="llamarl-host-"))
         gpus = count_devices() if Path("/dev/nvidiactl").exists() else 0
         self._inventory = own_inventory(name, address, str(self._logs), gpus)
         self._run = ""
@@ -338,31 +335,8 @@ def _reap() -> None:
             pass
 
 
-def log_folder() -> Path:
-    """A new one, locked as long as this process lives. Those that killed agents have left are removed."""
-    for old in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
-        with suppress(OSError):  # somebody else's, or in use
-            if time.time() - old.stat().st_ctime > FOLDER_AGE_S:
-                os.close(_lock(old))
-                shutil.rmtree(old)
-    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-    _lock(folder)
-    return folder
-
-
-def _lock(folder: Path) -> int:
-    """Until the descriptor is closed. Raises OSError: another process has it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 async def call(host: str, port: str, context: ssl.SSLContext, address: str) -> Line:
-    """The registry at `host:port`, from this host's `address`. Raises what is in `BROKEN`."""
+    """The registry at `host:port`, from this host's `address`. Raises Refused, and what is in `BROKEN`."""
     try:
         source = (str(ipaddress.ip_address(address)), 0)
     except ValueError:  # a name: the system chooses
@@ -371,6 +345,9 @@ async def call(host: str, port: str, context: ssl.SSLContext, address: str) -> L
     line = Line(*await asyncio.wait_for(calling, SILENT_S), context, host)
     try:
         await line.secure()
+    except ssl.SSLCertVerificationError as error:
+        line.close()
+        raise Refused(f"who answers at {host}:{port} is not the controller by ca.crt: {error.verify_message}") from None
     except BaseException:
         line.close()
         raise

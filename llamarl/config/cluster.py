@@ -10,6 +10,7 @@ from llamarl.config.section import Section
 
 OF_HOSTS = ("kind", "listen", "pki", "num_hosts", "host_timeout_s", "place")
 """Settings of several hosts."""
+MAX_PORT = 65_535
 
 
 class PlaceConfig(Section):
@@ -66,6 +67,8 @@ class ClusterConfig(Section):
                     "cluster.kind = 'hosts' needs cluster.listen, an address and port of this machine that the others "
                     "can reach, for example '10.0.0.1:6700'"
                 )
+            if int(self.listen.rpartition(":")[2]) > MAX_PORT:
+                raise ValueError(f"cluster.listen = {self.listen!r}: ports end at {MAX_PORT}; choose a free one below")
             if self.placement == "colocated":
                 raise ValueError(
                     "cluster.placement = 'colocated' shares the devices of one machine; with cluster.kind = 'hosts' "

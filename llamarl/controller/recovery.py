@@ -155,7 +155,9 @@ class Recovery:
         if not self._replicas.alive and not self._num_starting and not (is_replaced and self._may_grow):
             self._supervisor.fail(error)
             return
-        follows = "a new generator starts" if num_started else f"{len(self._replicas.alive)} generators are left"
+        alive = len(self._replicas.alive)
+        left = f"{alive} generators are left" if alive else "the run waits for a host with room"
+        follows = "a new generator starts" if num_started else left
         self._telemetry.warn(f"{error}; {len(requests)} unfinished groups go to the others and {follows}")
         self._replicas.resume(requests)
 

@@ -41,8 +41,8 @@ async def gathered(
         ConfigError: too few came, one lacks a file, or an executor has no place.
     """
     settings = config.cluster
-    tell(f"waiting at {settings.listen} for hosts to call, {settings.num_hosts} in all")
-    await registry.open(settings.listen)
+    place = await registry.open(settings.listen)
+    tell(f"waiting at {place} for hosts to call, {settings.num_hosts} in all")
     await registry.until(settings.num_hosts, settings.host_timeout_s)
     registry.leaves = lambda host: None  # what is about to start there decides
     hosting = Hosting(config, registry.hosts, only)

@@ -46,6 +46,7 @@ def check(done: Done, *parts: str, command: str = "train") -> None:
         (["--reward.parts", "['tests.cli.nowhere:Reward']"], ["reward.parts", "tests.cli.nowhere"]),
         (["--reward.weights", "[1.0, 2.0]"], ["reward.weights has 2 numbers for 1 parts"]),
         (["--cluster.kind", "slurm"], ["cluster.kind", "'monarch', 'hosts' or 'inline'"]),
+        (["--cluster.kind", "hosts", "--cluster.listen", "127.0.0.2:65536"], ["cluster.listen", "ports end at 65535"]),
         (["--name", "../escape"], ["name", "'../escape'"]),
         (["--data.template", "no place"], ["data.template", "use {question}"]),
         (["--steps"], ["--steps", "no value"]),
@@ -69,6 +70,10 @@ def check(done: Done, *parts: str, command: str = "train") -> None:
 def test_settings(toml: Path, overrides: list[str], parts: list[str]) -> None:
     check(llamarl_here("train", toml, *overrides), *parts)
     assert not (toml.parent / "runs").exists()
+
+
+def test_no_port_of_a_controller() -> None:
+    check(llamarl_here("host", "127.0.0.2:65536"), "ADDRESS '127.0.0.2:65536' is no address:port", command="host")
 
 
 def test_a_microbatch_that_is_too_small_for_a_sequence(toml: Path) -> None:

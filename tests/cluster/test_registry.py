@@ -182,6 +182,20 @@ def test_a_stranger_s_certificate_is_refused_in_the_handshake(
     assert "certificate verify failed" in told
 
 
+def test_a_controller_of_another_authority_is_none(
+    pki: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    foreign = tmp_path_factory.mktemp("foreign") / "pki"
+    make_certificates(foreign, MEMBERS, days=2)
+
+    async def main(bench: Bench) -> None:
+        with pytest.raises(Refused, match=r"127.0.0.2:\d+ is not the controller by ca.crt: self-signed certificate"):
+            await bench.call("b", context=client_context(foreign, "b"))
+
+    (told,) = run(pki, tmp_path, main).told
+    assert told.startswith("127.0.0.3 was refused as a host: ") and "unknown ca" in told
+
+
 def test_noise_and_silence_at_the_port_harm_nobody(pki: Path, tmp_path: Path) -> None:
     async def main(bench: Bench) -> None:
         first, host = await bench.come()
