@@ -47,9 +47,9 @@ from llamarl.config.cluster import ClusterConfig
 ROOT = Path(__file__).parents[2]
 PORT = 6700
 CALLS = 400
-WAIT_S = 240.0
+WAIT_S = 400.0
 LOSSES_PER_RUN = 3
-STEPS, LOSS_STEPS = 60, 90
+STEPS, LOSS_STEPS, SLOW_STEPS = 60, 90, 45
 FIGURES = (
     *("attach_s", "call_ratio", "call_ratios", "registry_share", "num_agents", "demo_ratio", "demo_ratios"),
     *("losses_tried", "losses_failed", "losses", "failures", "accuracies", "longest_step_s"),
@@ -57,7 +57,7 @@ FIGURES = (
 )
 """Of the result; those of parts that are not asked for stay as they were found earlier on the day."""
 DELAY_MS, LOSS_PERCENT = 100.0, 5.0
-"""Of each way of the generators' cables, in every other run."""
+"""Of each way of the generators' cables, in every third run."""
 KINDS = ("kill", "freeze", "cut")
 
 
@@ -250,7 +250,7 @@ def losses(folder: Path, number: int) -> dict[str, Any]:
     for i in range(-(-number // LOSSES_PER_RUN)):
         place = Path(tempfile.mkdtemp(dir=folder))
         try:
-            found, accuracy = one_run(place, draw, slow=bool(i % 2))
+            found, accuracy = one_run(place, draw, slow=i % 3 == 2)
             events += found
             accuracies.append(accuracy)
         except (AssertionError, subprocess.TimeoutExpired) as error:
@@ -271,7 +271,8 @@ def one_run(place: Path, draw: random.Random, *, slow: bool) -> tuple[list[dict[
     with Namespaces(4) as hosts:
         pki = certificates(place, hosts)
         agents = {host: agent(hosts, host, pki) for host in hosts.names}
-        run = Demo(hosts, place, LOSS_STEPS, *over_hosts(hosts, pki, 3), "--cluster.on_generator_failure", "respawn")
+        steps = SLOW_STEPS if slow else LOSS_STEPS
+        run = Demo(hosts, place, steps, *over_hosts(hosts, pki, 3), "--cluster.on_generator_failure", "respawn")
         events = list[dict[str, Any]]()
         run.until(10)
         if slow:
@@ -301,7 +302,7 @@ def one_run(place: Path, draw: random.Random, *, slow: bool) -> tuple[list[dict[
             events.append(loss | {"longest_step_s": slowest, "median_step_s": usual})
             assert run.process.poll() is None or i == LOSSES_PER_RUN - 1, Path(run.out.name).read_text()[-2000:]
         summary = run.end()
-        assert [row["step"] for row in run.steps()] == list(range(1, LOSS_STEPS + 1))
+        assert [row["step"] for row in run.steps()] == list(range(1, steps + 1))
         assert_trained_once(run.folder / "rollouts.jsonl")
         return events, summary["accuracy_after"]
 
