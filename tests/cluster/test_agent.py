@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from llamarl.cluster.agent import Agent
+from llamarl.cluster.agent import Agent, _kill, _seen, _send
 from llamarl.cluster.certificates import make_certificates
 from llamarl.cluster.home import MAX_LINE_BYTES
+from tests.cluster.harness import is_alive
 
 
 @pytest.fixture
@@ -39,3 +44,38 @@ def test_many_logs_at_once_fit_into_messages(one: Agent) -> None:
         assert len(json.dumps({"logs": pieces})) < MAX_LINE_BYTES
         num_bytes += sum(len(piece["data"]) for piece in pieces)
     assert num_bytes == 20 * 3 * 40_000
+
+
+def test_processes_that_have_not_come_from_the_agent_are_not_killed() -> None:
+    """Whatever the controller says."""
+    code = "import sys; sys.stdin.read()"
+    parent = subprocess.Popen(["sh", "-c", "setsid sleep 60 >/dev/null & echo $!"], stdout=subprocess.PIPE, text=True)
+    stranger = int(parent.communicate(timeout=10)[0])  # adopted by init
+    own = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        asyncio.run(_kill([stranger, own.pid]))
+        own.communicate(timeout=10)
+        assert own.returncode == -9
+        assert is_alive(stranger)
+    finally:
+        os.kill(stranger, 9)
+
+
+def test_the_run_s_folder_is_known_by_what_is_written_there(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("token")
+    here = {"paths": [str(tmp_path), "/no/model"], "token": "token"}
+    assert _seen(folder=str(tmp_path), **here) == {"missing": ["/no/model"], "folder": ""}
+    assert _seen(folder="", **here)["folder"] == ""
+    assert "No such file" in _seen(folder=str(tmp_path / "elsewhere"), **here)["folder"]
+    (tmp_path / "token").write_text("another run's")
+    assert _seen(folder=str(tmp_path), **here)["folder"] == "another folder is there"
+
+
+def test_the_wire_is_measured_with_who_knows_the_secret_only(one: Agent) -> None:
+    async def main() -> None:
+        port = (await one._receive(1 << 20, "a" * 32))["port"]
+        with pytest.raises((EOFError, OSError)):
+            await _send("127.0.0.3", port, 1 << 20, "b" * 32)
+        assert (await _send("127.0.0.3", port, 1 << 20, "a" * 32))["bytes_per_s"] > 0
+
+    asyncio.run(main())

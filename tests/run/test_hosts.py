@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from llamarl.cluster.api import ExecutorHandle, HostFailed
-from llamarl.controller.supervision import Interrupted
+from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.run.hosting import Hosting
 from llamarl.run.hosts import Elastic
+from llamarl.run.sft import _let_leave
 from tests.controller.fakes import FakeHandle, Generator, Run, config
 from tests.run.test_hosting import Machine, config_of
 
@@ -181,3 +183,23 @@ def test_without_respawn_the_loss_of_the_last_host_ends_the_run(tmp_path: Path) 
         run = HostedRun(tmp_path, "bc", 1, policy=policy)
         with pytest.raises(HostFailed, match="host c is lost"):
             run.train(strike=at((5.0, lambda run: run.registry.lose("c"))))
+
+
+def test_a_host_of_fine_tuning_goes_at_once_or_ends_it_with_a_checkpoint() -> None:
+    registry: Any = Registry("bcd")
+    handle: Any = SimpleNamespace(name="trainer", hosts=("b",))
+
+    async def main() -> None:
+        supervisor = Supervisor()
+        for host in registry.hosts.values():
+            host.name = host.inventory.name
+        registry.hosts["c"].is_leaving = True  # while it started
+        _let_leave(registry, handle, supervisor)
+        registry.leaves(registry.hosts["d"])
+        assert registry.dismissed == ["c", "d"]
+        registry.leaves(registry.hosts["b"])
+        with pytest.raises(Interrupted, match="as host b leaves, which runs trainer"):
+            await supervisor.run(asyncio.sleep(10))
+
+    asyncio.run(main())
+    assert registry.dismissed == ["c", "d"]
