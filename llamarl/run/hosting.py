@@ -59,6 +59,8 @@ class Hosting:
             ConfigError: an executor has no place.
         """
         self._config, self._hosts = config, hosts
+        self._here = dict[str, Host]()
+        """Those of one moment: they come and go in another thread."""
         self._assigned = dict[str, HostAssignment]()
         for wanted in wanted_executors(config):
             if only and wanted.role != only:
@@ -130,6 +132,7 @@ class Hosting:
 
     def _assign(self, wanted: Wanted) -> HostAssignment:
         """Raises NoRoom."""
+        self._here = dict(self._hosts)
         names, num_ranks = list(self._candidates(wanted)), wanted.num_ranks
         spreads = wanted.role in ("trainer", "critic")
         if wanted.device == "cpu":
@@ -138,7 +141,7 @@ class Hosting:
             ranks = {host: end - start for host, start, end in zip(hosts, ends, ends[1:], strict=False) if end > start}
             return HostAssignment(wanted=wanted, ranks=ranks, devices=dict.fromkeys(ranks, ()))
         free = {name: self._free_devices(name) for name in names}
-        spreads |= num_ranks > max(self._hosts[name].inventory.gpus for name in names)
+        spreads |= num_ranks > max(self._here[name].inventory.gpus for name in names)
         able = [name for name in names if len(free[name]) >= num_ranks][:1]
         if not able and spreads:  # as few hosts as have enough
             able = sorted(names, key=lambda name: -len(free[name]))
@@ -163,7 +166,7 @@ class Hosting:
 
     def _candidates(self, wanted: Wanted) -> Iterator[str]:
         """Hosts for an executor, the first the best. Raises NoRoom: there are none."""
-        role, here = wanted.role, sorted(name for name, host in self._hosts.items() if not host.is_leaving)
+        role, here = wanted.role, sorted(name for name, host in self._here.items() if not host.is_leaving)
         with_trainer = self.hosts_of("trainer", "critic")
         patterns = self._patterns("trainer", role) if role == "critic" else self._patterns(role)
         names = [name for name in here if not patterns or any(fnmatchcase(name, one) for one in patterns)]
@@ -186,7 +189,7 @@ class Hosting:
 
     def _free_devices(self, name: str) -> tuple[int, ...]:
         taken = {device for one in self._assigned.values() for device in one.devices.get(name, ())}
-        return tuple(device for device in range(self._hosts[name].inventory.gpus) if device not in taken)
+        return tuple(device for device in range(self._here[name].inventory.gpus) if device not in taken)
 
     def _has_cores(self, name: str, num_ranks: int) -> bool:
         """For a generator on its CPU; a host with none of them takes one in any case."""
@@ -196,7 +199,7 @@ class Hosting:
             if name in one.ranks:
                 settings = getattr(self._config, one.wanted.role, None)
                 busy += getattr(settings, "threads", 1) * one.ranks[name]
-        return not self._generators_at(name) or busy + threads <= self._hosts[name].inventory.cores
+        return not self._generators_at(name) or busy + threads <= self._here[name].inventory.cores
 
 
 def imagined(config: RunConfig, names: Sequence[str] = ()) -> tuple[Hosting, int]:
