@@ -82,7 +82,7 @@ class Namespaces:
         return list(self.addresses)
 
     def __enter__(self) -> Namespaces:
-        self.folder = Path(tempfile.mkdtemp(prefix="llamarl-hosts-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="ns-", dir="/tmp"))  # short: Unix sockets lie below
         try:
             self._guard = _first_process([*_unshare(), *_GUARD, str(self.folder)])
             self._switch("ip", "link", "add", "switch", "type", "bridge")

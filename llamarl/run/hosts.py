@@ -148,7 +148,7 @@ class Elastic:
         self._registry, self._hosting, self._timeout_s = registry, hosting, timeout_s
         self._controller, self._telemetry, self._supervisor = controller, telemetry, supervisor
         registry.joined, registry.leaves = self._joined, self._leaves
-        for host in registry.hosts.values():
+        for host in list(registry.hosts.values()):
             if host.is_leaving:
                 self._leaves(host)
         controller.recovery.fill(sys.maxsize)  # on hosts that came meanwhile

@@ -128,7 +128,9 @@ def test_monarch_and_inline_do_the_same(trained: Trained) -> None:
     assert len(kept[0]) == 5 * PROMPTS * GROUP
     assert max(row["group_id"] for row in kept[0]) >= 5 * PROMPTS
     logs = trained.folder.with_name("monarch") / "logs"
-    assert {path.name for path in logs.iterdir()} == {"generator-0.log", "reward.log", "trainer.log"}
+    assert {path.name for path in logs.iterdir()} == {
+        f"{name}.log" for name in ("generator-0", "reward", "trainer", "monarch")
+    }
 
 
 @pytest.fixture(scope="session")

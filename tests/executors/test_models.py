@@ -250,7 +250,7 @@ def test_inline_and_monarch_do_the_same(whole_run: tuple[RunConfig, RunFolder], 
     assert learnt(apart) == learnt(folder)
     assert rows(apart.rollouts) == rows(folder.rollouts)
     logs = {path.name for path in apart.logs.iterdir()}
-    assert logs == {f"{name}.log" for name in ("generator-0", "reward", "trainer", "reference", "critic")}
+    assert logs == {f"{name}.log" for name in ("generator-0", "reward", "trainer", "reference", "critic", "monarch")}
 
 
 def test_a_reference_with_other_tokens_is_refused(make_config: MakeConfig, model: Path, tmp_path: Path) -> None:
