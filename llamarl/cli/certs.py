@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from llamarl.cli.options import command_parser
+from llamarl.cli.options import address_towards, command_parser
 from llamarl.cluster.certificates import AUTHORITY_DAYS, CONTROLLER, RESERVED, check_member, make_certificates
 from llamarl.config import ConfigError
 
@@ -63,13 +63,10 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 
 def _this_machine(hosts: dict[str, str]) -> tuple[str, str]:
-    """Name and address, as the first host sees them; nothing is sent."""
+    """Name and address, as the first host sees them."""
     address = next(iter(hosts.values()))
     try:
-        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            return socket.gethostname(), probe.getsockname()[0]
+        return socket.gethostname(), address_towards(address, 9)
     except OSError as error:
         raise ConfigError(f"no way from here to {address} ({error.strerror}); add --controller NAME=ADDRESS") from None
 

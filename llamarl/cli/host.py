@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llamarl.cli.main import FAILURE
-from llamarl.cli.options import command_parser
+from llamarl.cli.options import address_towards, command_parser
 from llamarl.cluster.agent import Agent, ask_to_leave
 from llamarl.cluster.certificates import check_member
 from llamarl.cluster.engine_files import own_temporary_folder
@@ -55,10 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 def _own_address(host: str, port: int) -> str:
     """The one from which the system reaches the controller. Raises ConfigError."""
     try:
-        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
+        return address_towards(host, port)
     except OSError as error:
         raise ConfigError(f"ADDRESS {host}:{port}: {error.strerror}; name one that can be reached") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -62,6 +63,14 @@ def checked(section: type[S], **values: object) -> S:
         first = error.errors()[0]
         option = str(first["loc"][0]).replace("_", "-")
         raise ConfigError(f"--{option} {first['input']}: {first['msg'].lower()}") from None
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address as `host` sees it; nothing is sent. Raises OSError: there is no way there."""
+    family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
 
 
 def write_output(path: Path, text: str) -> None:

@@ -28,12 +28,12 @@ LOOK_S = 10.0
 
 
 async def gathered(
-    config: RunConfig, registry: Registry, folder: Path | None, tell: Callable[[str], None], only: str = ""
+    config: RunConfig, registry: Registry, folder: Path, tell: Callable[[str], None], only: str = ""
 ) -> Hosting:
     """Waits for the hosts; who runs where, once each has been found to see the files that it needs.
 
     Args:
-        folder: of the run, which trainer and critic write checkpoints to; None: nothing is written.
+        folder: of the run, which trainer and critic write checkpoints to.
         tell: gets a line for people, for each host and each executor.
         only: as for `Hosting`.
 
@@ -94,14 +94,14 @@ async def _speed(sender: Host, receiver: Host) -> float:
         raise ConfigError(f"from host {sender.name} to {receiver.name} ({address}): {error}") from None
 
 
-async def _look(config: RunConfig, hosting: Hosting, host: Host, folder: Path | None, token: str) -> None:
+async def _look(config: RunConfig, hosting: Hosting, host: Host, folder: Path, token: str) -> None:
     """Raises ConfigError: a file is not there, or the folder of the run is another one."""
     executors = hosting.on_host(host.name)
     models = [config.model.path, *(one.path for one in models_in_use(config).values() if one.path)]
     here = [Path(path).absolute() for path in models if Path(path).exists()]  # a warm start may be to come
     paths = [str(path) for path in here if executors]
-    writes = folder is not None and any(name in ("trainer", "critic") for name in executors)
-    shared = str(folder.absolute()) if folder is not None and writes else ""
+    writers = [name for name in executors if name in ("trainer", "critic")]
+    shared = str(folder.absolute()) if writers else ""
     try:
         found = await host.ask("look", LOOK_S, paths=paths, folder=shared, token=token)
     except BROKEN as error:
@@ -113,19 +113,16 @@ async def _look(config: RunConfig, hosting: Hosting, host: Host, folder: Path | 
         )
     if found["folder"]:
         raise ConfigError(
-            f"host {host.name} runs {', '.join(name for name in executors if name in ('trainer', 'critic'))}, which "
-            f"writes checkpoints, but {shared} there is not the run's folder ({found['folder']}); share it, choose "
+            f"host {host.name} runs {', '.join(writers)}, which writes checkpoints, but "
+            f"{shared} there is not the run's folder ({found['folder']}); share it, choose "
             "another --output, or name another host in cluster.place.trainer"
         )
 
 
 @contextmanager
-def _token(folder: Path | None) -> Iterator[str]:
+def _token(folder: Path) -> Iterator[str]:
     """The name of a file in the run's folder that says the same: who finds it sees that folder."""
     token = f".seen-{secrets.token_hex(8)}"
-    if folder is None:
-        yield token
-        return
     (folder / token).write_text(token)
     try:
         yield token
