@@ -223,7 +223,7 @@ class Controller:
             self._begin_step(await self._next_batch())
             await self._report()  # bookkeeping of the last step, while the trainer works on this one
             await self._end_step(syncs=True)
-            saves = self._checkpoints.takes(self._is_due(self._config.checkpoint.every_steps))
+            saves = await self._checkpoints.takes(self._is_due(self._config.checkpoint.every_steps))
             evaluates = bool(self._problems.eval) and self._is_due(self._config.eval.every_steps)
             if saves or evaluates:
                 await self._report()  # a step that is saved is on record, and one that is evaluated has been adopted

@@ -13,6 +13,9 @@ from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import ControllerState
 
+PATIENCE_S = 5.0
+"""Longest wait of the next step for a checkpoint that is still written when another is due; once."""
+
 
 class NotSaved(RuntimeError):
     """The disk refuses a checkpoint; the last good one stands."""
@@ -40,8 +43,11 @@ class Checkpoints:
         self._writing: asyncio.Task[None] | None = None
         self._is_late = self._told_of_late = False
 
-    def takes(self, is_due: bool) -> bool:
-        """Whether to save now: what is due while the one before is written comes after it."""
+    async def takes(self, is_due: bool) -> bool:
+        """Whether to save now: what is due while the one before is written waits a bit for it, or comes after it where
+        the disk has been found to be slow."""
+        if is_due and self._writing is not None and not self._told_of_late:
+            await asyncio.wait({self._writing}, timeout=PATIENCE_S)
         is_busy = self._writing is not None and not self._writing.done()
         if is_due and is_busy and not self._told_of_late:
             self._told_of_late = True
