@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,17 +12,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from llamarl.checkpoint.files import DTYPES, describe, digest_of
+from llamarl.checkpoint.files import DTYPES, describe
+from llamarl.checkpoint.folder import CheckpointError, read_manifest
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.weight_sync.layout import TensorSpec
 
-MANIFEST = "manifest.json"
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint is damaged; the message names the file and what is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,11 +87,9 @@ class Checkpoint:
 
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Opens a checkpoint; its files are not verified yet. Raises CheckpointError."""
+    manifest = read_manifest(folder)
+    digest = manifest.pop("xxh3_128")
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        digest = manifest.pop("xxh3_128")
-        if digest != digest_of(manifest):
-            raise CheckpointError(f"{folder / MANIFEST} differs from its own digest (changed)")
         files = list(manifest["files"])
         tensors = {
             name: Saved(
@@ -107,7 +100,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             for name, (shape, dtype, pieces) in manifest.pop("tensors").items()
         }
         return Checkpoint(folder=folder, tensors=tensors, digest=digest, **manifest)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from llamarl.checkpoint.checkpoint import CheckpointError
+from llamarl.checkpoint.folder import CheckpointError
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import ConfigError
 from llamarl.config.trainer import LoraConfig

@@ -63,11 +63,6 @@ def describe(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
 
 
-def digest_of(content: Mapping[str, Any]) -> str:
-    """Of JSON, which keeps order and every digit: what is read again has the same."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
-
-
 def sync(path: Path) -> None:
     """Brings a file, or the entries of a folder, to the disk."""
     fd = os.open(path, os.O_RDONLY)

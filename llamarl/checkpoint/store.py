@@ -24,8 +24,17 @@ import torch
 import xxhash
 from torch import Tensor
 
-from llamarl.checkpoint.checkpoint import MANIFEST, Checkpoint, CheckpointError, load_checkpoint, writers
+from llamarl.checkpoint.checkpoint import Checkpoint, load_checkpoint, writers
 from llamarl.checkpoint.files import DTYPES, sync, write_safetensors
+from llamarl.checkpoint.folder import (
+    MANIFEST,
+    CheckpointError,
+    check_sizes,
+    saved_steps,
+    seems_whole,
+    step_folder,
+    superfluous,
+)
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import Exchange
 from llamarl.weight_sync.layout import TensorSpec
@@ -39,14 +48,27 @@ class CheckpointStore:
     """One rank's end; all ranks make the same calls in the same order."""
 
     def __init__(
-        self, folder: Path, keep: int, rank: int = 0, num_ranks: int = 1, exchange: Exchange = lambda value: [value]
+        self,
+        folder: Path,
+        keep: int,
+        rank: int = 0,
+        num_ranks: int = 1,
+        exchange: Exchange = lambda value: [value],
+        keep_every: int = 0,
     ) -> None:
+        """
+        Args:
+            keep: newest checkpoints that stay.
+            keep_every: those of multiples of so many steps stay too, or the first after them; 0: of none.
+        """
         self._folder = folder
-        self._keep = keep
+        self._keep, self._keep_every = keep, keep_every
         self._rank = rank
         self._names = [f"shard-{one:05d}-of-{num_ranks:05d}.safetensors" for one in range(num_ranks)]
         self._exchange = exchange
         self._parent: dict[str, Any] | None = None
+        self._damaged = set[int]()
+        """Steps whose checkpoints have been read and found so."""
         self._step = -1
         """Of the save under way."""
         self._state: Any = None
@@ -110,9 +132,10 @@ class CheckpointStore:
         self._planned, self._tensors = digests, tensors
 
     def commit(self) -> Future[str] | None:
-        """Makes the checkpoint that was saved last one that counts, and removes all but `keep` of those up to it.
+        """Makes the checkpoint that was saved last one that counts, and removes those before it that nobody keeps.
 
         Later ones stay: a run is only at an earlier step again when they were damaged, and they must not push it out.
+        Nor does any other damaged one.
 
         Returns:
             Its folder, when that is on the disk; None but on rank 0.
@@ -143,11 +166,12 @@ class CheckpointStore:
 
     def _publish(self, manifest: dict[str, Any]) -> str:
         step, temporary = self._step, self._temporary
-        final, replaced = self._folder / f"step-{step:08d}", self._folder / f".replaced-{step:08d}"
+        final, replaced = self._folder / step_folder(step), self._folder / f".replaced-{step:08d}"
         try:
             self._put_back()
             for leftover in self._folder.glob(".replaced-*"):
                 shutil.rmtree(leftover)
+            check_sizes(temporary, manifest["files"])
             text = json.dumps(manifest)
             digest = xxhash.xxh3_128_hexdigest(text.encode())
             (temporary / MANIFEST).write_text(f'{{"xxh3_128": "{digest}", {text[1:]}', encoding="utf-8")
@@ -157,21 +181,29 @@ class CheckpointStore:
                 final.rename(replaced)
             temporary.rename(final)
             sync(self._folder)
+        except CheckpointError as error:
+            raise OSError(f"{error}; do all ranks see the same folder?") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         self._parent = {"step": step, "xxh3_128": digest}
         shutil.rmtree(replaced, ignore_errors=True)
-        for old in [saved for saved in self.steps() if saved <= step][: -self._keep]:
-            shutil.rmtree(self._folder / f"step-{old:08d}", ignore_errors=True)
+        self._damaged.discard(step)
+        past = [saved for saved in self.steps() if saved <= step]
+        for old in superfluous(past, self._keep, self._keep_every, self._counts):
+            shutil.rmtree(self._folder / step_folder(old), ignore_errors=True)
         return str(final)
+
+    def _counts(self, step: int) -> bool:
+        return step not in self._damaged and seems_whole(self._folder / step_folder(step))
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, ascending; not yet verified."""
-        return sorted(int(path.name.removeprefix("step-")) for path in self._folder.glob("step-" + "[0-9]" * 8))
+        return saved_steps(self._folder)
 
     def beside(self, name: str) -> CheckpointStore:
         """One in a folder of this one, for the same ranks."""
-        return CheckpointStore(self._folder / name, self._keep, self._rank, len(self._names), self._exchange)
+        num_ranks = len(self._names)
+        return CheckpointStore(self._folder / name, self._keep, self._rank, num_ranks, self._exchange, self._keep_every)
 
     def load_newest(self, beside: Sequence[CheckpointStore] = ()) -> tuple[Checkpoint | None, list[str]]:
         """The newest valid checkpoint, and a sentence about each newer one that is damaged.
@@ -199,11 +231,12 @@ class CheckpointStore:
         """The checkpoint of this step. Raises CheckpointError, on all ranks, when one of them finds it damaged."""
         checkpoint, fault = None, ""
         try:
-            checkpoint = load_checkpoint(self._folder / f"step-{step:08d}")
+            checkpoint = load_checkpoint(self._folder / step_folder(step))
             checkpoint.check_files(list(checkpoint.files)[self._rank :: len(self._names)])
         except CheckpointError as error:
             fault = str(error)
         if faults := list(filter(None, self._exchange(fault))):
+            self._damaged.add(step)
             raise CheckpointError(faults[0])
         assert checkpoint is not None
         self._parent = {"step": step, "xxh3_128": checkpoint.digest}

@@ -170,6 +170,9 @@ class CheckpointConfig(Section):
     """Save each so many steps, and always at the end; 0: only at the end."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints kept."""
+    keep_every: int = Field(default=0, ge=0)
+    """The checkpoint of every multiple of so many steps is never removed, or the first after it where none is due
+    then; 0: only the newest are kept."""
 
 
 class ScreenConfig(Section):

@@ -46,8 +46,8 @@ class CriticExecutor(Optimizing):
         """
         settings, folder = config.critic, Path(checkpoint_folder, CRITIC)
         # It saves before the trainer does, so its newest checkpoint may have no counterpart yet.
-        keep = config.checkpoint.keep + 1
-        super().__init__("critic", settings, folder, keep, rendezvous, config.cluster.start_timeout_s)
+        saving = config.checkpoint.model_copy(update={"keep": config.checkpoint.keep + 1})
+        super().__init__("critic", settings, folder, saving, rendezvous, config.cluster.start_timeout_s)
         model, weights = open_scalar_model(settings.path or config.model.path, new_head=True)
         if self._mesh.world.size > 1:
             sys.stdout.write(f"{check_critic_layout(model.shape, self._mesh, self._device)}\n")

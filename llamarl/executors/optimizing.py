@@ -15,6 +15,7 @@ from llamarl.checkpoint.store import CheckpointStore
 from llamarl.cluster.executor import Executor
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.roles import CriticConfig
+from llamarl.config.schema import CheckpointConfig
 from llamarl.config.trainer import TrainerConfig
 from llamarl.distributed.mesh import join_mesh
 from llamarl.distributed.rendezvous import Rendezvous
@@ -37,14 +38,13 @@ class Optimizing(Executor):
         name: str,
         settings: TrainerConfig | CriticConfig,
         checkpoints: Path,
-        keep: int,
+        saving: CheckpointConfig,
         rendezvous: Rendezvous | None,
         start_timeout_s: float,
     ) -> None:
         """
         Args:
             name: of the settings' section.
-            keep: so many checkpoints.
             rendezvous: where several ranks meet.
         """
         self._device = set_up_device(settings.device, settings.threads, f"{name}.device")
@@ -52,7 +52,9 @@ class Optimizing(Executor):
         self._mesh = join_mesh(sizes, rendezvous, self._device, start_timeout_s=start_timeout_s)
         self._groups = dict[int, RolloutGroup]()
         world = self._mesh.world
-        self._store = CheckpointStore(checkpoints, keep, world.rank, world.size, self._mesh.exchange)
+        self._store = CheckpointStore(
+            checkpoints, saving.keep, world.rank, world.size, self._mesh.exchange, saving.keep_every
+        )
 
     def work(self) -> bool:
         """Ends the executor when ranks are lost: the call that all are in may have no end. Raises RanksLost."""

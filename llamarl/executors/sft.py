@@ -29,7 +29,7 @@ class SftExecutor(Optimizing):
         self, config: RunConfig, checkpoint_folder: str, resume: bool, rendezvous: Rendezvous | None = None
     ) -> None:
         settings, timeout_s = config.trainer, config.cluster.start_timeout_s
-        super().__init__("trainer", settings, Path(checkpoint_folder), config.checkpoint.keep, rendezvous, timeout_s)
+        super().__init__("trainer", settings, Path(checkpoint_folder), config.checkpoint, rendezvous, timeout_s)
         model, read = self._open_policy(config)
         self._supervised = Supervised(model, settings, self._mesh, self._device, read)
         self._peak_flops = self._mesh.world.size * peak_flops(settings, self._device)

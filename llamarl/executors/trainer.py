@@ -42,9 +42,7 @@ class TrainerExecutor(Optimizing):
         self, config: RunConfig, checkpoint_folder: str, resume: bool, rendezvous: Rendezvous | None = None
     ) -> None:
         settings, folder = config.trainer, Path(checkpoint_folder)
-        super().__init__(
-            "trainer", settings, folder, config.checkpoint.keep, rendezvous, config.cluster.start_timeout_s
-        )
+        super().__init__("trainer", settings, folder, config.checkpoint, rendezvous, config.cluster.start_timeout_s)
         model, read = self._open_policy(config)
         self._trainer = Trainer(
             model,

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Self
 
+from llamarl.checkpoint.folder import saved_steps
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
 from llamarl.run.placement import models_in_use
 
@@ -80,8 +81,7 @@ class RunFolder:
 
     def saved_steps(self) -> list[int]:
         """Of the checkpoints, ascending; not verified."""
-        found = self.checkpoints.glob("step-" + "[0-9]" * 8)
-        return sorted(int(path.name.removeprefix("step-")) for path in found)
+        return saved_steps(self.checkpoints)
 
     def way_on(self) -> str:
         """How a run goes on that an executor has left."""

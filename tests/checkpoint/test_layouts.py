@@ -17,8 +17,8 @@ import sharded_processes
 import torch
 from torch import Tensor
 
-from llamarl.checkpoint.checkpoint import MANIFEST, CheckpointError, load_checkpoint
-from llamarl.checkpoint.files import digest_of
+from llamarl.checkpoint.checkpoint import load_checkpoint
+from llamarl.checkpoint.folder import MANIFEST, CheckpointError, digest_of
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError, ShardLayout, trainer_layout

@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llamarl.checkpoint.checkpoint import MANIFEST, Checkpoint, CheckpointError
+from llamarl.checkpoint.checkpoint import Checkpoint
+from llamarl.checkpoint.folder import MANIFEST, CheckpointError
 from llamarl.checkpoint.store import CheckpointStore
 
 DEADLINE_S = processes.DEADLINE_S
@@ -114,6 +115,47 @@ class TestKeep:
         processes.save(tmp_path, 16, keep=1)
         assert_is(newest(tmp_path), 16)
         assert CheckpointStore(tmp_path, 1).steps() == [16, 20]
+
+    @pytest.mark.parametrize("damage", ["manifest", "missing", "short", "flipped"])
+    def test_damaged_ones_do_not_push_out_the_last_good_one(self, tmp_path: Path, damage: str) -> None:
+        """A flipped bit is only found by reading, as a resume does."""
+        good = processes.save(tmp_path, 10, keep=2)
+        for step in (20, 30):
+            file = processes.save(tmp_path, step, keep=9) / (MANIFEST if damage == "manifest" else SHARDS[0])
+            whole = file.read_bytes()
+            damaged = {"manifest": whole[:-2], "missing": b"", "short": whole[:-1], "flipped": whole[:-1] + b"\x01"}
+            file.write_bytes(damaged[damage])
+            if damage == "missing":
+                file.unlink()
+        store = CheckpointStore(tmp_path, keep=2)
+        checkpoint, found = store.load_newest()
+        assert checkpoint is not None and checkpoint.step == 10 and len(found) == 2
+        processes.save_whole(store, 40, processes.tensors(40), processes.state(40))
+        assert good.exists(), "of the two to keep, one is this one"
+        assert_is(store.load(10), 10)
+        processes.save_whole(store, 50, processes.tensors(50), processes.state(50))
+        assert store.steps() == [40, 50]
+
+    def test_multiples_stay(self, tmp_path: Path) -> None:
+        """The one that was due at 20 came late, none is due at 30, and that of 40 was saved twice."""
+        for step in (5, 10, 15, 22, 25, 35, 40, 45, 40, 45, 50, 55):
+            store = CheckpointStore(tmp_path, 1, keep_every=10)
+            processes.save_whole(store, step, processes.tensors(step), processes.state(step))
+        assert store.steps() == [10, 22, 35, 40, 50, 55]
+        for step in store.steps():
+            assert_is(store.load(step), step)
+
+    def test_a_file_that_another_rank_put_elsewhere(self, tmp_path: Path) -> None:
+        """As when a folder is not shared by the ranks' hosts: what was there stays."""
+        before = processes.save(tmp_path, 1, keep=1)
+        store = CheckpointStore(tmp_path, keep=1)
+        store.save(2, processes.shards(processes.tensors(2)), processes.state(2)).result(DEADLINE_S)
+        shutil.move(tmp_path / ".writing-00000002" / "shard-00000-of-00001.safetensors", tmp_path.parent / "elsewhere")
+        committed = store.commit()
+        assert committed is not None
+        with pytest.raises(OSError, match="same folder"):
+            committed.result(DEADLINE_S)
+        assert list(tmp_path.iterdir()) == [before]
 
     def test_a_step_that_is_reached_again_replaces_the_old(self, tmp_path: Path) -> None:
         store = CheckpointStore(tmp_path, keep=2)

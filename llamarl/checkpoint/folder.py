@@ -1,0 +1,78 @@
+"""The folders of checkpoints without their tensors, and without torch: what is there, what is whole, what may go."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+MANIFEST = "manifest.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged; the message names the file and what is wrong with it."""
+
+
+def saved_steps(checkpoints: Path) -> list[int]:
+    """Steps that have a checkpoint, ascending; not yet verified."""
+    return sorted(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-" + "[0-9]" * 8))
+
+
+def step_folder(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    """Of JSON, which keeps order and every digit: what is read again has the same."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What it says, its own digest included. Raises CheckpointError."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        digest = manifest.pop("xxh3_128")
+        if digest != digest_of(manifest):
+            raise CheckpointError(f"{folder / MANIFEST} differs from its own digest (changed)")
+        return {"xxh3_128": digest, **manifest}
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises CheckpointError for a file that is missing or shorter or longer than it was written: little to ask of
+    terabytes, and most of what befalls them."""
+    for name, file in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
+        if size != file["bytes"]:
+            raise CheckpointError(f"{folder / name} has {size} of {file['bytes']} bytes")
+
+
+def seems_whole(folder: Path) -> bool:
+    """By its manifest and the sizes of its files."""
+    try:
+        check_sizes(folder, read_manifest(folder)["files"])
+    except CheckpointError:
+        return False
+    return True
+
+
+def superfluous(steps: Sequence[int], keep: int, keep_every: int, counts: Callable[[int], bool]) -> list[int]:
+    """Steps, of these ascending ones, whose checkpoints may go: all before the newest `keep` that count, but for the
+    first at or after each multiple of `keep_every`.
+
+    One that does not count, being damaged, pushes out none that may be good.
+    """
+    num_good = 0
+    for position in reversed(range(len(steps))):
+        num_good += counts(steps[position])
+        if num_good == keep:
+            nth = [step // keep_every if keep_every else 0 for step in (0, *steps)]
+            return [step for step, now, before in zip(steps[:position], nth[1:], nth, strict=False) if now == before]
+    return []
