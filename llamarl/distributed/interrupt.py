@@ -10,10 +10,18 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import time
 from collections.abc import Set
 from contextlib import suppress
 
 from torch.distributed.distributed_c10d import _abort_process_group
+
+QUIET_S = 0.05
+"""So long no byte has moved before connections are shut down."""
+PATIENCE_S = 2.0
+"""They are shut down all the same after so long."""
+_TCP_INFO, _BYTES = 11, slice(120, 136)
+"""Of Linux: which option tells of a connection, and where in it the bytes that were acknowledged and received."""
 
 
 def open_sockets() -> dict[int, int]:
@@ -29,10 +37,25 @@ def open_sockets() -> dict[int, int]:
 
 def end_collectives(sockets: Set[int]) -> None:
     """`sockets` are those of the ranks' connections, by their inodes."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    before = None
+    while (moved := _traffic(sockets)) != before and time.monotonic() < deadline_s:
+        before = moved
+        time.sleep(QUIET_S)
     for inode, descriptor in open_sockets().items():
         if inode in sockets:
             _shut_down(descriptor)
     _abort_process_group()
+
+
+def _traffic(sockets: Set[int]) -> dict[int, bytes]:
+    """What has gone through each."""
+    found = dict[int, bytes]()
+    for inode, descriptor in open_sockets().items():
+        if inode in sockets:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # closed meanwhile, or no TCP
+                found[inode] = one.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _BYTES.stop)[_BYTES]
+    return found
 
 
 def _shut_down(descriptor: int) -> None:
