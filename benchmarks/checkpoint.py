@@ -27,7 +27,7 @@ import torch
 from _record import write_result
 from safetensors.torch import save_file
 
-from llamarl.checkpoint.files import describe, sync
+from llamarl.checkpoint.folder import describe, sync
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.weight_sync.layout import TensorSpec
 

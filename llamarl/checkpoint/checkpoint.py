@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from llamarl.checkpoint.files import DTYPES, describe
-from llamarl.checkpoint.folder import CheckpointError, read_manifest
+from llamarl.checkpoint.files import DTYPES
+from llamarl.checkpoint.folder import CheckpointError, describe, read_manifest
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.weight_sync.layout import TensorSpec

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: safetensors that are hashed while they are written, and what it takes to trust them again."""
+"""Files of a checkpoint: safetensors that are hashed while they are written."""
 
 from __future__ import annotations
 
@@ -52,21 +52,3 @@ def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     for _, tensor in ordered:
         data = tensor.view(-1).view(torch.uint8).numpy().data
         yield from (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
-
-
-def describe(path: Path) -> dict[str, Any]:
-    """Size and digest of a file as it is."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
-
-
-def sync(path: Path) -> None:
-    """Brings a file, or the entries of a folder, to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
+T = TypeVar("T")
 MANIFEST = "manifest.json"
+CRITIC = "critic"
+"""Folder, beside the trainer's checkpoints, of those of the critic."""
+BLOCK_BYTES = 1 << 24
 
 
 class CheckpointError(RuntimeError):
@@ -28,6 +35,24 @@ def step_folder(step: int) -> str:
 def digest_of(content: Mapping[str, Any]) -> str:
     """Of JSON, which keeps order and every digit: what is read again has the same."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Size and digest of a file as it is."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
+
+
+def sync(path: Path) -> None:
+    """Brings a file, or the entries of a folder, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -76,3 +101,21 @@ def superfluous(steps: Sequence[int], keep: int, keep_every: int, counts: Callab
             nth = [step // keep_every if keep_every else 0 for step in (0, *steps)]
             return [step for step, now, before in zip(steps[:position], nth[1:], nth, strict=False) if now == before]
     return []
+
+
+def aside(work: Callable[[], T]) -> Future[T]:
+    """Does it in a thread that no exit waits for."""
+    future = Future[T]()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except OSError as error:
+            future.set_exception(error)
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future

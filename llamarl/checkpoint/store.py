@@ -13,35 +13,32 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
 from llamarl.checkpoint.checkpoint import Checkpoint, load_checkpoint, writers
-from llamarl.checkpoint.files import DTYPES, sync, write_safetensors
+from llamarl.checkpoint.files import DTYPES, write_safetensors
 from llamarl.checkpoint.folder import (
     MANIFEST,
     CheckpointError,
+    aside,
     check_sizes,
     saved_steps,
     seems_whole,
     step_folder,
     superfluous,
+    sync,
 )
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import Exchange
 from llamarl.weight_sync.layout import TensorSpec
-
-T = TypeVar("T")
-CRITIC = "critic"
-"""Folder, beside the trainer's checkpoints, of those of the critic."""
 
 
 class CheckpointStore:
@@ -115,7 +112,7 @@ class CheckpointStore:
         if any(tensor.is_cuda for _, tensor in shards.values()):
             torch.cuda.current_stream().synchronize()  # once, and before anything is written
         path = self._temporary / self._names[self._rank]
-        self._written = _aside(lambda: _write(path, {name: self._copies[name] for name in own}))
+        self._written = aside(lambda: _write(path, {name: self._copies[name] for name in own}))
         return self._written
 
     def _plan(self, held: list[TensorSpec]) -> None:
@@ -158,7 +155,7 @@ class CheckpointStore:
             "files": dict(zip(self._names, files, strict=True)),
             "tensors": self._tensors,
         }
-        return _aside(lambda: self._publish(manifest))
+        return aside(lambda: self._publish(manifest))
 
     @property
     def _temporary(self) -> Path:
@@ -256,21 +253,3 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | OSErro
         return write_safetensors(path, tensors)
     except OSError as error:
         return error
-
-
-def _aside(work: Callable[[], T]) -> Future[T]:
-    """Does it in a thread that no exit waits for."""
-    future = Future[T]()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except OSError as error:
-            future.set_exception(error)
-        except BaseException as error:
-            future.set_exception(error)
-            raise
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return future

@@ -11,6 +11,7 @@ from pathlib import Path
 from llamarl.cli.main import FAILURE
 from llamarl.cli.options import command_parser
 from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.config.schema import CheckpointConfig
 from llamarl.forecast.constants import Constants
 from llamarl.forecast.costs import Costs
 from llamarl.forecast.feasibility import plans
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         config, costs = _planned(options, config)
     split = choose_split(config, costs, options.gpus, options.trainer_gpus)
     faults = Faults.parse(options.faults, split.replicas)
-    config = config.model_copy(update={"name": f"{config.name}-simulation"})
+    config = config.model_copy(update={"name": f"{config.name}-simulation", "checkpoint": CheckpointConfig()})
     folder = prepare_run_folder(config, resume=False, overwrite=True)
     simulation = simulate(config, costs, faults, split, folder.metrics)
     print(render_simulation(simulation))

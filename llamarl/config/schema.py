@@ -173,6 +173,9 @@ class CheckpointConfig(Section):
     keep_every: int = Field(default=0, ge=0)
     """The checkpoint of every multiple of so many steps is never removed, or the first after it where none is due
     then; 0: only the newest are kept."""
+    copy_to: str = ""
+    """A mounted folder, or `scheme://bucket/path` that fsspec opens: what is saved is copied to `<copy_to>/<name>`
+    beside the run, kept there by the same rules, and brought back by `--resume` where none is here; empty: nowhere."""
 
 
 class ScreenConfig(Section):

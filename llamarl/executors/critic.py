@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from llamarl.checkpoint.store import CRITIC
+from llamarl.checkpoint.folder import CRITIC
 from llamarl.config import RunConfig, build
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.executors.optimizing import Optimizing

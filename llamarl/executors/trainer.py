@@ -12,7 +12,7 @@ import numpy as np
 
 from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.algorithms.kl import penalty
-from llamarl.checkpoint.store import CRITIC
+from llamarl.checkpoint.folder import CRITIC
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.executors.optimizing import Optimizing

@@ -6,11 +6,13 @@ import asyncio
 import fcntl
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Self
 
+from llamarl.checkpoint.copies import Copies, CopyFailed
 from llamarl.checkpoint.folder import saved_steps
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
 from llamarl.run.placement import models_in_use
@@ -91,7 +93,8 @@ class RunFolder:
 
 
 def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Path:
-    """The path of the run's folder, which nothing has touched yet.
+    """The path of the run's folder, which nothing has touched yet, but that `resume` brings a checkpoint back where
+    only copies are left.
 
     Raises:
         ConfigError: it exists and neither `resume` nor `overwrite` was asked for, or what was asked for cannot be.
@@ -99,6 +102,8 @@ def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Pat
     path = Path(config.output) / config.name
     if overwrite and resume:
         raise ConfigError("--resume and --overwrite contradict each other; give one")
+    if config.checkpoint.copy_to:
+        _settle_copies(config, path, resume=resume, overwrite=overwrite)
     if not path.exists():
         if resume:
             raise ConfigError(f"--resume: there is no run in {path}; start it without --resume")
@@ -116,6 +121,24 @@ def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Pat
             "move what is yours elsewhere or choose another --name"
         )
     return path
+
+
+def _settle_copies(config: RunConfig, path: Path, *, resume: bool, overwrite: bool) -> None:
+    """Raises ConfigError, when they cannot be reached, none that is needed is whole, or they are another run's."""
+    copies = Copies(config.checkpoint, config.name)
+    try:
+        if not resume and not overwrite and copies.steps():
+            raise ConfigError(
+                f"{copies.name} holds checkpoints of a run; go on with it (--resume), replace it (--overwrite) or "
+                "choose another --name"
+            )
+        if resume and not RunFolder(path).saved_steps():
+            if (path / _LOCK).exists():
+                _locked(path).close()
+            if (step := copies.bring_back(path)) is not None:
+                sys.stderr.write(f"--resume: the checkpoint of step {step} was brought back from {copies.name}\n")
+    except CopyFailed as error:
+        raise ConfigError(f"checkpoint.copy_to: {copies.name}: {error}; mend that, or leave it out") from None
 
 
 def _locked(path: Path) -> IO[str]:
@@ -202,6 +225,8 @@ def prepare_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> R
         for old in folder.path.iterdir() if overwrite else ():
             if old.name != _LOCK:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+        if overwrite and config.checkpoint.copy_to:
+            Copies(config.checkpoint, config.name).clear()
         for made in (folder.logs, folder.checkpoints):
             made.mkdir(exist_ok=True)
         (folder.checkpoints / _MARK).touch()
@@ -209,5 +234,7 @@ def prepare_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> R
             folder.write_config(config)
     except OSError as error:
         folder.__exit__()
-        raise ConfigError(f"cannot write to {folder.path}: {error.strerror}; choose another --output") from error
+        raise ConfigError(
+            f"cannot write to {folder.path}: {error.strerror or error}; choose another --output"
+        ) from error
     return folder

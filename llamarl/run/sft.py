@@ -28,6 +28,7 @@ from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.models.folder import load_shape
 from llamarl.observability.sinks import MetricsLog
 from llamarl.run.assembly import WIND_DOWN_S, interruptible, nothing_to_resume
+from llamarl.run.copying import Copying
 from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.run.folder import RunFolder
 from llamarl.run.hosts import gathered
@@ -113,11 +114,15 @@ class FineTuning:
                     _let_leave(registry, handle, supervisor)
                 trainer = port(SftPort, handle, limits.call_timeout_s)
                 under_way = list[asyncio.Task[None]]()
+                copying = Copying(self.config, self.folder, self.warn)
+                supervisor.start(copying.loop(), "copies of checkpoints")
                 try:
                     await supervisor.run(self._learn(trainer, log, supervisor, under_way))
                 except Interrupted:
                     await self._wind_down(trainer, under_way)
                     raise
+                finally:
+                    await copying.finish(self.warn)
         finally:
             await supervisor.stop()
             await cluster.shutdown(limits.shutdown_timeout_s)

@@ -32,6 +32,7 @@ from llamarl.observability.sinks import MetricsLog
 from llamarl.observability.spans import now_s
 from llamarl.observability.view import RunInfo
 from llamarl.run.assembly import WIND_DOWN_S, assembled, nothing_to_resume
+from llamarl.run.copying import Copying
 from llamarl.run.executors import (
     GeneratorSpecs,
     executor_spec,
@@ -125,6 +126,7 @@ class _Run:
         settings = self._config.cluster
         self._registry = open_registry(settings, self._folder.logs, screen.phase)
         cluster = open_cluster(settings, self._folder.logs, self._registry)
+        copying = Copying(self._config, self._folder, telemetry.warn)
         async with assembled(
             self._config,
             self._problems,
@@ -137,6 +139,7 @@ class _Run:
             supervisor.start(self._folder.check_loop(), "run folder")
             if self._resume:
                 self._go_on(telemetry, controller.version)
+            supervisor.start(copying.loop(), "copies of checkpoints")
             if self._registry is not None and self._hosting is not None:
                 Elastic(self._registry, self._hosting, controller, telemetry, supervisor, settings.shutdown_timeout_s)
             try:
@@ -146,6 +149,8 @@ class _Run:
                     screen.phase("saving a checkpoint before ending")
                     await self._wind_down(controller, screen)
                 raise
+            finally:
+                await copying.finish(screen.phase)
         self._folder.check()
         self._outcome.end = "finished"
 

@@ -13,9 +13,10 @@ from tests.architecture.repository import PACKAGE, ROOT, imports, module_of, nam
 TORCH_FREE = ("types", "config", "observability", "rewards", "forecast", "sandbox", "sharding", "recipes", "cli")
 """A `--help`, a config error or a plan answers at once."""
 MONARCH_FILE = "llamarl/cluster/monarch.py"
-ONE_FILE_EACH = ("monarch", "vllm", "wandb", "tensorboard")
+ONE_FILE_EACH = ("fsspec", "monarch", "vllm", "wandb", "tensorboard")
 """Optional packages: an adapter each."""
 CATCHES_EVERYTHING = {
+    "llamarl/checkpoint/copies.py": "every file system that fsspec opens raises what it likes, and costs a copy only",
     "llamarl/cluster/host.py": "whatever an executor raises becomes a reply",
     "llamarl/config/ref.py": "whatever a user's module raises as it is imported is a setting that cannot work",
     "llamarl/data/tokenizer.py": "what a chat template raises, and the library of tokenizers, has no other kind",

@@ -42,6 +42,25 @@ def test_from_a_periodic_checkpoint(tmp_path: Path, toml: Path, kind: str) -> No
     assert all((whole / file).read_bytes() == (cut / file).read_bytes() for file in files)
 
 
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_from_a_copy_when_the_machine_is_gone(tmp_path: Path, toml: Path, command: str) -> None:
+    """The run folder with everything in it; another one of the same name does not take over the copies."""
+    there = tmp_path / "there"
+    there.mkdir()
+    run = (command, toml, "--output", tmp_path / "here", *SYNCHRONOUS, "--checkpoint.copy_to", f"file://{there}")
+    run += ("--checkpoint.keep", 1, "--checkpoint.keep_every", 4)
+    assert llamarl_here(*run, "--steps", 5).returncode == 0
+    assert sorted(path.name for path in there.glob("tiny/step-*")) == ["step-00000004", "step-00000005"]
+    shutil.rmtree(tmp_path / "here")
+    done = llamarl_here(*run, "--steps", 6)
+    assert done.returncode == 2 and "there/tiny holds checkpoints of a run; go on with it (--resume)" in done.stderr
+    done = llamarl_here(*run, "--steps", 6, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "--resume: the checkpoint of step 5 was brought back from" in done.stderr
+    assert [row["step"] for row in rows(tmp_path / "here/tiny/metrics.jsonl") if row["kind"] == "step"] == [6]
+    assert sorted(path.name for path in there.glob("tiny/step-*")) == ["step-00000004", "step-00000006"]
+
+
 def test_checkpoints_that_would_mean_something_else_are_refused(tmp_path: Path, toml: Path, model: Path) -> None:
     """Before anything of the run is touched."""
     run = ("train", toml, "--output", tmp_path, *SYNCHRONOUS)

@@ -1,0 +1,133 @@
+"""Copies beside a run: the newest wins, a refusal is said once, and the end waits for the last one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import pytest
+
+from llamarl.checkpoint.copies import Copies, CopyFailed
+from llamarl.config import ConfigError, RunConfig
+from llamarl.run import copying
+from llamarl.run.copying import Copying
+from llamarl.run.folder import RunFolder, prepare_run_folder
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    monkeypatch.setattr(copying, "LOOK_S", 0.01)
+    (tmp_path / "there").mkdir()
+    return RunConfig.model_validate(
+        {
+            "name": "one",
+            "output": str(tmp_path / "runs"),
+            "model": {"path": "nowhere"},
+            "data": {"train": {"name": "running_total", "count": 4}},
+            "checkpoint": {"copy_to": str(tmp_path / "there"), "keep": 1, "keep_every": 10},
+        }
+    )
+
+
+def commit(folder: RunFolder, step: int) -> None:
+    """An empty one."""
+    from llamarl.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(folder.checkpoints, keep=9)
+    store.save(step, {}, {"step": step}).result(DEADLINE_S)
+    committed = store.commit()
+    assert committed is not None
+    committed.result(DEADLINE_S)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def beside(work: Callable[[], Coroutine[None, None, None]], copies: Copying) -> None:
+    async def both() -> None:
+        loop = asyncio.create_task(copies.loop())
+        try:
+            await work()
+        finally:
+            loop.cancel()
+
+    asyncio.run(both())
+
+
+def test_the_newest_first_then_those_for_good(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, said, order = RunFolder(Path(config.output, "one")), list[str](), list[int]()
+    copy = Copies.copy
+
+    def record(self: Copies, checkpoints: Path, step: int) -> None:
+        order.append(step)
+        copy(self, checkpoints, step)
+        if step == 25:
+            commit(folder, 30)
+
+    monkeypatch.setattr(Copies, "copy", record)
+    for step in (10, 15, 20, 25):
+        commit(folder, step)
+    copies = Copying(config, folder, said.append)
+    beside(lambda: copies.finish(said.append), copies)
+    assert order == [25, 30, 10, 20]
+    assert Copies(config.checkpoint, "one").steps() == [10, 20, 25, 30], "25 came before 20 did"
+    assert said == [f"copying the last checkpoint to {config.checkpoint.copy_to}/one, at most 120 s"]
+    commit(folder, 40)
+    again = Copying(config, folder, said.append)
+    beside(lambda: again.finish(lambda _: None), again)
+    assert Copies(config.checkpoint, "one").steps() == [10, 20, 30, 40]
+    assert len(said) == 1
+
+
+def test_a_refusal_is_said_once_and_its_end_too(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, said, tries = RunFolder(Path(config.output, "one")), list[str](), list[int]()
+    copy, refuses = Copies.copy, True
+
+    def maybe(self: Copies, checkpoints: Path, step: int) -> None:
+        tries.append(step)
+        if refuses:
+            raise CopyFailed("no route to host")
+        copy(self, checkpoints, step)
+
+    monkeypatch.setattr(Copies, "copy", maybe)
+    commit(folder, 5)
+    copies = Copying(config, folder, said.append)
+
+    async def work() -> None:
+        nonlocal refuses
+        await until(lambda: len(tries) > 2)
+        monkeypatch.setattr(copying, "LAST_COPY_S", 0.2)
+        await copies.finish(lambda _: None)
+        refuses = False
+        await until(lambda: len(said) == 3)
+
+    beside(work, copies)
+    place = f"{config.checkpoint.copy_to}/one"
+    assert said == [
+        f"the checkpoint of step 5 is not copied to {place} yet: no route to host",
+        f"the checkpoint of step 5 is not in {place} after 0.2 s: no route to host",
+        f"checkpoints are copied to {place} again",
+    ]
+
+
+def test_a_run_whose_folder_is_gone_comes_back(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    with prepare_run_folder(config, resume=False, overwrite=False) as folder:
+        commit(folder, 5)
+        Copies(config.checkpoint, "one").copy(folder.checkpoints, 5)
+    folder.path.rename(folder.path.with_name("lost"))
+    with pytest.raises(ConfigError, match=r"there/one holds checkpoints of a run; go on with it \(--resume\)"):
+        prepare_run_folder(config, resume=False, overwrite=False)
+    other = config.model_copy(update={"seed": 1})
+    with pytest.raises(ConfigError, match="seed was 0 when the run began and is 1 now"):
+        prepare_run_folder(other, resume=True, overwrite=False)
+    with prepare_run_folder(config, resume=True, overwrite=False) as again:
+        assert again.saved_steps() == [5]
+    assert capsys.readouterr().err.startswith("--resume: the checkpoint of step 5 was brought back from ")
+    with prepare_run_folder(config, resume=False, overwrite=True):
+        assert not Copies(config.checkpoint, "one").steps(last=""), "they are not of the run that begins"
