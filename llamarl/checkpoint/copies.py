@@ -21,7 +21,7 @@ from llamarl.checkpoint.folder import (
 from llamarl.config.errors import ConfigError
 from llamarl.config.schema import CheckpointConfig
 
-BESIDE = ("config.toml",)
+BESIDE = ("config.toml", "weights.json")
 """Files of a run's folder that say what its checkpoints mean."""
 
 

@@ -5,10 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from llamarl.config import ConfigError, read_json
 from llamarl.models.shape import ModelShape, stop_ids
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+
+
+def fingerprints(folder: str | Path) -> dict[str, str]:
+    """Of each file of weights in `folder`, by name; of no folder, none.
+
+    The size, and a digest of 64 blocks of 64 KiB spread over the file from its header to its end: a few milliseconds,
+    however large it is. That tells other weights and other shapes, as training moves them everywhere; of a file over
+    4 MiB it does not tell a few bytes that somebody changed.
+    """
+    found = dict[str, str]()
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        size, digest = path.stat().st_size, xxhash.xxh3_128()
+        with path.open("rb") as file:
+            for at in sorted({max(0, size - _SAMPLE_BYTES) * block // (_SAMPLES - 1) for block in range(_SAMPLES)}):
+                file.seek(at)
+                digest.update(file.read(_SAMPLE_BYTES))
+        found[path.name] = f"{size} bytes, xxh3-128 {digest.hexdigest()} of samples"
+    return found
 
 
 def load_shape(folder: str | Path) -> ModelShape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import shutil
 import sys
@@ -14,15 +15,16 @@ from typing import IO, Self
 
 from llamarl.checkpoint.copies import Copies, CopyFailed
 from llamarl.checkpoint.folder import saved_steps
-from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
+from llamarl.config import ConfigError, RunConfig, dump_toml, load_config, read_json
+from llamarl.models.folder import fingerprints
 from llamarl.run.placement import models_in_use
 
 LOOK_S = 2.0
 """Between two looks at whether the run's folder is still there."""
 _LOCK, _MARK = ".lock", ".of-this-run"
 _OF_A_RUN = frozenset((
-    "config.toml", "metrics.jsonl", "rollouts.jsonl", "summary.json", "trace.json", "output.log", "logs", "checkpoints",
-    "kernels", "export", "profile.json", "costs.json", "timeline.html", "timeline.png",
+    "config.toml", "weights.json", "metrics.jsonl", "rollouts.jsonl", "summary.json", "trace.json", "output.log",
+    "logs", "checkpoints", "kernels", "export", "profile.json", "costs.json", "timeline.html", "timeline.png",
 ))  # fmt: skip
 """Names that commands write into a run's folder. Hidden ones are theirs too while they write."""
 
@@ -40,6 +42,8 @@ class RunFolder:
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts.jsonl"
+        self.weights = path / "weights.json"
+        """What the models' files were when the run began."""
         self.summary = path / "summary.json"
         self.trace = path / "trace.json"
         self.logs = path / "logs"
@@ -175,6 +179,8 @@ def _check_resumable(folder: RunFolder, config: RunConfig) -> None:
     """Raises ConfigError when the run cannot go on from here, which `--overwrite` need not mend."""
     if folder.config.exists():
         _check_same_weights(load_config(folder.config), config)
+    if folder.weights.exists():
+        _check_same_files(read_json(folder.weights, "remove it"), _weight_files(config))
     saved = folder.saved_steps()
     if saved and saved[-1] > config.steps:
         raise ConfigError(
@@ -211,6 +217,24 @@ def _check_same_weights(before: RunConfig, now: RunConfig) -> None:
             )
 
 
+def _weight_files(config: RunConfig) -> dict[str, dict[str, str]]:
+    """Fingerprints of all models, by folder and file."""
+    folders = {config.model.path, *(settings.path for settings in models_in_use(config).values() if settings.path)}
+    return {path: fingerprints(path) for path in sorted(folders)}
+
+
+def _check_same_files(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> None:
+    """Raises ConfigError when there are others under the same name; a model that is about to be made is none."""
+    for folder, files in now.items():
+        was = before.get(folder, files)
+        for name in sorted(was.keys() | files.keys()) if files else ():
+            if was.get(name) != files.get(name):
+                raise ConfigError(
+                    f"--resume: {Path(folder, name)} is not what it was when the run began, so its checkpoints and "
+                    "this model do not belong together; put it back, or start another run with another --name"
+                )
+
+
 def prepare_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> RunFolder:
     """Creates the run's folder, or takes it over, locked. The resolved config is in it, unless it is resumed: that
     counts once what it holds has been read.
@@ -232,6 +256,8 @@ def prepare_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> R
         (folder.checkpoints / _MARK).touch()
         if not resume:
             folder.write_config(config)
+        if not folder.weights.exists():
+            folder.weights.write_text(json.dumps(_weight_files(config), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         folder.__exit__()
         raise ConfigError(

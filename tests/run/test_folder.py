@@ -110,6 +110,38 @@ def test_settings_that_do_not_fit_the_checkpoints(config: RunConfig, changes: di
     assert folder.config.read_text() == before and folder.metrics.read_text() == STEP
 
 
+@pytest.mark.parametrize("change", ["value", "size", "missing", "more", "reference"])
+def test_another_model_under_the_same_name(config: RunConfig, tmp_path: Path, change: str) -> None:
+    """Of three files of 9 MiB in each model, and what is trained anew differs everywhere."""
+    folders = {name: tmp_path / name for name in ("model", "reference")}
+    for name, folder in folders.items():
+        folder.mkdir()
+        for number in range(3):
+            (folder / f"model-{number}.safetensors").write_bytes(name.encode() * (1 << 20))
+    config = RunConfig.model_validate(
+        config.model_dump()
+        | {
+            "model": {"path": str(folders["model"])},
+            "reference": {"kl_coefficient": 0.1, "path": str(folders["reference"])},
+        }
+    )
+    ended(config)
+    for _ in range(2):
+        prepare_run_folder(config, resume=True, overwrite=False).__exit__()
+    file = folders["reference" if change == "reference" else "model"] / "model-1.safetensors"
+    whole = file.read_bytes()
+    if change == "missing":
+        file.unlink()
+    elif change == "more":
+        file = shutil.copy(file, file.with_name("model-3.safetensors"))
+    else:
+        file.write_bytes(whole + b"x" if change == "size" else whole.upper())
+    with pytest.raises(ConfigError, match=rf"--resume: {file} is not what it was when the run began, .*; put it back"):
+        prepare_run_folder(config, resume=True, overwrite=False)
+    prepare_run_folder(config, resume=False, overwrite=True).__exit__()
+    prepare_run_folder(config, resume=True, overwrite=False).__exit__()
+
+
 @pytest.mark.parametrize("is_there", [False, True])
 def test_checkpoints_that_are_elsewhere_are_no_fresh_start(config: RunConfig, is_there: bool) -> None:
     """A folder that is not mounted; a run that was ended before its first checkpoint does start again."""
