@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import tomllib
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -96,13 +98,13 @@ def read_rows(path: str | Path, fix: str) -> Iterator[tuple[str, dict[str, Any]]
     """`file:line` and object of each line of a JSON Lines file that is not blank. Raises ConfigError."""
     is_empty = True
     try:
-        with Path(path).open("rb") as file:
+        with gzip.open(path) if Path(path).suffix == ".gz" else Path(path).open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     is_empty = False
                     yield f"{path}:{number}", _parse_row(line, f"{path}:{number}")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; {fix}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; {fix}") from None
     if is_empty:
         raise ConfigError(f"{path}:1: the file is empty; it needs one JSON object per line")
 

@@ -178,6 +178,11 @@ class CheckpointConfig(Section):
     beside the run, kept there by the same rules, and brought back by `--resume` where none is here; empty: nowhere."""
 
 
+class RecordConfig(Section):
+    max_bytes: int = Field(default=1 << 28, ge=1 << 16)
+    """Size from which `metrics.jsonl` and `rollouts.jsonl` become pieces, `rollouts-00001.jsonl.gz`; all are kept."""
+
+
 class ScreenConfig(Section):
     kind: Literal["auto", "live", "lines", "none"] = "auto"
     """`live` draws, `lines` prints one line per step; `auto` is live on a terminal."""
@@ -208,6 +213,7 @@ class RunConfig(Section):
     shaping: ShapingConfig = ShapingConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    record: RecordConfig = RecordConfig()
     cluster: ClusterConfig = ClusterConfig()
     launch: LaunchConfig = LaunchConfig()
     screen: ScreenConfig = ScreenConfig()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llamarl.config import ConfigError, read_rows
+from llamarl.config import ConfigError
+from llamarl.observability.files import read_run_rows
 
 NUM_CELLS = 128
 MEAN_SHARE, SIGMA = 0.3, 0.7
@@ -86,7 +87,7 @@ class Lengths:
         """Lengths of the `token_ids` in a run's `rollouts.jsonl`. Raises ConfigError."""
         fix = "give a run's rollouts.jsonl"
         try:
-            lengths = np.array([len(row["token_ids"]) for _, row in read_rows(path, fix)], dtype=np.float64)
+            lengths = np.array([len(row["token_ids"]) for _, row in read_run_rows(path, fix)], dtype=np.float64)
         except (KeyError, TypeError) as error:
             raise ConfigError(f"cannot read response lengths from {path}: {error!r}; {fix}") from None
         if lengths.max() < 1:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.config import ConfigError, RunConfig, load_config, read_rows
+from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.observability.files import read_run_rows
 from llamarl.observability.spans import Span
 
 MIN_STEPS = 8
@@ -60,7 +61,7 @@ def read_run(path: str | Path) -> RecordedRun:
     folder = Path(path)
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder} is no run folder (no config.toml in it); give the folder of a finished run")
-    steps = {row["step"]: row for _, row in read_rows(folder / "metrics.jsonl", _FIX) if row.get("kind") == "step"}
+    steps = {row["step"]: row for _, row in read_run_rows(folder / "metrics.jsonl", _FIX) if row.get("kind") == "step"}
     rows = [steps[step] for step in sorted(steps)][1:]
     if len(rows) < MIN_STEPS:
         raise ConfigError(
@@ -91,7 +92,7 @@ def _column(folder: Path, rows: list[dict[str, Any]], name: str) -> np.ndarray:
 def _groups(path: Path) -> list[list[tuple[int, float]]]:
     groups = defaultdict[int, dict[int, tuple[int, float]]](dict)
     try:
-        for _, row in read_rows(path, _FIX):
+        for _, row in read_run_rows(path, _FIX):
             groups[row["group_id"]][row["index"]] = (len(row["token_ids"]), float(row["reward"]))
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{path}: a line is no rollout ({error!r}); give the folder of a finished run") from None

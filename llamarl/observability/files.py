@@ -1,9 +1,19 @@
-"""Whole files, or none: a reader never sees half of one."""
+"""Whole files, or none: a reader never sees half of one. Files of rows in pieces, which look like one to a reader."""
 
 from __future__ import annotations
 
+import gzip
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from llamarl.config import read_rows
+
+PIECE_NAME = r"(metrics|rollouts)-\d{5}\.jsonl(\.gz)?"
+"""Regular expression of full pieces."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -22,3 +32,43 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def piece(path: Path, number: int) -> Path:
+    """What a full `path` becomes; compressed, it has `.gz` behind it."""
+    return path.with_name(f"{path.stem}-{number:05d}{path.suffix}")
+
+
+def pieces(path: Path) -> list[Path]:
+    """The files whose rows, one after the other, are those of `path`: full ones, and the one that is written."""
+    full = path.parent.glob(f"{path.stem}-{'[0-9]' * 5}{path.suffix}*")
+    chosen = {file.name.removesuffix(".gz"): file for file in sorted(full, reverse=True)}  # of two, what is whole
+    return [*(chosen[name] for name in sorted(chosen)), path]
+
+
+def lines(path: Path) -> Iterator[bytes]:
+    """Of a piece. Raises OSError."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        yield from file
+
+
+def read_run_rows(path: str | Path, fix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """As `read_rows`, of all pieces. Raises ConfigError."""
+    *full, last = pieces(Path(path))
+    if not full or not last.exists() or last.stat().st_size:
+        full.append(last)
+    for file in full:
+        yield from read_rows(file, fix)
+
+
+def compress(path: Path) -> None:
+    """Puts a compressed file in the place of a full piece, unless the disk refuses: either can be read."""
+    partial = path.with_name(f".{path.name}.gz.partial")
+    with suppress(OSError):
+        with path.open("rb") as source, gzip.open(partial, "wb", compresslevel=1) as file:
+            shutil.copyfileobj(source, file, 1 << 20)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.rename(path.with_name(f"{path.name}.gz"))
+        path.unlink()
+    partial.unlink(missing_ok=True)

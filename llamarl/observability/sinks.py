@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from llamarl.config.errors import ConfigError
+from llamarl.observability.files import compress, lines, piece, pieces
 from llamarl.observability.metrics import EvalMetrics, Row, StepMetrics
+
+BLOCK_BYTES = 1 << 20
+LAST_PIECE_S = 60.0
+"""Longest wait at the end for a piece that is being compressed; what is not, stays as it is."""
+_BEGINS = re.compile(rb'\{(?:"kind": "\w+", )?"step": (\d+),')
+"""Of a row: reading all of it would take twenty times as long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,24 +44,30 @@ class JsonlSink:
     """One JSON object per line, appended; each line reaches the system at once, one fsync at the end.
 
     A row that does not fit (disk full) is taken back to its first byte, so that every line of the file stays valid
-    JSON; the next row is tried again.
+    JSON; the next row is tried again. A file that is full becomes a piece beside it, which a thread compresses.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open `path` for appending and drop a torn last line.
+    def __init__(self, path: Path, max_bytes: int = sys.maxsize) -> None:
+        """Open `path`, of so many bytes at most, for appending and drop a torn last line.
 
         Raises:
             OSError: the file cannot be opened.
         """
         self._path = path
+        self._max_bytes = max_bytes
         self._file = path.open("a+b", buffering=0)
-        self._size = _size_of_whole_lines(path)
+        self._size = _size_of_whole_lines(self._file)
         self._file.truncate(self._size)
         self._rows_lost = 0
+        self._compressing = threading.Thread()
+        self._compressing.start()
+        self._compress()
 
     def write(self, row: Row) -> SinkFailure | None:
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
+            if self._size and self._size + len(line) > self._max_bytes:
+                self._rotate()
             self._write_all(line)
         except OSError as error:
             self._rows_lost += 1
@@ -65,28 +82,61 @@ class JsonlSink:
         while rest:  # a nearly full disk takes a part first and refuses the rest
             rest = rest[self._file.write(rest) :]
 
+    def _rotate(self) -> None:
+        """Raises OSError: the file is as it was."""
+        fresh = self._path.with_name(f".{self._path.name}.fresh")
+        file = fresh.open("w+b", buffering=0)
+        *full, last = pieces(self._path)
+        number = int(full[-1].name.split(".")[0].rpartition("-")[2]) + 1 if full else 1
+        os.fsync(self._file.fileno())
+        last.rename(piece(last, number))
+        fresh.rename(last)
+        self._file.close()
+        self._file, self._size = file, 0
+        self._compress()
+
+    def _compress(self) -> None:
+        """All full pieces, beside everything else."""
+        before = self._compressing
+
+        def work() -> None:
+            before.join()
+            for file in pieces(self._path)[:-1]:
+                if file.suffix != ".gz":
+                    compress(file)
+
+        self._compressing = threading.Thread(target=work, name="compress", daemon=True)
+        self._compressing.start()
+
     def drop_after(self, step: int) -> None:
-        """Take back the rows of later steps.
+        """Take back the rows of later steps: from the end, as far as there are any.
 
         Raises:
-            ConfigError: a line is no row.
-            OSError: the file cannot be rewritten; it is as it was.
+            ConfigError: a line is no row; nothing has changed.
+            OSError: a file cannot be rewritten; it is as it was.
         """
-        kept = self._path.with_name(f".{self._path.name}.kept")
-        with self._path.open("rb") as rows, kept.open("wb") as file:
-            for number, row in enumerate(rows, start=1):
-                try:
-                    is_kept = json.loads(row)["step"] <= step
-                except (ValueError, TypeError, LookupError, RecursionError):
-                    raise ConfigError(f"{self._path}:{number} is no row that a run wrote; remove this line") from None
-                if is_kept:
-                    file.write(row)
+        self._compressing.join()
+        changed = list[tuple[Path, Path]]()
+        for file in reversed(pieces(self._path)):
+            kept = file.with_name(f".{file.name}.kept")
+            num_kept, num_dropped = _copy_rows(file, kept, step)
+            if num_kept and not num_dropped:
+                kept.unlink()
+                break
+            changed.append((file, kept))
+        for file, kept in changed:  # the newest first: what is cut short here is done by the next call
+            os.replace(kept, plain := file.with_name(file.name.removesuffix(".gz")))
+            if file != plain:
+                file.unlink()
+            if file != self._path and not plain.stat().st_size:
+                plain.unlink()
         self._file.close()
-        os.replace(kept, self._path)
         self._file = self._path.open("a+b", buffering=0)
         self._size = self._path.stat().st_size
+        self._compress()
 
     def close(self) -> SinkFailure | None:
+        self._compressing.join(LAST_PIECE_S)
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -100,17 +150,41 @@ class JsonlSink:
         return SinkFailure(sink=str(self._path), reason=reason, rows_lost=self._rows_lost)
 
 
-def _size_of_whole_lines(path: Path) -> int:
+def _size_of_whole_lines(file: IO[bytes]) -> int:
     """Bytes up to and with the last newline."""
-    return path.read_bytes().rfind(b"\n") + 1
+    end, found = file.seek(0, os.SEEK_END), -1
+    while end and found < 0:
+        start = max(0, end - BLOCK_BYTES)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        end = start + found + 1 if found >= 0 else start
+    return end
+
+
+def _copy_rows(source: Path, target: Path, step: int) -> tuple[int, int]:
+    """Rows up to `step`, of which there are so many, and so many others. Raises ConfigError: a line is no row."""
+    num_kept = num_dropped = 0
+    with target.open("wb") as file:
+        for number, row in enumerate(lines(source), start=1):
+            begins = _BEGINS.match(row)
+            try:
+                is_kept = int(begins[1] if begins and row.endswith(b"}\n") else json.loads(row)["step"]) <= step
+            except (ValueError, TypeError, LookupError, RecursionError):
+                raise ConfigError(f"{source}:{number} is no row that a run wrote; remove this line") from None
+            if is_kept:
+                file.write(row)
+            num_kept, num_dropped = num_kept + is_kept, num_dropped + (not is_kept)
+    return num_kept, num_dropped
 
 
 class RowLog:
     """A file of rows. `on_failure` hears once when it first fails, and once at the end; it never ends a run."""
 
-    def __init__(self, path: Path | None, on_failure: Callable[[SinkFailure], None]) -> None:
+    def __init__(
+        self, path: Path | None, on_failure: Callable[[SinkFailure], None], max_bytes: int = sys.maxsize
+    ) -> None:
         """None: nothing is kept. Raises OSError: the file cannot be opened."""
-        self._sink = JsonlSink(path) if path else None
+        self._sink = JsonlSink(path, max_bytes) if path else None
         self._on_failure = on_failure
         self._failed = False
 

@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from llamarl.checkpoint.copies import Copies, CopyFailed
 from llamarl.checkpoint.folder import saved_steps
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config, read_json
 from llamarl.models.folder import fingerprints
+from llamarl.observability.files import PIECE_NAME, lines, pieces
 from llamarl.run.placement import models_in_use
 
 LOOK_S = 2.0
@@ -171,7 +173,7 @@ def _not_of_a_run(path: Path) -> Iterator[str]:
     if names and "config.toml" not in names:
         yield min(names)
     for name in sorted(names - _OF_A_RUN):
-        if not name.startswith((".seen-", *(f".{one}." for one in _OF_A_RUN))):
+        if not re.fullmatch(PIECE_NAME, name) and not name.startswith((".seen-", *(f".{one}." for one in _OF_A_RUN))):
             yield name
 
 
@@ -194,10 +196,8 @@ def _check_resumable(folder: RunFolder, config: RunConfig) -> None:
 
 
 def _has_steps(metrics: Path) -> bool:
-    if not metrics.exists():
-        return False
-    with metrics.open("rb") as rows:
-        return any(b'"kind": "step"' in row for row in rows)
+    files = [file for file in pieces(metrics) if file.exists()]
+    return any(b'"kind": "step"' in row for file in files for row in lines(file))
 
 
 def _check_same_weights(before: RunConfig, now: RunConfig) -> None:

@@ -99,7 +99,8 @@ class FineTuning:
             Interrupted: the user ended it; the last checkpoint is intact.
             ExecutorError, FolderLost, NonFiniteStep, NotSaved: it failed.
         """
-        with self.folder, closing(MetricsLog(self.folder.metrics, lambda failure: self.warn(str(failure)))) as log:
+        log = MetricsLog(self.folder.metrics, lambda failure: self.warn(str(failure)), self.config.record.max_bytes)
+        with self.folder, closing(log):
             run_patiently(self._with_executor(log))
 
     async def _with_executor(self, log: MetricsLog) -> None:

@@ -104,8 +104,8 @@ class _Run:
         with open_screen(config.screen, info) as screen:
             for text in self._outcome.warnings:
                 screen.warn(text)
-            log = MetricsLog(folder.metrics, lambda failure: screen.warn(str(failure)))
-            recorder = RolloutRecorder(folder.rollouts, lambda failure: screen.warn(str(failure)))
+            keep = (lambda failure: screen.warn(str(failure)), config.record.max_bytes)
+            log, recorder = MetricsLog(folder.metrics, *keep), RolloutRecorder(folder.rollouts, *keep)
             telemetry = Telemetry(config, screen, log, recorder, limit)
             try:
                 await self._with_executors(screen, telemetry)

@@ -4,11 +4,14 @@ import errno
 import json
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
+from llamarl.config import ConfigError
+from llamarl.observability.files import compress, pieces, read_run_rows
 from llamarl.observability.sinks import JsonlSink, MetricsLog
 
 
@@ -119,3 +122,118 @@ def test_rows_of_later_steps_are_taken_back_for_a_resumed_run(tmp_path, make_met
     assert [(row["kind"], row["step"]) for row in rows(path)] == [("step", 1), ("step", 2), ("eval", 2), ("step", 3)]
     assert failures == []
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def written(path, steps, max_bytes=2000):
+    """A sink with a row of about 200 bytes for each step, closed."""
+    sink = JsonlSink(path, max_bytes)
+    for step in steps:
+        assert sink.write({"kind": "step", "step": step, "text": "x" * 150}) is None
+    assert sink.close() is None
+    return sink
+
+
+def steps_of(path):
+    return [row["step"] for _, row in read_run_rows(path, "")]
+
+
+class TestPieces:
+    def test_nothing_is_lost_and_full_ones_are_compressed(self, tmp_path):
+        path = tmp_path / "rollouts.jsonl"
+        written(path, range(1, 26))
+        written(path, range(26, 51))
+        names = sorted(entry.name for entry in tmp_path.iterdir())
+        assert names == [*(f"rollouts-{number:05d}.jsonl.gz" for number in range(1, len(names))), "rollouts.jsonl"]
+        assert 4 < len(names) < 9
+        assert steps_of(path) == list(range(1, 51))
+        assert all(path.stat().st_size <= 2000 for path in tmp_path.iterdir())
+
+    def test_a_row_larger_than_a_piece(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        written(path, range(3), max_bytes=10)
+        assert steps_of(path) == [0, 1, 2]
+        assert len(pieces(path)) == 3
+
+    @pytest.mark.parametrize("step", [0, 3, 9, 10, 11, 27, 30])
+    def test_rows_of_later_steps_are_taken_back_from_all(self, tmp_path, step):
+        """Also where an evaluation in the newest piece is of an earlier step, and after a piece is full to its end."""
+        path = tmp_path / "metrics.jsonl"
+        written(path, range(1, 31))
+        sink = JsonlSink(path, 2000)
+        sink.write({"kind": "eval", "step": 8})
+        sink.drop_after(step)
+        sink.write({"kind": "step", "step": step + 1})
+        sink.close()
+        evals = [8] if step >= 8 else []
+        assert steps_of(path) == [*range(1, step + 1), *evals, step + 1]
+        assert not list(tmp_path.glob(".*"))
+        assert all(file.suffix == ".gz" for file in pieces(path)[:-1])
+
+    @pytest.mark.parametrize("num_done", range(6))
+    def test_taking_back_that_is_cut_short_is_finished_by_the_next(self, tmp_path, monkeypatch, num_done):
+        path = tmp_path / "metrics.jsonl"
+        written(path, range(1, 31))
+        sink = JsonlSink(path, 2000)
+        done, replace = [], os.replace
+
+        def cut(source, target):
+            done.append(target)
+            if len(done) > num_done:
+                raise OSError(errno.EIO, "cut")
+            replace(source, target)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", cut)
+            try:
+                sink.drop_after(7)
+            except OSError:
+                assert len(done) > num_done
+        sink.close()
+        again = JsonlSink(path, 2000)
+        again.drop_after(7)
+        again.close()
+        assert steps_of(path) == list(range(1, 8))
+
+    def test_a_bad_line_changes_nothing(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        written(path, range(1, 31))
+        bad = tmp_path / "metrics-00001.jsonl"
+        bad.write_text('no row\n{"kind": "step", "step": 9}\n')
+        (tmp_path / "metrics-00001.jsonl.gz").unlink()
+        before = steps_of(path.with_name("metrics-00002.jsonl.gz"))
+        sink = JsonlSink(path)
+        with pytest.raises(ConfigError, match=r"metrics-00001\.jsonl(\.gz)?:1 is no row that a run wrote"):
+            sink.drop_after(2)
+        assert steps_of(path.with_name("metrics-00002.jsonl.gz")) == before
+
+    def test_a_disk_that_refuses_the_next_piece_costs_rows_only(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        sink = JsonlSink(path, 300)
+        assert sink.write({"step": 1, "text": "x" * 200}) is None
+        (tmp_path / ".metrics.jsonl.fresh").mkdir()
+        assert sink.write({"step": 2, "text": "x" * 200}) is not None
+        (tmp_path / ".metrics.jsonl.fresh").rmdir()
+        assert sink.write({"step": 3, "text": "x" * 200}) is None
+        sink.close()
+        assert steps_of(path) == [1, 3]
+
+    def test_what_was_not_compressed_is_read_and_compressed_later(self, tmp_path, monkeypatch):
+        path = tmp_path / "metrics.jsonl"
+
+        def refuse(*_):
+            raise OSError(errno.ENOSPC, "full")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "copyfileobj", refuse)
+            written(path, range(1, 31))
+        assert not list(tmp_path.glob(".*"))
+        assert {file.suffix for file in pieces(path)} == {".jsonl"}
+        assert steps_of(path) == list(range(1, 31))
+        whole = pieces(path)[0].read_bytes()
+        compress(pieces(path)[0])
+        (tmp_path / "metrics-00001.jsonl").write_bytes(whole)  # as when it was cut before it removed this
+        assert steps_of(path) == list(range(1, 31))
+        written(path, [31])
+        assert {file.suffix for file in tmp_path.iterdir()} == {".gz", ".jsonl"} and len(pieces(path)) > 3
+        assert [file.name for file in tmp_path.glob("*.jsonl")] == ["metrics.jsonl"]
+        assert steps_of(path) == list(range(1, 32))

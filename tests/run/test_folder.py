@@ -74,10 +74,16 @@ def test_a_folder_that_goes_is_noticed(config: RunConfig, change: Callable[[Path
 @pytest.mark.parametrize("name", ["thesis.tex", ".git", "results"])
 def test_overwrite_deletes_what_commands_have_written(config: RunConfig, name: str) -> None:
     folder = ended(config)
-    for known in ("profile.json", ".summary.json.partial", ".seen-1234"):
+    for known in (
+        "profile.json",
+        ".summary.json.partial",
+        ".seen-1234",
+        "rollouts-00012.jsonl.gz",
+        "metrics-00001.jsonl",
+    ):
         (folder.path / known).touch()
     prepare_run_folder(config, resume=False, overwrite=True).__exit__()
-    assert not folder.saved_steps() and not (folder.path / "profile.json").exists()
+    assert not folder.saved_steps() and not [*folder.path.glob("profile.json"), *folder.path.glob("*-0*")]
     (folder.path / name).touch()
     with pytest.raises(ConfigError, match=rf"also holds '{name}', so it is not deleted; move what is yours"):
         prepare_run_folder(config, resume=False, overwrite=True)
