@@ -37,7 +37,7 @@ class DemoRun:
         command = [
             *(sys.executable, "-m", "llamarl", "train", "configs/demo.toml", "--output", str(folder)),
             *("--steps", "100000", "--eval.every_steps", "0", "--eval.max_prompts", "8", "--screen.kind", "lines"),
-            *("--generator.replicas", "2", "--cluster.on_generator_failure", "respawn"),
+            *("--generator.replicas", "2", "--cluster.on_failure.generator", "respawn"),
         ]
         self.out = (folder / "out.txt").open("w")
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=self.out, stderr=self.out, start_new_session=True)

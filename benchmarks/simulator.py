@@ -59,7 +59,7 @@ SETTINGS: dict[str, Any] = {
         "max_new_tokens": 4096,
     },
     "generator": {"max_running": 256},
-    "cluster": {"on_generator_failure": "respawn"},
+    "cluster": {"on_failure": {"generator": "respawn"}},
 }
 FAULTS = "slow=0.01x2,deaths=4,die=7@300,join=8@600,reward_timeouts=0.00001"
 """Llama 3 405B lost 419 of 54 days' hours to hardware on 16,384 GPUs, one in three hours; this is twelve times that."""

@@ -272,7 +272,7 @@ def one_run(place: Path, draw: random.Random, *, slow: bool) -> tuple[list[dict[
         pki = certificates(place, hosts)
         agents = {host: agent(hosts, host, pki) for host in hosts.names}
         steps = SLOW_STEPS if slow else LOSS_STEPS
-        run = Demo(hosts, place, steps, *over_hosts(hosts, pki, 3), "--cluster.on_generator_failure", "respawn")
+        run = Demo(hosts, place, steps, *over_hosts(hosts, pki, 3), "--cluster.on_failure.generator", "respawn")
         events = list[dict[str, Any]]()
         run.until(10)
         if slow:

@@ -21,10 +21,13 @@ DTYPES = {
 BLOCK_BYTES = 1 << 24
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Writes contiguous CPU tensors, synced to disk; returns the size and digest of what was meant to be written.
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], *, is_kept: bool = True) -> dict[str, Any]:
+    """Writes contiguous CPU tensors; returns the size and digest of what was meant to be written.
 
     safetensors' own writer holds a second copy of everything, and its file would have to be read again for the digest.
+
+    Args:
+        is_kept: it is synced to the disk.
 
     Raises:
         OSError: the disk is full or not writable.
@@ -36,7 +39,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, An
             size += len(block)
             file.write(block)
         file.flush()
-        os.fsync(file.fileno())
+        if is_kept:
+            os.fsync(file.fileno())
     return {"bytes": size, "xxh3_128": digest.hexdigest()}
 
 

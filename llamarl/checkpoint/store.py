@@ -12,6 +12,7 @@ previous ones untouched. All ranks must see the same folder.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -202,13 +203,16 @@ class CheckpointStore:
         num_ranks = len(self._names)
         return CheckpointStore(self._folder / name, self._keep, self._rank, num_ranks, self._exchange, self._keep_every)
 
-    def load_newest(self, beside: Sequence[CheckpointStore] = ()) -> tuple[Checkpoint | None, list[str]]:
+    def load_newest(
+        self, beside: Sequence[CheckpointStore] = (), newest: float = math.inf
+    ) -> tuple[Checkpoint | None, list[str]]:
         """The newest valid checkpoint, and a sentence about each newer one that is damaged.
 
         Each rank verifies some of the files.
 
         Args:
             beside: they must have a valid checkpoint of the same step.
+            newest: later ones are left out.
         """
         stores, damaged = (*beside, self), list[str]()
         if self._rank == 0:
@@ -217,7 +221,7 @@ class CheckpointStore:
         held = [self._exchange(store.steps())[0] for store in stores]
         if not held[-1]:
             return None, []  # those beside save first: the run may have ended in between
-        for step in sorted({step for steps in held for step in steps}, reverse=True):
+        for step in sorted({step for steps in held for step in steps if step <= newest}, reverse=True):
             try:
                 return [store.load(step) for store in stores][-1], damaged
             except CheckpointError as error:

@@ -30,7 +30,7 @@ from llamarl.run.folder import prepare_run_folder
 
 EPILOG = """Runs the real controller under a virtual clock over simulated executors; needs neither GPUs nor torch.
 Costs come from --costs (a JSON file), from the planner (--model and --gpu), or are those of a 70B model on H100s.
-Every setting of the run file can be overridden: --rollout.max_staleness 2 --cluster.on_generator_failure respawn.
+Every setting of the run file can be overridden: --rollout.max_staleness 2 --cluster.on_failure.generator respawn.
 Exit codes: 0 all steps done, 1 the simulated run failed, 2 a setting cannot work."""
 
 

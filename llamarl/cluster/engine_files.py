@@ -19,10 +19,13 @@ from pathlib import Path
 from llamarl.config.errors import ConfigError
 
 PREFIX = "llamarl-tmp-"
+MEMORY = "LLAMARL_MEMORY"
+"""Environment variable: a folder in this host's memory that goes with the process which set it."""
+IN_MEMORY = Path("/dev/shm")
 MAX_PATH_CHARS = 60
 """Of a temporary folder: the address of a socket has room for 107, and its name comes behind."""
 _held = list[int]()
-"""Descriptor of this process's temporary folder, which is locked."""
+"""Descriptors of this process's temporary folders, which are locked."""
 
 
 def log_env(folder: Path | None, shared: Path = Path("/tmp")) -> dict[str, str]:
@@ -72,11 +75,22 @@ def own_temporary_folder() -> None:
     _held.append(_locked(Path(folder)))
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ[MEMORY] = folder
+    with suppress(OSError):  # no such file system, or nobody may write there: the disk serves
+        in_memory = tempfile.mkdtemp(prefix=PREFIX, dir=IN_MEMORY)
+        _held.append(_locked(Path(in_memory)))
+        os.environ[MEMORY] = in_memory
+        atexit.register(shutil.rmtree, in_memory, ignore_errors=True)
+
+
+def mirror_folder(run: str) -> Path:
+    """Where trainer and critic of a run keep copies of their state on this host."""
+    return Path(os.environ[MEMORY], "mirror", run)
 
 
 def sweep() -> None:
     """Removes what processes have left that were killed: nobody holds its lock."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for folder in (*Path(tempfile.gettempdir()).glob(f"{PREFIX}*"), *IN_MEMORY.glob(f"{PREFIX}*")):
         with suppress(OSError):  # held, somebody else's, or gone
             descriptor = _locked(folder)
             shutil.rmtree(folder, ignore_errors=True)

@@ -7,7 +7,8 @@ import copy
 import logging
 import pickle
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, ExecutorSpec, HostStatus, MeshFailed
@@ -121,11 +122,18 @@ class BaseHandle(ExecutorHandle):
         try:
             statuses = await self._statuses(PEEK, _PEEK_S)
         except ExecutorError:
+            stopped = [f"rank {rank} (pid {pid})" for rank, pid in self._local_pids() if is_stopped(pid)]
+            if stopped:
+                return f"{', '.join(stopped)} is stopped (SIGSTOP or a debugger)"
             return f"did not answer a status request within {_PEEK_S:g} s either"
         texts = [_sentence(status) for status in statuses]
         if len(texts) == 1:
             return texts[0]
         return "; ".join(f"rank {rank} {text}" for rank, text in enumerate(texts))
+
+    def _local_pids(self) -> Iterable[tuple[int, int]]:
+        """Rank and process of those on this machine."""
+        return enumerate(self.pids)
 
     def _fail(self, error: ExecutorError) -> None:
         """Marks the executor dead; only the first reason counts, and none after a stop."""
@@ -137,6 +145,14 @@ class BaseHandle(ExecutorHandle):
         """Marks the executor stopped, unless it has died before."""
         if not self._ended.done():
             self._ended.set_result(MeshFailed(self.name, tuple(range(self._num_ranks)), "stopped by the controller"))
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine stands still, by a signal or a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
 
 
 async def stop_all(handles: Sequence[ExecutorHandle], timeout_s: float) -> None:

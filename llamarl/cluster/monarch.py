@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -300,6 +300,9 @@ class HostedHandle(MonarchHandle):
 
     def _where(self, rank: int) -> str:
         return f" on host {self._places[rank][0].name}"
+
+    def _local_pids(self) -> Iterable[tuple[int, int]]:
+        return ()
 
     def _watch(self) -> None:
         for rank, (_, number, local) in enumerate(self._places):

@@ -32,6 +32,39 @@ class PlaceConfig(Section):
     """Default: as `reward`, or wherever a device is free."""
 
 
+class OnFailureConfig(Section):
+    """What follows when the processes of an executor die, or do not answer within `call_timeout_s`. One word for all:
+    `on_failure = "stop"` ends the run, `"restart"` is the default."""
+
+    generator: Literal["stop", "drop", "respawn"] = "respawn"
+    """`drop`: the others go on without it, from what it had decoded; `respawn`: so they do, and a new one comes."""
+    reward: Literal["stop", "respawn"] = "respawn"
+    """`respawn`: a new one is asked again what was not answered."""
+    reward_model: Literal["stop", "respawn"] = "respawn"
+    """As `reward`."""
+    reference: Literal["stop", "respawn"] = "respawn"
+    """As `reward`."""
+    critic: Literal["stop", "restart"] = "restart"
+    """`restart`: a new one goes on from the newest checkpoint, or from `checkpoint.mirror`, and learns again what was
+    learnt since then."""
+    trainer: Literal["stop", "restart"] = "restart"
+    """As `critic`. Generators go on meanwhile; no rollout is generated again."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_all(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        if value == "stop":
+            return dict.fromkeys(cls.model_fields, "stop")
+        if value in ("respawn", "restart"):
+            return {}
+        raise ValueError(
+            f"cluster.on_failure = {value!r} is no policy for all roles; use 'stop' or 'restart', or name roles, as in "
+            "cluster.on_failure.generator = 'drop'"
+        )
+
+
 class ClusterConfig(Section):
     kind: Literal["monarch", "hosts", "inline"] = "monarch"
     """Where executors run: processes on this machine, processes on the hosts that call, or all in this process."""
@@ -47,9 +80,13 @@ class ClusterConfig(Section):
     """With `hosts`: which of them each role may run on."""
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
     """Own devices per executor, or (the baseline to beat) the same devices for all, phases in turn."""
-    on_generator_failure: Literal["stop", "drop", "respawn"] = "stop"
-    """A generator whose processes die ends the run, or is left out, or is replaced by a new one; in the last two cases
-    the others generate its unfinished groups again, from their prompts."""
+    on_failure: OnFailureConfig = OnFailureConfig()
+    """What follows when an executor dies, by its role; one word for all: `"stop"` or `"restart"`."""
+    max_restarts: int = Field(default=5, ge=0)
+    """Deaths of one role, of a generator's replicas each, within `restart_window_s`; one more ends the run. Lost hosts
+    do not count."""
+    restart_window_s: float = Field(default=600, gt=0)
+    """Deaths that are longer ago are forgiven."""
     start_timeout_s: float = Field(default=120, gt=0)
     """Longest wait for an executor to start and load its model."""
     call_timeout_s: float = Field(default=600, gt=0)
@@ -58,6 +95,16 @@ class ClusterConfig(Section):
     """No rollout, reward or train step finished for so long: the run says who waits for whom, and ends."""
     shutdown_timeout_s: float = Field(default=8, gt=0)
     """Longest wait for executors to end by themselves; then they are killed."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _successors(cls, value: object) -> object:
+        if isinstance(value, dict) and "on_generator_failure" in value:
+            raise ValueError(
+                "cluster.on_failure.generator is cluster.on_failure.generator now; write "
+                f"cluster.on_failure.generator = {value['on_generator_failure']!r}"
+            )
+        return value
 
     @model_validator(mode="after")
     def _hosts(self) -> ClusterConfig:

@@ -170,6 +170,9 @@ class CheckpointConfig(Section):
     """Save each so many steps, and always at the end; 0: only at the end."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints kept."""
+    mirror: bool = False
+    """Trainer and critic copy their state into this host's memory (/dev/shm, two copies) after each step, beside the
+    next one: when their processes die, new ones go on from there."""
     keep_every: int = Field(default=0, ge=0)
     """The checkpoint of every multiple of so many steps is never removed, or the first after it where none is due
     then; 0: only the newest are kept."""
@@ -236,6 +239,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"cluster.placement = 'colocated' runs phases in turn and needs rollout.max_staleness = 0, "
                 f"not {rollout.max_staleness}"
+            )
+        if self.checkpoint.mirror and self.cluster.kind == "inline":
+            raise ValueError(
+                "checkpoint.mirror = true with cluster.kind = 'inline': all executors die with the one process, and no "
+                "copy in memory helps; use cluster.kind = 'monarch', or leave it out"
             )
         if self.reward.weights and len(self.reward.weights) != len(self.reward.parts):
             raise ValueError(

@@ -21,16 +21,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llamarl.algorithms.advantages._base import Advantage
-from llamarl.cluster.port import port
 from llamarl.config import RunConfig, build
 from llamarl.controller.admission import Admission, Problems
 from llamarl.controller.evaluation import EvalResult, Evaluation
 from llamarl.controller.groups import FIRST_EVAL_ID, SCORED_TOKENS, PendingGroup, Scoring, greedy_request
-from llamarl.controller.ports import CriticPort, Executors, TrainerPort
-from llamarl.controller.recovery import Recovery
+from llamarl.controller.learners import Learners
+from llamarl.controller.lives import Deaths, Restarted, lasting
+from llamarl.controller.ports import Executors, TrainerPort
+from llamarl.controller.recovery import Recovery, policy_of_generators
 from llamarl.controller.replicas import NO_VERSION, Replica, Replicas
-from llamarl.controller.saving import Checkpoints
 from llamarl.controller.steps import Step
 from llamarl.controller.supervision import Signal, StallWatch, Supervisor
 from llamarl.controller.sync import (
@@ -43,7 +42,6 @@ from llamarl.controller.sync import (
 )
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import Adoption, ControllerState, Published
-from llamarl.training.result import StepResult
 from llamarl.types import GenerationRequest, Prompt, RolloutGroup
 
 
@@ -64,21 +62,24 @@ class Controller:
         self._supervisor, self._telemetry = supervisor, telemetry
         self.version = state["step"] if state else 0
         """Completed optimizer steps."""
-        critic = executors.models.get("critic")
-        self._critic = port(CriticPort, critic, timeout_s) if critic else None
+        self._watch = StallWatch(config.cluster.stall_timeout_s, self._who_waits)
+        deaths = Deaths(config.cluster, len(executors.generators), telemetry.warn)
+        self.executors = executors = lasting(executors, config.cluster, supervisor, deaths)
+        """Those that are started again when they die, as what lasts of them."""
         self._trains = executors.trainer is not None
         if executors.trainer:
-            self._trainer = port(TrainerPort, executors.trainer, timeout_s)
-            self._checkpoints = Checkpoints(self._trainer, self._critic, supervisor, telemetry)
+            self._learners = Learners(config, executors, supervisor, telemetry, self._watch, self.version)
+            self._trainer = self._learners.trainer
             self._transports = Transports(config, self._trainer, executors.trainer.hosts, telemetry.chose_transport)
-        self._watch = StallWatch(config.cluster.stall_timeout_s, self._who_waits)
+            self._learners.lasts(executors, self._unpublish, self._publish_again)
         self._admission = Admission(config, problems, state)
         self._buffer = self._admission.buffer
         self._groups_changed = Signal()
         """The buffer has changed."""
-        advantage: Advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
-        self._needs_greedy = advantage.NEEDS_GREEDY
-        policy = config.cluster.on_generator_failure
+        self._needs_greedy: bool = build(
+            config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage"
+        ).NEEDS_GREEDY
+        policy = policy_of_generators(config.cluster, executors)
         self.replicas = Replicas(executors.generators, supervisor, timeout_s, survives_deaths=policy != "stop")
         self._pending = dict[int, PendingGroup]()
         """By the ids of their requests."""
@@ -90,12 +91,14 @@ class Controller:
         self._under_way: Step | None = None
         self._unreported: Step | None = None
         self._newest: Published | None = None
-        """None while the trainer publishes, as it may overwrite what was the newest before."""
+        """None while the trainer publishes, as it may overwrite what was the newest before, and while it is dead."""
+        self._lost: Published | None = None
+        """What was the newest when the trainer died."""
         self._published = Signal()
         self._num_resyncs = 0
         self._told_of_late = set[Replica]()
         self.recovery = Recovery(
-            policy, self.replicas, supervisor, telemetry, self._adoption_loop, self._collect, executors
+            policy, self.replicas, supervisor, telemetry, self._adoption_loop, self._collect, executors, deaths
         )
 
     async def start(self) -> None:
@@ -185,15 +188,10 @@ class Controller:
             self._watch.progress()
 
     def _deliver(self, groups: Sequence[RolloutGroup]) -> None:
-        """Scored groups go into the window, and ahead of the step to trainer and critic; it then only names them.
-
-        Nobody waits for the trainer to take them, as it may be busy with a step; calls reach it in order.
-        """
+        """Scored groups go into the window, and ahead of the step to trainer and critic."""
         ready, num_dropped = self._admission.put(groups)
         if ready:
-            self._supervisor.start(self._trainer.add_groups(ready), "add groups")
-        if ready and self._critic:
-            self._supervisor.start(self._critic.add_groups(ready), "add groups to the critic")
+            self._learners.add(ready)
         self._groups_changed.notify()
         self._telemetry.groups_ready(self._buffer.num_ready, num_dropped)
 
@@ -220,15 +218,15 @@ class Controller:
         admission = self._supervisor.start(self._admission_loop(), "admission")
         evaluations = list[asyncio.Task[EvalResult]]()
         while self.version < self._config.steps:
-            self._begin_step(await self._next_batch())
+            self._under_way = self._learners.begin(self.version + 1, await self._next_batch())
             await self._report()  # bookkeeping of the last step, while the trainer works on this one
             await self._end_step(syncs=True)
-            saves = await self._checkpoints.takes(self._is_due(self._config.checkpoint.every_steps))
+            saves = await self._learners.takes(self._is_due(self._config.checkpoint.every_steps))
             evaluates = bool(self._problems.eval) and self._is_due(self._config.eval.every_steps)
             if saves or evaluates:
                 await self._report()  # a step that is saved is on record, and one that is evaluated has been adopted
             if saves:
-                self._checkpoints.save_beside(self.version, self._admission.state(self.version))
+                self._learners.save_beside(self._admission.state(self.version))
             if evaluates:
                 evaluations.append(self._supervisor.start(self.evaluate(), f"evaluation at step {self.version}"))
         await self._report()
@@ -245,24 +243,6 @@ class Controller:
         self._admission.consumed(groups, self.version)
         self._groups_changed.notify()
         return groups
-
-    def _begin_step(self, groups: list[RolloutGroup]) -> None:
-        """Trainer and critic are asked for a step on these groups, which they have."""
-        step, ids = self.version + 1, [group.group_id for group in groups]
-        result = self._supervisor.start(self._trainer.step(ids), f"step {step}")
-        learnt = None
-        if self._critic:
-            learnt = self._supervisor.start(self._learn(self._critic, step, ids), f"the critic's step {step}")
-        self._under_way = Step(groups=groups, result=result, critic=learnt)
-
-    async def _learn(self, critic: CriticPort, step: int, group_ids: list[int]) -> StepResult:
-        """Consumes a step's groups, a microbatch per call: between them the critic values new rollouts, on all of its
-        ranks at the same place; produces the critic's step, at most one behind the trainer's; unblocked by the train
-        loop."""
-        await critic.learn(step, group_ids)
-        while (result := await critic.learn_on(step)) is None:
-            pass
-        return result
 
     async def _end_step(self, syncs: bool) -> None:
         """Waits for the step under way; then the sync of its version starts."""
@@ -284,7 +264,7 @@ class Controller:
 
     async def save(self) -> None:
         """Saves trainer, critic and data position. Raises NotSaved."""
-        await self._checkpoints.save(self.version, self._admission.state(self.version))
+        await self._learners.save(self._admission.state(self.version))
 
     async def wind_down(self) -> None:
         """The run ends early: ends and reports the step under way, without syncing it, and saves a checkpoint."""
@@ -327,16 +307,26 @@ class Controller:
         self._groups_changed.notify()
         return report
 
-    async def _publish(self, version: int) -> None:
+    async def _publish(self, version: int, trainer: TrainerPort | None = None) -> None:
         """The call leaves before the first wait in here: the trainer may take its next step right after."""
         self._newest = None
         in_use = {version for one in self.replicas.alive for version in (one.version, one.fetching)} - {NO_VERSION}
-        published = await self._trainer.publish(version, tuple(sorted(in_use)))
+        published = await (trainer or self._trainer).publish(version, tuple(sorted(in_use)))
         assert published.version == version, f"asked for version {version}, published {published.version}"
         # A newer version may have been asked for meanwhile; its answer comes later.
         if self._newest is None or self._newest.version <= version:
             self._newest = published
         self._published.notify()
+
+    def _unpublish(self) -> None:
+        """The trainer is dead, and what it published with it."""
+        self._lost, self._newest = self._newest, None
+
+    async def _publish_again(self, trainer: TrainerPort) -> None:
+        """A new trainer has what the old one had; what is to be published next is asked for by others."""
+        await self._transports.restore(trainer)
+        if self._lost is not None and self._lost.version == self._learners.version:
+            await self._publish(self._lost.version, trainer)
 
     # 6. Weights to one generator
 
@@ -345,7 +335,7 @@ class Controller:
         it is the right one; produces adoptions; unblocked by `_publish`."""
         clock = asyncio.get_running_loop()
         try:
-            is_new = await self.replicas.unless_dead(replica, self._transports.choose([replica]))
+            is_new = await self.replicas.unless_dead(replica, self._transport_of(replica))
             if is_new and not self._under_way:  # else the next version comes by it
                 await self._publish(self.version)
             while True:
@@ -367,6 +357,13 @@ class Controller:
                     await self._retry(replica, published, adoption)
         finally:
             self.replicas.changed.notify()
+
+    async def _transport_of(self, replica: Replica) -> bool:
+        while True:
+            try:
+                return await self._transports.choose([replica])
+            except Restarted:  # the trainer died while it was tried
+                continue
 
     def _is_news(self, replica: Replica) -> bool:
         newest = self._newest

@@ -20,6 +20,8 @@ Responses = Sequence[tuple[Prompt, Sequence[Rollout]]]
 """Rollouts with their token ids alone, group by group."""
 SpawnGenerator = Callable[[int], Awaitable[ExecutorHandle]]
 """Starts the generator of this number."""
+SpawnAgain = Callable[[str], Awaitable[ExecutorHandle]]
+"""Starts another executor than a generator once more, by its name."""
 
 
 class GeneratorPort(Protocol):
@@ -71,6 +73,7 @@ class TrainerPort(OptimizingPort, Protocol):
     async def choose(self, transport: str, same_host: bool = True) -> None: ...
     async def publish(self, version: int, in_use: tuple[int, ...]) -> Published: ...
     async def save(self, state: ControllerState) -> None: ...
+    async def restore(self, newest: int) -> int: ...
 
 
 class CriticPort(OptimizingPort, ColumnPort, Protocol):
@@ -80,6 +83,7 @@ class CriticPort(OptimizingPort, ColumnPort, Protocol):
     async def learn_on(self, step: int) -> StepResult | None: ...
     async def save(self, step: int) -> None: ...
     async def resume(self, step: int) -> None: ...
+    async def restore(self, newest: int) -> int: ...
 
 
 class SftPort(OptimizingPort, Protocol):
@@ -101,7 +105,9 @@ class Executors:
     models: Mapping[str, ExecutorHandle] = field(default_factory=dict)
     """`reward-model`, `reference` and `critic`, those that the config asks for."""
     spawn_generator: SpawnGenerator | None = None
-    """Replaces a dead generator; needed for `cluster.on_generator_failure = "respawn"`."""
+    """Replaces a dead generator; None: there are no others."""
+    spawn_again: SpawnAgain | None = None
+    """Replaces what is no generator; None: a death ends the run."""
     room: Callable[[], int] = lambda: sys.maxsize
     """For how many more generators there is a place now."""
     may_grow: bool = False
@@ -112,5 +118,5 @@ class Executors:
 
     @property
     def irreplaceable(self) -> Sequence[ExecutorHandle]:
-        """Those whose death ends the run."""
+        """Those that the run cannot do without."""
         return (self.reward, *self.models.values(), *([self.trainer] if self.trainer else []))

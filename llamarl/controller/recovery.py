@@ -1,4 +1,4 @@
-"""What a run does when a generator's processes die (`cluster.on_generator_failure`), or stand still.
+"""What a run does when a generator's processes die (`cluster.on_failure.generator`), or stand still.
 
 The others go on with a dead generator's unfinished rollouts: from the segment that was parked last, or else from the
 prompt. Staleness stays bounded: requests only go to generators that serve the released weights or newer ones, and a new
@@ -12,17 +12,26 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Literal
 
-from llamarl.cluster.api import ExecutorError, ExecutorHandle, HostFailed, MeshFailed
+from llamarl.cluster.api import ExecutorError, ExecutorHandle, MeshFailed
+from llamarl.config.cluster import ClusterConfig
 from llamarl.config.errors import ConfigError
+from llamarl.controller.lives import Deaths, TooManyDeaths
 from llamarl.controller.ports import Executors
 from llamarl.controller.replicas import Replica, Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
 
-MAX_EARLY_DEATHS = 3
-"""Generators in a row that may die before they have finished anything: more would be replaced for ever."""
 SILENT_S = 10.0
 """A generator that has not said for so long what it does stands still; its host answers while it computes."""
+
+
+Policy = Literal["stop", "drop", "respawn"]
+
+
+def policy_of_generators(config: ClusterConfig, executors: Executors) -> Policy:
+    """That of `config`, where others can be started: an evaluation has only those that it began with."""
+    wanted = config.on_failure.generator
+    return "stop" if wanted == "respawn" and executors.spawn_generator is None else wanted
 
 
 class Recovery:
@@ -30,13 +39,14 @@ class Recovery:
 
     def __init__(
         self,
-        policy: Literal["stop", "drop", "respawn"],
+        policy: Policy,
         replicas: Replicas,
         supervisor: Supervisor,
         telemetry: Telemetry,
         follow: Callable[[Replica], Coroutine[Any, Any, None]],
         collect: Callable[[Replica], None],
         executors: Executors,
+        deaths: Deaths,
     ) -> None:
         """
         Args:
@@ -44,8 +54,7 @@ class Recovery:
             collect: starts the loop that takes what it generates.
             executors: where new generators come from.
         """
-        assert policy != "respawn" or executors.spawn_generator is not None, "nobody can start generators"
-        self._policy = policy
+        self._policy, self._deaths = policy, deaths
         self._replicas = replicas
         self._supervisor = supervisor
         self._telemetry = telemetry
@@ -53,8 +62,6 @@ class Recovery:
         self._spawn, self._room, self._may_grow = executors.spawn_generator, executors.room, executors.may_grow
         self._num_spawned = len(replicas.alive)
         self._num_starting = 0
-        self._num_early_deaths = 0
-        """In a row."""
         self.num_resubmitted = 0
         """Groups that others went on with."""
 
@@ -150,7 +157,11 @@ class Recovery:
         requests = self._replicas.lose(replica)
         self.num_resubmitted += len(requests)
         self._telemetry.left(replica.handle)
-        is_replaced = self._is_replaced(replica.has_delivered or isinstance(error, HostFailed))
+        try:
+            is_replaced = self._is_replaced(error)
+        except TooManyDeaths as last:
+            self._supervisor.fail(last)
+            return
         num_started = self.fill(1) if is_replaced else 0
         if not self._replicas.alive and not self._num_starting and not (is_replaced and self._may_grow):
             self._supervisor.fail(error)
@@ -161,10 +172,11 @@ class Recovery:
         self._telemetry.warn(f"{error}; {len(requests)} unfinished groups go to the others and {follows}")
         self._replicas.resume(requests)
 
-    def _is_replaced(self, is_no_fault: bool) -> bool:
-        """Whether another generator takes the place of a dead one, which has worked or has lost its host."""
-        self._num_early_deaths = 0 if is_no_fault else self._num_early_deaths + 1
-        return self._policy == "respawn" and self._num_early_deaths <= MAX_EARLY_DEATHS
+    def _is_replaced(self, error: ExecutorError) -> bool:
+        """Whether another generator takes the place of a dead one. Raises TooManyDeaths."""
+        if self._policy == "respawn":
+            self._deaths.count(error)
+        return self._policy == "respawn"
 
     async def _start_one(self) -> None:
         """Starts a generator. Raises when that fails and no other is left."""
@@ -173,7 +185,7 @@ class Recovery:
         try:
             await self.add(await self._spawn(number))
         except (ExecutorError, ConfigError) as error:
-            is_replaced = isinstance(error, MeshFailed) and self._is_replaced(isinstance(error, HostFailed))
+            is_replaced = isinstance(error, MeshFailed) and self._is_replaced(error)
             num_started = self.fill(1) if is_replaced else 0
             if not (num_started or self._replicas.alive or self._may_grow):
                 raise

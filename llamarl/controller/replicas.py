@@ -65,8 +65,6 @@ class Replica:
         """Rollouts that it owes."""
         self.withdrawn = set[tuple[int, int]]()
         """Rollouts, by group and index, that others generate by now: what it says of them is dropped."""
-        self.has_delivered = False
-        """It has finished or parked a rollout."""
         self.busy = asyncio.Event()
         """Set while it owes something, and when it is gone."""
         self.stats = GeneratorStats()
@@ -84,7 +82,7 @@ class Replica:
 
         Those of a group go on together, once it works on none of them any more: they share the prefill of their prompt.
         """
-        self.has_delivered, self.stats = True, collected.stats
+        self.stats = collected.stats
         finished, to_go_on = list[Rollout](), list[GenerationRequest]()
         for rollout in collected.rollouts:
             group_id = rollout.group_id

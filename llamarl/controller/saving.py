@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from llamarl.cluster.api import RemoteError
+from llamarl.controller.lives import Restarted
 from llamarl.controller.ports import CriticPort, TrainerPort
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
@@ -36,9 +37,15 @@ class Checkpoints:
     """At most one is being written."""
 
     def __init__(
-        self, trainer: TrainerPort, critic: CriticPort | None, supervisor: Supervisor, telemetry: Telemetry
+        self,
+        trainer: TrainerPort,
+        critic: CriticPort | None,
+        supervisor: Supervisor,
+        telemetry: Telemetry,
+        saved: Callable[[int], None],
     ) -> None:
-        self._trainer, self._critic = trainer, critic
+        """`saved` hears of each step that has a checkpoint."""
+        self._trainer, self._critic, self._saved = trainer, critic, saved
         self._supervisor, self._telemetry = supervisor, telemetry
         self._writing: asyncio.Task[None] | None = None
         self._is_late = self._told_of_late = False
@@ -67,7 +74,12 @@ class Checkpoints:
             NotSaved: the disk refuses.
         """
         await self._written()
-        await self._commit(step, self._copies(step, state))
+        while True:
+            try:
+                await self._commit(step, self._copies(step, state))
+                return
+            except Restarted:
+                continue
 
     def save_beside(self, step: int, state: ControllerState) -> None:
         """As `save`, beside the next steps, where `takes` says so; if the disk refuses, that costs a warning."""
@@ -86,12 +98,15 @@ class Checkpoints:
             if self._critic:
                 await self._critic.commit()
             await self._trainer.commit()
+        self._saved(step)
 
     async def _commit_or_warn(self, step: int, copies: Sequence[asyncio.Future[Any]]) -> None:
         try:
             await self._commit(step, copies)
         except NotSaved as error:
             self._telemetry.warn(f"{error}, the run goes on")
+        except Restarted as error:
+            self._telemetry.warn(f"no checkpoint at step {step}, as {error.executor} died meanwhile")
 
     async def _written(self) -> None:
         """Waits for the checkpoint that is being written; its error is the supervisor's."""

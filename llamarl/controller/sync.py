@@ -106,6 +106,13 @@ class Transports:
             await self._trainer.set_layout(rank, specs)
         await self.choose(replicas)
 
+    async def restore(self, trainer: TrainerPort) -> None:
+        """A new trainer, in the place of the old one, publishes as that one did."""
+        for rank, specs in enumerate(self._layouts):
+            await trainer.set_layout(rank, specs)
+        for same_host, transport in self._chosen.items():
+            await trainer.choose(transport, same_host)
+
     async def choose(self, replicas: Sequence[Replica]) -> bool:
         """Says for each replica what brings its weights: pinned, or what is the fastest for replicas placed like it,
         with a sample of the real weights; the trainer publishes by it from then on.

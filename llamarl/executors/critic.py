@@ -39,7 +39,9 @@ class CriticExecutor(Optimizing):
         "commit": "checkpoint",
     }
 
-    def __init__(self, config: RunConfig, checkpoint_folder: str, rendezvous: Rendezvous | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, checkpoint_folder: str, rendezvous: Rendezvous | None = None, mirror: str = ""
+    ) -> None:
         """
         Args:
             checkpoint_folder: the run's, with a folder for the critic in it.
@@ -47,7 +49,8 @@ class CriticExecutor(Optimizing):
         settings, folder = config.critic, Path(checkpoint_folder, CRITIC)
         # It saves before the trainer does, so its newest checkpoint may have no counterpart yet.
         saving = config.checkpoint.model_copy(update={"keep": config.checkpoint.keep + 1})
-        super().__init__("critic", settings, folder, saving, rendezvous, config.cluster.start_timeout_s)
+        timeout_s = config.cluster.start_timeout_s
+        super().__init__("critic", settings, folder, saving, rendezvous, timeout_s, mirror=mirror)
         model, weights = open_scalar_model(settings.path or config.model.path, new_head=True)
         if self._mesh.world.size > 1:
             sys.stdout.write(f"{check_critic_layout(model.shape, self._mesh, self._device)}\n")
@@ -63,6 +66,7 @@ class CriticExecutor(Optimizing):
             device=self._device,
             read=weights.read,
         )
+        self._check_mirror(self._critic)
         self._is_synchronous = config.rollout.max_staleness == 0
         self._learning = deque[tuple[int, Generator[None, None, StepResult]]]()
         """Steps under way, the oldest first."""
@@ -79,7 +83,12 @@ class CriticExecutor(Optimizing):
             return self._critic.values(groups)
 
     def learn(self, step: int, group_ids: Sequence[int]) -> None:
-        """Prepares an optimizer step on these groups, which `learn_on` takes by and by."""
+        """Prepares an optimizer step on these groups, which `learn_on` takes by and by.
+
+        In place of processes that died it hears twice of a step that was under way then.
+        """
+        if step <= self._critic.policy_version + len(self._learning):
+            return
         self._learning.append((step, self._critic.learn(self._take(group_ids))))
 
     def learn_on(self, step: int) -> StepResult | None:
@@ -101,6 +110,7 @@ class CriticExecutor(Optimizing):
         except StopIteration as end:
             self._learning.popleft()
             self._learnt[step] = end.value
+            self._mirrored(self._critic)
         self._seconds += device_seconds(self._device) - start_s
         if step in self._learnt:
             self._learnt[step].metrics["critic_s"], self._seconds = self._seconds, 0.0
@@ -120,3 +130,7 @@ class CriticExecutor(Optimizing):
         """Goes on from the checkpoint of this step, which the trainer has found to be whole."""
         checkpoint = self._store.load(step)
         load_training_state(self._critic, checkpoint.shapes, checkpoint.read, checkpoint.state)
+
+    def restore(self, newest: int) -> int:
+        """As the trainer's."""
+        return self._restore(self._critic, newest)

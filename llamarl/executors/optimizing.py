@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.store import CheckpointStore
+from llamarl.cluster.engine_files import mirror_folder
 from llamarl.cluster.executor import Executor
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.roles import CriticConfig
@@ -26,7 +28,7 @@ from llamarl.models.transformer import Transformer
 from llamarl.training.optimization import Optimization
 from llamarl.training.parallel import Read
 from llamarl.training.preflight import check_layout
-from llamarl.training.state import StateMismatch, load_training_state
+from llamarl.training.state import StateMismatch, load_training_state, training_state
 from llamarl.types import RolloutGroup
 
 
@@ -41,10 +43,13 @@ class Optimizing(Executor):
         saving: CheckpointConfig,
         rendezvous: Rendezvous | None,
         start_timeout_s: float,
+        *,
+        mirror: str = "",
     ) -> None:
         """
         Args:
             name: of the settings' section.
+            mirror: name of the run's copies of its state in memory; empty: none are kept.
             rendezvous: where several ranks meet.
         """
         self._device = set_up_device(settings.device, settings.threads, f"{name}.device")
@@ -55,6 +60,14 @@ class Optimizing(Executor):
         self._store = CheckpointStore(
             checkpoints, saving.keep, world.rank, world.size, self._mesh.exchange, saving.keep_every
         )
+        self._mirror = None
+        if mirror:
+            self._mirror = Mirror(mirror_folder(mirror) / name, world.rank, world.size, self._mesh.exchange)
+
+    def _check_mirror(self, optimization: Optimization[Any]) -> None:
+        """Raises ConfigError when there is no room for the mirror of weights and both moments of AdamW."""
+        if self._mirror:
+            self._mirror.check_room(3 * sum(tensor.nbytes for _, tensor in optimization.shards().values()))
 
     def work(self) -> bool:
         """Ends the executor when ranks are lost: the call that all are in may have no end. Raises RanksLost."""
@@ -107,6 +120,23 @@ class Optimizing(Executor):
         except StateMismatch as error:
             raise ConfigError(f"--resume: {error}") from None
         return checkpoint.state[kind], damaged
+
+    def _restore(self, optimization: Optimization[Any], newest: int) -> int:
+        """Goes on as processes before this one did: from the newest of mirror and checkpoints up to step `newest`;
+        which step that is."""
+        with self._mesh.together(StateMismatch):
+            state = self._mirror.load(newest) if self._mirror else None
+            saved = self._store.load_newest(newest=newest)[0] if state is None or state.step < newest else None
+            if saved is not None and (state is None or saved.step > state.step):
+                load_training_state(optimization, saved.shapes, saved.read, saved.state)
+            elif state is not None:
+                load_training_state(optimization, state.shapes, state.read, state.state)
+            return optimization.policy_version
+
+    def _mirrored(self, optimization: Optimization[Any]) -> None:
+        """After each step."""
+        if self._mirror:
+            self._mirror.save(optimization.policy_version, optimization.shards(), training_state(optimization))
 
     def _take(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
         return [self._groups.pop(group_id) for group_id in group_ids]

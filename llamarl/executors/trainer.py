@@ -39,10 +39,16 @@ class TrainerExecutor(Optimizing):
     }
 
     def __init__(
-        self, config: RunConfig, checkpoint_folder: str, resume: bool, rendezvous: Rendezvous | None = None
+        self,
+        config: RunConfig,
+        checkpoint_folder: str,
+        resume: bool,
+        rendezvous: Rendezvous | None = None,
+        mirror: str = "",
     ) -> None:
         settings, folder = config.trainer, Path(checkpoint_folder)
-        super().__init__("trainer", settings, folder, config.checkpoint, rendezvous, config.cluster.start_timeout_s)
+        timeout_s = config.cluster.start_timeout_s
+        super().__init__("trainer", settings, folder, config.checkpoint, rendezvous, timeout_s, mirror=mirror)
         model, read = self._open_policy(config)
         self._trainer = Trainer(
             model,
@@ -57,6 +63,7 @@ class TrainerExecutor(Optimizing):
             read=read,
         )
         check_memory(self._trainer, model.shape, config)
+        self._check_mirror(self._trainer)
         self._peak_flops = peak_flops(settings, self._device)
         self._weights = self._trainer.sharding.weights
         self._background_s = 0.0
@@ -82,6 +89,11 @@ class TrainerExecutor(Optimizing):
         """The controller's state in the checkpoint that was resumed (None: fresh), and what was found damaged."""
         return self._resumed
 
+    def restore(self, newest: int) -> int:
+        """In place of processes that died with step `newest` done: goes on from the newest state that is left of them;
+        which step that is."""
+        return self._restore(self._trainer, newest)
+
     def step(self, group_ids: Sequence[int]) -> PolicyStepResult:
         """One optimizer step on these groups. Raises NonFiniteStep."""
         device = self._device
@@ -90,6 +102,7 @@ class TrainerExecutor(Optimizing):
         self._probed = probe_sequences(groups)
         with self._mesh.together(NonFiniteStep):
             result = self._trainer.step(groups)
+            self._mirrored(self._trainer)
             result.metrics["peak_memory_bytes"] = max(self._mesh.exchange(peak_memory_bytes(device)))
         result.metrics["train_s"] = train_s = device_seconds(device) - start_s
         result.metrics.update(rates(result.metrics, train_s, self._peak_flops * self._mesh.world.size))
@@ -100,8 +113,7 @@ class TrainerExecutor(Optimizing):
 
     def set_layout(self, rank: int, specs: tuple[TensorSpec, ...]) -> None:
         """What rank `rank` of every generator wants to receive; called for each rank, in order."""
-        assert rank == len(self._layouts), "ranks come in order"
-        self._layouts.append(specs)
+        self._layouts[rank:] = [specs]  # the first ones may be told again
 
     def transports(self, same_host: bool, same_process: bool) -> list[str]:
         """Those that can carry weights to the generators, in the order of preference."""

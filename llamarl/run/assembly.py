@@ -49,11 +49,11 @@ async def assembled(
     try:
         with interruptible(supervisor) if handles_signals else nullcontext():
             executors = await supervisor.run(spawn())
-            for handle in executors.irreplaceable:  # generators have a policy of their own
-                supervisor.watch(handle)
             state = await supervisor.run(resumed(executors))
             controller = Controller(config, problems, executors, supervisor, telemetry, state)
-            telemetry.attach(list(executors), controller.replicas)
+            for handle in controller.executors.irreplaceable:  # generators have a policy of their own
+                supervisor.watch(handle)
+            telemetry.attach(list(controller.executors), controller.replicas)
             supervisor.start(telemetry.poll_loop(), "status")
             yield controller, supervisor
     finally:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,13 +13,23 @@ from typing import Any
 from zlib import crc32
 
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, RemoteError
+from llamarl.cluster.engine_files import MEMORY, mirror_folder
 from llamarl.config import ConfigError
+from llamarl.config.roles import CriticConfig
 from llamarl.config.schema import RunConfig
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.trainer import LoraConfig, TrainerConfig
 from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.generation.vllm_server import VllmSettings
+from llamarl.run.folder import RunFolder
 from llamarl.run.placement import ANYWHERE, Place, Places, models_in_use
 
+TARGETS = {
+    "trainer": "trainer:TrainerExecutor",
+    "reward-model": "reward_model:RewardModelExecutor",
+    "reference": "reference:ReferenceExecutor",
+    "critic": "critic:CriticExecutor",
+}
+"""Modules and classes below `llamarl.executors` that have a model."""
 VLLM_START_SHARE = 0.8
 """Of the longest wait for an executor; the rest is for its process, and to hear why vLLM did not start."""
 
@@ -36,24 +49,43 @@ def executor_spec(
     )
 
 
-def model_specs(config: RunConfig, checkpoints: Path, places: Places) -> list[ExecutorSpec]:
-    """One executor for each of `models_in_use`; `checkpoints` are the run's."""
-    targets = {
-        "reward-model": "reward_model:RewardModelExecutor",
-        "reference": "reference:ReferenceExecutor",
-        "critic": "critic:CriticExecutor",
-    }
-    models, options = models_in_use(config), dict[str, dict[str, Any]]()
-    if "critic" in models:
-        num_ranks = config.critic.parallelism.num_ranks
-        rendezvous = open_rendezvous(num_ranks, config.cluster.start_timeout_s)
-        options["critic"] = {"num_ranks": num_ranks, "checkpoint_folder": str(checkpoints), "rendezvous": rendezvous}
-    return [
-        executor_spec(
-            name, targets[name], settings.threads, place=places.place(name), config=config, **options.get(name, {})
-        )
-        for name, settings in models.items()
-    ]
+class RunSpecs:
+    """Executors of one run other than generators, by name: each time with a rendezvous of its own for its ranks."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, places: Places, *, resume: bool) -> None:
+        self._config, self._places, self._checkpoints = config, places, str(folder.checkpoints)
+        self._resume = resume
+        self._mirror = secrets.token_hex(8) if config.checkpoint.mirror else ""
+        self._models = models_in_use(config)
+
+    def first(self) -> list[ExecutorSpec]:
+        """Trainer, reward, and the models that the config asks for."""
+        return [self._spec(name, self._places.place(name)) for name in ("trainer", "reward", *self._models)]
+
+    def again(self, name: str) -> ExecutorSpec:
+        """In the place of one that died; it has learnt nothing yet."""
+        self._resume = False
+        return self._spec(name, self._places.again(name))
+
+    def _spec(self, name: str, place: Place) -> ExecutorSpec:
+        config = self._config
+        if name == "reward":
+            return executor_spec(
+                name, "reward:RewardExecutor", 1, place=place, model_path=config.model.path, config=config.reward
+            )
+        settings, options, num_ranks = config.trainer if name == "trainer" else self._models[name], dict[str, Any](), 1
+        if isinstance(settings, TrainerConfig | CriticConfig):
+            num_ranks = settings.parallelism.num_ranks
+            rendezvous = open_rendezvous(num_ranks, config.cluster.start_timeout_s)
+            options.update(checkpoint_folder=self._checkpoints, rendezvous=rendezvous, mirror=self._mirror)
+        if name == "trainer":
+            options["resume"] = self._resume
+        return executor_spec(name, TARGETS[name], settings.threads, num_ranks, place=place, config=config, **options)
+
+    def close(self) -> None:
+        """The run is over: what was mirrored on this machine goes."""
+        if self._mirror and MEMORY in os.environ:
+            shutil.rmtree(mirror_folder(self._mirror), ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,8 @@ LOOK_S = 2.0
 _LOCK, _MARK = ".lock", ".of-this-run"
 _OF_A_RUN = frozenset((
     "config.toml", "weights.json", "metrics.jsonl", "rollouts.jsonl", "summary.json", "trace.json", "output.log",
-    "logs", "checkpoints", "kernels", "export", "profile.json", "costs.json", "timeline.html", "timeline.png",
+    "logs", "checkpoints", "kernels", "weights", "export", "profile.json", "costs.json", "timeline.html",
+    "timeline.png",
 ))  # fmt: skip
 """Names that commands write into a run's folder. Hidden ones are theirs too while they write."""
 

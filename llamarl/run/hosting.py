@@ -80,6 +80,14 @@ class Hosting:
         """Of one that has been placed."""
         return self._assigned[executor].place
 
+    def again(self, executor: str) -> Place:
+        """Of one that has died; elsewhere, if its host is lost. Raises NoRoom."""
+        one = self._assigned[executor]
+        if self._hosts.keys() >= one.ranks.keys():
+            return one.place
+        self.leave(executor)
+        return self.take(one.wanted).place
+
     def of_role(self, role: str) -> list[str]:
         """Executors that have been placed."""
         return [name for name, one in self._assigned.items() if one.wanted.role == role]

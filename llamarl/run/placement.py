@@ -123,6 +123,9 @@ class Places(Protocol):
     def place(self, executor: str) -> Place:
         """Of one that has been placed."""
 
+    def again(self, executor: str) -> Place:
+        """Of one that has died; elsewhere, if its host is lost. Raises ConfigError: there is no room."""
+
     def of_role(self, role: str) -> list[str]:
         """Executors that have been placed."""
 
@@ -145,6 +148,8 @@ class LocalPlaces:
 
     def place(self, executor: str) -> Place:
         return self._assigned[executor]
+
+    again = place
 
     def of_role(self, role: str) -> list[str]:
         return [name for name in self._assigned if name.split("-")[0] == role]

@@ -22,7 +22,6 @@ from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.saving import NotSaved
 from llamarl.controller.supervision import Interrupted, Stalled, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
-from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.accounting import verdict, write_trace
 from llamarl.observability.recorder import RolloutRecorder
@@ -35,8 +34,7 @@ from llamarl.run.assembly import WIND_DOWN_S, assembled, nothing_to_resume
 from llamarl.run.copying import Copying
 from llamarl.run.executors import (
     GeneratorSpecs,
-    executor_spec,
-    model_specs,
+    RunSpecs,
     spawn_all,
     vllm_settings,
 )
@@ -88,6 +86,8 @@ class _Run:
         self._registry: Registry | None = None
         self._hosting: Hosting | None = None
         """Both with several hosts."""
+        self._specs: RunSpecs | None = None
+        """Once executors are started."""
         self._outcome = _Progress(warnings=list(prepared.warnings))
 
     async def run(self) -> RunSummary:
@@ -166,6 +166,8 @@ class _Run:
 
     def _stopping(self, screen: Screen) -> None:
         screen.phase("stopping executors")
+        if self._specs is not None:
+            self._specs.close()
         if math.isnan(self._outcome.loop_ended_s):
             self._outcome.loop_ended_s = now_s()
 
@@ -184,19 +186,12 @@ class _Run:
             config=config, delta=config.weight_sync.delta, vllm=vllm_settings(config, self._folder.logs),
             lora=config.trainer.lora, choices=self._folder.kernels,
         )  # fmt: skip
-        specs = [
-            executor_spec("trainer", "trainer:TrainerExecutor", config.trainer.threads,
-                          (num_ranks := config.trainer.parallelism.num_ranks), place=places.place("trainer"),
-                          config=config,
-                          rendezvous=open_rendezvous(num_ranks, timeout_s),
-                          checkpoint_folder=str(self._folder.checkpoints), resume=self._resume),
-            executor_spec("reward", "reward:RewardExecutor", 1, place=places.place("reward"),
-                          model_path=config.model.path, config=config.reward),
-        ]  # fmt: skip
-        specs += (models := model_specs(config, self._folder.checkpoints, places))
+        self._specs = others = RunSpecs(config, self._folder, places, resume=self._resume)
+        specs = others.first()
+        num_others = len(specs)
         specs += (generator(int(name.split("-")[1]), places.place(name)) for name in places.of_role("generator"))
-        trainer, reward, *others = await spawn_all(cluster, specs, timeout_s)
-        for handle in (generators := others[len(models) :]):
+        trainer, reward, *models = (handles := await spawn_all(cluster, specs, timeout_s))[:num_others]
+        for handle in (generators := handles[num_others:]):
             handle.failed.add_done_callback(lambda _, name=handle.name: places.leave(name))
 
         async def spawn_generator(number: int) -> ExecutorHandle:
@@ -214,9 +209,10 @@ class _Run:
         return Executors(
             trainer=trainer,
             reward=reward,
-            models={handle.name: handle for handle in others[: len(models)]},
+            models={handle.name: handle for handle in models},
             generators=generators,
             spawn_generator=spawn_generator,
+            spawn_again=lambda name: cluster.spawn(others.again(name), timeout_s),
             room=places.room,
             may_grow=self._hosting is not None,
         )

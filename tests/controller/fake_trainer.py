@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,12 @@ class Trainer:
     staging: list[int | None] = field(default_factory=list)
     """Version in each slot; a slot is written again when nobody uses its version."""
     consumed: list[RolloutGroup] = field(default_factory=list)
+    learnt: list[list[int]] = field(default_factory=list)
+    """Group ids of each step: its weights."""
+    weights: dict[int, list[list[int]]] = field(default_factory=dict)
+    """`learnt` of each checkpoint; as `saved` it is the disk."""
+    mirror: dict[int, list[list[int]]] | None = None
+    """The newest copies of `learnt`, which outlive it, by step."""
     _groups: dict[int, RolloutGroup] = field(default_factory=dict)
 
     async def add_groups(self, groups: list[RolloutGroup]) -> None:
@@ -48,6 +54,9 @@ class Trainer:
         await asyncio.sleep(self.step_s)
         self.spans.append((begin_s, clock.time()))
         self.version += 1
+        self.learnt.append(list(group_ids))
+        if self.mirror is not None:
+            self.mirror[self.version] = list(self.learnt)
         return PolicyStepResult(
             policy_version=self.version,
             skipped=False,
@@ -80,4 +89,16 @@ class Trainer:
         if len(self.saved) >= self.disk_size:
             raise RemoteError("trainer", "commit", "Traceback") from OSError(errno.ENOSPC, "No space left on device")
         self.saved.append(self.written)
+        self.weights[self.written[0]] = self.learnt[: self.written[0]]
         return "somewhere"
+
+    def another(self) -> Trainer:
+        """A new one in place of this one, which is dead; its disk, its mirror and what generators hold are there."""
+        new = {"version": 0, "learnt": [], "consumed": [], "spans": [], "_groups": {}, "staging": list(self.staging)}
+        return replace(self, **new)
+
+    async def restore(self, newest: int) -> int:
+        left = self.weights | (self.mirror or {})
+        self.version = max((step for step in left if step <= newest), default=0)
+        self.learnt = list(left.get(self.version, []))
+        return self.version

@@ -11,8 +11,9 @@ import gc
 import json
 import pickle
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from llamarl.controller.controller import Controller
 from llamarl.controller.ports import Executors
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
-from llamarl.executors.replies import Adoption, Collected, Scored
+from llamarl.executors.replies import Scored
 from llamarl.forecast.simulator.clock import run_virtual
 from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
-from llamarl.types import FinishReason, GenerationRequest, Outcome, Prompt, RewardResult, Rollout, continued
+from llamarl.types import Outcome, Prompt, RewardResult, Rollout
+from tests.controller.fake_generator import Generator
 from tests.controller.fake_trainer import Trainer
 
 RIGHT = RewardResult(outcome=Outcome.SCORE, value=1.0)
@@ -135,118 +137,6 @@ class FakeHandle(ExecutorHandle):
                 self.role.kill()
 
 
-def token(group_id: int, index: int, position: int) -> int:
-    """What is sampled there, whoever does it."""
-    return group_id % 100_000 * 10_000 + index * 1_000 + position
-
-
-@dataclass
-class Generator:
-    """Decodes any number of rollouts at once, their first token at once and the last one after `duration_s`."""
-
-    duration_s: Callable[[int, int], float] = lambda group_id, index: 1.0 + index
-    num_tokens: Callable[[int, int], int] = lambda group_id, index: 2
-    adopt_s: float | Callable[[int], float] = 0.1
-    """Seconds in which a version is fetched."""
-    outcomes: list[str] = field(default_factory=list)
-    """How the next fetches end; when there are none left, with an adoption."""
-    bias: float = 0.0
-    """By which its log-probabilities are wrong, in nats."""
-    thawed: asyncio.Event = field(default_factory=asyncio.Event)
-    hosts: tuple[str, ...] = ("",)
-    source: Trainer | None = None
-    """Whose staging memory it serves from."""
-    version: int = -1
-    slot: int = -1
-    adopted: list[tuple[float, int]] = field(default_factory=list)
-    """(when, version)."""
-    spans: list[tuple[float, float]] = field(default_factory=list)
-    """(begin, end) of each rollout or segment of one."""
-    sampled: list[tuple[int, int, int]] = field(default_factory=list)
-    """(group, index, position) of every token."""
-    _finished: list[Rollout] = field(default_factory=list)
-    _some: asyncio.Event = field(default_factory=asyncio.Event)
-    _tasks: dict[asyncio.Task[None], int] = field(default_factory=dict)
-
-    async def weight_specs(self) -> tuple[()]:
-        return ()
-
-    async def submit(self, requests: list[GenerationRequest]) -> None:
-        for request in requests:
-            assert request.group_id not in self._tasks.values(), "engines take one request of a group at a time"
-            for partial in request.starts():
-                task = asyncio.ensure_future(self._decode(request, partial))
-                self._tasks[task] = request.group_id
-                task.add_done_callback(self._tasks.pop)
-        await asyncio.sleep(0)  # a task that is cancelled before it begins says nothing
-
-    async def _decode(self, request: GenerationRequest, partial: Rollout) -> None:
-        clock, index, start = asyncio.get_running_loop(), partial.index, partial.num_tokens
-        begin_s, group_id = clock.time(), request.group_id
-        length = self.num_tokens(group_id, index)
-        stop = min(length, start + request.segment_tokens) if request.segment_tokens else length
-        versions, reason = list[int](), FinishReason.STOP if stop == length else FinishReason.PARKED
-        try:
-            for position in range(start, stop):
-                if position:
-                    await asyncio.sleep(self.duration_s(group_id, index) / (length - 1))
-                    await self.thawed.wait()
-                self.sampled.append((group_id, index, position))
-                versions.append(self.version)
-                if self.source is not None:
-                    assert self.source.staging[self.slot] == self.version, "overwritten while it serves"
-        except asyncio.CancelledError:
-            reason = FinishReason.ABORTED
-        self.spans.append((begin_s, clock.time()))
-        ids = [token(group_id, index, start + n) for n in range(len(versions))]
-        self._finished.append(
-            Rollout(
-                group_id=group_id,
-                index=index,
-                columns=continued(
-                    partial.columns,
-                    {
-                        "token_ids": np.array(ids, np.int32),
-                        "behavior_logprobs": np.array(ids, np.float32),
-                        "policy_versions": np.array(versions, np.int32),
-                    },
-                ),
-                finish_reason=reason,
-            )
-        )
-        self._some.set()
-
-    async def abort(self, group_ids: list[int]) -> None:
-        for task, group_id in list(self._tasks.items()):
-            if group_id in group_ids:
-                task.cancel()
-
-    def kill(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-
-    async def collect(self) -> Collected:
-        await self._some.wait()
-        self._some.clear()
-        rollouts, self._finished = self._finished, []
-        return Collected(rollouts=rollouts)
-
-    async def adopt(self, version: int, slot: int) -> Adoption:
-        seconds = self.adopt_s if isinstance(self.adopt_s, float) else self.adopt_s(version)
-        for _ in range(2):
-            await asyncio.sleep(seconds / 2)
-            if self.source is not None and self.source.staging[slot] != version:
-                return Adoption(version=version, outcome="superseded")
-        if self.outcomes and (outcome := self.outcomes.pop(0)) != "adopted":
-            return Adoption(version=version, outcome=outcome, reason=f"w of version {version} on rank 0: {outcome}")
-        self.version, self.slot = version, slot
-        self.adopted.append((asyncio.get_running_loop().time(), version))
-        return Adoption(version=version, stall_s=0.001, fetch_s=seconds, num_bytes=1000, fingerprint=f"{version:016x}")
-
-    async def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        return [np.full(len(sequence) - 1, self.version + self.bias, np.float32) for sequence in sequences]
-
-
 @dataclass
 class Reward:
     judge: Callable[[Rollout], RewardResult] = lambda rollout: RIGHT if rollout.index else WRONG
@@ -286,6 +176,10 @@ class Run:
         """What asyncio would print about errors that nobody took."""
         self.wall_s = 0.0
         self.saves_on_death = False
+        self.start_s: float | None = None
+        """In which an executor is started again; None: it is not."""
+        self.lives = Counter[str]()
+        """How often it was."""
 
     def train(
         self, state: dict[str, Any] | None = None, *, strike: Callable[[Run], Awaitable[None]] | None = None
@@ -322,10 +216,10 @@ class Run:
         executors = Executors(
             generators=generators, reward=reward, trainer=trainer, models=models, **self.new_generators()
         )
-        for handle in executors.irreplaceable:
-            supervisor.watch(handle)
         self.controller = controller = Controller(self.config, self.problems, executors, supervisor, telemetry, state)
-        telemetry.attach(list(executors), controller.replicas)
+        for handle in controller.executors.irreplaceable:
+            supervisor.watch(handle)
+        telemetry.attach(list(controller.executors), controller.replicas)
         if state:
             telemetry.resume_at(controller.version)
         supervisor.start(telemetry.poll_loop(), "status")
@@ -345,7 +239,24 @@ class Run:
 
     def new_generators(self) -> dict[str, Any]:
         """How `Executors` says that there may be more."""
-        return {}
+        return {"spawn_again": self._again} if self.start_s is not None else {}
+
+    async def _again(self, name: str) -> FakeHandle:
+        """Another life of an executor, in `start_s`."""
+        assert self.start_s is not None
+        await asyncio.sleep(self.start_s)
+        self.lives[name] += 1
+        role = self.handles[name].role
+        if hasattr(role, "another"):
+            role = role.another()
+        if name == "trainer":
+            self.trainer = role
+            for generator in self.generators:
+                generator.source = role
+        elif name in self.models:
+            self.models[name] = role
+        self.handles[name] = FakeHandle(name, role)
+        return self.handles[name]
 
     async def _main(self, telemetry: Telemetry) -> None:
         await self.controller.start()

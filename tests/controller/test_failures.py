@@ -228,7 +228,7 @@ def test_a_finished_run_can_be_resumed_and_extended(tmp_path: Path) -> None:
 
 
 def test_the_death_of_the_last_generator_ends_the_run(tmp_path: Path) -> None:
-    run = Run(config(tmp_path, steps=50, cluster={"on_generator_failure": "drop"}), tmp_path)
+    run = Run(config(tmp_path, steps=50, cluster={"on_failure": {"generator": "drop"}}), tmp_path)
     with pytest.raises(MeshFailed, match="generator-0"):
         run.train(strike=kills("generator-0", 5.0))
     assert not run.complaints
@@ -291,6 +291,6 @@ def test_a_generator_that_joins_and_fails_before_it_serves_costs_nothing(tmp_pat
         heard.append(type(caught.value).__name__)
         assert [one.name for one in run.controller.replicas.alive] == ["generator-0"]
 
-    run = Run(config(tmp_path, cluster={"on_generator_failure": policy}), tmp_path).train(strike=strike)
+    run = Run(config(tmp_path, cluster={"on_failure": {"generator": policy}}), tmp_path).train(strike=strike)
     assert run.version == 6 and not run.complaints
     assert heard == ["RemoteError" if how == "raises" else "MeshFailed"]

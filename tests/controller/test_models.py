@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,12 @@ class Model:
     learnt: list[tuple[float, list[int]]] = field(default_factory=list)
     """(end of each step, its groups' ids)."""
     saved: list[int] = field(default_factory=list)
+    taught: list[list[int]] = field(default_factory=list)
+    """Group ids of each step: its weights."""
+    weights: dict[int, list[list[int]]] = field(default_factory=dict)
+    """`taught` of each checkpoint."""
+    first: int = 0
+    """Step that it was resumed at."""
     skips: int = 0
     """Step that is not finite."""
     _pieces: list[tuple[int, list[int], int]] = field(default_factory=list)
@@ -50,29 +56,49 @@ class Model:
         for group in groups:
             self._groups[group.group_id] = group
 
+    def another(self) -> Model:
+        """A new one in place of this one, which is dead; its disk and what it was asked are there."""
+        return replace(self, learning=[], _pieces=[], _results={}, _groups={}, taught=[])
+
+    async def restore(self, newest: int) -> int:
+        step = max((step for step in self.saved if step <= newest), default=0)
+        self.taught = list(self.weights.get(step, []))
+        return step
+
     async def learn(self, step: int, group_ids: list[int]) -> None:
+        if step <= self.first + len(self.taught) + len(self._pieces):
+            return
         groups = [self._groups.pop(group_id) for group_id in group_ids]
         self.learning.append((asyncio.get_running_loop().time(), group_ids, groups))
         self._pieces.append((step, group_ids, PIECES))
 
     async def learn_on(self, step: int) -> StepResult | None:
         if step not in self._results:
-            first, group_ids, left = self._pieces[0]
-            await asyncio.sleep(self.learn_s / PIECES)
-            self._pieces[0] = first, group_ids, left - 1
-            if left == 1:
-                self._pieces.pop(0)
-                self.learnt.append((asyncio.get_running_loop().time(), group_ids))
-                self._results[first] = StepResult(
-                    policy_version=first, skipped=first == self.skips, cause="nan",
-                    metrics={"value_loss": float(len(self.learnt))},
-                )  # fmt: skip
+            await self._advance()
         return self._results.pop(step, None)
 
+    async def _advance(self) -> None:
+        first, group_ids, left = self._pieces[0]
+        await asyncio.sleep(self.learn_s / PIECES)
+        self._pieces[0] = first, group_ids, left - 1
+        if left == 1:
+            self._pieces.pop(0)
+            self.taught.append(list(group_ids))
+            self.learnt.append((asyncio.get_running_loop().time(), group_ids))
+            self._results[first] = StepResult(
+                policy_version=first, skipped=first == self.skips, cause="nan",
+                metrics={"value_loss": float(len(self.learnt))},
+            )  # fmt: skip
+
     async def save(self, step: int) -> None:
+        while self._pieces:
+            await self._advance()
         self.saved.append(step)
+        self.copied = step, list(self.taught)
 
     async def commit(self) -> str:
+        step, taught = self.copied
+        self.weights[step] = taught
         return "somewhere"
 
 

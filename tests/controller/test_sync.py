@@ -104,7 +104,7 @@ def test_whatever_happens_nothing_is_lost_doubled_or_too_old(
             "segment_tokens": segment_tokens,
             "max_attempts": max_attempts,
         },
-        cluster={"on_generator_failure": "drop"},
+        cluster={"on_failure": {"generator": "drop"}},
         weight_sync={"patience_s": dice.choice([0.5, 3.0]), "on_mismatch": "resync"},
     )
     flat = dice.random()
@@ -185,7 +185,7 @@ def test_others_take_over_the_work_of_one_that_stands_still(tmp_path: Path, segm
 
 def test_the_death_of_one_that_came_later_costs_nothing(tmp_path: Path) -> None:
     late = Generator(duration_s=lambda *_: 1e6)
-    run = Run(config(tmp_path, cluster={"on_generator_failure": "drop"}), tmp_path)
+    run = Run(config(tmp_path, cluster={"on_failure": {"generator": "drop"}}), tmp_path)
 
     async def strike(run: Run) -> None:
         await asyncio.sleep(2.0)
@@ -204,12 +204,12 @@ def test_what_a_dead_generator_has_done_still_counts(tmp_path: Path) -> None:
             stats = GeneratorStats(num_running=1, num_waiting=2, generated_tokens=10)
             return replace(await super().collect(), stats=stats)
 
-    run = Run(config(tmp_path, cluster={"on_generator_failure": "drop"}), tmp_path, [Counting(), Counting()])
+    run = Run(config(tmp_path, cluster={"on_failure": {"generator": "drop"}}), tmp_path, [Counting(), Counting()])
     found = list[GeneratorStats]()
 
     async def strike(run: Run) -> None:
         replicas = run.controller.replicas
-        while not all(one.has_delivered for one in replicas.alive):
+        while not all(one.stats.generated_tokens for one in replicas.alive):
             await replicas.changed.wait()
         found.append(replicas.stats)
         run.handles["generator-1"].die()
@@ -269,7 +269,7 @@ def test_a_generator_works_on_until_the_new_version_is_released(tmp_path: Path) 
 def test_nobody_waits_for_weights_of_a_generator_that_dies(tmp_path: Path) -> None:
     """The version is released when the others have it, and not when patience is over."""
     dying = Generator(adopt_s=lambda version: 500.0 if version == 2 else 0.1)
-    wanted = config(tmp_path, cluster={"on_generator_failure": "drop"}, weight_sync={"patience_s": 900.0})
+    wanted = config(tmp_path, cluster={"on_failure": {"generator": "drop"}}, weight_sync={"patience_s": 900.0})
     run = Run(wanted, tmp_path, [Generator(), dying])
 
     async def strike(run: Run) -> None:
@@ -288,7 +288,7 @@ def test_partial_rollouts_go_on_from_their_tokens(tmp_path: Path, policy: str) -
     generators = [Generator(duration_s=lambda *_: 20.0, num_tokens=lambda *_: 100) for _ in range(2)]
     rollout = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 0, "segment_tokens": 10}
     run = Run(
-        config(tmp_path, steps=2, rollout=rollout, cluster={"on_generator_failure": policy}), tmp_path, generators
+        config(tmp_path, steps=2, rollout=rollout, cluster={"on_failure": {"generator": policy}}), tmp_path, generators
     )
 
     async def strike(run: Run) -> None:

@@ -55,6 +55,7 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path, toml: Path) -> None:
     """At once, with its name, and nobody is left; the last checkpoint is there to go on from."""
     command = Command.start(
         tmp_path, "train", toml, "--output", tmp_path, *SYNCHRONOUS, "--steps", 100_000, "--checkpoint.every_steps", 2,
+        "--cluster.on_failure", "stop",
         "--trainer.parallelism.fsdp", 2,
     )  # fmt: skip
     checkpoints = tmp_path / "tiny/checkpoints"
@@ -75,7 +76,7 @@ def test_a_critic_of_two_processes(tmp_path: Path, toml: Path) -> None:
     options = (*SYNCHRONOUS, "--trainer.advantage", "gae", "--critic.learning_rate_scale", 1)
     command = Command.start(
         tmp_path, "train", toml, "--output", tmp_path / "two", *options, "--steps", 100_000,
-        "--checkpoint.every_steps", 2, "--critic.parallelism.fsdp", 2,
+        "--checkpoint.every_steps", 2, "--critic.parallelism.fsdp", 2, "--cluster.on_failure", "stop",
     )  # fmt: skip
     two, one = (tmp_path / name / "tiny" for name in ("two", "one"))
     command.until((two / "checkpoints/step-00000004").exists, timeout_s=240)

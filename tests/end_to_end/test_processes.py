@@ -26,7 +26,7 @@ from tests.end_to_end.tiny import Command, descendants, environment, gone, is_al
 END_S = 10.0
 """A run that was asked to end, or that has lost a process, ends within this time."""
 EXECUTORS = {"generator-0", "reward", "trainer"}
-FOR_EVER = ("--steps", 100_000, "--checkpoint.every_steps", 5)
+FOR_EVER = ("--steps", 100_000, "--checkpoint.every_steps", 5, "--cluster.on_failure", "stop")
 
 GRADERS = ("--reward.parts", "[{name = 'exact'}, {name = 'math'}]")
 """A reward whose graders are processes of their own, which must end with it."""

@@ -44,7 +44,7 @@ def train(hosts: Namespaces, folder: Path, *options: object) -> subprocess.Popen
     make_certificates(folder / "pki", members | {"controller": ("controller", first)}, days=2)
     return llamarl(
         hosts, "host-a", folder, "train", toml, "--cluster.kind", "hosts", "--cluster.listen", f"{first}:{PORT}",
-        "--cluster.num_hosts", 3, "--screen.kind", "lines", "--cluster.on_generator_failure", "respawn", *options,
+        "--cluster.num_hosts", 3, "--screen.kind", "lines", "--cluster.on_failure.generator", "respawn", *options,
     )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ class Job:
 
 
 def test_a_lost_node_does_not_end_the_job(slurm: SlurmCluster, tmp_path: Path) -> None:
-    job = Job(slurm, tmp_path, "--steps", 12, "--cluster.on_generator_failure", "drop")
+    job = Job(slurm, tmp_path, "--steps", 12, "--cluster.on_failure.generator", "drop")
     try:
         job.until_step(3)
         slurm.hosts.cut("host-c")

@@ -48,7 +48,7 @@ def run_file(tmp_path: Path) -> str:
 def test_files_and_summary(run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither the model nor the data that the run file names has to exist."""
     arguments = [run_file, "--gpus", "64", "--faults", "slow=0.2x2,die=0@3,join=1@1", "--steps", "60"]
-    assert main([*arguments, "--cluster.on_generator_failure", "drop"]) == 0
+    assert main([*arguments, "--cluster.on_failure.generator", "drop"]) == 0
     folder = tmp_path / "runs" / "small-simulation"
     found = json.loads((folder / "summary.json").read_text())
     assert found["end"] == "finished"
@@ -76,7 +76,7 @@ def test_png(run_file: str, tmp_path: Path) -> None:
 
 
 def test_a_failed_run_exits_1(run_file: str) -> None:
-    assert main([run_file, "--gpus", "64", "--faults", "die=0@3"]) == 1
+    assert main([run_file, "--gpus", "64", "--faults", "die=0@3", "--cluster.on_failure", "stop"]) == 1
 
 
 def test_costs_of_a_planned_model(run_file: str, tmp_path: Path) -> None:

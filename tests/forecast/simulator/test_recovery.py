@@ -13,7 +13,7 @@ ONE_DEATH = Faults(deaths=((12.0, 1),))
 
 def config(policy: str, **rollout: int) -> RunConfig:
     rollout = {"max_staleness": 1, "window": 4} | rollout
-    return run_config(steps=20, cluster={"on_generator_failure": policy}, **rollout)
+    return run_config(steps=20, cluster={"on_failure": {"generator": policy}}, **rollout)
 
 
 def test_stop_ends_the_run_by_the_name_of_the_dead(simulated: Simulate) -> None:
@@ -54,14 +54,13 @@ def test_respawn_waits_when_all_are_dead(simulated: Simulate) -> None:
     assert {"generator-2", "generator-3"} <= set(found.spans)
 
 
-def test_one_that_dies_before_its_first_rollout_is_not_replaced_for_ever(simulated: Simulate) -> None:
-    """The replacement of generator-0 dies again, half a second after it came; so do three after it."""
+def test_generators_that_die_again_and_again_are_not_replaced_for_ever(simulated: Simulate) -> None:
     deaths = ((12.0, 0), (33.5, 1), (55.0, 2), (76.5, 3), (98.0, 4))
-    for number in (2, 5):
-        again = Faults(deaths=deaths[:number])
-        found = simulated(config("respawn"), costs=COSTS, faults=again, replicas=1)
-        end = "finished" if number == 2 else "MeshFailed: generator-4 (rank 0): was killed by SIGKILL"
-        assert found.end == end
+    few = run_config(steps=20, max_staleness=1, window=4, cluster={"max_restarts": 3})
+    assert simulated(few, costs=COSTS, faults=Faults(deaths=deaths[:3]), replicas=1).end == "finished"
+    end = simulated(few, costs=COSTS, faults=Faults(deaths=deaths), replicas=1).end
+    assert end.startswith("TooManyDeaths: generator died 4 times within 600 s and is not replaced again")
+    assert [line.split(":")[0].split()[-1] for line in end.splitlines()[1:]] == [f"generator-{n}" for n in range(4)]
 
 
 def test_synchronous_runs_recover_too(simulated: Simulate) -> None:

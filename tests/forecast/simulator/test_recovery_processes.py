@@ -103,7 +103,7 @@ class Run:
 
 
 def config(policy: str) -> RunConfig:
-    cluster = {"on_generator_failure": policy, "stall_timeout_s": 30.0}
+    cluster = {"on_failure": {"generator": policy}, "stall_timeout_s": 30.0}
     return run_config(steps=STEPS, max_staleness=1, window=5, cluster=cluster)
 
 

@@ -107,7 +107,7 @@ def test_the_seed_decides_everything(simulated: Simulate) -> None:
     faults = Faults(deaths_per_hour=200.0, reward_timeout_share=0.05, slow_share=0.3, slow_factor=2.0)
 
     def run(seed: int) -> Simulation:
-        config = run_config(steps=30, seed=seed, max_staleness=2, window=6, cluster={"on_generator_failure": "respawn"})
+        config = run_config(steps=30, seed=seed, max_staleness=2, window=6, cluster={"max_restarts": 1000})
         return simulated(config, replicas=3, faults=faults)
 
     first, again, other = run(1), run(1), run(2)
@@ -139,9 +139,7 @@ def test_every_group_once_and_none_too_old(
 ) -> None:
     """Conservation and the proved bound, whatever goes wrong. A run may end by too many deaths, never lose a group."""
     window = 1 + int(window_share * (4 * (max_staleness + 1) - 1))
-    config = run_config(
-        steps=8, seed=seed, max_staleness=max_staleness, window=window, cluster={"on_generator_failure": "respawn"}
-    )
+    config = run_config(steps=8, seed=seed, max_staleness=max_staleness, window=window, cluster={"max_restarts": 1000})
     faults = Faults(
         deaths_per_hour=deaths_per_hour,
         slow_share=slow_share,
@@ -155,7 +153,7 @@ def test_every_group_once_and_none_too_old(
     if found.end == "finished":
         assert sorted(found.group_ids) == list(range(32))
     else:
-        assert found.end.startswith("MeshFailed")
+        assert found.end.startswith("MeshFailed"), found.end
         assert found.counts["deaths"] > 0
 
 
@@ -213,9 +211,7 @@ def test_segments_change_who_decodes_but_not_what(simulated: Simulate) -> None:
 
 
 def test_segments_survive_deaths(simulated: Simulate) -> None:
-    config = run_config(
-        steps=20, max_staleness=2, window=6, segment_tokens=50, cluster={"on_generator_failure": "respawn"}
-    )
+    config = run_config(steps=20, max_staleness=2, window=6, segment_tokens=50, cluster={"max_restarts": 1000})
     deaths = Faults(deaths=((12.0, 1), (12.1, 2), (40.0, 0)))
     found = simulated(config, replicas=3, faults=deaths, costs=Costs(generator_start_s=5.0))
     assert (found.end, found.counts["deaths"]) == ("finished", 3)

@@ -1,0 +1,168 @@
+"""`Learners`: trainer and critic, and how new processes of theirs learn again what the dead ones had learnt.
+
+The controller keeps the groups of all steps since the newest checkpoint. New processes begin at that checkpoint, or
+later where a copy in memory is left (`checkpoint.mirror`), and take the steps after it again: the same groups in the
+same order, which gives the same weights. So the versions that tokens carry stay true, and generators need not hear.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+
+from llamarl.cluster.api import ExecutorError, ExecutorHandle
+from llamarl.cluster.port import port
+from llamarl.config import RunConfig
+from llamarl.controller.lives import Lasting
+from llamarl.controller.ports import CriticPort, Executors, OptimizingPort, TrainerPort
+from llamarl.controller.saving import Checkpoints
+from llamarl.controller.steps import Step
+from llamarl.controller.supervision import StallWatch, Supervisor
+from llamarl.controller.telemetry import Telemetry
+from llamarl.executors.replies import ControllerState
+from llamarl.training.result import PolicyStepResult, StepResult
+from llamarl.types import RolloutGroup
+
+
+class StepsLost(ExecutorError):
+    """What an executor had learnt since the newest checkpoint is not there any more."""
+
+    def __init__(self, executor: str, text: str) -> None:
+        super().__init__(executor, text)
+        self.executor, self.text = executor, text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Learners:
+    """The trainer, and the critic where there is one."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        executors: Executors,
+        supervisor: Supervisor,
+        telemetry: Telemetry,
+        watch: StallWatch,
+        version: int,
+    ) -> None:
+        assert executors.trainer is not None
+        self._timeout_s = config.cluster.call_timeout_s
+        self.trainer = port(TrainerPort, executors.trainer, self._timeout_s)
+        critic = executors.models.get("critic")
+        self.critic = port(CriticPort, critic, self._timeout_s) if critic else None
+        self.version = self._critic_version = version
+        """Optimizer steps whose results have come."""
+        self._supervisor, self._watch = supervisor, watch
+        self._checkpoints = Checkpoints(self.trainer, self.critic, supervisor, telemetry, self._saved)
+        self.takes = self._checkpoints.takes
+        self._ready = dict[int, RolloutGroup]()
+        """Groups that they have for steps to come."""
+        self._steps = deque[tuple[int, list[RolloutGroup]]]()
+        """That have begun since the newest checkpoint."""
+
+    def add(self, groups: Sequence[RolloutGroup]) -> None:
+        """Scored groups go ahead of the step, which then only names them.
+
+        Nobody waits for them to be taken, as trainer and critic may be busy with a step; calls reach them in order.
+        """
+        self._ready.update((group.group_id, group) for group in groups)
+        self._supervisor.start(self.trainer.add_groups(groups), "add groups")
+        if self.critic:
+            self._supervisor.start(self.critic.add_groups(groups), "add groups to the critic")
+
+    def begin(self, step: int, groups: list[RolloutGroup]) -> Step:
+        """Trainer and critic are asked for a step on these groups, which they have."""
+        self._steps.append((step, groups))
+        ids = [group.group_id for group in groups]
+        for group_id in ids:
+            del self._ready[group_id]
+        result = self._supervisor.start(self._train(ids), f"step {step}")
+        learnt = None
+        if self.critic:
+            learnt = self._supervisor.start(self._learn(self.critic, step, ids), f"the critic's step {step}")
+        return Step(groups=groups, result=result, critic=learnt)
+
+    async def _train(self, group_ids: list[int]) -> PolicyStepResult:
+        result = await self.trainer.step(group_ids)
+        self.version = result.policy_version
+        return result
+
+    async def _learn(self, critic: CriticPort, step: int, group_ids: list[int]) -> StepResult:
+        """Consumes a step's groups, a microbatch per call: between them the critic values new rollouts, on all of its
+        ranks at the same place; produces the critic's step, at most one behind the trainer's; unblocked by the train
+        loop."""
+        await critic.learn(step, group_ids)
+        while (result := await critic.learn_on(step)) is None:
+            pass
+        self._critic_version = step
+        return result
+
+    async def save(self, state: ControllerState) -> None:
+        """Saves both with the state of the newest step. Raises NotSaved."""
+        await self._checkpoints.save(self.version, state)
+
+    def save_beside(self, state: ControllerState) -> None:
+        """As `save`, beside the next steps."""
+        self._checkpoints.save_beside(self.version, state)
+
+    def _saved(self, step: int) -> None:
+        while self._steps and self._steps[0][0] <= step:
+            self._steps.popleft()
+
+    def lasts(
+        self, executors: Executors, died: Callable[[], None], again: Callable[[TrainerPort], Awaitable[None]]
+    ) -> None:
+        """Those of both that are started again are brought to where they were.
+
+        Args:
+            died: hears that the trainer is dead.
+            again: what else a new trainer needs.
+        """
+        if isinstance(executors.trainer, Lasting):
+            executors.trainer.died, executors.trainer.restore = died, self._restore_trainer
+            self._again = again
+        if isinstance(critic := executors.models.get("critic"), Lasting):
+            critic.restore = self._restore_critic
+
+    async def _restore_trainer(self, life: ExecutorHandle) -> str:
+        """Brings a new trainer to the version of the old one, with the groups that it had; what it began from.
+
+        Raises StepsLost.
+        """
+        trainer = port(TrainerPort, life, self._timeout_s)
+        start = await trainer.restore(self.version)
+        for step, groups in await self._since(life.name, trainer, start, self.version):
+            if step <= self.version:
+                result = await trainer.step([group.group_id for group in groups])
+                assert result.policy_version == step, "the steps are those of the old one"
+                self._watch.progress()
+        await self._again(trainer)
+        return f"step {start}, {self.version - start} steps were taken again"
+
+    async def _restore_critic(self, life: ExecutorHandle) -> str:
+        """As `_restore_trainer`. A step under way begins again."""
+        critic = port(CriticPort, life, self._timeout_s)
+        start = await critic.restore(self._critic_version)
+        for step, groups in await self._since(life.name, critic, start, self._critic_version):
+            await critic.learn(step, [group.group_id for group in groups])
+            while step <= self._critic_version and await critic.learn_on(step) is None:
+                self._watch.progress()
+        return f"step {start}, {self._critic_version - start} steps were taken again"
+
+    async def _since(
+        self, name: str, port: OptimizingPort, start: int, version: int
+    ) -> list[tuple[int, list[RolloutGroup]]]:
+        """Steps that have begun after `start`; `port` gets their groups, and those of steps to come.
+
+        Raises StepsLost.
+        """
+        steps = [(step, groups) for step, groups in self._steps if step > start]
+        first = steps[0][0] if steps else version + 1
+        if first > start + 1:
+            gone = f"steps {start + 1} to {first - 1} are not there to be taken again"
+            raise StepsLost(name, f"a new {name} begins at step {start}, and {gone}; --resume goes on from there")
+        for groups in (*(groups for _, groups in steps), list(self._ready.values())):
+            await port.add_groups(groups)
+        return steps

@@ -1,0 +1,229 @@
+"""Executors that die at any moment and are started again, over fakes and a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.cluster.api import CallTimeout, HostFailed, MeshFailed, RemoteError
+from llamarl.controller.learners import StepsLost
+from llamarl.controller.lives import TooManyDeaths
+from llamarl.distributed.links import RanksLost
+from tests.controller.fakes import Generator, Run, Trainer, config
+from tests.controller.test_models import Model, logprobs, values
+
+STEPS = 8
+Strike = Callable[[Run], Awaitable[None]]
+
+
+def run_of(
+    tmp_path: Path, *, every_steps: int = 3, staleness: int = 1, mirror: bool = False, max_restarts: int = 99
+) -> Run:
+    """With a generator, reference and critic, all of which come back after a second."""
+    for file in tmp_path.glob("*.jsonl"):
+        file.unlink()
+    wanted = config(
+        tmp_path, steps=STEPS, checkpoint={"every_steps": every_steps},
+        rollout={"max_staleness": staleness, "window": 1 + staleness}, cluster={"max_restarts": max_restarts},
+    )  # fmt: skip
+    models = {"critic": Model(values), "reference": Model(logprobs)}
+    generator = Generator(duration_s=lambda group_id, index: 0.3 + (group_id * 7 + index * 3) % 5 / 4)
+    run = Run(wanted, tmp_path, [generator], trainer=Trainer(mirror={} if mirror else None), models=models)
+    run.start_s = 1.0
+    return run
+
+
+def kills(*deaths: tuple[str, float]) -> Strike:
+    """Who dies, and when."""
+
+    async def one(run: Run, name: str, at_s: float) -> None:
+        await asyncio.sleep(at_s)
+        run.handles[name].die()
+
+    async def strike(run: Run) -> None:
+        await asyncio.gather(*(one(run, name, at_s) for name, at_s in deaths))
+
+    return strike
+
+
+def audit(run: Run) -> None:
+    """What was learnt is what is on record: each group once, in the steps that say so, by trainer and critic."""
+    assert [row["step"] for row in run.steps] == list(range(1, STEPS + 1))
+    keys = Counter((row["group_id"], row["index"]) for row in run.rollouts)
+    assert set(keys.values()) == {1} and len(keys) == 4 * STEPS
+    by_step = [[row["group_id"] for row in run.rollouts if row["step"] == step and not row["index"]]
+               for step in range(1, STEPS + 1)]  # fmt: skip
+    assert run.trainer.learnt == by_step
+    assert run.models["critic"].taught == by_step
+    assert len(set(run.generators[0].sampled)) == len(run.generators[0].sampled), "nothing is generated twice"
+    assert max(row["staleness"] for row in run.rollouts) <= run.steps[0]["staleness_limit"]
+    assert all(name == steps for name, steps in run.trainer.published), "each version means its weights"
+    assert not run.complaints
+
+
+@pytest.mark.parametrize("name", ["trainer", "critic", "reward", "reference"])
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_death_at_any_moment_changes_nothing_but_the_time(tmp_path: Path, name: str, staleness: int) -> None:
+    whole = run_of(tmp_path, staleness=staleness).train()
+    learnt = whole.trainer.learnt
+    num_lives = 0
+    for tenth in range(2, int(10 * whole.wall_s), 7):
+        run = run_of(tmp_path, staleness=staleness).train(strike=kills((name, tenth / 10)))
+        audit(run)
+        assert staleness or run.trainer.learnt == learnt
+        assert run.wall_s < whole.wall_s + 8.0
+        num_lives += run.lives[name]
+        if run.lives[name]:
+            assert run.warnings[0] == f"{name} (rank 0): pid 7 was killed by SIGKILL; it is started again"
+            assert run.warnings[1].startswith(f"{name} goes on")
+    assert num_lives > 5
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["trainer", "critic", "reward", "reference"]), st.floats(0.1, 12)), max_size=5),
+    st.sampled_from([0, 1, 3]),
+    st.sampled_from([0, 2, 3]),
+    st.booleans(),
+)
+def test_several_deaths(
+    tmp_path_factory: pytest.TempPathFactory, deaths: list[tuple[str, float]], staleness: int, every: int, mirror: bool
+) -> None:
+    """Also of those that have just come back, and of some that restore others."""
+    folder = tmp_path_factory.getbasetemp()
+    run = run_of(folder, every_steps=every, staleness=staleness, mirror=mirror)
+    audit(run.train(strike=kills(*deaths)))
+
+
+def test_with_a_mirror_a_step_at_most_is_taken_again(tmp_path: Path) -> None:
+    again = []
+    for tenth in range(30, 90, 7):
+        run = run_of(tmp_path, every_steps=0, mirror=True).train(strike=kills(("trainer", tenth / 10)))
+        audit(run)
+        again += [line for line in run.warnings if line.startswith("trainer goes on")]
+    assert len(again) > 5
+    assert all(line.endswith((", 0 steps were taken again", ", 1 steps were taken again")) for line in again)
+
+
+def test_generators_go_on_while_the_trainer_is_gone(tmp_path: Path) -> None:
+    run = run_of(tmp_path, staleness=2)
+    run.start_s = 20.0
+    run.train(strike=kills(("trainer", 4.0)))
+    audit(run)
+    assert any(4.0 < end_s < 20.0 for _, end_s in run.generators[0].spans), "no rollout ended meanwhile"
+
+
+def hangs(name: str, at_s: float) -> Strike:
+    """Stopped, as by SIGSTOP."""
+
+    async def strike(run: Run) -> None:
+        await asyncio.sleep(at_s)
+        run.handles[name].thawed.clear()
+
+    return strike
+
+
+@pytest.mark.parametrize("name", ["trainer", "critic", "reward"])
+def test_one_that_does_not_answer_is_replaced_after_its_deadline(tmp_path: Path, name: str) -> None:
+    run = run_of(tmp_path)
+    run.config = run.config.model_copy(
+        update={"cluster": run.config.cluster.model_copy(update={"call_timeout_s": 15.0})}
+    )
+    run.train(strike=hangs(name, 3.1))
+    audit(run)
+    assert f"{name}." in run.warnings[0] and "had no answer after 15 s" in run.warnings[0]
+    assert run.lives[name] == 1 and 15.0 < run.wall_s < 45.0
+
+
+def test_lost_ranks_are_a_death_and_a_bug_is_none(tmp_path: Path) -> None:
+    """Both come as an exception of the executor."""
+
+    def raises(cause: Exception) -> Strike:
+        async def strike(run: Run) -> None:
+            await asyncio.sleep(3.0)
+
+            async def broken(*args: object) -> None:
+                raise RemoteError("trainer", "step", "Traceback: boom") from cause
+
+            run.handles["trainer"].role.step = broken
+
+        return strike
+
+    run = run_of(tmp_path)
+    audit(run.train(strike=raises(RanksLost("rank 1 waits for rank 0 in mesh.py:12"))))
+    assert run.warnings[0] == "trainer: rank 1 waits for rank 0 in mesh.py:12; it is started again"
+    with pytest.raises(RemoteError, match="boom"):
+        run_of(tmp_path).train(strike=raises(ValueError("a bug")))
+
+
+@pytest.mark.parametrize("name", ["trainer", "reward"])
+def test_too_many_deaths_end_the_run_with_all_their_causes(tmp_path: Path, name: str) -> None:
+    deaths = [("critic", 1.0), *((name, 2.0 + 3 * n) for n in range(4))]
+    run = run_of(tmp_path, max_restarts=2)
+    with pytest.raises(TooManyDeaths) as caught:
+        run.train(strike=kills(*deaths))
+    text = str(caught.value)
+    assert (
+        f"{name.removesuffix('-0')} died 3 times within 600 s and is not replaced again (cluster.max_restarts = 2)"
+        in text
+    )
+    assert text.count(f"{name}: pid 7 was killed by SIGKILL") == 3 and "critic: pid 7 was killed" in text
+    assert not run.complaints
+
+
+def test_who_is_to_stop_the_run_does(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    stop = run.config.cluster.model_copy(update={"on_failure": run.config.cluster.on_failure.model_copy(
+        update={"reference": "stop"})})  # fmt: skip
+    run.config = run.config.model_copy(update={"cluster": stop})
+    with pytest.raises(MeshFailed, match="reference"):
+        run.train(strike=kills(("reference", 3.0)))
+
+
+def test_a_lost_host_takes_trainer_and_checkpoints_along(tmp_path: Path) -> None:
+    """A reward has nothing there."""
+
+    def loses(name: str) -> Strike:
+        async def strike(run: Run) -> None:
+            await asyncio.sleep(3.0)
+            run.handles[name].failed.set_result(HostFailed(name, (0,), "host a is lost"))
+
+        return strike
+
+    with pytest.raises(HostFailed, match="host a is lost"):
+        run_of(tmp_path).train(strike=loses("trainer"))
+    audit(run_of(tmp_path).train(strike=loses("reward")))
+
+
+def test_steps_that_are_nowhere_are_not_taken_as_if_they_were(tmp_path: Path) -> None:
+    """The newest checkpoint is damaged, so that a new trainer finds an older one than the run has kept groups for."""
+
+    async def strike(run: Run) -> None:
+        while len(run.trainer.saved) < 2:
+            await asyncio.sleep(0.1)
+        run.trainer.weights.clear()
+        run.handles["trainer"].die()
+
+    with pytest.raises(StepsLost, match="a new trainer begins at step 0, and steps 1 to 6 are not there"):
+        run_of(tmp_path).train(strike=strike)
+
+
+def test_a_start_that_fails_is_tried_again(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    starts = run._again
+    failures: list[Exception] = [CallTimeout("reward", "start", 1.0, "is in start"), MeshFailed("reward", (0,), "boom")]
+
+    async def again(name: str):
+        if failures:
+            raise failures.pop(0)
+        return await starts(name)
+
+    run._again = again
+    audit(run.train(strike=kills(("reward", 3.0))))
+    assert not failures and sum("it is started again" in line for line in run.warnings) == 3

@@ -1,0 +1,115 @@
+"""Real runs whose executors are killed or stopped, and started again: what is learnt is what no fault would change."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.checkpoint.store import CheckpointStore
+from tests.end_to_end.tiny import Command, descendants, gone, llamarl_here, rows
+
+pytestmark = pytest.mark.timeout(300)
+STEPS = 24
+OPTIONS = (
+    "--rollout.max_staleness", 0, "--rollout.window", 1, "--steps", STEPS, "--eval.every_steps", 0,
+    "--trainer.advantage", "gae", "--critic.learning_rate_scale", 1, "--reference.kl_coefficient", 0.05,
+    "--checkpoint.every_steps", 8, "--trainer.learning_rate", 0.01,
+)  # fmt: skip
+LEARNT = ("loss", "grad_norm", "reward_mean", "extra.value_loss", "extra.critic_grad_norm", "extra.kl_to_reference")
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    found = [row for row in rows(folder / "tiny/metrics.jsonl") if row["kind"] == "step"]
+    return [{name: row[name] for name in ("step", *LEARNT)} for row in found]
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    checkpoint, damaged = CheckpointStore(folder / "tiny/checkpoints", keep=2).load_newest()
+    assert checkpoint is not None and not damaged and checkpoint.step == STEPS
+    return checkpoint.files
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """A run that nothing befalls."""
+    from tests.end_to_end.tiny import write_toml
+
+    folder = tmp_path_factory.mktemp("whole")
+    done = llamarl_here("train", write_toml(folder, model), "--output", folder, "--cluster.kind", "inline", *OPTIONS)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class Faulty:
+    """A run in processes, some of which are killed."""
+
+    def __init__(self, folder: Path, toml: Path, *options: object) -> None:
+        self.folder = folder
+        self.command = Command.start(folder, "train", toml, "--output", folder, *OPTIONS, *options)
+        self.pids = list[int]()
+
+    def strike(self, name: str, step: int, number: signal.Signals = signal.SIGKILL) -> int:
+        """After a step; the process's pid."""
+        metrics = self.folder / "tiny/metrics.jsonl"
+        self.command.until(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), 120.0)
+        pid = self.command.children()[name]
+        self.pids += descendants(self.command.process.pid)
+        os.kill(pid, number)
+        return pid
+
+    def end(self) -> str:
+        """What it said; it has finished, and nobody is left."""
+        code, said = self.command.wait(180.0)
+        assert code == 0, said
+        assert gone(self.pids, 5.0) == []
+        return said
+
+
+def test_whoever_dies_the_run_learns_the_same(tmp_path: Path, toml: Path, whole: Path) -> None:
+    """Trainer between two checkpoints, critic, reward, reference, generator, and the new trainer once more."""
+    run = Faulty(tmp_path, toml)
+    killed = [run.strike("trainer", 3), run.strike("reward", 6), run.strike("critic", 10), run.strike("reference", 13)]
+    killed += [run.strike("generator-0", 15), run.strike("trainer", 18)]
+    said = run.end()
+    assert steps(tmp_path) == steps(whole)
+    assert weights(tmp_path) == weights(whole), "bit for bit"
+    for pid in killed:
+        assert re.search(rf"pid {pid} (was killed by SIGKILL|has ended)", said), said
+    again = [(int(start), int(number)) for start, number in
+             re.findall(r"trainer goes on from step (\d+), (\d+) steps were taken again", said)]  # fmt: skip
+    assert len(again) == 2 and again[0][0] == 0 and again[1][0] in (8, 16), again
+    assert 3 <= again[0][1] <= 7
+
+
+def test_with_a_mirror_one_step_is_taken_again(tmp_path: Path, toml: Path, whole: Path) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    run = Faulty(tmp_path, toml, "--checkpoint.mirror", "true")
+    run.strike("trainer", 5)
+    run.strike("critic", 12)
+    said = run.end()
+    assert steps(tmp_path) == steps(whole) and weights(tmp_path) == weights(whole)
+    found = re.findall(r"(trainer|critic) goes on from step (\d+), ([01]) steps were taken again", said)
+    assert [name for name, *_ in found] == ["trainer", "critic"], said
+    assert int(found[0][1]) >= 4 and int(found[1][1]) >= 11
+    assert not [one for one in set(Path("/dev/shm").iterdir()) - before if one.name.startswith("llamarl-")]
+
+
+def test_a_rank_that_is_killed_or_stopped(tmp_path: Path, toml: Path) -> None:
+    """One of two ranks of the trainer dies, later one stands still: the sentence says which, and nothing is lost."""
+    two = ("--trainer.parallelism.fsdp", 2, "--cluster.call_timeout_s", 8, "--checkpoint.mirror", "true", "--steps", 12)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "faulty").mkdir()
+    whole, faulty = (Faulty(tmp_path / name, toml, *two) for name in ("whole", "faulty"))
+    faulty.strike("trainer.1", 3)
+    stopped = faulty.strike("trainer.0", 7, signal.SIGSTOP)
+    said = faulty.end()
+    whole.end()
+    assert steps(faulty.folder) == steps(whole.folder)
+    assert re.search(r"trainer \(rank 1\): pid \d+ ", said), said
+    assert f"rank 0 (pid {stopped}) is stopped" in said, said
+    assert said.count("trainer goes on") == 2
