@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import time
 import uuid
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from llamarl.cluster.engine_files import MEMORY
 from tests.groups import make_group  # noqa: F401, a fixture for all folders
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes says more about the machine's load
@@ -58,8 +60,9 @@ def _processes() -> dict[int, str]:
 
 
 def _segments() -> set[str]:
-    """Named shared memory of this package."""
-    return {path.name for path in Path("/dev/shm").glob("llamarl-*")}
+    """Named shared memory of this package, without what goes with this process."""
+    own = Path(os.environ.get(MEMORY, "")).name
+    return {path.name for path in Path("/dev/shm").glob("llamarl-*")} - {own}
 
 
 LONG = ("end_to_end", "gpu", "executors", "controller", "training", "weight_sync")
@@ -83,6 +86,7 @@ def nothing_left_behind() -> Iterator[None]:
     for pid in processes:
         os.kill(pid, signal.SIGKILL)
     for segment in segments:
-        (Path("/dev/shm") / segment).unlink(missing_ok=True)
+        left = Path("/dev/shm") / segment
+        shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
     if processes or segments:
         pytest.fail(f"left behind by the tests: processes {processes}, shared memory {segments}", pytrace=False)
