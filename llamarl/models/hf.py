@@ -36,7 +36,7 @@ def new_model(shape: ModelShape, seed: int, std: float) -> Transformer:
     """A freshly initialized float32 model on the CPU."""
     with torch.device("meta"):
         model = Transformer(shape)
-    model.to_empty(device="cpu")
+    model.load_state_dict({name: torch.empty(one.shape) for name, one in model.state_dict().items()}, assign=True)
     model.initialize(seed, std)
     return model
 

@@ -166,7 +166,8 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        size = shape.vocab_size, shape.hidden_size
+        self.embed_tokens = nn.Embedding(*size, _weight=torch.empty(size))  # drawing it would import torch's compiler
         self.layers = nn.ModuleList(Layer(shape, index) for index in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.rope = Rope(shape)

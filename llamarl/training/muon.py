@@ -15,13 +15,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from llamarl.training.optimizer import Uncompiled
+
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the iteration x -> a x + b x^3 + c x^5, steepest at 0: small singular values reach about 1 in few steps."""
 NUM_STEPS = 5
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Uncompiled):
     """Momentum whose update is the nearest matrix with equal singular values; for matrices only."""
 
     def __init__(self, matrices: Iterable[Tensor], lr: float, others: torch.optim.Optimizer | None = None) -> None:

@@ -15,7 +15,6 @@ from typing import ClassVar, Generic, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import RankMesh
@@ -179,8 +178,8 @@ class Optimization(ABC, Generic[Model]):
 
     def reshard(self) -> None:
         """After a forward alone: else the next one would use the gathered weights of before the next step."""
-        if isinstance(self.module, FSDPModule):
-            self.module.reshard()
+        if self.mesh.shards is not None:
+            self.module.reshard()  # pyrefly: ignore[not-callable]
 
     def shards(self) -> dict[str, tuple[TensorSpec, Tensor]]:
         """What this rank holds of weights, `NAME`, and of the moments of AdamW, `NAME:MOMENT`, once there are some.

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from llamarl.config.schema import TrainerConfig
+
+
+class Uncompiled(torch.optim.Optimizer):
+    """Without what keeps these methods out of compiled code: their first call would import torch's compiler, which is
+    as large as the rest of torch."""
+
+    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class AdamW(Uncompiled, torch.optim.AdamW):
+    """torch's."""
+
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
 def build_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.optim.AdamW:
@@ -22,7 +37,7 @@ def build_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.o
         {"params": vectors, "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=1e-8, fused=True)
+    return AdamW(groups, lr=config.learning_rate, betas=betas, eps=1e-8, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: TrainerConfig) -> float:

@@ -19,8 +19,6 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from llamarl.distributed.collectives import gather_rows, scatter_rows
@@ -170,6 +168,8 @@ def _shard(
 ) -> None:
     """Layers are gathered in `dtype`: of float32 ones autocast would make, and autograd keep, a copy of each until
     backward, which for all layers is the whole model. Hidden states between layers stay what they are."""
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # takes half as long as torch
+
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False)
     for layer in transformer.model.layers.children():
         fully_shard(layer, mesh=mesh.shards, mp_policy=policy)
@@ -186,12 +186,23 @@ def _place(module: nn.Module, boxes: Mapping[str, Box], device: torch.device, re
     """Brings all weights to the device; those that are nowhere yet, trainable or not, are read."""
     unread = [name for name, weight in module.named_parameters() if weight.is_meta]
     # As `to_empty`, which would also empty the weights that are somewhere; FSDP2 then takes the new ones.
-    module._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device))
+    module._apply(lambda x: _room(x, device) if x.is_meta else x.to(device))
     for name in unread:
         weight, box = module.get_parameter(name), boxes[_short(name)]
         assert read is not None, f"{name} has no values, and nothing to read them from"
         if box.num_elements:
-            (weight.to_local() if isinstance(weight, DTensor) else weight).copy_(read(_short(name), box))
+            _local(weight).copy_(read(_short(name), box))
+
+
+def _room(weight: Tensor, device: torch.device) -> Tensor:
+    """As much, with any values. Of what FSDP2 has not cut, `empty_like` would import a library of mathematics."""
+    is_cut = _local(weight) is not weight
+    return torch.empty_like(weight, device=device) if is_cut else weight.new_empty(weight.shape, device=device)
+
+
+def _local(weight: Tensor) -> Tensor:
+    """What this rank has of it, where FSDP2 has cut it."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def _chunk(box: Box, size: int, place: int) -> Box:
@@ -209,9 +220,9 @@ def _own_weights(module: nn.Module) -> dict[str, Tensor]:
             continue
         weight.grad = torch.zeros_like(weight)
         own: Tensor = weight
-        if isinstance(weight, DTensor) and isinstance(weight.grad, DTensor):
-            own = weight.detach().to_local()
-            own.grad = weight.grad.to_local()
+        if _local(weight) is not weight:
+            own = _local(weight.detach())
+            own.grad = _local(weight.grad)
         weights[_short(name)] = own
     return weights
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from llamarl.models.folder import load_shape
 from llamarl.models.lora import adapted_weights
 from tests.end_to_end.learning import Trained
 from tests.end_to_end.tiny import llamarl, llamarl_here, rows
+from tests.nightly import nightly
 
 RANK, STEPS = 8, 25
 LORA = ("--trainer.lora.rank", RANK, "--trainer.lora.alpha", 16.0, "--trainer.learning_rate", 3e-3)
@@ -73,7 +73,7 @@ def test_what_is_exported(learnt: Path, trained: Trained, tmp_path: Path) -> Non
     assert "--merge is for adapters" in wrong.stderr
 
 
-@pytest.mark.skipif(os.environ.get("LLAMARL_NIGHTLY") != "1", reason="`make test-all` does it: four more processes")
+@nightly("four more processes")
 def test_cut_trainers_and_quantized_cut_generators(tmp_path: Path, toml: Path) -> None:
     """Each rank of the generator receives its part of the adapters, and merges before it quantizes."""
     done = llamarl(

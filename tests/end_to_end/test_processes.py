@@ -22,6 +22,7 @@ from llamarl.checkpoint.store import CheckpointStore
 from llamarl.training import critic
 from tests.end_to_end.learning import write_task
 from tests.end_to_end.tiny import Command, descendants, environment, gone, is_alive, llamarl, llamarl_here, rows
+from tests.nightly import NIGHTLY
 
 END_S = 10.0
 """A run that was asked to end, or that has lost a process, ends within this time."""
@@ -38,7 +39,7 @@ MODELS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
     "reward-model": ((), ("reward-model",)),
 }
 """Options by the executor that is killed, and the executors that they add."""
-ALSO_AT_NIGHT = ("trainer", "reward", "reward-model") if os.environ.get("LLAMARL_NIGHTLY") == "1" else ()
+ALSO_AT_NIGHT = ("trainer", "reward", "reward-model") if NIGHTLY else ()
 
 
 def with_score(model: Path, folder: Path) -> Path:
@@ -113,14 +114,20 @@ def test_ctrl_c_and_resume(running: Running, toml: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_being_asked_to_end_and_a_second_signal(tmp_path: Path, toml: Path, number: signal.Signals) -> None:
-    """One run is asked to end, or its terminal is closed; the other is asked twice in a row; both start together."""
-    polite, hasty = (Running(tmp_path / name, toml) for name in ("polite", "hasty"))
+    """One run is asked to end, or its terminal is closed. Another, that starts beside it, is asked twice in a row."""
+    polite = Running(tmp_path / "polite", toml)
+    hasty = Running(tmp_path / "hasty", toml) if number == signal.SIGTERM else None
     polite.wait_for_steps()
     code, said = polite.command.end(number, END_S)
     assert code == 130 and f"ended by {number.name}; go on with --resume" in said
     assert gone(polite.pids, 1.0) == []
     polite.check_files()
+    if hasty is not None:
+        end_hastily(hasty)
 
+
+def end_hastily(hasty: Running) -> None:
+    """Two signals, at any moment of its end."""
     hasty.wait_for_steps()
     hasty.command.process.send_signal(signal.SIGINT)
     start_s = time.monotonic()
@@ -159,7 +166,7 @@ def test_kill_of_an_executor(tmp_path: Path, toml: Path, model: Path, kill: str)
     assert f"{kill} (rank 0)" in (run.folder / "summary.json").read_text()
 
 
-@pytest.mark.parametrize("kind", ["inline", *(["monarch"] if os.environ.get("LLAMARL_NIGHTLY") == "1" else [])])
+@pytest.mark.parametrize("kind", ["inline", *(["monarch"] if NIGHTLY else [])])
 def test_a_run_that_is_stopped_goes_on(tmp_path: Path, toml: Path, kind: str) -> None:
     """As by Ctrl-Z: for longer than it may stall; at night for longer than Monarch waits for an answer."""
     stall_s, stopped_s = (4, 8.0) if kind == "inline" else (30, 50.0)
@@ -242,7 +249,7 @@ def test_a_run_that_diverges_does_not_look_like_a_success(
     assert last.partition("NonFiniteStep: ")[2] in (tmp_path / "tiny/summary.json").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *([signal.SIGINT] if NIGHTLY else [])])
 def test_an_end_while_executors_start(tmp_path: Path, toml: Path, number: signal.Signals) -> None:
     command = Command.start(tmp_path, "train", toml, "--output", tmp_path)
     command.until(lambda: "starting executors" in command.out.read_text() and len(command.children()) > 1)

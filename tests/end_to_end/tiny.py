@@ -80,13 +80,13 @@ def llamarl(*arguments: object, timeout_s: float = 90.0, cwd: Path = ROOT) -> su
     )
 
 
-def llamarl_here(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """A command in this process, which has loaded torch already; not for Monarch."""
+def llamarl_here(*arguments: object, to: Any = ...) -> subprocess.CompletedProcess[str]:
+    """A command in this process, which has loaded torch already; not for Monarch. `to`: in place of `sys.stdout`."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     argv, handler = sys.argv, signal.getsignal(signal.SIGTERM)
     sys.argv = ["llamarl", *map(str, arguments)]
     try:
-        with redirect_stdout(out), redirect_stderr(err):
+        with redirect_stdout(out if to is ... else to), redirect_stderr(err):
             main()
     except SystemExit as ended:
         code = int(ended.code or 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -13,11 +12,12 @@ import pytest
 
 from benchmarks.hosts.namespaces import Namespaces, available
 from tests.end_to_end.tiny import ROOT, make_model, rows, write_toml
+from tests.nightly import nightly
 
 REASON = available()
 pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=REASON),
-    pytest.mark.skipif(os.environ.get("LLAMARL_NIGHTLY") != "1", reason="`make test-all` does it: a run on two hosts"),
+    nightly("a run on two hosts"),
 ]
 RUN_S = 90.0
 

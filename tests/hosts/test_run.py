@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 from benchmarks.hosts.namespaces import Namespaces, available
 from llamarl.cluster.certificates import make_certificates
 from tests.end_to_end.tiny import ROOT, make_model, rows, write_toml
+from tests.nightly import nightly
 
 REASON = available()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -73,7 +73,7 @@ def test_a_host_is_cut_off_and_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(os.environ.get("LLAMARL_NIGHTLY") != "1", reason="`make test-all` does it: hosts come and go")
+@nightly("hosts come and go")
 def test_a_trainer_on_two_hosts_and_generators_that_come_and_go(tmp_path: Path) -> None:
     with Namespaces(4) as hosts:
         run = train(

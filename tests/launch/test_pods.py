@@ -15,13 +15,12 @@ import yaml
 from benchmarks.hosts.namespaces import Namespaces, available
 from llamarl.launch import script
 from tests.end_to_end.tiny import ROOT, make_model, rows, write_toml
+from tests.nightly import nightly
 
 REASON = available()
 pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=REASON),
-    pytest.mark.skipif(
-        os.environ.get("LLAMARL_NIGHTLY") != "1", reason="`make test-all` does it: a run on three hosts"
-    ),
+    nightly("a run on three hosts"),
 ]
 RUN_S = 100.0
 

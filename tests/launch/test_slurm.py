@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -13,11 +12,12 @@ import pytest
 from benchmarks.hosts.namespaces import Namespaces, available
 from tests.end_to_end.tiny import LLAMARL, make_model, rows, write_toml
 from tests.launch.slurm_cluster import SlurmCluster, unavailable
+from tests.nightly import nightly
 
 REASON = available() or unavailable()
 pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=REASON),
-    pytest.mark.skipif(os.environ.get("LLAMARL_NIGHTLY") != "1", reason="`make test-all` does it: runs on three nodes"),
+    nightly("runs on three nodes"),
     pytest.mark.timeout(300),
 ]
 RUN_S = 120.0

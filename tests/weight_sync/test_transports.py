@@ -27,9 +27,10 @@ from llamarl.weight_sync.layout import TensorSpec, lay_out
 from llamarl.weight_sync.transports.file import FilePublisher
 from llamarl.weight_sync.transports.p2p import P2pPublisher, P2pSubscriber
 from llamarl.weight_sync.transports.shared_memory import SharedMemorySubscriber
+from tests.nightly import NIGHTLY
 from tests.weight_sync.conftest import receive
 
-STOPPED_S = 30.0 if os.environ.get("LLAMARL_NIGHTLY") == "1" else 0.0
+STOPPED_S = 30.0 if NIGHTLY else 0.0
 TRANSPORTS = ("shared_memory", "p2p", "file", "nixl")
 LAYOUTS = [  # trainer (fsdp, tp, pp), generator tp, replicas
     ((1, 1, 1), 1, 1),

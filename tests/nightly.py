@@ -1,0 +1,14 @@
+"""What `make test` leaves to `make test-all`: repetition, and runs that take long."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+NIGHTLY = os.environ.get("LLAMARL_NIGHTLY") == "1"
+
+
+def nightly(why: str) -> pytest.MarkDecorator:
+    """Marks a test that only `make test-all` runs."""
+    return pytest.mark.skipif(not NIGHTLY, reason=f"`make test-all` does it: {why}")
