@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.end_to_end.tiny import LLAMARL, ROOT, environment, llamarl, llamarl_here
+from tests.nightly import NIGHTLY
 
 Done = subprocess.CompletedProcess[str]
 
@@ -226,7 +227,7 @@ def test_missing_model_folder(toml: Path) -> None:
     check(llamarl_here("train", toml, "--model.path", "/nowhere/model"), "/nowhere/model")
 
 
-@pytest.mark.parametrize("kind", ["inline", "monarch"])
+@pytest.mark.parametrize("kind", ["inline", *(["monarch"] if NIGHTLY else [])])
 def test_truncated_weights(toml: Path, model: Path, tmp_path: Path, kind: str) -> None:
     """Only the executors read weights: what they find reaches the user as the same sentence, from any cluster."""
     folder = damaged(model, tmp_path, lambda copy: halve(copy / "model.safetensors"))

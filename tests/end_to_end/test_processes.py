@@ -39,7 +39,7 @@ MODELS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
     "reward-model": ((), ("reward-model",)),
 }
 """Options by the executor that is killed, and the executors that they add."""
-ALSO_AT_NIGHT = ("trainer", "reward", "reward-model") if NIGHTLY else ()
+ALSO_AT_NIGHT = ("trainer", "reward", "reward-model", "reference") if NIGHTLY else ()
 
 
 def with_score(model: Path, folder: Path) -> Path:
@@ -141,7 +141,7 @@ def end_hastily(hasty: Running) -> None:
         assert line.startswith("{") and line.endswith("}")
 
 
-@pytest.mark.parametrize("kill", ["generator-0", "reference", *ALSO_AT_NIGHT])
+@pytest.mark.parametrize("kill", ["generator-0", *ALSO_AT_NIGHT])
 def test_kill_of_an_executor(tmp_path: Path, toml: Path, model: Path, kill: str) -> None:
     """Ranks of trainer and critic are killed in `test_layouts.py`."""
     options, more = MODELS.get(kill, ((), ()))
@@ -300,9 +300,8 @@ def test_rewards_that_judge_nothing_end_the_run(tmp_path: Path, toml: Path) -> N
 
 def test_a_run_whose_folder_is_deleted_ends(tmp_path: Path, toml: Path) -> None:
     run = Running(tmp_path / "runs", toml, "--cluster.kind", "inline")
-    run.command.until(
-        lambda: '"step": 2,' in run.folder.joinpath("metrics.jsonl").read_text() if run.folder.exists() else False
-    )
+    metrics = run.folder / "metrics.jsonl"
+    run.command.until(lambda: metrics.exists() and '"step": 2,' in metrics.read_text())
     shutil.rmtree(run.folder)
     code, said = run.command.wait(END_S)
     assert code == 1 and "Traceback" not in said, said
