@@ -68,7 +68,7 @@ def test_process_groups_are_set_up_in_one_place() -> None:
     lines = [line for path in elsewhere for line in path.read_text(encoding="utf-8").splitlines()]
     found = {line for line in lines if "torch.distributed" in line}
     assert found and all(
-        line.startswith(("from torch.distributed.fsdp", "from torch.distributed.tensor")) for line in found
+        line.strip().startswith(("from torch.distributed.fsdp", "from torch.distributed.tensor")) for line in found
     )
 
 
