@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,8 +103,9 @@ def recomputed(trainer: TrainerExecutor, groups: list[RolloutGroup]) -> tuple[np
 
 
 @pytest.fixture
-def trainer(model: Path, tmp_path: Path) -> TrainerExecutor:
-    return TrainerExecutor(settings(model), str(tmp_path), resume=False)
+def trainer(model: Path, tmp_path: Path) -> Iterator[TrainerExecutor]:
+    with closing(TrainerExecutor(settings(model), str(tmp_path), resume=False)) as trainer:
+        yield trainer
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ import random
 import re
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -41,9 +43,11 @@ def alone(specs: tuple[TensorSpec, ...]) -> WriterPlan:
 
 
 @pytest.fixture
-def pair() -> tuple[SharedMemoryPublisher, SharedMemorySubscriber]:
+def pair() -> Iterator[tuple[SharedMemoryPublisher, SharedMemorySubscriber]]:
     """Both ends in this process, through two mappings of the memory."""
-    return SharedMemoryPublisher(alone(SPECS), lambda value: [value]), SharedMemorySubscriber(SPECS, 3, timeout_s=0.2)
+    publisher = SharedMemoryPublisher(alone(SPECS), lambda value: [value])
+    with closing(publisher), closing(SharedMemorySubscriber(SPECS, 3, timeout_s=0.2)) as subscriber:
+        yield publisher, subscriber
 
 
 class TestVersions:
