@@ -6,13 +6,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import checked, command_parser, write_output
+from llamarl.cli.options import checked, command_parser, told_of_delay, write_output
 from llamarl.config import ConfigError, Ref, RunConfig, load_config
 from llamarl.config.schema import (
     ClusterConfig,
@@ -69,10 +70,17 @@ def main(arguments: Sequence[str]) -> int:
         cluster=ClusterConfig(kind="inline"),
         seed=options.seed,
     )
-    with Progress(TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+    columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as bar, ExitStack() as preparing:
+        preparing.enter_context(told_of_delay("eval"))
         task = bar.add_task("", total=None)
+
+        def show(done: int, total: int) -> None:
+            preparing.close()
+            bar.update(task, completed=done, total=total)
+
         try:
-            result = evaluate_checkpoint(config, lambda done, total: bar.update(task, completed=done, total=total))
+            result = evaluate_checkpoint(config, show)
         except Interrupted as error:
             print(f"llamarl eval: {error}", file=sys.stderr)
             return INTERRUPTED

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import checked, command_parser
+from llamarl.cli.options import checked, command_parser, told_of_delay
 from llamarl.config import ConfigError, read_rows, read_text
 from llamarl.config.schema import EvalConfig, GeneratorConfig, RolloutConfig
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
@@ -70,13 +70,15 @@ def main(arguments: Sequence[str]) -> int:
     from llamarl.data.tokenizer import Tokenizer, check_vocabulary
     from llamarl.models.folder import load_shape
 
-    tokenizer = Tokenizer(options.model)
-    check_vocabulary(tokenizer, load_shape(options.model).vocab_size)
-    sampling = replace(sampling, stop_token_ids=tokenizer.eos_token_ids)
-    requests = _requests(prompts, tokenizer, options.chat, samples, sampling)
-    first = next(requests)  # a template that cannot work fails before the weights are read
+    with told_of_delay("generate"):
+        tokenizer = Tokenizer(options.model)
+        check_vocabulary(tokenizer, load_shape(options.model).vocab_size)
+        sampling = replace(sampling, stop_token_ids=tokenizer.eos_token_ids)
+        requests = _requests(prompts, tokenizer, options.chat, samples, sampling)
+        first = next(requests)  # a template that cannot work fails before the weights are read
     with Responses(options.output, prompts, tokenizer) as responses:
-        engine = _engine(options.model, generator, tokenizer)
+        with told_of_delay("generate"):
+            engine = _engine(options.model, generator, tokenizer)
         responses.begin()
         return _run(engine, chain([first], requests), generator.max_running, responses, len(prompts) * samples)
 

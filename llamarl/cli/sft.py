@@ -10,7 +10,7 @@ from typing import Protocol
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import command_parser
+from llamarl.cli.options import command_parser, told_of_delay
 from llamarl.config import ConfigError, RunConfig, SftConfig, load_sft
 
 EPILOG = """RUN.toml, as of `llamarl train`: fine-tunes model.path on data.train, by the field data.solution, with the
@@ -60,9 +60,11 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
     def warn(said: str) -> None:
         print(f"llamarl sft: {said}", file=sys.stderr)
 
-    check_run_folder(config, resume=resume, overwrite=overwrite)
+    with told_of_delay("sft"):
+        check_run_folder(config, resume=resume, overwrite=overwrite)
     ensure_base_model(config)
-    documents, placement = load_documents(config, warn), place_trainer(config)
+    with told_of_delay("sft"):
+        documents, placement = load_documents(config, warn), place_trainer(config)
     folder = prepare_run_folder(config, resume=resume, overwrite=overwrite)
     try:
         with _bar(config.name, config.steps) as show:

@@ -18,6 +18,7 @@ from llamarl.config import RunConfig
 from llamarl.controller.ports import TrainerPort
 from llamarl.controller.replicas import Replica
 from llamarl.executors.replies import Adoption, Mismatch, Probe, Published
+from llamarl.training.result import NonFiniteStep
 from llamarl.weight_sync.layout import TensorSpec
 from llamarl.weight_sync.select import Selection, sample, select
 
@@ -25,6 +26,8 @@ MAX_FAILURES = 3
 """Fetches in a row that may fail at one replica before the run ends."""
 RETRY_S = 1.0
 """Pause after a fetch that failed."""
+RUINED_NATS = 100.0
+"""Mean size of the log-probabilities of sampled tokens that no working policy has: one in 1e43."""
 
 
 class WeightsWrong(RuntimeError):
@@ -155,12 +158,20 @@ async def adopted_and_probed(
 
     Raises:
         WeightsWrong: further than `weight_sync.max_mismatch`.
+        NonFiniteStep: the trainer's own say that its weights are ruined, so that nobody can serve them.
     """
     adoption = await replica.port.adopt(published.version, published.addresses[replica.transport])
     if adoption.outcome != "adopted" or published.probe is None:
         return adoption, None
     found = mismatch_of(published.probe, await replica.port.score(published.probe.sequences))
     if not found.mean <= max_mismatch:
+        own = float(np.abs(np.concatenate(published.probe.logprobs, dtype=np.float64)).mean())
+        if not own < RUINED_NATS:
+            raise NonFiniteStep(
+                f"training has diverged: after step {published.version} the trainer's own log-probabilities are "
+                f"{own:.3g} nats on average; lower trainer.learning_rate or trainer.max_grad_norm, and go on from an "
+                "earlier checkpoint"
+            )
         raise WeightsWrong(
             f"{replica.name} serves version {published.version}, yet its log-probabilities are {found.mean:.3g} nats "
             f"from the trainer's on average (weight_sync.max_mismatch = {max_mismatch:g})"

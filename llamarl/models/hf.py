@@ -23,7 +23,7 @@ from llamarl.models.transformer import Transformer
 from llamarl.sharding.box import Box
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 Read = Callable[[str, Box], Tensor]
 """read(name, part): that part of a weight."""
@@ -83,14 +83,16 @@ class Weights:
         """A part of a tensor in the type of its file, maybe in its memory; zeros for an optional one that is missing.
 
         Raises:
-            ConfigError: it holds NaN or infinity, or is a part of tied embeddings that differs from the head that the
-                checkpoint has beside them.
+            ConfigError: it holds NaN or infinity, or only 0 where all tokens pass, or is a part of tied embeddings that
+                differs from the head that the checkpoint has beside them.
         """
         if name not in self._files:
             return torch.zeros(box.shape)
         part = _part(self._files[name], name, box)
         if not torch.isfinite(part).all():
             raise ConfigError(f"{self._folder}: `{name}` holds NaN or infinity; copy or make the checkpoint again")
+        if name == LAST_NORM and part.numel() and not part.any():
+            raise ConfigError(f"{self._folder}: `{name}` is 0 throughout, so every token is as likely; copy it again")
         if name == EMBEDDING and self._is_tied and self.other_head is not None:
             self._check_tied_head(torch.equal(_part(self.other_head, HEAD, box).float(), part.float()))
         return part

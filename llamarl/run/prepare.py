@@ -25,6 +25,9 @@ from llamarl.training.cost import activation_bytes
 from llamarl.types import Prompt
 from llamarl.weight_sync.select import check_name
 
+CACHE_BLOCK_TOKENS = 16
+"""That keys and values are kept for at a time, by all kernels."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
@@ -85,7 +88,12 @@ def prepare(config: RunConfig) -> Prepared:
     problems = Problems(
         train=load("train"), eval=load("eval") if config.data.eval else (), stop_token_ids=tokenizer.eos_token_ids
     )
+    longest = max(len(prompt.token_ids_T) for prompt in (*problems.train, *problems.eval))
     check_microbatch(config, shape, max(len(prompt.token_ids_T) for prompt in problems.train))
+    check_cache(config, shape, longest)
+    learnt = {prompt.token_ids_T.tobytes() for prompt in problems.train}
+    if problems.eval and all(prompt.token_ids_T.tobytes() in learnt for prompt in problems.eval):
+        warnings.append("data.eval: all of its prompts are in data.train too, so it does not tell learning from memory")
     return Prepared(shape=shape, problems=problems, placement=placement, warnings=tuple(warnings))
 
 
@@ -123,6 +131,20 @@ def check_microbatch(config: RunConfig, shape: ModelShape, longest_prompt: int) 
             f"trainer.microbatch_tokens = {trainer.microbatch_tokens} is less than the {longest} tokens that prompt "
             f"and response (rollout.max_new_tokens = {config.rollout.max_new_tokens}) can have together; raise it to "
             f"{longest}, which takes about {gib:.2g} GiB for activations, or lower rollout.max_new_tokens"
+        )
+
+
+def check_cache(config: RunConfig, shape: ModelShape, longest_prompt: int) -> None:
+    """Raises ConfigError when `generator.kv_cache_bytes` does not hold the longest sequence that can come."""
+    generator, longest = config.generator, longest_prompt + config.rollout.max_new_tokens
+    value_bytes = {"auto": 4 if generator.dtype == "float32" else 2, "bfloat16": 2, "fp8": 1}[generator.kv_dtype]
+    heads = -(-shape.num_kv_heads // generator.tensor_parallel)
+    per_token = 2 * shape.num_layers * heads * shape.head_dim * value_bytes
+    needed = per_token * -(-min(longest, shape.max_position_embeddings) // CACHE_BLOCK_TOKENS) * CACHE_BLOCK_TOKENS
+    if generator.kv_cache_bytes is not None and generator.kv_cache_bytes < needed and generator.backend == "native":
+        raise ConfigError(
+            f"generator.kv_cache_bytes = {generator.kv_cache_bytes} does not hold one prompt and response of {longest} "
+            f"tokens; give at least {needed}, and so much for each that is to be decoded at once, or leave it out"
         )
 
 

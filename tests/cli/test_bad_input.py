@@ -183,6 +183,7 @@ def test_chat_templates_that_fail(toml: Path, model: Path, tmp_path: Path, templ
     [
         (float("nan"), torch.float32, "model.norm.weight` holds NaN or infinity"),
         (float("inf"), torch.bfloat16, "model.norm.weight` holds NaN or infinity"),
+        (0.0, torch.float32, "model.norm.weight` is 0 throughout"),
         (1, torch.int8, "model.norm.weight` has the type I8"),
         (1, torch.bool, "model.norm.weight` has the type BOOL"),
         (1, torch.float8_e4m3fn, "model.norm.weight` has the type F8_E4M3"),
@@ -195,8 +196,8 @@ def test_weights_that_mean_nothing(
 
     def change(copy: Path) -> None:
         weights = load_file(copy / "model.safetensors")
-        weights["model.norm.weight"] = torch.ones(weights["model.norm.weight"].shape).index_fill_(
-            0, torch.tensor([3]), value).to(dtype)  # fmt: skip
+        norm_D = torch.ones(weights["model.norm.weight"].shape).index_fill_(0, torch.tensor([3]), value)
+        weights["model.norm.weight"] = (norm_D if value else 0 * norm_D).to(dtype)
         save_file(weights, copy / "model.safetensors")
 
     folder = damaged(model, tmp_path, change)

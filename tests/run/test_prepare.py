@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from llamarl.config import ConfigError
+from llamarl.config.schema import RunConfig
 from llamarl.models.shape import ModelShape
-from llamarl.run.prepare import check_tensor_parallel
+from llamarl.run.prepare import check_cache, check_tensor_parallel, prepare
 from llamarl.sharding.tensor_parallel import tensor_parallel_box
+from tests.end_to_end.tiny import make_model
 
 
 def shape(num_heads: int = 8, num_kv_heads: int = 2, intermediate_size: int = 96, vocab_size: int = 320) -> ModelShape:
@@ -51,3 +55,32 @@ def test_what_is_let_through_can_be_cut(num_ranks: int) -> None:
     for name, size in rows.items():
         box = tensor_parallel_box(f"model.{name}.weight", (size, 64), num_ranks, num_ranks - 1, model.num_kv_heads)
         assert box.stops[0] == size
+
+
+@pytest.mark.parametrize(("dtype", "ranks", "needed"), [("float32", 1, 96 * 128), ("bfloat16", 2, 96 * 32)])
+def test_a_cache_that_does_not_hold_one_sequence_is_refused(dtype: str, ranks: int, needed: int) -> None:
+    """Of 70 + 20 tokens, in blocks of 16; per token keys and values of 2 heads of 8."""
+    for size in (1, needed - 1, needed, None):
+        config = RunConfig.model_validate(
+            {
+                "model": {"path": "m"},
+                "data": {"train": "running_total"},
+                "rollout": {"max_new_tokens": 20},
+                "generator": {"kv_cache_bytes": size, "dtype": dtype, "tensor_parallel": ranks},
+            }
+        )
+        if size is None or size >= needed:
+            check_cache(config, shape(), 70)
+            continue
+        said = rf"kv_cache_bytes = {size} does not hold one prompt and response of 90 tokens; give at least {needed}"
+        with pytest.raises(ConfigError, match=said):
+            check_cache(config, shape(), 70)
+
+
+@pytest.mark.parametrize(("first", "is_said"), [(0, True), (30, True), (31, False)])
+def test_evaluation_on_the_training_data_is_said(tmp_path: Path, first: int, is_said: bool) -> None:
+    problems = {"train": {"name": "running_total", "count": 40}}
+    problems["eval"] = {"name": "running_total", "count": 10, "first": first}
+    model = make_model(tmp_path / "model")
+    prepared = prepare(RunConfig.model_validate({"model": {"path": str(model)}, "data": problems}))
+    assert is_said == any("data.eval: all of its prompts are in data.train too" in one for one in prepared.warnings)
