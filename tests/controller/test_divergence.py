@@ -1,0 +1,31 @@
+"""A policy that training has ruined, beside a sync that works."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamarl.executors.replies import Published
+from llamarl.training.result import NonFiniteStep
+from tests.controller.fakes import Generator, Run, config
+
+
+@pytest.mark.parametrize("size", [math.nan, -math.inf, -1e30])
+def test_a_policy_that_has_diverged_is_no_fault_of_the_sync(tmp_path: Path, size: float) -> None:
+    """As by a learning rate of 1e300: the generator serves the very same weights."""
+    run = Run(config(tmp_path), tmp_path, [Generator(bias=math.nan)])
+    publish = run.trainer.publish
+
+    async def diverged(version: int, in_use: tuple[int, ...]) -> Published:
+        published = await publish(version, in_use)
+        assert published.probe is not None
+        logprobs = [np.full_like(logprobs_T, size) for logprobs_T in published.probe.logprobs]
+        return replace(published, probe=replace(published.probe, logprobs=logprobs))
+
+    run.trainer.publish = diverged
+    with pytest.raises(NonFiniteStep, match=r"training has diverged: after step 0 .*lower trainer.learning_rate"):
+        run.train()
