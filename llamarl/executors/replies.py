@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
@@ -78,6 +78,17 @@ class GeneratorStats(NamedTuple):
 NO_STATS = GeneratorStats()
 
 
+class JournalPosition(TypedDict):
+    """What of the journal it takes to go on from a moment."""
+
+    first: int
+    """The first file that is needed."""
+    segment: int
+    """The file that was written."""
+    bytes: int
+    """Of it, by then."""
+
+
 class ControllerState(TypedDict):
     """What a checkpoint keeps of the controller: plain JSON."""
 
@@ -88,6 +99,7 @@ class ControllerState(TypedDict):
     next_group_id: int
     unconsumed: list[tuple[int, int]]
     """Group id and prompt index of each group that was admitted and not trained on."""
+    journal: NotRequired[JournalPosition]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,146 @@
+"""Groups and rollouts as records of a file, and back. Nothing that is read is executed.
+
+A record is the xxh3-64 digest of all that follows, the sizes of header and arrays, a JSON header, and the arrays that
+the header names, end to end. A file holds nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from llamarl.types import Columns, FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup, continued
+
+_DIGEST, _SIZES = struct.Struct("<Q"), struct.Struct("<QQ")
+_FRAME_BYTES = _DIGEST.size + _SIZES.size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """One of a file."""
+
+    header: dict[str, Any]
+    """What it says besides its rollouts."""
+    parts: Sequence[tuple[int, Rollout]]
+    """Rollouts, each from one of its tokens on."""
+    end: int
+    """Of its bytes in the file."""
+
+
+def encode(header: dict[str, Any], parts: Sequence[tuple[int, Rollout]] = ()) -> bytes:
+    """A record of these rollouts, each without so many of its first tokens."""
+    described, arrays = list[dict[str, Any]](), list[bytes]()
+    for start, one in parts:
+        columns = {name: np.ascontiguousarray(values_T[start:]) for name, values_T in one.columns.items()}
+        arrays += (values_T.tobytes() for values_T in columns.values())
+        described.append({
+            "group_id": one.group_id,
+            "index": one.index,
+            "finish_reason": one.finish_reason,
+            "error": one.error,
+            "start": start,
+            "columns": [[name, values_T.dtype.str, len(values_T)] for name, values_T in columns.items()],
+        })  # fmt: skip
+    text, rest = json.dumps(header | {"rollouts": described}).encode(), b"".join(arrays)
+    body = _SIZES.pack(len(text), len(rest)) + text + rest
+    return _DIGEST.pack(xxhash.xxh3_64_intdigest(body)) + body
+
+
+def records(path: Path, start: int = 0) -> Iterator[tuple[int, Record]]:
+    """Those of a file with where they begin, from the byte `start` on, up to the first that is torn or damaged.
+
+    Raises OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        file.seek(start)
+        while len(frame := file.read(_FRAME_BYTES)) == _FRAME_BYTES:
+            sizes = _SIZES.unpack_from(frame, _DIGEST.size)
+            end = start + _FRAME_BYTES + sum(sizes)
+            if end > num_bytes:
+                return
+            body = file.read(sum(sizes))
+            digest = xxhash.xxh3_64(frame[_DIGEST.size :])
+            digest.update(body)
+            if digest.intdigest() != _DIGEST.unpack_from(frame)[0]:
+                return
+            header = json.loads(body[: sizes[0]])
+            yield start, Record(parts=_parts(header.pop("rollouts"), body, sizes[0]), header=header, end=end)
+            start = end
+
+
+def _parts(described: Sequence[dict[str, Any]], body: bytes, offset: int) -> Sequence[tuple[int, Rollout]]:
+    parts = list[tuple[int, Rollout]]()
+    for one in described:
+        columns: Columns = {}
+        for name, dtype, length in one["columns"]:
+            columns[name] = np.frombuffer(body, dtype, length, offset).copy()  # torch takes writable ones alone
+            offset += columns[name].nbytes
+        rollout = Rollout(
+            group_id=one["group_id"],
+            index=one["index"],
+            columns=columns,
+            finish_reason=FinishReason(one["finish_reason"]),
+            error=one["error"],
+        )
+        parts.append((one["start"], rollout))
+    return parts
+
+
+def joined(before: Rollout | None, start: int, part: Rollout) -> Rollout | None:
+    """A rollout of which `part` came after `start` tokens of `before`; None: these are not there."""
+    if not start:
+        return part
+    if before is None or before.num_tokens < start:
+        return None
+    kept = {name: values_T[:start] for name, values_T in before.columns.items()}
+    columns = continued(kept, part.columns) if part.num_tokens else kept
+    return Rollout(
+        group_id=part.group_id, index=part.index, columns=columns, finish_reason=part.finish_reason, error=part.error
+    )
+
+
+def newest_version(rollouts: Sequence[Rollout]) -> int:
+    """Largest policy version among their tokens; -1 when there is none."""
+    return max((int(one.policy_versions_T.max()) for one in rollouts if one.num_tokens), default=-1)
+
+
+def encode_group(group: RolloutGroup, prompt: int) -> bytes:
+    """All that the trainer gets, with the index of its prompt instead of the prompt."""
+    header = {
+        "kind": "group",
+        "group_id": group.group_id,
+        "prompt": prompt,
+        "results": [asdict(one) for one in group.results],
+        "responses": group.responses,
+        "baseline": asdict(group.baseline) if group.baseline else None,
+    }
+    return encode(header, [(0, one) for one in group.rollouts])
+
+
+def decoded_group(record: Record, prompt: Prompt) -> RolloutGroup:
+    """What `encode_group` was given."""
+    header = record.header
+    return RolloutGroup(
+        group_id=header["group_id"],
+        prompt=prompt,
+        rollouts=tuple(rollout for _, rollout in record.parts),
+        results=tuple(map(_result, header["results"])),
+        responses=tuple(header["responses"]),
+        baseline=_result(header["baseline"]) if header["baseline"] else None,
+    )
+
+
+def _result(plain: dict[str, Any]) -> RewardResult:
+    first = plain["first_part"]
+    return RewardResult(
+        **plain | {"outcome": Outcome(plain["outcome"]), "first_part": _result(first) if first else None}
+    )
