@@ -184,6 +184,8 @@ class CheckpointConfig(Section):
 class RecordConfig(Section):
     max_bytes: int = Field(default=1 << 28, ge=1 << 16)
     """Size from which `metrics.jsonl` and `rollouts.jsonl` become pieces, `rollouts-00001.jsonl.gz`; all are kept."""
+    journal: Literal["needed", "all"] = "needed"
+    """What was generated is kept while a kept checkpoint needs it to go on without losing anything, or for good."""
 
 
 class ScreenConfig(Section):

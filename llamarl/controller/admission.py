@@ -30,6 +30,11 @@ class Problems:
     stop_token_ids: tuple[int, ...]
 
 
+def data_fingerprint(prompts: Sequence[Prompt]) -> int:
+    """Of prompts and answers, in order."""
+    return fingerprint((f"{one.prompt_id}\0{one.answer}", one.token_ids_T) for one in prompts)
+
+
 class Admission:
     """The data position and the buffer that bounds staleness; both go into checkpoints."""
 
@@ -48,8 +53,7 @@ class Admission:
         )
         self._group_size = rollout.group_size
         self._prompts = problems.train or problems.eval
-        data = fingerprint((f"{one.prompt_id}\0{one.answer}", one.token_ids_T) for one in self._prompts)
-        self._sampler = PromptSampler(len(self._prompts), config.seed, data)
+        self._sampler = PromptSampler(len(self._prompts), config.seed, data_fingerprint(self._prompts))
         self._prompt_of = dict[int, int]()
         """Prompt index of each unconsumed group. Those of a resumed checkpoint start from the beginning, under their
         numbers: sampling noise depends on these."""
@@ -88,6 +92,10 @@ class Admission:
             all_ready += ready
             num_dropped += len(dropped)
         return all_ready, num_dropped
+
+    def prompt_of(self, group_id: int) -> int:
+        """Index of the prompt of an unconsumed group."""
+        return self._prompt_of[group_id]
 
     def is_flat(self, group: RolloutGroup) -> bool:
         """Whether there is nothing to learn from comparing its rollouts."""

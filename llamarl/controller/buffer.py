@@ -73,6 +73,11 @@ class RolloutBuffer:
         """Admitted groups that no step has consumed yet."""
         return len(self._waiting)
 
+    def describe(self) -> str:
+        """What a step takes and what is there, for a stall report."""
+        takes = f"takes {self.prompts_per_step} groups (window {self.window}, oldest first)"
+        return f"{takes}; {self.num_ready} are ready"
+
     def admit(self, count: int) -> Sequence[int]:
         """Ids of `count` newly admitted groups, oldest first."""
         assert count <= self.num_free, "admission beyond the staleness bound"

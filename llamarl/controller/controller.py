@@ -19,12 +19,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from llamarl.config import RunConfig, build
 from llamarl.controller.admission import Admission, Problems
 from llamarl.controller.evaluation import EvalResult, Evaluation
-from llamarl.controller.groups import FIRST_EVAL_ID, SCORED_TOKENS, PendingGroup, Scoring, greedy_request
+from llamarl.controller.groups import FIRST_EVAL_ID, SCORED_TOKENS, InFlight, PendingGroup, Scoring
+from llamarl.controller.journal import Journal
 from llamarl.controller.learners import Learners
 from llamarl.controller.lives import Deaths, Restarted, lasting
 from llamarl.controller.ports import Executors, TrainerPort
@@ -56,7 +56,9 @@ class Controller:
         supervisor: Supervisor,
         telemetry: Telemetry,
         state: ControllerState | None = None,
+        journal: Journal | None = None,
     ) -> None:
+        self._journal = journal or Journal()
         timeout_s = config.cluster.call_timeout_s
         self._config, self._problems = config, problems
         self._supervisor, self._telemetry = supervisor, telemetry
@@ -68,7 +70,9 @@ class Controller:
         """Those that are started again when they die, as what lasts of them."""
         self._trains = executors.trainer is not None
         if executors.trainer:
-            self._learners = Learners(config, executors, supervisor, telemetry, self._watch, self.version)
+            self._learners = Learners(
+                config, executors, supervisor, telemetry, self._watch, self.version, self._journal
+            )
             self._trainer = self._learners.trainer
             self._transports = Transports(config, self._trainer, executors.trainer.hosts, telemetry.chose_transport)
             self._learners.lasts(executors, self._unpublish, self._publish_again)
@@ -76,13 +80,10 @@ class Controller:
         self._buffer = self._admission.buffer
         self._groups_changed = Signal()
         """The buffer has changed."""
-        self._needs_greedy: bool = build(
-            config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage"
-        ).NEEDS_GREEDY
+        advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
         policy = policy_of_generators(config.cluster, executors)
         self.replicas = Replicas(executors.generators, supervisor, timeout_s, survives_deaths=policy != "stop")
-        self._pending = dict[int, PendingGroup]()
-        """By the ids of their requests."""
+        self._in_flight = InFlight(self._journal, config.rollout.segment_tokens, advantage.NEEDS_GREEDY)
         self._to_score = asyncio.Queue[PendingGroup]()
         model = config.reward.model
         self._score = Scoring(executors.reward, executors.models, model.weight if model else 0.0, timeout_s)
@@ -130,19 +131,14 @@ class Controller:
                 await self._submit(requests)
 
     async def _submit(self, requests: Sequence[tuple[GenerationRequest, Prompt]]) -> None:
-        """Sends requests to the generators, of which one is in service or will be."""
-        sent, greedy = list[GenerationRequest](), list[GenerationRequest]()
-        for request, prompt in requests:
-            of_group = [replace(request, segment_tokens=self._config.rollout.segment_tokens)]
-            if self._needs_greedy and request.purpose == "train":
-                greedy.append(greedy_request(of_group[0]))
-                of_group.append(greedy[-1])
-            sent.append(of_group[0])
-            pending = PendingGroup(tuple(of_group), prompt)
-            self._pending.update((one.group_id, pending) for one in of_group)
-        await self.replicas.submit(sent)
-        if greedy:
-            await self.replicas.submit(greedy)
+        """Sends requests to the generators, of which one is in service or will be; but not for what the journal has."""
+        scored, whole, parts = self._in_flight.begin(requests)
+        for pending in whole:
+            self._to_score.put_nowait(pending)
+        if scored:
+            self._deliver(scored)
+        for part in parts:
+            await self.replicas.submit(part)
 
     # 2. Rollouts
 
@@ -157,12 +153,13 @@ class Controller:
             collected = None if replica.is_gone else await self.replicas.unless_dead(replica, replica.port.collect())
             if collected is None or replica.is_gone:
                 return
+            self._in_flight.record(collected.rollouts, replica.withdrawn)
             finished, to_go_on = replica.deliver(collected)
             self.replicas.num_resumed += sum(len(request.partials) for request in to_go_on)
             self.replicas.resume(to_go_on)
             self.replicas.changed.notify()
             for rollout in finished:
-                pending = self._pending[rollout.group_id]
+                pending = self._in_flight[rollout.group_id]
                 if pending.add(rollout):
                     self._to_score.put_nowait(pending)
             self._watch.progress()
@@ -180,8 +177,7 @@ class Controller:
                 num_tokens += batch[-1].num_tokens
             groups = await self._score(batch)
             for pending, group in zip(batch, groups, strict=True):
-                for request in pending.requests:
-                    del self._pending[request.group_id]
+                self._in_flight.remove(pending)
                 if not pending.is_trained_on:
                     self._evaluations.pop(group.group_id).add(group)
             self._deliver([group for pending, group in zip(batch, groups, strict=True) if pending.is_trained_on])
@@ -189,6 +185,7 @@ class Controller:
 
     def _deliver(self, groups: Sequence[RolloutGroup]) -> None:
         """Scored groups go into the window, and ahead of the step to trainer and critic."""
+        self._journal.groups(groups, self._admission.prompt_of)
         ready, num_dropped = self._admission.put(groups)
         if ready:
             self._learners.add(ready)
@@ -250,7 +247,8 @@ class Controller:
         assert step is not None
         assert self._unreported is None, "the step before must be reported first"
         self.version = (await asyncio.shield(step.result)).policy_version  # an interrupted run still wants it
-        self._under_way, self._unreported, step.mark = None, step, self._telemetry.mark()
+        self._journal.step([group.group_id for group in step.groups], self._admission.state(self.version))
+        self._under_way, self._unreported, step.mark = None, step, self._telemetry.mark(self._journal.seconds)
         if syncs:
             sync = self._sync(self.version, len(step.groups))
             step.sync = self._supervisor.start(sync, f"sync version {self.version}")
@@ -299,6 +297,8 @@ class Controller:
         for replica in awaited:
             if replica.version >= version and replica.answer:
                 report.add(*replica.answer)
+        if before := self._journal.published(version, report.fingerprint):
+            self._telemetry.warn_of_others(version, before, report.fingerprint)
         report.sync_s = clock.time() - start_s
         report.num_late = sum(not replicas.serves(one) for one in replicas.alive)
         report.num_resyncs, self._num_resyncs = self._num_resyncs, 0
@@ -387,11 +387,6 @@ class Controller:
 
     async def _who_waits(self) -> str:
         """What everybody is doing, for the stall report."""
-        buffer, pending = self._buffer, {id(one): one for one in self._pending.values()}.values()
-        oldest = min(pending, key=lambda one: one.group_id, default=None)
-        facts = [
-            f"step {self.version + 1} takes {buffer.prompts_per_step} groups (window {buffer.window}, oldest first)",
-            f"{buffer.num_ready} are ready",
-            f"{oldest.describe(len(pending)) if oldest else 'none is in flight'}, {buffer.num_free} slots are free",
-        ]
+        in_flight = f"{self._in_flight.describe()}, {self._buffer.num_free} slots are free"
+        facts = [f"step {self.version + 1} {self._buffer.describe()}", in_flight]
         return "; ".join([*facts, *self.replicas.debts(), *(await self._telemetry.describe_executors())])

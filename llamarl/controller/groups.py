@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
+from llamarl.controller.journal import Journal, Key
 from llamarl.controller.ports import ColumnPort, Responses, RewardModelPort, RewardPort
 from llamarl.executors.replies import Scored
 from llamarl.rewards._weighted import weighted_sum
@@ -44,7 +45,7 @@ class PendingGroup:
     requests: tuple[GenerationRequest, ...]
     """For the group, and perhaps for the greedy response."""
     prompt: Prompt
-    _rollouts: dict[tuple[int, int], Rollout] = field(default_factory=dict)
+    _rollouts: dict[Key, Rollout] = field(default_factory=dict)
 
     @property
     def group_id(self) -> int:
@@ -64,17 +65,33 @@ class PendingGroup:
         """Of the rollouts that have come."""
         return sum(rollout.num_tokens for rollout in self._rollouts.values())
 
-    def describe(self, num_pending: int) -> str:
-        """As the oldest of so many, for a stall report."""
-        arrived = f"{len(self._rollouts)} of {self.num_rollouts} rollouts"
-        return f"{num_pending} are in flight, the oldest is group {self.group_id} with {arrived}"
+    @property
+    def arrived(self) -> str:
+        """How many rollouts have come."""
+        return f"{len(self._rollouts)} of {self.num_rollouts}"
 
     def add(self, rollout: Rollout) -> bool:
         """A rollout has come; whether it was the last one."""
         key = rollout.group_id, rollout.index
         assert key not in self._rollouts, "generated twice"
         self._rollouts[key] = rollout
+        return self.is_whole
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing is to come any more."""
         return len(self._rollouts) == self.num_rollouts
+
+    def rest(self, held: Mapping[Key, Rollout]) -> list[GenerationRequest]:
+        """What is to be generated, where these rollouts are there: finished ones, and some to go on with."""
+        self._rollouts.update((key, one) for key, one in held.items() if one.finish_reason.is_final)
+        requests = list[GenerationRequest]()
+        for request in self.requests:
+            starts = [held.get((one.group_id, one.index), one) for one in request.starts()]
+            to_come = tuple(one for one in starts if not one.finish_reason.is_final)
+            if to_come:
+                requests.append(replace(request, partials=to_come) if held else request)
+        return requests
 
     def in_order(self) -> list[Rollout]:
         """By index; a greedy one comes last."""
@@ -97,6 +114,55 @@ def _baseline(greedy: Rollout, result: RewardResult) -> RewardResult:
     if greedy.finish_reason is not FinishReason.FAILED:
         return result
     return RewardResult(outcome=Outcome.INVALID, value=0.0, reason=greedy.error)
+
+
+class InFlight(dict[int, PendingGroup]):
+    """Groups of which rollouts are still coming in, by the ids of their requests; what comes is in the journal."""
+
+    def __init__(self, journal: Journal, segment_tokens: int, needs_greedy: bool) -> None:
+        super().__init__()
+        self._journal, self._segment_tokens, self._needs_greedy = journal, segment_tokens, needs_greedy
+
+    def begin(
+        self, requests: Iterable[tuple[GenerationRequest, Prompt]]
+    ) -> tuple[list[RolloutGroup], list[PendingGroup], list[list[GenerationRequest]]]:
+        """Groups that the journal has scored, those of which it has all rollouts, and what is to be asked for."""
+        scored, whole = list[RolloutGroup](), list[PendingGroup]()
+        sent, greedy = list[GenerationRequest](), list[GenerationRequest]()
+        for request, prompt in requests:
+            group, held = self._journal.kept(request.group_id)
+            if group is not None:
+                scored.append(group)
+                continue
+            of_group = [replace(request, segment_tokens=self._segment_tokens)]
+            if self._needs_greedy and request.purpose == "train":
+                of_group.append(greedy_request(of_group[0]))
+            pending = PendingGroup(tuple(of_group), prompt)
+            self.update((one.group_id, pending) for one in of_group)
+            for one in pending.rest(held):
+                (greedy if one.purpose == "greedy" else sent).append(one)
+            self.record(held.values())
+            if pending.is_whole:
+                whole.append(pending)
+        return scored, whole, [part for part in (sent, greedy) if part]
+
+    def record(self, rollouts: Iterable[Rollout], withdrawn: Container[Key] = ()) -> None:
+        """These have come; others generate those that are `withdrawn`, and nobody learns from those of evaluations."""
+        pending = ((self.get(one.group_id), one) for one in rollouts if (one.group_id, one.index) not in withdrawn)
+        self._journal.rollouts([(of.group_id, one) for of, one in pending if of and of.is_trained_on])
+
+    def remove(self, pending: PendingGroup) -> None:
+        """It is complete."""
+        for request in pending.requests:
+            del self[request.group_id]
+
+    def describe(self) -> str:
+        """How many there are, and what the oldest lacks, for a stall report."""
+        pending = {id(one): one for one in self.values()}.values()
+        if not pending:
+            return "none is in flight"
+        oldest = min(pending, key=lambda one: one.group_id)
+        return f"{len(pending)} are in flight, the oldest is group {oldest.group_id} with {oldest.arrived} rollouts"
 
 
 class Scoring:

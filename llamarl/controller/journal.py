@@ -12,10 +12,12 @@ A file begins with the version from which the run goes on there: what was record
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import IO, Any, Literal, NamedTuple
@@ -101,7 +103,7 @@ class Journal:
     def rollouts(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
         """These were finished or parked; each with the group that it is for."""
         new = list[tuple[int, int, Rollout]]()
-        for group_id, one in rollouts:
+        for group_id, one in rollouts if self._file else ():
             start = self._live[group_id][1].get((one.group_id, one.index), 0) if group_id in self._live else 0
             if one.num_tokens > start or one.finish_reason.is_final:
                 new.append((group_id, start, one))
@@ -111,10 +113,12 @@ class Journal:
                 _, num_tokens = self._live.setdefault(group_id, (place.segment, {}))
                 num_tokens[one.group_id, one.index] = one.num_tokens
 
-    def group(self, group: RolloutGroup, prompt: int) -> None:
-        """A group is scored; `prompt` is the index of its prompt."""
-        if place := self._append(lambda: encode_group(group, prompt), newest_version(group.rollouts)):
-            self._scored[group.group_id], self._live[group.group_id] = place, (place.segment, {})
+    def groups(self, groups: Iterable[RolloutGroup], prompt_of: Callable[[int], int]) -> None:
+        """These are scored; `prompt_of` says the index of a group's prompt."""
+        for group in groups if self._file else ():
+            data, newest = partial(encode_group, group, prompt_of(group.group_id)), newest_version(group.rollouts)
+            if place := self._append(data, newest):
+                self._scored[group.group_id], self._live[group.group_id] = place, (place.segment, {})
 
     def located(self, state: ControllerState) -> ControllerState:
         """`state` with what it takes to go on from there."""
@@ -250,25 +254,24 @@ class Journal:
 
     def steps_after(self, step: int) -> Iterator[tuple[int, list[RolloutGroup]]]:
         """The groups of each completed step after this one, in the order in which they were trained on; ends before one
-        of which something is missing."""
+        of which something is missing. Raises OSError."""
         while not self._lacks(step + 1):
-            groups = [self._scored_group(group_id) for group_id in self._steps[step + 1]["groups"]]
-            whole = [group for group in groups if group is not None]
-            if len(whole) < len(groups):
-                return
             step += 1
-            yield step, whole
+            yield step, [self._read_group(self._scored[group_id]) for group_id in self._steps[step]["groups"]]
 
     def kept(self, group_id: int) -> tuple[RolloutGroup | None, Mapping[Key, Rollout]]:
         """What was generated of a group before the run went on: all of it, scored, or some rollouts."""
-        return self._scored_group(group_id), self._held.pop(group_id, {})
-
-    def _scored_group(self, group_id: int) -> RolloutGroup | None:
+        held = self._held.pop(group_id, {})
         if place := self._scored.get(group_id):
             with suppress(OSError):
-                for _, record in records(self._path(place.segment), place.offset):
-                    return decoded_group(record, self._prompts[record.header["prompt"]])
-        return None
+                return self._read_group(place), held
+        return None, held
+
+    def _read_group(self, place: _Place) -> RolloutGroup:
+        path = self._path(place.segment)
+        for _, record in records(path, place.offset):
+            return decoded_group(record, self._prompts[record.header["prompt"]])
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     def _lacks(self, step: int) -> str:
         """Why a step cannot be trained again; empty: it can."""

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from llamarl.cluster.api import ExecutorError, ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
+from llamarl.controller.journal import Journal
 from llamarl.controller.lives import Lasting
 from llamarl.controller.ports import CriticPort, Executors, OptimizingPort, TrainerPort
 from llamarl.controller.saving import Checkpoints
@@ -46,6 +47,7 @@ class Learners:
         telemetry: Telemetry,
         watch: StallWatch,
         version: int,
+        journal: Journal,
     ) -> None:
         assert executors.trainer is not None
         self._timeout_s = config.cluster.call_timeout_s
@@ -54,8 +56,8 @@ class Learners:
         self.critic = port(CriticPort, critic, self._timeout_s) if critic else None
         self.version = self._critic_version = version
         """Optimizer steps whose results have come."""
-        self._supervisor, self._watch = supervisor, watch
-        self._checkpoints = Checkpoints(self.trainer, self.critic, supervisor, telemetry, self._saved)
+        self._supervisor, self._watch, self._journal = supervisor, watch, journal
+        self._checkpoints = Checkpoints(self.trainer, self.critic, supervisor, telemetry, journal, self._saved)
         self.takes = self._checkpoints.takes
         self._ready = dict[int, RolloutGroup]()
         """Groups that they have for steps to come."""
@@ -101,11 +103,11 @@ class Learners:
 
     async def save(self, state: ControllerState) -> None:
         """Saves both with the state of the newest step. Raises NotSaved."""
-        await self._checkpoints.save(self.version, state)
+        await self._checkpoints.save(state)
 
     def save_beside(self, state: ControllerState) -> None:
         """As `save`, beside the next steps."""
-        self._checkpoints.save_beside(self.version, state)
+        self._checkpoints.save_beside(state)
 
     def _saved(self, step: int) -> None:
         while self._steps and self._steps[0][0] <= step:
@@ -159,6 +161,8 @@ class Learners:
         Raises StepsLost.
         """
         steps = [(step, groups) for step, groups in self._steps if step > start]
+        first = steps[0][0] if steps else version + 1
+        steps = [*((step, groups) for step, groups in self._journal.steps_after(start) if step < first), *steps]
         first = steps[0][0] if steps else version + 1
         if first > start + 1:
             gone = f"steps {start + 1} to {first - 1} are not there to be taken again"

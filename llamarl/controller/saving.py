@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from llamarl.cluster.api import RemoteError
+from llamarl.controller.journal import Journal, to_disk
 from llamarl.controller.lives import Restarted
 from llamarl.controller.ports import CriticPort, TrainerPort
 from llamarl.controller.supervision import Supervisor
@@ -42,10 +43,11 @@ class Checkpoints:
         critic: CriticPort | None,
         supervisor: Supervisor,
         telemetry: Telemetry,
+        journal: Journal,
         saved: Callable[[int], None],
     ) -> None:
         """`saved` hears of each step that has a checkpoint."""
-        self._trainer, self._critic, self._saved = trainer, critic, saved
+        self._trainer, self._critic, self._journal, self._saved = trainer, critic, journal, saved
         self._supervisor, self._telemetry = supervisor, telemetry
         self._writing: asyncio.Task[None] | None = None
         self._is_late = self._told_of_late = False
@@ -67,8 +69,8 @@ class Checkpoints:
         self._is_late &= is_busy
         return takes
 
-    async def save(self, step: int, state: ControllerState) -> None:
-        """After a resume nothing is trained twice or skipped; groups in flight start again from their prompts.
+    async def save(self, state: ControllerState) -> None:
+        """After a resume nothing is trained twice or skipped.
 
         Raises:
             NotSaved: the disk refuses.
@@ -76,20 +78,30 @@ class Checkpoints:
         await self._written()
         while True:
             try:
-                await self._commit(step, self._copies(step, state))
+                await self._commit(state["step"], self._copies(state))
                 return
             except Restarted:
                 continue
 
-    def save_beside(self, step: int, state: ControllerState) -> None:
+    def save_beside(self, state: ControllerState) -> None:
         """As `save`, beside the next steps, where `takes` says so; if the disk refuses, that costs a warning."""
-        writing = self._commit_or_warn(step, self._copies(step, state))
+        step = state["step"]
+        writing = self._commit_or_warn(step, self._copies(state))
         self._writing = self._supervisor.start(writing, f"checkpoint of step {step}")
 
-    def _copies(self, step: int, state: ControllerState) -> Sequence[asyncio.Future[Any]]:
-        """Trainer and critic copy their weights before whatever they are asked for next, and write beside that."""
-        calls = [self._trainer.save(state), *([self._critic.save(step)] if self._critic else [])]
-        return [asyncio.ensure_future(call) for call in calls]
+    def _copies(self, state: ControllerState) -> Sequence[asyncio.Future[Any]]:
+        """Trainer and critic copy their weights before whatever they are asked for next, and write beside that; what
+        the journal has so far comes to the disk."""
+        located = self._journal.located(state)
+        synced = asyncio.to_thread(to_disk, self._journal.next_segment())
+        calls = [self._trainer.save(located), *([self._critic.save(state["step"])] if self._critic else [])]
+        return [asyncio.ensure_future(call) for call in (*calls, self._or_without(synced))]
+
+    async def _or_without(self, synced: Awaitable[None]) -> None:
+        try:
+            await synced
+        except OSError as error:
+            self._journal.fail(error)
 
     async def _commit(self, step: int, copies: Sequence[asyncio.Future[Any]]) -> None:
         """The critic comes first: where there is a trainer's checkpoint, there is the critic's of the same step."""
@@ -98,6 +110,7 @@ class Checkpoints:
             if self._critic:
                 await self._critic.commit()
             await self._trainer.commit()
+        self._journal.committed(step)
         self._saved(step)
 
     async def _commit_or_warn(self, step: int, copies: Sequence[asyncio.Future[Any]]) -> None:

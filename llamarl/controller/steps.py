@@ -1,10 +1,12 @@
-"""`Step`: an optimizer step: under way, then completed, then on record."""
+"""`Step`: an optimizer step: under way, then completed, then on record; and steps that are done again."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from llamarl.controller.ports import CriticPort, TrainerPort
 from llamarl.controller.sync import SyncReport
 from llamarl.controller.telemetry import StepMark, Telemetry
 from llamarl.training.result import PolicyStepResult, StepResult
@@ -50,3 +52,29 @@ class Step:
         telemetry.step(self.groups, result, self.mark, sync, num_ready)
         if learnt and learnt.skipped:
             telemetry.skipped(learnt.policy_version, learnt.cause, "of the critic ")
+
+
+async def fast_forward(
+    trainer: TrainerPort | None,
+    critic: CriticPort | None,
+    steps: Iterable[tuple[int, list[RolloutGroup]]],
+    told: Callable[[int, list[RolloutGroup], PolicyStepResult | None], None] = lambda step, groups, result: None,
+) -> None:
+    """Steps that were completed after a checkpoint are done again, on the same groups, by those who came back to it.
+
+    Args:
+        steps: each with its groups, in order; `Journal.steps_after`.
+        told: hears of each that is done again.
+    """
+    for step, groups in steps:
+        ids = [group.group_id for group in groups]
+        for one in filter(None, (trainer, critic)):
+            await one.add_groups(groups)
+        if critic:
+            await critic.learn(step, ids)
+        result = await trainer.step(ids) if trainer else None
+        assert result is None or result.policy_version == step, f"step {step} became {result.policy_version}"
+        if critic:
+            while await critic.learn_on(step) is None:
+                pass
+        told(step, groups, result)

@@ -52,6 +52,8 @@ class StepMark:
     """Made to executors so far."""
     dropped_groups: int
     """Replaced by others, as their rewards were all equal."""
+    journal_s: float
+    """Spent on the journal so far."""
 
 
 class Telemetry:
@@ -187,7 +189,7 @@ class Telemetry:
                 lines.append(f"{handle.name} does not answer: {type(error).__name__}")
         return lines
 
-    def mark(self) -> StepMark:
+    def mark(self, journal_s: float = 0.0) -> StepMark:
         """Now, as the end of a step."""
         assert self._replicas is not None
         return StepMark(
@@ -197,6 +199,7 @@ class Telemetry:
             controller_cpu_s=time.process_time(),
             calls=self._calls_of_left + sum(handle.num_calls for handle in self._handles),
             dropped_groups=self._dropped_groups,
+            journal_s=journal_s,
         )
 
     @property
@@ -234,6 +237,13 @@ class Telemetry:
                 "(weight_sync.patience_s); the run goes on without it until it has caught up"
             )
 
+    def warn_of_others(self, version: int, before: str, now: str) -> None:
+        """A version was trained again, and came out otherwise."""
+        self.warn(
+            f"version {version} was trained again and has fingerprint {now} instead of {before}: what was sampled "
+            "before comes from slightly other weights; the same layout on the same processors gives the same ones"
+        )
+
     def skipped(self, step: int, cause: str, whose: str = "") -> None:
         """A step changed no weights."""
         self.warn(f"step {step} {whose}was skipped (trainer.on_nonfinite = 'skip'): {cause}")
@@ -257,14 +267,22 @@ class Telemetry:
         self.staleness_max = max(self.staleness_max, metrics.staleness_max)
         if result.skipped:
             self.skipped(metrics.step, result.cause)
-        self._log.log(metrics)
         self._recorder.record(metrics.step, groups, result.advantages)
+        self._log.log(metrics)  # the last of a step, so whoever reads it finds the rollouts too
         self._show(
             step=metrics.step,
             metrics=metrics,
             rewards=(*self._view.rewards, metrics.reward_mean),
             completions=self._completions(groups, result),
         )
+
+    def trained_again(self, groups: Sequence[RolloutGroup], result: PolicyStepResult) -> None:
+        """Records a step that was completed, and not yet on record, when the run ended before; nobody measured it."""
+        self._marks.append(self.mark())
+        unknown = replace(self.mark(), ended_s=float("nan"))
+        self._recorder.record(result.policy_version, groups, result.advantages)
+        self._log.log(self._metrics(groups, result, unknown, SyncReport(), 0))
+        self._marks.clear()
 
     def _metrics(
         self,
@@ -314,6 +332,7 @@ class Telemetry:
                 "flat_groups": sum(is_flat(group, mask_truncated=mask_truncated) for group in groups),
                 "controller_cpu_s": mark.controller_cpu_s - previous.controller_cpu_s,
                 "calls": mark.calls - previous.calls,
+                "record_share": (mark.journal_s - previous.journal_s) / step_s,
             },
         )
 

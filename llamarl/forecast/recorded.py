@@ -61,7 +61,8 @@ def read_run(path: str | Path) -> RecordedRun:
     folder = Path(path)
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder} is no run folder (no config.toml in it); give the folder of a finished run")
-    steps = {row["step"]: row for _, row in read_run_rows(folder / "metrics.jsonl", _FIX) if row.get("kind") == "step"}
+    read = [row for _, row in read_run_rows(folder / "metrics.jsonl", _FIX) if row.get("kind") == "step"]
+    steps = {row["step"]: row for row in read if row.get("step_s", 0) is not None}  # None: it was trained again
     rows = [steps[step] for step in sorted(steps)][1:]
     if len(rows) < MIN_STEPS:
         raise ConfigError(

@@ -11,6 +11,7 @@ from typing import Any
 from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.admission import Problems
 from llamarl.controller.controller import Controller
+from llamarl.controller.journal import Journal
 from llamarl.controller.ports import Executors
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
@@ -32,6 +33,7 @@ async def assembled(
     shutdown: Callable[[float], Awaitable[None]],
     spawn: Callable[[], Coroutine[Any, Any, Executors]],
     *,
+    journal: Journal | None = None,
     resumed: Callable[[Executors], Coroutine[Any, Any, ControllerState | None]] = _from_the_beginning,
     on_stop: Callable[[], None] = lambda: None,
     handles_signals: bool = True,
@@ -41,6 +43,7 @@ async def assembled(
     Args:
         shutdown: stops the executors, within so many seconds.
         spawn: starts them.
+        journal: of what is generated; None: none is kept.
         resumed: where a checkpoint says that the run goes on.
         on_stop: hears that executors are being stopped.
         handles_signals: Ctrl-C and SIGTERM end what runs under the supervisor with `Interrupted`.
@@ -50,7 +53,7 @@ async def assembled(
         with interruptible(supervisor) if handles_signals else nullcontext():
             executors = await supervisor.run(spawn())
             state = await supervisor.run(resumed(executors))
-            controller = Controller(config, problems, executors, supervisor, telemetry, state)
+            controller = Controller(config, problems, executors, supervisor, telemetry, state, journal)
             for handle in controller.executors.irreplaceable:  # generators have a policy of their own
                 supervisor.watch(handle)
             telemetry.attach(list(controller.executors), controller.replicas)

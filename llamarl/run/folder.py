@@ -25,9 +25,9 @@ LOOK_S = 2.0
 """Between two looks at whether the run's folder is still there."""
 _LOCK, _MARK = ".lock", ".of-this-run"
 _OF_A_RUN = frozenset((
-    "config.toml", "weights.json", "metrics.jsonl", "rollouts.jsonl", "summary.json", "trace.json", "output.log",
-    "logs", "checkpoints", "kernels", "weights", "export", "profile.json", "costs.json", "timeline.html",
-    "timeline.png",
+    "config.toml", "weights.json", "metrics.jsonl", "rollouts.jsonl", "journal.jsonl", "journal", "summary.json",
+    "trace.json", "output.log", "logs", "checkpoints", "kernels", "weights", "export", "profile.json",
+    "costs.json", "timeline.html", "timeline.png",
 ))  # fmt: skip
 """Names that commands write into a run's folder. Hidden ones are theirs too while they write."""
 
@@ -45,6 +45,7 @@ class RunFolder:
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts.jsonl"
+        self.journal = path / "journal.jsonl"
         self.weights = path / "weights.json"
         """What the models' files were when the run began."""
         self.summary = path / "summary.json"
@@ -92,10 +93,18 @@ class RunFolder:
         """Of the checkpoints, ascending; not verified."""
         return saved_steps(self.checkpoints)
 
+    def done_steps(self) -> int:
+        """What checkpoints and journal lead to; not verified."""
+        return max([*self.saved_steps(), _last_step(self.journal, b'"groups": ')])
+
+    def recorded_steps(self) -> int:
+        """Of which the metrics have a row."""
+        return _last_step(self.metrics, b'"kind": "step"')
+
     def way_on(self) -> str:
         """How a run goes on that an executor has left."""
-        if saved := self.saved_steps():
-            return f"--resume goes on from step {saved[-1]}"
+        if done := self.done_steps():
+            return f"--resume goes on from step {done}"
         return "no checkpoint was saved yet, so --overwrite starts it again"
 
 
@@ -184,21 +193,28 @@ def _check_resumable(folder: RunFolder, config: RunConfig) -> None:
         _check_same_weights(load_config(folder.config), config)
     if folder.weights.exists():
         _check_same_files(read_json(folder.weights, "remove it"), _weight_files(config))
-    saved = folder.saved_steps()
-    if saved and saved[-1] > config.steps:
+    if (done := folder.done_steps()) > config.steps:
         raise ConfigError(
-            f"--resume: the run has done {saved[-1]} steps and steps = {config.steps}; give --steps {saved[-1]} or more"
+            f"--resume: the run has done {done} steps and steps = {config.steps}; give --steps {done} or more"
         )
-    if not saved and not (folder.checkpoints / _MARK).exists() and _has_steps(folder.metrics):
+    if not folder.saved_steps() and not (folder.checkpoints / _MARK).exists() and folder.recorded_steps():
         raise ConfigError(
             f"--resume: {folder.metrics} holds steps, and the checkpoints of this run are not in {folder.checkpoints}; "
             "mount that folder or put it back"
         )
 
 
-def _has_steps(metrics: Path) -> bool:
-    files = [file for file in pieces(metrics) if file.exists()]
-    return any(b'"kind": "step"' in row for file in files for row in lines(file))
+def _last_step(path: Path, sign: bytes) -> int:
+    """Of the rows with this sign; whoever reads all of them says what is damaged."""
+    for file in reversed(pieces(path)):
+        last = 0
+        for row in lines(file) if file.exists() else ():
+            if sign in row and row.endswith(b"\n"):
+                with suppress(ValueError, LookupError, TypeError):
+                    last = max(last, int(json.loads(row)["step"]))
+        if last:
+            return last
+    return 0
 
 
 def _check_same_weights(before: RunConfig, now: RunConfig) -> None:

@@ -18,8 +18,10 @@ from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.clock import run_patiently
 from llamarl.controller.controller import Controller
 from llamarl.controller.evaluation import EvalResult
+from llamarl.controller.journal import Journal
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.saving import NotSaved
+from llamarl.controller.steps import fast_forward
 from llamarl.controller.supervision import Interrupted, Stalled, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import ControllerState
@@ -41,8 +43,11 @@ from llamarl.run.executors import (
 from llamarl.run.folder import RunFolder
 from llamarl.run.hosting import Hosting
 from llamarl.run.hosts import Elastic, gathered
+from llamarl.run.journal import open_journal
 from llamarl.run.placement import LocalPlaces, Places, place
 from llamarl.run.prepare import Prepared
+from llamarl.training.result import PolicyStepResult
+from llamarl.types import RolloutGroup
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,6 +94,8 @@ class _Run:
         self._specs: RunSpecs | None = None
         """Once executors are started."""
         self._outcome = _Progress(warnings=list(prepared.warnings))
+        self._unrecorded = list[tuple[list[RolloutGroup], PolicyStepResult]]()
+        """Steps that were trained again and are not in the metrics."""
 
     async def run(self) -> RunSummary:
         config, folder = self._config, self._folder
@@ -107,8 +114,9 @@ class _Run:
             keep = (lambda failure: screen.warn(str(failure)), config.record.max_bytes)
             log, recorder = MetricsLog(folder.metrics, *keep), RolloutRecorder(folder.rollouts, *keep)
             telemetry = Telemetry(config, screen, log, recorder, limit)
+            journal = open_journal(config, self._problems, folder, telemetry.warn)
             try:
-                await self._with_executors(screen, telemetry)
+                await self._with_executors(screen, telemetry, journal)
             except BaseException as error:
                 self._outcome.error = error
                 self._outcome.end = "interrupted" if isinstance(error, Interrupted) else "failed"
@@ -116,13 +124,14 @@ class _Run:
             finally:
                 recorder.close()
                 log.close()
+                journal.close()
                 summary = self._summary(telemetry, limit)
                 with suppress(OSError):  # a full disk must not hide how the run ended
                     write_trace(folder.trace, telemetry.spans)
                     write_summary(folder.summary, summary)
         return summary
 
-    async def _with_executors(self, screen: Screen, telemetry: Telemetry) -> None:
+    async def _with_executors(self, screen: Screen, telemetry: Telemetry, journal: Journal) -> None:
         settings = self._config.cluster
         self._registry = open_registry(settings, self._folder.logs, screen.phase)
         cluster = open_cluster(settings, self._folder.logs, self._registry)
@@ -133,12 +142,14 @@ class _Run:
             telemetry,
             cluster.shutdown,
             lambda: self._spawn(cluster, screen),
-            resumed=lambda executors: self._resumed(executors, screen),
+            resumed=lambda executors: self._resumed(executors, screen, journal),
+            journal=journal,
             on_stop=lambda: self._stopping(screen),
         ) as (controller, supervisor):
             supervisor.start(self._folder.check_loop(), "run folder")
             if self._resume:
                 self._go_on(telemetry, controller.version)
+            journal.begin(controller.version)
             supervisor.start(copying.loop(), "copies of checkpoints")
             if self._registry is not None and self._hosting is not None:
                 Elastic(self._registry, self._hosting, controller, telemetry, supervisor, settings.shutdown_timeout_s)
@@ -157,7 +168,9 @@ class _Run:
     def _go_on(self, telemetry: Telemetry, step: int) -> None:
         """What the checkpoint holds fits these settings: from here on they count. Raises ConfigError."""
         try:
-            telemetry.resume_at(step)
+            telemetry.resume_at(min(step, self._folder.recorded_steps()))
+            for groups, result in self._unrecorded:
+                telemetry.trained_again(groups, result)
             self._folder.write_config(self._config)
         except OSError as error:
             raise ConfigError(
@@ -217,20 +230,45 @@ class _Run:
             may_grow=self._hosting is not None,
         )
 
-    async def _resumed(self, executors: Executors, screen: Screen) -> ControllerState | None:
+    async def _resumed(self, executors: Executors, screen: Screen, journal: Journal) -> ControllerState | None:
+        """The newest checkpoint, and from there what the journal has. Raises ConfigError."""
+        if not self._resume:
+            return None
         timeout_s = self._config.cluster.call_timeout_s
         assert executors.trainer is not None
-        state, damaged = await port(TrainerPort, executors.trainer, timeout_s).resumed()
-        if state is None:
-            nothing_to_resume(self._resume, damaged, screen.warn)
-            return None
-        step = state["step"]
-        if damaged:
-            self._outcome.warnings.append(f"--resume goes on from step {step}, as {'; '.join(damaged)}")
+        trainer = port(TrainerPort, executors.trainer, timeout_s)
+        critic = port(CriticPort, executors.models["critic"], timeout_s) if "critic" in executors.models else None
+        saved, damaged = await trainer.resumed()
+        try:
+            state, lost = journal.go_on(saved)
+        except OSError as error:
+            raise ConfigError(f"--resume: cannot read {error.filename}: {error.strerror}") from None
+        if state is None or (saved is None and damaged):
+            nothing_to_resume(True, damaged, screen.warn)
+        said = [f"goes on from step {saved['step']}, as {'; '.join(damaged)}"] if saved and damaged else []
+        for text in (*said, *filter(None, [lost])):
+            self._outcome.warnings.append(f"--resume {text}" if text in said else f"--resume: {text}")
             screen.warn(self._outcome.warnings[-1])
-        if critic := executors.models.get("critic"):
-            await port(CriticPort, critic, timeout_s).resume(step)
+        if saved and critic:
+            await critic.resume(saved["step"])
+        await self._forward(trainer, critic, journal, saved["step"] if saved else 0, screen)
         return state
+
+    async def _forward(
+        self, trainer: TrainerPort, critic: CriticPort | None, journal: Journal, step: int, screen: Screen
+    ) -> None:
+        """From a checkpoint's `step` over all that the journal has."""
+        recorded, first = self._folder.recorded_steps(), step
+
+        def told(step: int, groups: list[RolloutGroup], result: PolicyStepResult | None) -> None:
+            screen.phase("training again what came after the checkpoint", step - first, journal.version - first)
+            if result is not None and step > recorded:
+                self._unrecorded.append((groups, result))
+
+        try:
+            await fast_forward(trainer, critic, journal.steps_after(step), told)
+        except OSError as error:
+            raise ConfigError(f"--resume: cannot read {error.filename}: {error.strerror}") from None
 
     async def _train(self, controller: Controller, telemetry: Telemetry) -> None:
         outcome = self._outcome

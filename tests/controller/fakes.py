@@ -20,11 +20,14 @@ from typing import Any
 import numpy as np
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
+from llamarl.cluster.port import port
 from llamarl.config import RunConfig
 from llamarl.controller.admission import Problems
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.controller import Controller
-from llamarl.controller.ports import Executors
+from llamarl.controller.journal import Journal
+from llamarl.controller.ports import CriticPort, Executors, TrainerPort
+from llamarl.controller.steps import fast_forward
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import Scored
@@ -160,8 +163,10 @@ class Run:
         num_train: int = 1000,
         num_eval: int = 0,
         models: dict[str, Any] | None = None,
+        keeps_journal: bool = False,
     ) -> None:
         self.config = config
+        self.folder = folder if keeps_journal else None
         self.generators = generators or [Generator()]
         self.reward = reward or Reward()
         self.trainer = trainer or Trainer()
@@ -216,12 +221,29 @@ class Run:
         executors = Executors(
             generators=generators, reward=reward, trainer=trainer, models=models, **self.new_generators()
         )
-        self.controller = controller = Controller(self.config, self.problems, executors, supervisor, telemetry, state)
+        saved, unrecorded = self.trainer.version, list[Any]()
+        steps, keep = [step for step, _ in self.trainer.saved], self.config.checkpoint.keep
+        journal = Journal(self.folder, self.warnings.append, prompts=self.problems.train, keep=keep, saved=steps)
+        state, self.lost = journal.go_on(state)
+        recorded = max((row["step"] for row in self.steps), default=0) if self.folder else 1 << 30
+        critic = port(CriticPort, models["critic"], 1e6) if "critic" in models else None
+        await fast_forward(
+            port(TrainerPort, trainer, 1e6),
+            critic,
+            journal.steps_after(saved),
+            lambda step, *done: unrecorded.append(done) if step > recorded else None,
+        )
+        self.controller = controller = Controller(
+            self.config, self.problems, executors, supervisor, telemetry, state, journal
+        )
         for handle in controller.executors.irreplaceable:
             supervisor.watch(handle)
         telemetry.attach(list(controller.executors), controller.replicas)
         if state:
-            telemetry.resume_at(controller.version)
+            telemetry.resume_at(min(controller.version, recorded))
+        for groups, result in unrecorded:
+            telemetry.trained_again(groups, result)
+        journal.begin(controller.version)
         supervisor.start(telemetry.poll_loop(), "status")
         if strike:
             supervisor.start(strike(self), "strike")
@@ -236,6 +258,7 @@ class Run:
             await supervisor.stop()
             recorder.close()
             log.close()
+            journal.close()
 
     def new_generators(self) -> dict[str, Any]:
         """How `Executors` says that there may be more."""

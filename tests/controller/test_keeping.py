@@ -1,0 +1,191 @@
+"""A controller that is killed and goes on by its journal: nothing is generated or trained twice, or lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamarl.controller.journal import Journal
+from tests.controller.fakes import Generator, Reward, Run, Trainer, config, rows
+from tests.controller.test_failures import draws
+from tests.controller.test_models import Model
+
+NUM_STEPS = 7
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+def killed(at_s: float) -> Callable[[Run], Awaitable[None]]:
+    async def strike(run: Run) -> None:
+        await asyncio.sleep(at_s)
+        run.supervisor.fail(Killed())
+
+    return strike
+
+
+def uneven(seed: int, length: int) -> Generator:
+    def duration_s(group_id: int, index: int) -> float:
+        return random.Random(f"{seed}/{group_id}/{index}").uniform(0.2, 4.0)
+
+    return Generator(duration_s=duration_s, num_tokens=lambda group_id, index: length + index)
+
+
+def run_of(folder: Path, trainer: Trainer, seed: int, every_steps: int, **rollout: Any) -> Run:
+    settings = config(folder, steps=NUM_STEPS, rollout=rollout, checkpoint={"every_steps": every_steps})
+    length = 6 if rollout.get("segment_tokens") else 2
+    critic = Model(lambda one: np.full(one.num_tokens, one.index, np.float32), learn_s=0.1)
+    return Run(
+        settings, folder, [uneven(seed, length), uneven(seed + 1, length)], Reward(score_s=0.3), trainer,
+        num_train=23, models={"critic": critic} if seed % 2 else None, keeps_journal=True,
+    )  # fmt: skip
+
+
+def newest(trainer: Trainer) -> tuple[int, Any]:
+    return trainer.saved[-1] if trainer.saved else (0, "null")
+
+
+def on_record(run: Run) -> tuple[int, set[tuple[int, int, int]]]:
+    """What a journal says: completed steps, and every token that need not be generated again."""
+    version, state = newest(run.trainer)
+    journal = Journal(run.folder, prompts=run.problems.train, saved=[step for step, _ in run.trainer.saved])
+    _, said = journal.go_on(json.loads(state))
+    journal.close()
+    assert said == ""
+    found = [one for _, groups in journal.steps_after(version) for group in groups for one in group.rollouts]
+    for group_id in range(100):
+        group, held = journal.kept(group_id)
+        found += [*(group.rollouts if group else ()), *held.values()]
+    return journal.version, {(one.group_id, one.index, n) for one in found for n in range(one.num_tokens)}
+
+
+ROLLOUTS = [
+    {"max_staleness": 0},
+    {"max_staleness": 1, "segment_tokens": 2},
+    {"max_staleness": 3, "window": 6, "segment_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("rollout", ROLLOUTS, ids=["S=0", "S=1", "S=3,W=6"])
+@pytest.mark.parametrize("every_steps", [0, 2])
+def test_killed_twice_at_any_moment(tmp_path: Path, rollout: dict[str, int], every_steps: int) -> None:
+    num_kept, num_again = 0, 0
+    for moment in range(1, 34, 5):
+        folder = tmp_path / f"{moment}"
+        folder.mkdir()
+        disk, seed = Trainer(), moment
+        run = run_of(folder, disk, seed, every_steps, **rollout)
+        num_kills = 0
+        while True:
+            try:
+                run.train(
+                    json.loads(newest(disk)[1]),
+                    strike=killed(moment / 1.7 if not num_kills else moment / 2.9) if num_kills < 2 else None,
+                )
+                break
+            except Killed:
+                num_kills += 1
+            version, known = on_record(run)
+            assert version == disk.version or version == disk.version - 1, "a step may end as the controller does"
+            num_kept += len(known)
+            num_again += version - newest(disk)[0]
+            disk = Trainer(version=newest(disk)[0], saved=disk.saved)
+            run = run_of(folder, disk, seed, every_steps, **rollout)
+            begun, before = run.generators, known
+        assert not run.lost
+        if num_kills:
+            sampled = [one for generator in begun for one in generator.sampled]
+            assert not before.intersection(sampled), "what is on record is generated again"
+            assert len(set(sampled)) == len(sampled)
+        assert not [text for text in run.warnings if "fingerprint" in text]
+        steps, rollouts = run.steps, run.rollouts
+        assert [row["step"] for row in steps] == list(range(1, NUM_STEPS + 1))
+        assert Counter(row["step"] for row in rollouts) == dict.fromkeys(range(1, NUM_STEPS + 1), 4)
+        assert Counter(row["prompt_id"] for row in rollouts if not row["index"]) == Counter(draws(2 * NUM_STEPS))
+        assert max(row["staleness"] for row in rollouts) <= steps[0]["staleness_limit"]
+        if rollout["max_staleness"] < 3:
+            ids = [row["group_id"] for row in rollouts if not row["index"]]
+            assert ids == sorted(ids), "strictly in the order of admission"
+    assert num_kept > 100 and num_again > (10 if not every_steps else 0)
+
+
+def test_without_staleness_it_is_the_run_that_was_never_killed(tmp_path: Path) -> None:
+    """Every record of every rollout; the steps' lines too, but for what time measures."""
+    (tmp_path / "whole").mkdir()
+    whole = run_of(tmp_path / "whole", Trainer(), 4, 3, max_staleness=0, segment_tokens=2).train()
+    for tenth in range(15, 150, 22):
+        folder = tmp_path / f"{tenth}"
+        folder.mkdir()
+        disk = Trainer()
+        with pytest.raises(Killed):
+            run_of(folder, disk, 4, 3, max_staleness=0, segment_tokens=2).train(strike=killed(tenth / 10))
+        again = Trainer(version=newest(disk)[0], saved=disk.saved)
+        run = run_of(folder, again, 4, 3, max_staleness=0, segment_tokens=2).train(json.loads(newest(disk)[1]))
+        assert run.rollouts == whole.rollouts
+        steps = [
+            [(row["groups"], row["state"]["sampler"]) for row in rows(path / "journal.jsonl") if "groups" in row]
+            for path in (folder, tmp_path / "whole")
+        ]
+        assert steps[0] == steps[1] and len(steps[0]) == NUM_STEPS
+
+
+def test_without_its_journal_it_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
+    """And says why; what metrics and rollouts have of later steps is taken back."""
+    disk = Trainer()
+    with pytest.raises(Killed):
+        run_of(tmp_path, disk, 2, 3, max_staleness=1).train(strike=killed(12.0))
+    assert disk.version > newest(disk)[0] >= 3
+    (tmp_path / "journal" / "00000001.groups").unlink()
+    run = run_of(tmp_path, Trainer(version=newest(disk)[0], saved=disk.saved), 2, 3, max_staleness=1)
+    run.train(json.loads(newest(disk)[1]))
+    assert run.lost == f"steps 4 to {disk.version} are done again: group 6 of step 4 is missing in the journal"
+    assert [row["step"] for row in run.steps] == list(range(1, NUM_STEPS + 1))
+    assert Counter(row["prompt_id"] for row in run.rollouts if not row["index"]) == Counter(draws(2 * NUM_STEPS))
+
+
+def test_weights_that_come_out_otherwise_are_told(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        run_of(tmp_path, Trainer(), 2, 0, max_staleness=1).train(strike=killed(12.0))
+
+    class Other(Generator):
+        async def adopt(self, version: int, slot: int) -> Any:
+            adoption = await super().adopt(version, slot)
+            object.__setattr__(adoption, "fingerprint", "otherwise")
+            return adoption
+
+    run = run_of(tmp_path, Trainer(), 2, 0, max_staleness=1)
+    run.generators = [Other(source=run.trainer)]
+    run.train()
+    (said,) = (text for text in run.warnings if "fingerprint" in text)
+    assert "was trained again and has fingerprint otherwise instead of 0000" in said
+
+
+def test_rows_of_a_step_that_was_not_yet_on_record_are_written(tmp_path: Path) -> None:
+    """Nobody knows how long it took."""
+    disk = Trainer()
+    run = run_of(tmp_path, disk, 2, 0, max_staleness=1)
+    with pytest.raises(Killed):
+        run.train(strike=killed(12.0))
+    last = run.steps[-1]["step"]
+    file = run.metrics_file
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows(file)[:-1]))
+    taken = [row for row in run.rollouts if row["step"] == last]
+    run = run_of(tmp_path, Trainer(), 2, 0, max_staleness=1).train()
+    assert [row["step"] for row in run.steps] == list(range(1, NUM_STEPS + 1))
+    assert run.steps[last - 1]["step_s"] is None and run.steps[last - 1]["reward_mean"] == 0.5
+    again = [row for row in run.rollouts if row["step"] == last]
+    assert again == taken
+
+
+def test_the_share_of_time_that_it_costs_is_measured(tmp_path: Path) -> None:
+    run = run_of(tmp_path, Trainer(), 2, 2, max_staleness=1).train()
+    assert all(0 < row["extra.record_share"] < 0.05 for row in run.steps)

@@ -1,0 +1,53 @@
+"""A run whose controller is killed (SIGKILL) goes on with all that it had generated."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.end_to_end.tiny import Command, llamarl_here, rows
+
+EXACT = (
+    "--cluster.kind", "inline", "--steps", 8, "--rollout.max_staleness", 0, "--rollout.window", 1,
+    "--trainer.learning_rate", 3e-3, "--reward.parts", "[{name = 'tests.executors.rewards:EvenLength'}]",
+    "--eval.every_steps", 0, "--checkpoint.every_steps", 3, "--recipe", "ppo",
+)  # fmt: skip
+
+
+def num_steps(run: Path) -> int:
+    journal = run / "journal.jsonl"
+    return sum(b'"groups"' in row for row in journal.read_bytes().splitlines()) if journal.exists() else 0
+
+
+def recorded(run: Path) -> list[tuple[Any, ...]]:
+    names = ("step", "group_id", "index", "token_ids", "behavior_logprobs", "advantage", "policy_versions")
+    return [tuple(row[name] for name in names) for row in rows(run / "rollouts.jsonl")]
+
+
+def test_killed_it_becomes_what_it_would_have_become(tmp_path: Path, toml: Path) -> None:
+    """Twice: once before the first checkpoint, and between two. Bit for bit, with a critic and a reference, too."""
+    whole, run = tmp_path / "whole" / "tiny", tmp_path / "killed" / "tiny"
+    done = llamarl_here("train", toml, "--output", whole.parent, *EXACT)
+    assert done.returncode == 0, done.stderr
+    for count, more in ((2, ()), (5, ("--resume",))):
+        command = Command.start(tmp_path, "train", toml, "--output", run.parent, *EXACT, *more)
+        command.until(lambda count=count: num_steps(run) >= count)
+        command.end(signal.SIGKILL)
+        done_before = num_steps(run)
+    assert 5 <= done_before < 8
+    done = llamarl_here("train", toml, "--output", run.parent, *EXACT, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "training again what came after the checkpoint" in done.stdout
+    assert "--resume" not in done.stderr and "fingerprint" not in done.stderr
+    assert recorded(run) == recorded(whole)
+    steps = [[row["step"] for row in rows(one / "metrics.jsonl") if row["kind"] == "step"] for one in (run, whole)]
+    assert steps[0] == steps[1] == list(range(1, 9))
+    fingerprints = [
+        {row["step"]: row["fingerprint"] for row in rows(one / "journal.jsonl") if "fingerprint" in row}
+        for one in (run, whole)
+    ]
+    assert fingerprints[0].items() <= fingerprints[1].items() and len(fingerprints[0]) >= 6
+    files = [path.relative_to(run) for path in run.rglob("*.safetensors")]
+    assert len(files) >= 4
+    assert all((run / file).read_bytes() == (whole / file).read_bytes() for file in files)
