@@ -107,6 +107,8 @@ class Lasting(ExecutorHandle):
         """Brings a new life to where the last one was; where from, for people."""
         self._spawn, self._supervisor, self._deaths = spawn, supervisor, deaths
         self._is_up = True
+        self._saver: ExecutorHandle | None = None
+        """The life that saved last: only that one can commit."""
         self._number = 0
         self._in_flight = 0
         self._waiting = dict[int, asyncio.Future[None]]()
@@ -125,9 +127,13 @@ class Lasting(ExecutorHandle):
         while True:
             if not self._is_up:
                 await self._turn(number)
+            if method == "commit" and self._saver is not self._life:
+                raise Restarted(self.name, (0,), "what was saved was lost with the processes")
             life, self._in_flight = self._life, self._in_flight + 1
             try:
-                return await life.call_each(method, *args, timeout_s=timeout_s, **kwargs)
+                answers = await life.call_each(method, *args, timeout_s=timeout_s, **kwargs)
+                self._saver = life if method == "save" else self._saver
+                return answers
             except ExecutorError as error:
                 if not _is_death(error) or self.failed.done():
                     raise
