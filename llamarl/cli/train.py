@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import command_parser, told_of_delay
+from llamarl.cli.restarts import WOULD_FAIL_AGAIN, run_with_restarts
 from llamarl.config import RunConfig, dump_toml, load_config
 from llamarl.observability.spans import now_s
 
@@ -23,14 +25,23 @@ def main(arguments: Sequence[str]) -> int:
     started_s = now_s()
     parser = command_parser("train", "Asynchronous reinforcement learning from a TOML file.", EPILOG)
     parser.add_argument("config", metavar="RUN.toml")
-    parser.add_argument("--resume", action="store_true", help="go on from the run's newest valid checkpoint")
+    parser.add_argument("--resume", action="store_true", help="go on where the run ended, however it ended")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
     parser.add_argument(
         "--dry-run", action="store_true", help="check the settings, print who computes where and them, stop"
     )
+    parser.add_argument(
+        "--restarts", type=int, metavar="N", help="when the run dies, go on with --resume, so many times at most"
+    )
     options, overrides = parser.parse_known_args(arguments)
     config = load_config(options.config, overrides)
+    if options.restarts and not options.dry_run:
+        return run_with_restarts(arguments, options.restarts, Path(config.output, config.name))
+    return _run(config, options, started_s)
 
+
+def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> int:
+    """In this process; the exit code."""
     from llamarl.cluster.api import ExecutorError, MeshFailed
     from llamarl.controller.admission import TooManyInvalid
     from llamarl.controller.saving import NotSaved
@@ -61,7 +72,8 @@ def main(arguments: Sequence[str]) -> int:
         way_on = f"; {folder.way_on()}" if isinstance(error, MeshFailed) else ""
         print(f"llamarl train: {type(error).__name__}: {error}{way_on}", file=sys.stderr)
         print(f"Files: {folder.path}; output of each executor: {folder.logs}", file=sys.stderr)
-        return FAILURE
+        lasts = options.restarts is not None and isinstance(error, (FolderLost, NonFiniteStep, TooManyInvalid))
+        return WOULD_FAIL_AGAIN if lasts else FAILURE
     _say_last(render_summary(summary), f"it is in {folder.summary}")
     return 0
 

@@ -55,8 +55,8 @@ class Admission:
         self._prompts = problems.train or problems.eval
         self._sampler = PromptSampler(len(self._prompts), config.seed, data_fingerprint(self._prompts))
         self._prompt_of = dict[int, int]()
-        """Prompt index of each unconsumed group. Those of a resumed checkpoint start from the beginning, under their
-        numbers: sampling noise depends on these."""
+        """Prompt index of each unconsumed group. Those of a resumed run keep their numbers: sampling noise depends on
+        these, and the journal knows them by these."""
         if state:
             self._sampler.restore(state["sampler"])
             self._prompt_of |= dict(state["unconsumed"])

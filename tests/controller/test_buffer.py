@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 
@@ -43,6 +44,22 @@ class Model:
         self.staleness: list[int] = []
         self.starved = False
         self.unconsumed: set[int] = set()
+        self.begun: dict[int, int] = {}
+        """When groups were born that a journal has."""
+        self.complete_step()
+
+    def complete_step(self) -> None:
+        """What its line in a journal says."""
+        self.line = self.buffer.next_group_id, set(self.unconsumed), list(self.dropped), self.left_to_admit
+
+    def go_on(self) -> None:
+        """The controller dies, and goes on after the last step. All that was generated is kept, and so as old as it is:
+        also of groups that were admitted after the step, and come again under their numbers."""
+        next_group_id, self.unconsumed, self.dropped, self.left_to_admit = copy.deepcopy(self.line)
+        self.buffer.next_group_id = next_group_id
+        self.left_to_admit += len(self.unconsumed) - self.buffer.num_unconsumed
+        self.resume()
+        self.begun = dict(self.born)
 
     def resume(self) -> None:
         """All processes start anew from a checkpoint of this moment."""
@@ -55,6 +72,7 @@ class Model:
         assert self.buffer.staleness_limit == limit
         self.left_to_admit += buffer.num_unconsumed
         self.generating, self.adopted, self.dropped_since_step, self.starved = {}, self.trained, 0, False
+        self.begun = {}
 
     @property
     def done(self) -> bool:
@@ -76,7 +94,7 @@ class Model:
 
     def admit(self, count: int) -> None:
         for group_id in self.buffer.admit(count):
-            self.generating[group_id] = self.born[group_id] = self.adopted
+            self.generating[group_id] = self.born[group_id] = self.begun.get(group_id, self.adopted)
             self.unconsumed.add(group_id)
         self.left_to_admit -= count
 
@@ -107,6 +125,7 @@ class Model:
         self.staleness += [self.trained - self.born[group_id] for group_id in ids]
         self.trained += 1
         self.dropped_since_step = 0
+        self.complete_step()
         return True
 
     def adopt(self) -> None:
@@ -146,12 +165,19 @@ SIZES = st.integers(1, 5).flatmap(
     max_dropped=st.sampled_from([0, 1, 3, 20]),
     flat=st.sampled_from([0.0, 0.3, 0.8, 1.0]),
     resumed_at=st.sets(st.integers(0, 60), max_size=3),
+    keeps=st.booleans(),
 )
 def test_any_finish_order(
-    sizes: tuple[int, int, int, int], seed: int, first_step: int, max_dropped: int, flat: float, resumed_at: set[int]
+    sizes: tuple[int, int, int, int],
+    seed: int,
+    first_step: int,
+    max_dropped: int,
+    flat: float,
+    resumed_at: set[int],
+    keeps: bool,
 ) -> None:
     """Bounded staleness, no deadlock, every step full, and every group exactly once consumed or dropped, by its number,
-    whenever the run is resumed."""
+    whenever the run is resumed: from a checkpoint, or with all that a journal `keeps`."""
     P, S, W, num_steps = sizes
     model, rng = Model(P, S, W, num_steps, first_step, max_dropped, flat), random.Random(seed)
     # How eager each party is differs between runs: slow generators, slow trainer, slow weight sync.
@@ -159,7 +185,7 @@ def test_any_finish_order(
     num_events = 0
     while not model.done:
         if num_events in resumed_at:
-            model.resume()
+            model.go_on() if keeps else model.resume()
         num_events += 1
         possible = model.possible()
         assert possible, f"deadlock: step {model.trained}, {model.buffer.num_ready} ready, {model.buffer.num_free} free"

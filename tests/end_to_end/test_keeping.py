@@ -1,12 +1,14 @@
-"""A run whose controller is killed (SIGKILL) goes on with all that it had generated."""
+"""A run whose controller is killed (SIGKILL) goes on with all that it had generated, also by itself."""
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
-from tests.end_to_end.tiny import Command, llamarl_here, rows
+from tests.end_to_end.tiny import Command, descendants, gone, llamarl, llamarl_here, rows
 
 EXACT = (
     "--cluster.kind", "inline", "--steps", 8, "--rollout.max_staleness", 0, "--rollout.window", 1,
@@ -51,3 +53,46 @@ def test_killed_it_becomes_what_it_would_have_become(tmp_path: Path, toml: Path)
     files = [path.relative_to(run) for path in run.rglob("*.safetensors")]
     assert len(files) >= 4
     assert all((run / file).read_bytes() == (whole / file).read_bytes() for file in files)
+
+
+def test_by_itself_with_processes_and_segments(tmp_path: Path, toml: Path) -> None:
+    """`--restarts`: the controller is killed twice; nobody is left of those that it had started."""
+    run = tmp_path / "tiny"
+    command = Command.start(
+        tmp_path, "train", toml, "--output", tmp_path, "--steps", 30, "--restarts", 2, "--checkpoint.every_steps", 4,
+        "--rollout.segment_tokens", 4, "--rollout.prompts_per_step", 4,
+    )  # fmt: skip
+    killed = list[int]()
+    for count in (5, 11):
+        command.until(lambda count=count: num_steps(run) >= count, timeout_s=90.0)
+        controller = descendants(command.process.pid)[0]
+        assert controller not in killed
+        killed += [controller, *descendants(controller)]
+        os.kill(controller, signal.SIGKILL)
+        assert not gone([controller])
+    code, said = command.wait(90.0)
+    assert code == 0, said
+    assert not gone(killed)
+    assert re.findall(r"restart (\d) of 2", said) == ["1", "2"] and "SIGKILL" in said
+    assert [row["step"] for row in rows(run / "metrics.jsonl") if row["kind"] == "step"] == list(range(1, 31))
+    keys = [(row["group_id"], row["index"]) for row in rows(run / "rollouts.jsonl")]
+    assert len(set(keys)) == len(keys) == 30 * 4 * 3
+    assert {group_id for group_id, _ in keys} == set(range(120)), "every prompt once, in the order of admission"
+
+
+def test_whoever_starts_it_again_passes_signals_on(tmp_path: Path, toml: Path) -> None:
+    """And leaves nobody behind when it is killed itself; nothing is started again of what would end the same way."""
+    run = tmp_path / "tiny"
+    train = ("train", toml, "--output", tmp_path, "--steps", 1000, "--cluster.kind", "inline", "--restarts", 3)
+    command = Command.start(tmp_path, *train)
+    command.until(lambda: num_steps(run) >= 2)
+    code, said = command.end(signal.SIGTERM, timeout_s=20.0)
+    assert code == 130 and "restart " not in said and "ended by SIGTERM; go on with --resume" in said
+    done = num_steps(run)
+    command = Command.start(tmp_path, *train, "--resume")
+    command.until(lambda: num_steps(run) > done)
+    below = descendants(command.process.pid)
+    command.end(signal.SIGKILL)
+    assert below and not gone(below, within_s=20.0)
+    fails = llamarl(*train, "--overwrite", "--model.path", tmp_path / "nowhere")
+    assert fails.returncode == 2 and "restart " not in fails.stderr and run.exists()
