@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from llamarl.observability.spans import Span
+from llamarl.observability.usage import NOTHING, Usage
 
 MAX_PAYLOAD_BYTES = 256 << 20
 """Cap on the pickled arguments, and on the pickled result, of one call: weights do not pass through calls."""
@@ -130,8 +131,8 @@ class HostStatus:
     """Calls that wait for the executor's thread."""
     spans: list[Span]
     """Finished stretches of work since the last status."""
-    rss_bytes: int
-    """Resident memory of the process."""
+    usage: Usage = NOTHING
+    """Of the process; of one that is not there, nothing."""
 
 
 class ExecutorHandle(ABC):

@@ -6,8 +6,6 @@ import importlib
 import os
 import pickle
 import queue
-import resource
-import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -18,6 +16,7 @@ from llamarl.cluster.api import ExecutorSpec, HostStatus
 from llamarl.cluster.executor import Executor
 from llamarl.cluster.payload import Reply, error_reply, parts, pickled
 from llamarl.observability.spans import Span, SpanLog, now_s
+from llamarl.observability.usage import usage
 
 READY = "@ready"
 """Answered once the executor is built."""
@@ -290,7 +289,7 @@ class ExecutorHost:
             busy_s=busy_s,
             queued_calls=self._queue.qsize(),
             spans=self._span_log.drain() if take_spans else [],
-            rss_bytes=_rss_bytes(),
+            usage=usage(),
         )
 
 
@@ -305,11 +304,3 @@ def _answered(reply: Reply) -> Future[Reply]:
     future = _promise()
     future.set_result(reply)
     return future
-
-
-def _rss_bytes() -> int:
-    if sys.platform == "linux":
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    # macOS has no cheap way to the current size; this is the peak, in bytes there.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -22,7 +22,8 @@ from llamarl.observability.metrics import StepMetrics
 from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.screen import Screen
 from llamarl.observability.sinks import MetricsLog
-from llamarl.observability.spans import Span, now_s
+from llamarl.observability.spans import Span, SpanTable, now_s
+from llamarl.observability.usage import MAX_IN_METRICS, by_kind
 from llamarl.observability.view import CompletionView, ExecutorView, RunView
 from llamarl.training.packing import is_flat
 from llamarl.training.result import PolicyStepResult
@@ -35,7 +36,7 @@ MAX_POLLS_PER_S = 200
 RECENT_STEPS = 10
 """Steps that the ETA, the busy shares and the verdict on the screen look back at."""
 MAX_SPANS = 200_000
-"""Spans kept per executor, for the accounts and the trace; about a week of one-second steps."""
+"""Spans kept per executor, for the accounts and the trace."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +83,7 @@ class Telemetry:
         """By the event loop's clock."""
         self.transports = list[Selection]()
         """How weights travel: to generators on the trainer's host, and to others."""
-        self.spans = dict[str, deque[Span]]()
+        self.spans = dict[str, SpanTable]()
         self._marks = deque[StepMark](maxlen=RECENT_STEPS + 1)
         self._view = RunView(step=0)
         self.started_s = self._clock()
@@ -103,7 +104,7 @@ class Telemetry:
         """The executors are up."""
         self._handles = list(handles)
         self._replicas = replicas
-        self.spans = {handle.name: deque(maxlen=MAX_SPANS) for handle in handles}
+        self.spans = {handle.name: SpanTable(MAX_SPANS) for handle in handles}
 
     def chose_transport(self, selection: Selection) -> None:
         """How weights travel to some generators, and how fast each way was."""
@@ -123,7 +124,7 @@ class Telemetry:
     def joined(self, handle: ExecutorHandle) -> None:
         """An executor came later."""
         self._handles.append(handle)
-        self.spans[handle.name] = deque(maxlen=MAX_SPANS)
+        self.spans[handle.name] = SpanTable(MAX_SPANS)
 
     def left(self, handle: ExecutorHandle) -> None:
         """An executor is gone; what it did stays in the accounts."""
@@ -131,6 +132,10 @@ class Telemetry:
         self._calls_of_left += handle.num_calls
         self._status.pop(handle.name, None)
         self._heard_s.pop(handle.name, None)
+
+    def usages(self, limit: int | None = None) -> dict[str, float]:
+        """What the controller and so many executors (none: all) take."""
+        return by_kind({name: status.usage for name, (status, _) in self._status.items()}, limit)
 
     def silent_s(self, handle: ExecutorHandle) -> float:
         """Since an executor last said what it does; 0 before the first time."""
@@ -285,12 +290,7 @@ class Telemetry:
         self._marks.clear()
 
     def _metrics(
-        self,
-        groups: Sequence[RolloutGroup],
-        result: PolicyStepResult,
-        mark: StepMark,
-        sync: SyncReport,
-        ready_groups: int,
+        self, groups: Sequence[RolloutGroup], result: PolicyStepResult, mark: StepMark, sync: SyncReport, ready: int
     ) -> StepMetrics:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         lengths = np.array([rollout.num_tokens for rollout in rollouts])
@@ -319,7 +319,7 @@ class Telemetry:
             update=result.update,
             waiting_rollouts=mark.generators.num_waiting,
             running_rollouts=mark.generators.num_running,
-            ready_groups=ready_groups,
+            ready_groups=ready,
             busy_share=self._recent_busy_share(mark.ended_s),
             sync_s=sync.sync_s,
             fingerprint=sync.fingerprint or None,
@@ -333,7 +333,8 @@ class Telemetry:
                 "controller_cpu_s": mark.controller_cpu_s - previous.controller_cpu_s,
                 "calls": mark.calls - previous.calls,
                 "record_share": (mark.journal_s - previous.journal_s) / step_s,
-            },
+            }
+            | self.usages(MAX_IN_METRICS),
         )
 
     def _recent_busy_share(self, now_s: float) -> dict[str, float]:

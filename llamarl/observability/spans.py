@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 
 class Span(NamedTuple):
@@ -57,6 +58,36 @@ class SpanLog:
         with self._lock:
             spans, self._spans = self._spans, []
         return spans
+
+
+class SpanTable(Sequence[Span]):
+    """The newest spans, at least `max_spans` of them, in 18 bytes each: a run of weeks has many."""
+
+    def __init__(self, max_spans: int) -> None:
+        self._max_spans = max_spans
+        self._times_s, self._kinds, self._names = array("d"), array("H"), list[str]()
+
+    def extend(self, spans: Iterable[Span]) -> None:
+        for name, start_s, end_s in spans:
+            if name not in self._names:
+                self._names.append(name)
+            self._times_s.extend((start_s, end_s))
+            self._kinds.append(self._names.index(name))
+        if (surplus := len(self) - self._max_spans) > self._max_spans // 4:
+            del self._times_s[: 2 * surplus], self._kinds[:surplus]
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Span]: ...
+    def __getitem__(self, index: int | slice) -> Span | list[Span]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        return Span(self._names[self._kinds[at]], self._times_s[2 * at], self._times_s[2 * at + 1])
 
 
 def merged(spans: Iterable[Span], start_s: float = -math.inf, end_s: float = math.inf) -> list[tuple[float, float]]:

@@ -19,6 +19,7 @@ from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.generation.vllm_server import check_python
 from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
+from llamarl.observability.usage import available_bytes
 from llamarl.rewards._build import build_reward
 from llamarl.run.placement import Placement, models_in_use, place
 from llamarl.training.cost import activation_bytes
@@ -71,6 +72,7 @@ def prepare(config: RunConfig) -> Prepared:
     placement = None if config.cluster.kind == "hosts" else place(config)
     if placement is not None:
         placement.check()
+        check_host_memory(config, shape)
     tokenizer = Tokenizer(config.model.path)
     check_vocabulary(tokenizer, shape.vocab_size)
     compiler = os.environ.get("CXX", "g++")
@@ -131,6 +133,29 @@ def check_microbatch(config: RunConfig, shape: ModelShape, longest_prompt: int) 
             f"trainer.microbatch_tokens = {trainer.microbatch_tokens} is less than the {longest} tokens that prompt "
             f"and response (rollout.max_new_tokens = {config.rollout.max_new_tokens}) can have together; raise it to "
             f"{longest}, which takes about {gib:.2g} GiB for activations, or lower rollout.max_new_tokens"
+        )
+
+
+def check_host_memory(config: RunConfig, shape: ModelShape) -> None:
+    """Raises ConfigError when what computes on this host's processors takes more memory than there is, by the least
+    that it can be: weights, gradients and moments, and caches whose size is given. GPUs say it when they start."""
+    trainer, generator, sizes = config.trainer, config.generator, {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
+    taken = dict[str, float]()
+    if trainer.device == "cpu":
+        taken["the trainer"] = shape.num_parameters * (4 if trainer.lora else 16)
+    if generator.device == "cpu":
+        each = shape.num_parameters * sizes[generator.dtype] + (generator.kv_cache_bytes or 0)
+        taken[f"{generator.replicas} generators"] = generator.replicas * each
+    for name, settings in models_in_use(config).items():
+        if settings.device == "cpu":
+            other = load_shape(settings.path) if settings.path else shape
+            taken[f"the {name}"] = other.num_parameters * (16 if isinstance(settings, CriticConfig) else 1)
+    if sum(taken.values()) > (free := available_bytes()):
+        parts = ", ".join(f"{size / 2**30:.1f} for {name}" for name, size in taken.items())
+        raise ConfigError(
+            f"this run takes at least {sum(taken.values()) / 2**30:.1f} GiB of this host's memory ({parts}) and "
+            f"{free / 2**30:.1f} are free; lower generator.replicas, use generator.dtype = 'bfloat16' or trainer.lora, "
+            "or a smaller model"
         )
 
 

@@ -333,5 +333,6 @@ class _Run:
                 "stall_p99_s": stalls[math.ceil(0.99 * len(stalls)) - 1],
                 "first_step_s": first_step_s,
                 **telemetry.transport_speeds,
+                **telemetry.usages(),
             },
         )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import TrainerConfig
 from llamarl.models.shape import ModelShape
+from llamarl.observability.usage import available_bytes
 from llamarl.training.cost import activation_bytes
 from llamarl.training.logprobs import TILE_LOGITS
 from llamarl.training.trainer import Trainer
@@ -59,8 +59,7 @@ def free_memory_bytes(device: torch.device) -> float:
     """What this process could still take."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return available_bytes()
 
 
 def check_memory(trainer: Trainer, shape: ModelShape, config: RunConfig) -> None:

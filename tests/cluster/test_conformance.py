@@ -95,7 +95,7 @@ def test_status_while_busy_and_spans(kind: Kind) -> None:
         status = statuses[-1]
         assert status.queued_calls == 1
         assert 0 <= status.doing_age_s < 0.4
-        assert status.rss_bytes > 1 << 20
+        assert status.usage.rss_bytes > 1 << 20 and status.usage.descriptors > 2 and status.usage.threads > 1
         assert [status.pid] == handle.pids
         await asyncio.gather(sleep, queued)
         after = await handle.status(CALL_S)

@@ -123,7 +123,7 @@ class FakeHandle(ExecutorHandle):
         if not self.thawed.is_set():
             await asyncio.sleep(timeout_s)
             raise CallTimeout(self.name, "status", timeout_s, "has not said yet what it does")
-        return HostStatus(pid=7, doing=self.doing, doing_age_s=0, busy_s={}, queued_calls=0, spans=[], rss_bytes=0)
+        return HostStatus(pid=7, doing=self.doing, doing_age_s=0, busy_s={}, queued_calls=0, spans=[])
 
     async def status_each(self, timeout_s: float) -> list[HostStatus]:
         return [await self.status(timeout_s)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from llamarl.config import ConfigError
 from llamarl.config.schema import RunConfig
 from llamarl.models.shape import ModelShape
-from llamarl.run.prepare import check_cache, check_tensor_parallel, prepare
+from llamarl.run import prepare as preparing
+from llamarl.run.prepare import check_cache, check_host_memory, check_tensor_parallel, prepare
 from llamarl.sharding.tensor_parallel import tensor_parallel_box
 from tests.end_to_end.tiny import make_model
 
@@ -84,3 +86,22 @@ def test_evaluation_on_the_training_data_is_said(tmp_path: Path, first: int, is_
     model = make_model(tmp_path / "model")
     prepared = prepare(RunConfig.model_validate({"model": {"path": str(model)}, "data": problems}))
     assert is_said == any("data.eval: all of its prompts are in data.train too" in one for one in prepared.warnings)
+
+
+def test_a_run_that_no_memory_of_this_host_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, by an estimate from below, part by part; what is on GPUs is none of this."""
+    large = replace(shape(), hidden_size=4096, num_layers=32, intermediate_size=14336, vocab_size=128256)
+    config = {
+        "model": {"path": "m"},
+        "data": {"train": "running_total"},
+        "generator": {"replicas": 2, "dtype": "bfloat16", "kv_cache_bytes": 1 << 30},
+    }
+    gib = large.num_parameters / 2**30
+    needed = 16 * gib + 2 * (2 * gib + 1)
+    monkeypatch.setattr(preparing, "available_bytes", lambda: (needed + 0.1) * 2**30)
+    check_host_memory(RunConfig.model_validate(config), large)
+    monkeypatch.setattr(preparing, "available_bytes", lambda: (needed - 0.1) * 2**30)
+    said = rf"at least {needed:.1f} GiB .*{16 * gib:.1f} for the trainer, {4 * gib + 2:.1f} for 2 generators\) and "
+    with pytest.raises(ConfigError, match=said):
+        check_host_memory(RunConfig.model_validate(config), large)
+    check_host_memory(RunConfig.model_validate(config | {"trainer": {"device": "cuda"}}), large)

@@ -130,9 +130,7 @@ class SimulatedHandle(ExecutorHandle):
         spans, self._spans = self._spans, []
         now_s = self._loop.time()
         doing, since_s = self._current(now_s)
-        return HostStatus(
-            pid=0, doing=doing, doing_age_s=now_s - since_s, busy_s={}, queued_calls=0, spans=spans, rss_bytes=0
-        )
+        return HostStatus(pid=0, doing=doing, doing_age_s=now_s - since_s, busy_s={}, queued_calls=0, spans=spans)
 
     def _current(self, now_s: float) -> tuple[str, float]:
         """What it does, and since when."""

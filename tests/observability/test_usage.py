@@ -1,0 +1,41 @@
+"""What a process says that it takes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from llamarl.observability import usage as usages
+from llamarl.observability.usage import available_bytes, usage
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+def test_what_is_taken_is_seen() -> None:
+    before, done = usage(), threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    memory = bytearray(50 << 20)
+    memory[::4096] = b"x" * len(memory[::4096])
+    with open("/proc/self/statm"):
+        during = usage()
+    done.set()
+    thread.join()
+    assert during.descriptors == before.descriptors + 1
+    assert during.threads == before.threads + 1
+    assert during.rss_bytes > before.rss_bytes + (45 << 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+@pytest.mark.parametrize(("limit", "available"), [("max", None), (1000, 1000 - 700 + 50), (1 << 60, None)])
+def test_a_container_s_limit_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: object, available: int | None
+) -> None:
+    files = {"memory.max": limit, "memory.current": 700, "memory.stat": "anon 650\ninactive_file 50"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(usages, "GROUPS", tmp_path)
+    found = available_bytes()
+    assert found == available if available else found > 1 << 24
