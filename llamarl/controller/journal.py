@@ -81,7 +81,7 @@ class Journal:
         self.version = 0
         """Completed steps."""
         self._steps = dict[int, dict[str, Any]]()
-        """Since the oldest kept checkpoint."""
+        """Since the oldest kept checkpoint; with the controller's states, those that were read."""
         self._firsts = dict[int, int]()
         """The first file that it takes to go on after a step."""
         self._fingerprints = dict[int, str]()
@@ -133,7 +133,7 @@ class Journal:
         self.version = step = state["step"]
         row: dict[str, Any] = {"step": step, "groups": list(group_ids), "state": self.located(state)}
         if self._append(lambda: encode({"kind": "step"} | row)):
-            self._steps[step] = row
+            self._steps[step] = {"groups": row["groups"]}
             self._lines.write(row)
         for group_id in group_ids:
             self._live.pop(group_id, None)

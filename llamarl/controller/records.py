@@ -10,7 +10,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,20 @@ def encode(header: dict[str, Any], parts: Sequence[tuple[int, Rollout]] = ()) ->
     """A record of these rollouts, each without so many of its first tokens."""
     described, arrays = list[dict[str, Any]](), list[bytes]()
     for start, one in parts:
-        columns = {name: np.ascontiguousarray(values_T[start:]) for name, values_T in one.columns.items()}
-        arrays += (values_T.tobytes() for values_T in columns.values())
-        described.append({
-            "group_id": one.group_id,
-            "index": one.index,
-            "finish_reason": one.finish_reason,
-            "error": one.error,
-            "start": start,
-            "columns": [[name, values_T.dtype.str, len(values_T)] for name, values_T in columns.items()],
-        })  # fmt: skip
+        columns = list[tuple[str, str, int]]()
+        for name, values_T in one.columns.items():
+            arrays.append(values_T[start:].tobytes())
+            columns.append((name, values_T.dtype.str, len(values_T) - start))
+        described.append(
+            {
+                "group_id": one.group_id,
+                "index": one.index,
+                "finish_reason": one.finish_reason,
+                "error": one.error,
+                "start": start,
+                "columns": columns,
+            }
+        )
     text, rest = json.dumps(header | {"rollouts": described}).encode(), b"".join(arrays)
     body = _SIZES.pack(len(text), len(rest)) + text + rest
     return _DIGEST.pack(xxhash.xxh3_64_intdigest(body)) + body
@@ -119,9 +123,9 @@ def encode_group(group: RolloutGroup, prompt: int) -> bytes:
         "kind": "group",
         "group_id": group.group_id,
         "prompt": prompt,
-        "results": [asdict(one) for one in group.results],
+        "results": list(map(_plain, group.results)),
         "responses": group.responses,
-        "baseline": asdict(group.baseline) if group.baseline else None,
+        "baseline": _plain(group.baseline),
     }
     return encode(header, [(0, one) for one in group.rollouts])
 
@@ -133,14 +137,19 @@ def decoded_group(record: Record, prompt: Prompt) -> RolloutGroup:
         group_id=header["group_id"],
         prompt=prompt,
         rollouts=tuple(rollout for _, rollout in record.parts),
-        results=tuple(map(_result, header["results"])),
+        results=tuple(_result(one) for one in header["results"]),
         responses=tuple(header["responses"]),
-        baseline=_result(header["baseline"]) if header["baseline"] else None,
+        baseline=header["baseline"] and _result(header["baseline"]),
     )
+
+
+def _plain(result: RewardResult | None) -> dict[str, Any] | None:
+    if result is None:
+        return None
+    first_part = _plain(result.first_part)
+    return {"outcome": result.outcome, "value": result.value, "reason": result.reason, "first_part": first_part}
 
 
 def _result(plain: dict[str, Any]) -> RewardResult:
-    first = plain["first_part"]
-    return RewardResult(
-        **plain | {"outcome": Outcome(plain["outcome"]), "first_part": _result(first) if first else None}
-    )
+    first = plain["first_part"] and _result(plain["first_part"])
+    return RewardResult(**plain | {"outcome": Outcome(plain["outcome"]), "first_part": first})

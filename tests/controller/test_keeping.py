@@ -189,3 +189,28 @@ def test_rows_of_a_step_that_was_not_yet_on_record_are_written(tmp_path: Path) -
 def test_the_share_of_time_that_it_costs_is_measured(tmp_path: Path) -> None:
     run = run_of(tmp_path, Trainer(), 2, 2, max_staleness=1).train()
     assert all(0 < row["extra.record_share"] < 0.05 for row in run.steps)
+
+
+def test_a_trainer_that_dies_after_the_controller_did(tmp_path: Path) -> None:
+    """The new controller has no step before its own in memory; the journal has them."""
+    disk = Trainer()
+    run = run_of(tmp_path, disk, 3, 0, max_staleness=1)
+    run.start_s = 1.0
+    with pytest.raises(Killed):
+        run.train(strike=killed(9.0))
+    done = disk.version
+    assert 2 <= done < NUM_STEPS - 2
+
+    async def strike(run: Run) -> None:
+        while run.trainer.version < done + 1:
+            await asyncio.sleep(0.1)
+        run.handles["trainer"].die()
+        run.handles["critic"].die()
+
+    run = run_of(tmp_path, Trainer(), 3, 0, max_staleness=1)
+    run.start_s = 1.0
+    run.train(strike=strike)
+    again = [text for text in run.warnings if "taken again" in text]
+    assert len(again) == 2 and all("goes on from step 0, " in text for text in again)
+    assert [row["step"] for row in run.steps] == list(range(1, NUM_STEPS + 1))
+    assert Counter(row["prompt_id"] for row in run.rollouts if not row["index"]) == Counter(draws(2 * NUM_STEPS))
