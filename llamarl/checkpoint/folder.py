@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import xxhash
@@ -103,19 +104,38 @@ def superfluous(steps: Sequence[int], keep: int, keep_every: int, counts: Callab
     return []
 
 
+_idle = list[SimpleQueue[Callable[[], None]]]()
+"""Threads that have done their work."""
+os.register_at_fork(after_in_child=_idle.clear)
+
+
 def aside(work: Callable[[], T]) -> Future[T]:
-    """Does it in a thread that no exit waits for."""
+    """Does it in a thread that no exit waits for, and which stays for the next: where memory has run out, a thread that
+    is being started would be waited for without end."""
     future = Future[T]()
     future.set_running_or_notify_cancel()
+    try:
+        queue = _idle.pop()
+    except IndexError:
+        queue = SimpleQueue[Callable[[], None]]()
+        threading.Thread(target=_serve, args=(queue,), name="checkpoint", daemon=True).start()
 
     def run() -> None:
         try:
-            future.set_result(work())
+            result = work()
         except OSError as error:
             future.set_exception(error)
         except BaseException as error:
             future.set_exception(error)
             raise
+        else:
+            future.set_result(result)
 
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    queue.put(run)
     return future
+
+
+def _serve(queue: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        queue.get()()
+        _idle.append(queue)
