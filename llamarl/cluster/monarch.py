@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
+import logging
 import os
 import pickle
 import signal
@@ -36,6 +37,7 @@ from llamarl.cluster.deaths import cause_of, cause_of_reaped, kill_group, killed
 from llamarl.cluster.handle import BaseHandle, stop_all
 from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
 from llamarl.cluster.payload import Reply, error_of, pickled, value_of
+from llamarl.cluster.private_sockets import keep_private, open_to_all
 from llamarl.cluster.registry import Host, Registry
 from llamarl.config.device import ADDRESS
 from llamarl.config.errors import ConfigError
@@ -43,6 +45,7 @@ from llamarl.observability.spans import Span
 
 try:
     import monarch.actor
+    from monarch import _rust_bindings
     from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
     from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
     from monarch.actor import (
@@ -63,6 +66,7 @@ except ImportError as error:
         "or set cluster.kind = 'inline'"
     ) from error
 
+_log = logging.getLogger(__name__)
 _ENGINE_MODULE = "monarch._src.actor.bootstrap_main"
 _SETTINGS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
@@ -87,6 +91,7 @@ def serve_host(address: str) -> None:
     """The engine's part of another host: says where it can be attached, and serves until the process is killed, at the
     latest when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    keep_private(str(_rust_bindings.__file__))
     with socket.create_server((address, 0)) as probe:
         port = probe.getsockname()[1]
     url = service_proc_addr(f"tls://{address}:{port}", new_service_proc_id())
@@ -243,9 +248,13 @@ class MonarchCluster(Cluster):
             os.environ.setdefault(name, value)
         reload_config_from_env()
         monarch.actor.unhandled_fault_hook = _ignore_fault
+        keep_private(str(_rust_bindings.__file__))
         with _quiet_stderr():
             monarch.actor.enable_transport(transport)
             self._machine = this_host()
+        if open_to_all():
+            _log.warning("every user of this machine can have Monarch run code as you: its sockets are abstract; "
+                         "run in a container, or with cluster.kind = 'inline'")  # fmt: skip
 
     async def spawn(self, spec: ExecutorSpec, timeout_s: float) -> ExecutorHandle:
         handle = MonarchHandle(spec, [self._start(spec, self._machine, spec.num_ranks, self._bootstrap_command)])

@@ -1,0 +1,42 @@
+"""Monarch listens at files, and what is not one is found."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+from llamarl.cluster.private_sockets import open_to_all
+
+START = """
+import sys
+from llamarl.cluster import monarch, private_sockets
+from llamarl.cluster.engine_files import own_temporary_folder
+own_temporary_folder()
+if sys.argv[1] == "fails":
+    monarch.keep_private = lambda library: None
+monarch.MonarchCluster(None)
+print(len(private_sockets.open_to_all()))
+"""
+
+
+def test_abstract_sockets_are_found() -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(f"\0llamarl-test-{id(one)}")
+        assert open_to_all() == []
+        one.listen()
+        assert open_to_all() == [f"@llamarl-test-{id(one)}"]
+
+
+def start(how: str) -> tuple[int, str]:
+    """How many sockets any user can connect to, and what a cluster says that starts."""
+    done = subprocess.run([sys.executable, "-c", START, how], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_a_cluster_has_none_and_says_so_where_it_has() -> None:
+    assert start("works") == (0, "")
+    found, said = start("fails")
+    assert found > 0, "Monarch has become private by itself: drop this"
+    assert "every user of this machine can have Monarch run code as you" in said
