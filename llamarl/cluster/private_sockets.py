@@ -67,8 +67,9 @@ def _slots(base: int, function: bytes) -> Iterator[int]:
     header, size, count = _unpack("Q", base + 32)[0], *_unpack("HH", base + 54)
     programs = [_unpack("IIQQQQ", base + header + number * size) for number in range(count)]
     place, length = next((one[3], one[5]) for one in programs if one[0] == _DYNAMIC)
-    pairs = (_unpack("QQ", base + place + offset) for offset in range(0, length, 16))
-    found = {tag: value for tag, value in pairs}
+    found = dict[int, int]()
+    for entry in range(base + place, base + place + length, 16):
+        tag, found[tag] = _unpack("QQ", entry)
     tables = {tag: value if value > base else base + value for tag, value in found.items()}
     skipped = found.get(_RELACOUNT, 0) * 24  # those need no symbol
     for begin, end in (

@@ -58,6 +58,28 @@ def test_special_tokens_are_left_out_of_text(base_tokenizer: Tokenizer) -> None:
     assert base_tokenizer.decode(token_ids, skip_special=False) == "ok<|endoftext|>"
 
 
+def test_ten_thousand_byte_strings_survive(base_tokenizer: Tokenizer) -> None:
+    """With a byte that is no text as its replacement; what is decoded and encoded again has the same text."""
+    random = np.random.default_rng(0)
+    texts = [random.bytes(length).decode(errors="replace") for length in random.integers(0, 60, 10_000)]
+    encoded = base_tokenizer.encode_batch(texts)
+    assert all(
+        base_tokenizer.decode(token_ids, skip_special=False) == text
+        for text, token_ids in zip(texts, encoded, strict=True)
+    )
+
+
+def test_a_special_token_in_a_prompt_is_one_token(base_tokenizer: Tokenizer) -> None:
+    """As in transformers, of which templates make use; its text is kept."""
+    from transformers import AutoTokenizer
+
+    text = "a<|endoftext|>b"
+    token_ids = base_tokenizer.encode(text)
+    assert np.count_nonzero(token_ids == base_tokenizer.eos_token_ids[0]) == 1
+    assert AutoTokenizer.from_pretrained(str(base_tokenizer.folder))(text)["input_ids"] == token_ids.tolist()
+    assert base_tokenizer.decode(token_ids, skip_special=False) == text
+
+
 def test_half_a_character_is_marked(base_tokenizer: Tokenizer) -> None:
     assert base_tokenizer.decode(base_tokenizer.encode("é")[:1]) == "\N{REPLACEMENT CHARACTER}"
 

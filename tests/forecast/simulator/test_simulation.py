@@ -83,6 +83,21 @@ def test_a_slow_generator_costs_nothing_while_the_others_have_time(simulated: Si
     assert slow == pytest.approx(clean, rel=0.01), "the slow one also adopts weights more slowly"
 
 
+def test_a_generator_that_is_ten_times_slower_makes_nothing_older(simulated: Simulate) -> None:
+    """It decides the pace of generator-bound steps, as each group must be consumed in time; less with segments."""
+    costs = Costs(train_token_gpu_s=1e-7, response_sigma=0.0)
+    whole, cut = (
+        simulated(
+            run_config(steps=60, segment_tokens=tokens, **LARGE), costs=costs, replicas=8,
+            faults=Faults(slow_share=0.125, slow_factor=10.0),
+        )
+        for tokens in (0, 50)
+    )  # fmt: skip
+    assert mean_step_s(cut) < 0.75 * mean_step_s(whole)
+    for found in (whole, cut):
+        assert 0 < max(step.staleness_max for step in found.steps) <= found.steps[0].staleness_limit
+
+
 def test_asynchrony_hides_stragglers(simulated: Simulate) -> None:
     """The longest of eight lognormal responses decides each synchronous step, but only few asynchronous ones."""
     costs = Costs(response_sigma=1.0, train_token_gpu_s=1e-4, score_s=0.0)
