@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import logging
 import os
 import pickle
 import signal
@@ -37,7 +36,7 @@ from llamarl.cluster.deaths import cause_of, cause_of_reaped, kill_group, killed
 from llamarl.cluster.handle import BaseHandle, stop_all
 from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
 from llamarl.cluster.payload import Reply, error_of, pickled, value_of
-from llamarl.cluster.private_sockets import keep_private, open_to_all
+from llamarl.cluster.private_sockets import keep_private, warn_if_open
 from llamarl.cluster.registry import Host, Registry
 from llamarl.config.device import ADDRESS
 from llamarl.config.errors import ConfigError
@@ -45,7 +44,6 @@ from llamarl.observability.spans import Span
 
 try:
     import monarch.actor
-    from monarch import _rust_bindings
     from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
     from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
     from monarch.actor import (
@@ -66,7 +64,7 @@ except ImportError as error:
         "or set cluster.kind = 'inline'"
     ) from error
 
-_log = logging.getLogger(__name__)
+keep_private()
 _ENGINE_MODULE = "monarch._src.actor.bootstrap_main"
 _SETTINGS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
@@ -80,7 +78,6 @@ _PATIENT = {f"HYPERACTOR_{name}_TIMEOUT": "1h" for name in _WAITS.split()}
 """On one machine, where pidfds tell who is dead: a controller stopped for 30 s would hear of nobody any more."""
 _TRUST = "trust_all_connections"
 """Who may connect is TLS's matter, or the file system's."""
-_PR_SET_PDEATHSIG = 1
 _LOST_S = 1.0
 """For what is left of an executor that has lost a host."""
 _CAUSE_S = 4.0
@@ -90,8 +87,7 @@ _CAUSE_S = 4.0
 def serve_host(address: str) -> None:
     """The engine's part of another host: says where it can be attached, and serves until the process is killed, at the
     latest when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    keep_private(str(_rust_bindings.__file__))
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     with socket.create_server((address, 0)) as probe:
         port = probe.getsockname()[1]
     url = service_proc_addr(f"tls://{address}:{port}", new_service_proc_id())
@@ -248,13 +244,10 @@ class MonarchCluster(Cluster):
             os.environ.setdefault(name, value)
         reload_config_from_env()
         monarch.actor.unhandled_fault_hook = _ignore_fault
-        keep_private(str(_rust_bindings.__file__))
         with _quiet_stderr():
             monarch.actor.enable_transport(transport)
             self._machine = this_host()
-        if open_to_all():
-            _log.warning("every user of this machine can have Monarch run code as you: its sockets are abstract; "
-                         "run in a container, or with cluster.kind = 'inline'")  # fmt: skip
+        warn_if_open()
 
     async def spawn(self, spec: ExecutorSpec, timeout_s: float) -> ExecutorHandle:
         handle = MonarchHandle(spec, [self._start(spec, self._machine, spec.num_ranks, self._bootstrap_command)])

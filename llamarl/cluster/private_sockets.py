@@ -9,15 +9,18 @@ that it finds its socket has.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import secrets
 import socket
 import struct
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+_log = logging.getLogger(__name__)
 _DYNAMIC = 2
 _STRTAB, _SYMTAB, _RELA, _RELASZ, _PLTRELSZ, _JMPREL, _RELACOUNT = 5, 6, 7, 8, 2, 23, 0x6FFFFFF9
 _SLOTS = (6, 7, 1025, 1026)
@@ -37,8 +40,9 @@ def _bind(descriptor: int, address: int, size: int) -> int:
     return _libc.bind(descriptor, ctypes.c_void_p(address), size)
 
 
-def keep_private(library: str) -> None:
-    """Sockets of a loaded shared library become files; where there is no /proc, they are."""
+def keep_private() -> None:
+    """Of Monarch's library, which has been imported; where there is no /proc, its sockets are files."""
+    library = str(sys.modules["monarch._rust_bindings"].__file__)
     with suppress(FileNotFoundError):
         lines = Path("/proc/self/maps").read_text().splitlines()
         base = min(int(line.split("-")[0], 16) for line in lines if line.endswith(library))
@@ -48,6 +52,15 @@ def keep_private(library: str) -> None:
             _libc.mprotect(ctypes.c_void_p(start), page, _READ_WRITE)
             ctypes.c_void_p.from_address(slot).value = ours
             _libc.mprotect(ctypes.c_void_p(start), page, _READ)
+
+
+def warn_if_open() -> None:
+    """Says so where that has not worked."""
+    if open_to_all():
+        _log.warning(
+            "every user of this machine can have Monarch run code as you: its sockets are abstract; "
+            "run in a container, or with cluster.kind = 'inline'"
+        )
 
 
 def open_to_all() -> list[str]:

@@ -10,12 +10,13 @@ from llamarl.cluster.private_sockets import open_to_all
 
 START = """
 import sys
-from llamarl.cluster import monarch, private_sockets
+from llamarl.cluster import private_sockets
 from llamarl.cluster.engine_files import own_temporary_folder
 own_temporary_folder()
 if sys.argv[1] == "fails":
-    monarch.keep_private = lambda library: None
-monarch.MonarchCluster(None)
+    private_sockets._slots = lambda *_: ()
+from llamarl.cluster.monarch import MonarchCluster
+MonarchCluster(None)
 print(len(private_sockets.open_to_all()))
 """
 
