@@ -54,11 +54,11 @@ def shared_memory() -> list[str]:
 
 
 def listening() -> list[str]:
-    """Sockets of this process that wait for connections; Monarch keeps two without a path until the process ends."""
+    """Sockets of this process that wait for connections; Monarch keeps its own, `m-...`, until the process ends."""
     inodes = set[str]()
     for kind, listens, inode in (("tcp", "0A", 9), ("tcp6", "0A", 9), ("unix", "00010000", 6)):
         for line in Path(f"/proc/self/net/{kind}").read_text().splitlines()[1:]:
-            if (words := line.split())[3] == listens and not words[-1].startswith("@"):
+            if (words := line.split())[3] == listens and not Path(words[-1]).name.startswith("m-"):
                 inodes.add(f"socket:[{words[inode]}]")
     return [name for name in map(_target, Path("/proc/self/fd").iterdir()) if name in inodes]
 

@@ -247,7 +247,6 @@ class MonarchCluster(Cluster):
         with _quiet_stderr():
             monarch.actor.enable_transport(transport)
             self._machine = this_host()
-        warn_if_open()
 
     async def spawn(self, spec: ExecutorSpec, timeout_s: float) -> ExecutorHandle:
         handle = MonarchHandle(spec, [self._start(spec, self._machine, spec.num_ranks, self._bootstrap_command)])
@@ -276,6 +275,7 @@ class MonarchCluster(Cluster):
     async def _ready(self, handle: MonarchHandle, timeout_s: float) -> ExecutorHandle:
         self._handles.append(handle)
         await handle.ready(timeout_s)
+        warn_if_open()
         return handle
 
     def _bootstrap_command(self, spec: ExecutorSpec, rank: int) -> BootstrapCommand:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -54,8 +55,9 @@ def keep_private() -> None:
             _libc.mprotect(ctypes.c_void_p(start), page, _READ)
 
 
+@cache
 def warn_if_open() -> None:
-    """Says so where that has not worked."""
+    """Says once where that has not worked, when Monarch has begun to listen."""
     if open_to_all():
         _log.warning(
             "every user of this machine can have Monarch run code as you: its sockets are abstract; "

@@ -7,17 +7,25 @@ import subprocess
 import sys
 
 from llamarl.cluster.private_sockets import open_to_all
+from tests.end_to_end.tiny import ROOT
 
 START = """
-import sys
+import asyncio, sys
 from llamarl.cluster import private_sockets
 from llamarl.cluster.engine_files import own_temporary_folder
 own_temporary_folder()
 if sys.argv[1] == "fails":
     private_sockets._slots = lambda *_: ()
 from llamarl.cluster.monarch import MonarchCluster
-MonarchCluster(None)
-print(len(private_sockets.open_to_all()))
+from tests.cluster.harness import echo
+
+async def main():
+    cluster = MonarchCluster(None)
+    await cluster.spawn(echo(), 30.0)
+    print(len(private_sockets.open_to_all()))
+    await cluster.shutdown(10.0)
+
+asyncio.run(main())
 """
 
 
@@ -31,7 +39,7 @@ def test_abstract_sockets_are_found() -> None:
 
 def start(how: str) -> tuple[int, str]:
     """How many sockets any user can connect to, and what a cluster says that starts."""
-    done = subprocess.run([sys.executable, "-c", START, how], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", START, how], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return int(done.stdout.splitlines()[-1]), done.stderr
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from llamarl.cluster.api import ExecutorHandle, ExecutorSpec, HostShare
 from llamarl.cluster.certificates import monarch_env
+from llamarl.cluster.engine_files import own_temporary_folder
 from llamarl.cluster.monarch import HostsCluster
 from llamarl.cluster.registry import Registry
 
@@ -74,6 +75,7 @@ class Scenario:
 
 
 async def main() -> None:
+    own_temporary_folder()
     scenario = Scenario(Path(sys.argv[1]), Path(sys.argv[2]))
     while line := await asyncio.to_thread(sys.stdin.readline):
         method, *arguments = json.loads(line)
