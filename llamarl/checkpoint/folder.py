@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -121,15 +122,13 @@ def aside(work: Callable[[], T]) -> Future[T]:
         threading.Thread(target=_serve, args=(queue,), name="checkpoint", daemon=True).start()
 
     def run() -> None:
+        tell: Callable[[], None]
         try:
-            result = work()
-        except OSError as error:
-            future.set_exception(error)
+            tell = partial(future.set_result, work())
         except BaseException as error:
-            future.set_exception(error)
-            raise
-        else:
-            future.set_result(result)
+            tell = partial(future.set_exception, error)
+        _idle.append(queue)  # before whoever waits for this has more work
+        tell()
 
     queue.put(run)
     return future
@@ -138,4 +137,3 @@ def aside(work: Callable[[], T]) -> Future[T]:
 def _serve(queue: SimpleQueue[Callable[[], None]]) -> None:
     while True:
         queue.get()()
-        _idle.append(queue)

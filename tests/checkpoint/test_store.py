@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from llamarl.checkpoint.checkpoint import Checkpoint
-from llamarl.checkpoint.folder import MANIFEST, CheckpointError
+from llamarl.checkpoint.folder import MANIFEST, CheckpointError, aside
 from llamarl.checkpoint.store import CheckpointStore
 
 DEADLINE_S = processes.DEADLINE_S
@@ -364,3 +365,16 @@ class TestDiskFull:
         with pytest.raises(TypeError, match="JSON"):
             CheckpointStore(two, keep=1).save(3, {}, {"model": object()})
         assert sorted(two.rglob("*")) == before
+
+
+def test_one_thread_does_what_comes_one_after_the_other() -> None:
+    """Whatever becomes of it: none is started when memory has run out."""
+
+    def fail() -> None:
+        raise MemoryError
+
+    first = aside(threading.get_ident).result(DEADLINE_S)
+    for _ in range(2000):
+        with pytest.raises(MemoryError):
+            aside(fail).result(DEADLINE_S)
+        assert aside(threading.get_ident).result(DEADLINE_S) == first
