@@ -175,6 +175,12 @@ class ExecutorHandle(ABC):
         Pending and later calls raise MeshFailed. Raises RemoteError, once the processes are gone, if `close()` did.
         """
 
+    async def give_up(self, error: MeshFailed, timeout_s: float) -> None:
+        """It does not answer: it counts as dead from now on, for this reason, and is ended as by `stop`."""
+        if not self.failed.done():
+            self.failed.set_result(error)
+        await self.stop(timeout_s)
+
 
 class Cluster(ABC):
     """A place where executors run."""

@@ -64,6 +64,10 @@ class BaseHandle(ExecutorHandle):
             await self.stop(timeout_s=_ABANDON_S)
             raise
 
+    async def give_up(self, error: MeshFailed, timeout_s: float) -> None:
+        self._fail(error)
+        await self.stop(timeout_s)
+
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
         return (await self.call_each(method, *args, timeout_s=timeout_s, **kwargs))[0]
 

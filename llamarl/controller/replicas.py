@@ -10,12 +10,13 @@ import asyncio
 import heapq
 import math
 from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 from operator import attrgetter
 from typing import TypeVar
 
-from llamarl.cluster.api import CallTimeout, ExecutorHandle, MeshFailed
+from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, MeshFailed
 from llamarl.cluster.port import port
 from llamarl.controller.ports import GeneratorPort
 from llamarl.controller.supervision import Signal, Supervisor
@@ -26,6 +27,8 @@ NO_VERSION = -1
 """Older than every version."""
 ABORT_INTERVAL_S = 1.0
 """A replica that is about to leave is asked so often for what it still decodes."""
+STOP_S = 2.0
+"""For one that hangs to end; then it is killed."""
 T = TypeVar("T")
 
 
@@ -179,9 +182,16 @@ class Replicas:
             self._supervisor.start(self.submit(requests), "partial rollouts")
 
     async def unless_dead(self, replica: Replica, call: Awaitable[T]) -> T | None:
-        """The answer; None from a replica that is gone, or that is dead where deaths are survived."""
+        """The answer; None from a replica that is gone, or where deaths are survived one that is dead or hangs."""
         try:
             return await call
+        except CallTimeout as error:
+            if not self._survives_deaths:
+                raise
+            dead = MeshFailed(replica.name, (0,), str(error))
+            with suppress(ExecutorError):
+                await replica.handle.give_up(dead, STOP_S)
+            return None
         except MeshFailed:
             if not (self._survives_deaths or replica.is_gone):
                 raise

@@ -141,6 +141,15 @@ def test_one_that_does_not_answer_is_replaced_after_its_deadline(tmp_path: Path,
     assert run.lives[name] == 1 and 15.0 < run.wall_s < 45.0
 
 
+def test_a_generator_that_does_not_answer_counts_as_dead(tmp_path: Path) -> None:
+    """After its deadline; before that the others take over what it has to do."""
+    wanted = config(tmp_path, steps=40, cluster={"on_failure": {"generator": "drop"}, "call_timeout_s": 15.0})
+    run = Run(wanted, tmp_path, [Generator(), Generator()]).train(strike=hangs("generator-1", 3.1))
+    assert [row["step"] for row in run.steps] == list(range(1, 41)) and not run.complaints
+    (said,) = (line for line in run.warnings if "are left" in line)
+    assert said.startswith("generator-1 (rank 0): generator-1.") and "had no answer after 15 s" in said
+
+
 def test_lost_ranks_are_a_death_and_a_bug_is_none(tmp_path: Path) -> None:
     """Both come as an exception of the executor."""
 
