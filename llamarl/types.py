@@ -40,6 +40,8 @@ class Column:
     """Written to `rollouts.jsonl`."""
 
 
+OBSERVED = -1
+"""Policy version of tokens that an environment wrote."""
 COLUMNS: dict[str, Column] = {
     column.name: column
     for column in (
@@ -47,7 +49,7 @@ COLUMNS: dict[str, Column] = {
         Column(name="token_ids", dtype=np.int32, filled_by="generator", is_recorded=True),
         # Natural-log probability under the distribution that the token was sampled from.
         Column(name="behavior_logprobs", dtype=np.float32, filled_by="generator", is_recorded=True),
-        # Policy version that sampled the token; falls only where an older generator resumed the rollout.
+        # Policy version that sampled the token, or `OBSERVED`; falls only where an older generator resumed the rollout.
         Column(name="policy_versions", dtype=np.int32, filled_by="generator", is_recorded=True),
         # Natural-log probability under the frozen reference.
         Column(name="reference_logprobs", dtype=np.float32, filled_by="reference"),
@@ -94,6 +96,18 @@ def packed_columns(responses: Sequence[Columns]) -> Columns:
     }
 
 
+def observed(response: Columns, token_ids_T: np.ndarray) -> Columns:
+    """A response and what its environment answered: tokens that nobody sampled, so with log-probability 0 and without a
+    version."""
+    num = len(token_ids_T)
+    answer = {
+        "token_ids": token_ids_T.astype(np.int32),
+        "behavior_logprobs": np.zeros(num, np.float32),
+        "policy_versions": np.full(num, OBSERVED, np.int32),
+    }
+    return continued(response, answer)
+
+
 def _filled(columns: Columns, name: str, length: int) -> np.ndarray:
     if name in columns:
         return columns[name]
@@ -138,6 +152,11 @@ class _PerToken(Protocol):
     @property
     def num_tokens(self) -> int:
         return len(self.columns["token_ids"])
+
+    @property
+    def is_sampled_T(self) -> np.ndarray:
+        """bool; False for tokens that an environment wrote."""
+        return self.columns["policy_versions"] != OBSERVED
 
 
 class FinishReason(StrEnum):
@@ -266,8 +285,16 @@ class Rollout(_PerToken):
 
     @property
     def oldest_version(self) -> int:
-        """Smallest policy version among the tokens; -1 for a rollout without tokens."""
-        return int(self.policy_versions_T.min()) if self.num_tokens else -1
+        """Smallest policy version among the sampled tokens; -1 for a rollout without tokens."""
+        return int(self.policy_versions_T[self.is_sampled_T].min()) if self.num_tokens else -1
+
+    @property
+    def turns(self) -> list[tuple[bool, np.ndarray]]:
+        """Its tokens in the order of who wrote them: (whether they were sampled, token ids int32)."""
+        is_sampled_T = self.is_sampled_T
+        cuts = np.flatnonzero(np.diff(is_sampled_T)) + 1
+        parts = np.split(self.token_ids_T, cuts) if self.num_tokens else []
+        return [(bool(is_sampled_T[start]), part) for start, part in zip((0, *cuts), parts, strict=False)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,6 +28,8 @@ class PlaceConfig(Section):
     """Default: the trainer's first host."""
     reward_model: list[str] = Field(default_factory=list)
     """Default: as `reward`, or wherever a device is free."""
+    environment: list[str] = Field(default_factory=list)
+    """Default: as `reward`."""
     reference: list[str] = Field(default_factory=list)
     """Default: as `reward`, or wherever a device is free."""
 
@@ -44,6 +46,8 @@ class OnFailureConfig(Section):
     """As `reward`."""
     reference: Literal["stop", "respawn"] = "respawn"
     """As `reward`."""
+    environment: Literal["stop", "respawn"] = "respawn"
+    """As `reward`: a reply is a function of the turns before it."""
     critic: Literal["stop", "restart"] = "restart"
     """`restart`: a new one goes on from the newest checkpoint, or from `checkpoint.mirror`, and learns again what was
     learnt since then."""

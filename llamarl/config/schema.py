@@ -57,6 +57,9 @@ class RolloutConfig(Section):
     the generators and lose less with one that dies; each costs a prefill of what came before."""
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """A response also ends with the token that completes one of these in its text."""
+    environment: Ref | None = None
+    """What answers the policy between its turns: a file in `environments/`, or `package.module:Class`; none: a response
+    is one turn. Observed tokens count towards `max_new_tokens`, and nobody learns to write them."""
     temperature: float = Field(default=1.0, gt=0, le=100)
     """Divides the logits when sampling; the trainer uses the same."""
     top_p: float = Field(default=1.0, gt=0, le=1)

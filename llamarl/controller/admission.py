@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from llamarl.config import RunConfig
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.data.sampler import PromptSampler, fingerprint
+from llamarl.environments._worker import build_environment
 from llamarl.executors.replies import ControllerState
 from llamarl.training.packing import is_flat
 from llamarl.types import GenerationRequest, Outcome, Prompt, RolloutGroup, SamplingParams
@@ -41,6 +42,7 @@ class Admission:
     def __init__(self, config: RunConfig, problems: Problems, state: ControllerState | None) -> None:
         """`state` is that of a checkpoint to go on from."""
         rollout = config.rollout
+        environment = build_environment(rollout.environment) if rollout.environment else None
         self.sampling = SamplingParams(
             temperature=rollout.temperature,
             top_p=rollout.top_p,
@@ -48,7 +50,7 @@ class Admission:
             min_p=rollout.min_p,
             max_new_tokens=rollout.max_new_tokens,
             stop_token_ids=problems.stop_token_ids,
-            stop_strings=tuple(rollout.stop_strings),
+            stop_strings=(*rollout.stop_strings, *(environment.stop if environment else ())),
             seed=config.seed,
         )
         self._group_size = rollout.group_size

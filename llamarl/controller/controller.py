@@ -20,13 +20,14 @@ import asyncio
 import math
 from collections.abc import Sequence
 
-from llamarl.config import RunConfig, build
+from llamarl.config import RunConfig
 from llamarl.controller.admission import Admission, Problems
+from llamarl.controller.episodes import open_episodes
 from llamarl.controller.evaluation import EvalResult, Evaluation
 from llamarl.controller.groups import FIRST_EVAL_ID, SCORED_TOKENS, InFlight, PendingGroup, Scoring
 from llamarl.controller.journal import Journal
 from llamarl.controller.learners import Learners
-from llamarl.controller.lives import Deaths, Restarted, lasting
+from llamarl.controller.lives import Deaths, lasting
 from llamarl.controller.ports import Executors, TrainerPort
 from llamarl.controller.recovery import Recovery, policy_of_generators
 from llamarl.controller.replicas import NO_VERSION, Replica, Replicas
@@ -42,7 +43,7 @@ from llamarl.controller.sync import (
 )
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import Adoption, ControllerState, Published
-from llamarl.types import GenerationRequest, Prompt, RolloutGroup
+from llamarl.types import GenerationRequest, Prompt, Rollout, RolloutGroup
 
 
 class Controller:
@@ -80,13 +81,15 @@ class Controller:
         self._buffer = self._admission.buffer
         self._groups_changed = Signal()
         """The buffer has changed."""
-        advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
         policy = policy_of_generators(config.cluster, executors)
         self.replicas = Replicas(executors.generators, supervisor, timeout_s, survives_deaths=policy != "stop")
-        self._in_flight = InFlight(self._journal, config.rollout.segment_tokens, advantage.NEEDS_GREEDY)
+        self._episodes = open_episodes(
+            config, executors, supervisor, self.replicas.resume, self._rollout_ended, telemetry.waited
+        )
+        """None: a response is one turn."""
+        self._in_flight = InFlight(config, self._journal)
         self._to_score = asyncio.Queue[PendingGroup]()
-        model = config.reward.model
-        self._score = Scoring(executors.reward, executors.models, model.weight if model else 0.0, timeout_s)
+        self._score = Scoring(executors.reward, executors.models, config.reward.model, timeout_s)
         self._evaluations = dict[int, Evaluation]()
         """By group id."""
         self._under_way: Step | None = None
@@ -116,6 +119,8 @@ class Controller:
         for replica in replicas:
             self._collect(replica)
         self._supervisor.start(self._score_loop(), "score")
+        if self._episodes:
+            self._supervisor.start(self._episodes.loop(), "episodes")
         self._supervisor.start(self._watch.loop(), "stall watch")
         self._supervisor.start(self.recovery.silence_loop(), "silence watch")
 
@@ -132,9 +137,10 @@ class Controller:
 
     async def _submit(self, requests: Sequence[tuple[GenerationRequest, Prompt]]) -> None:
         """Sends requests to the generators, of which one is in service or will be; but not for what the journal has."""
-        scored, whole, parts = self._in_flight.begin(requests)
+        scored, whole, turns, parts = self._in_flight.begin(requests)
         for pending in whole:
             self._to_score.put_nowait(pending)
+        self._finished(turns)
         if scored:
             self._deliver(scored)
         for part in parts:
@@ -158,11 +164,17 @@ class Controller:
             self.replicas.num_resumed += sum(len(request.partials) for request in to_go_on)
             self.replicas.resume(to_go_on)
             self.replicas.changed.notify()
-            for rollout in finished:
-                pending = self._in_flight[rollout.group_id]
-                if pending.add(rollout):
-                    self._to_score.put_nowait(pending)
+            self._finished(finished)
             self._watch.progress()
+
+    def _finished(self, rollouts: Sequence[Rollout]) -> None:
+        """Generators have done what they could: turns wait for their environment, other rollouts for their group."""
+        for rollout in self._episodes.divert(rollouts, self._in_flight) if self._episodes else rollouts:
+            self._rollout_ended(rollout)
+
+    def _rollout_ended(self, rollout: Rollout) -> None:
+        if (pending := self._in_flight[rollout.group_id]).add(rollout):
+            self._to_score.put_nowait(pending)
 
     # 3. Rewards
 
@@ -335,7 +347,7 @@ class Controller:
         it is the right one; produces adoptions; unblocked by `_publish`."""
         clock = asyncio.get_running_loop()
         try:
-            is_new = await self.replicas.unless_dead(replica, self._transport_of(replica))
+            is_new = await self.replicas.unless_dead(replica, self._transports.choose([replica]))
             if is_new and not self._under_way:  # else the next version comes by it
                 await self._publish(self.version)
             while True:
@@ -357,13 +369,6 @@ class Controller:
                     await self._retry(replica, published, adoption)
         finally:
             self.replicas.changed.notify()
-
-    async def _transport_of(self, replica: Replica) -> bool:
-        while True:
-            try:
-                return await self._transports.choose([replica])
-            except Restarted:  # the trainer died while it was tried
-                continue
 
     def _is_news(self, replica: Replica) -> bool:
         newest = self._newest
@@ -389,4 +394,6 @@ class Controller:
         """What everybody is doing, for the stall report."""
         in_flight = f"{self._in_flight.describe()}, {self._buffer.num_free} slots are free"
         facts = [f"step {self.version + 1} {self._buffer.describe()}", in_flight]
+        if self._episodes and (wait := self._episodes.describe()):
+            facts.append(wait)
         return "; ".join([*facts, *self.replicas.debts(), *(await self._telemetry.describe_executors())])

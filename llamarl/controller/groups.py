@@ -11,6 +11,8 @@ import numpy as np
 
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
+from llamarl.config import RunConfig, build
+from llamarl.config.roles import RewardModelConfig
 from llamarl.controller.journal import Journal, Key
 from llamarl.controller.ports import ColumnPort, Responses, RewardModelPort, RewardPort
 from llamarl.executors.replies import Scored
@@ -45,6 +47,8 @@ class PendingGroup:
     requests: tuple[GenerationRequest, ...]
     """For the group, and perhaps for the greedy response."""
     prompt: Prompt
+    judged: dict[Key, RewardResult] = field(default_factory=dict)
+    """What the environment said of episodes, in place of the reward."""
     _rollouts: dict[Key, Rollout] = field(default_factory=dict)
 
     @property
@@ -54,6 +58,15 @@ class PendingGroup:
     @property
     def is_trained_on(self) -> bool:
         return self.requests[0].purpose == "train"
+
+    def request_of(self, rollout: Rollout) -> GenerationRequest:
+        """That a rollout answers, without partials."""
+        request = next(one for one in self.requests if one.group_id == rollout.group_id)
+        return replace(request, partials=())
+
+    def max_tokens(self, request: GenerationRequest) -> int:
+        """Of a response."""
+        return request.sampling.max_new_tokens
 
     @property
     def num_rollouts(self) -> int:
@@ -82,9 +95,11 @@ class PendingGroup:
         """Nothing is to come any more."""
         return len(self._rollouts) == self.num_rollouts
 
-    def rest(self, held: Mapping[Key, Rollout]) -> list[GenerationRequest]:
-        """What is to be generated, where these rollouts are there: finished ones, and some to go on with."""
-        self._rollouts.update((key, one) for key, one in held.items() if one.finish_reason.is_final)
+    def rest(self, held: Mapping[Key, Rollout], turns: Sequence[Rollout] = ()) -> list[GenerationRequest]:
+        """What is to be generated, where these rollouts are there: finished ones, some of which wait for the reply to
+        their last turn, and some to go on with."""
+        asked = {(one.group_id, one.index) for one in turns}
+        self._rollouts.update((key, held[key]) for key in held.keys() - asked if held[key].finish_reason.is_final)
         requests = list[GenerationRequest]()
         for request in self.requests:
             starts = [held.get((one.group_id, one.index), one) for one in request.starts()]
@@ -119,15 +134,20 @@ def _baseline(greedy: Rollout, result: RewardResult) -> RewardResult:
 class InFlight(dict[int, PendingGroup]):
     """Groups of which rollouts are still coming in, by the ids of their requests; what comes is in the journal."""
 
-    def __init__(self, journal: Journal, segment_tokens: int, needs_greedy: bool) -> None:
+    def __init__(self, config: RunConfig, journal: Journal) -> None:
         super().__init__()
-        self._journal, self._segment_tokens, self._needs_greedy = journal, segment_tokens, needs_greedy
+        advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
+        self._journal, self._segment_tokens = journal, config.rollout.segment_tokens
+        self._needs_greedy: bool = advantage.NEEDS_GREEDY
+        self._has_turns = config.rollout.environment is not None
+        """An environment says what follows a rollout that has stopped."""
 
     def begin(
         self, requests: Iterable[tuple[GenerationRequest, Prompt]]
-    ) -> tuple[list[RolloutGroup], list[PendingGroup], list[list[GenerationRequest]]]:
-        """Groups that the journal has scored, those of which it has all rollouts, and what is to be asked for."""
-        scored, whole = list[RolloutGroup](), list[PendingGroup]()
+    ) -> tuple[list[RolloutGroup], list[PendingGroup], list[Rollout], list[list[GenerationRequest]]]:
+        """Groups that the journal has scored, those of which it has all rollouts, turns that it has, and what is to be
+        asked for."""
+        scored, whole, turns = list[RolloutGroup](), list[PendingGroup](), list[Rollout]()
         sent, greedy = list[GenerationRequest](), list[GenerationRequest]()
         for request, prompt in requests:
             group, held = self._journal.kept(request.group_id)
@@ -139,12 +159,14 @@ class InFlight(dict[int, PendingGroup]):
                 of_group.append(greedy_request(of_group[0]))
             pending = PendingGroup(tuple(of_group), prompt)
             self.update((one.group_id, pending) for one in of_group)
-            for one in pending.rest(held):
+            stopped = [one for one in held.values() if self._has_turns and one.finish_reason is FinishReason.STOP]
+            turns += stopped
+            for one in pending.rest(held, stopped):
                 (greedy if one.purpose == "greedy" else sent).append(one)
             self.record(held.values())
             if pending.is_whole:
                 whole.append(pending)
-        return scored, whole, [part for part in (sent, greedy) if part]
+        return scored, whole, turns, [part for part in (sent, greedy) if part]
 
     def record(self, rollouts: Iterable[Rollout], withdrawn: Container[Key] = ()) -> None:
         """These have come; others generate those that are `withdrawn`, and nobody learns from those of evaluations."""
@@ -169,12 +191,16 @@ class Scoring:
     """Reward, reward model, and the executors that fill a column of `llamarl.types.COLUMNS`."""
 
     def __init__(
-        self, reward: ExecutorHandle, models: Mapping[str, ExecutorHandle], model_weight: float, timeout_s: float
+        self,
+        reward: ExecutorHandle,
+        models: Mapping[str, ExecutorHandle],
+        judge: RewardModelConfig | None,
+        timeout_s: float,
     ) -> None:
         """
         Args:
             models: by name; what is trained on goes to them, too.
-            model_weight: factor of the reward model's score.
+            judge: settings of the reward model among them.
         """
         self._reward = port(RewardPort, reward, timeout_s)
         self._model = port(RewardModelPort, models["reward-model"], timeout_s) if "reward-model" in models else None
@@ -183,7 +209,7 @@ class Scoring:
             for column in COLUMNS.values()
             if column.filled_by in models
         }
-        self._model_weight = model_weight
+        self._model_weight = judge.weight if judge else 0.0
 
     async def __call__(self, batch: Sequence[PendingGroup]) -> list[RolloutGroup]:
         """Asks everybody at once."""
@@ -196,6 +222,11 @@ class Scoring:
         groups = list[RolloutGroup]()
         for item, by_rules in zip(batch, said, strict=True):
             rollouts, judged = item.in_order(), by_rules
+            if item.judged:
+                judged = [
+                    replace(one, result=item.judged.get((rollout.group_id, rollout.index), one.result))
+                    for rollout, one in zip(rollouts, by_rules, strict=True)
+                ]
             if item.is_trained_on:
                 number = next(trained)
                 rollouts = [
@@ -205,7 +236,7 @@ class Scoring:
                     for n, one in enumerate(rollouts)
                 ]
                 if by_model is not None:
-                    judged = list(map(self._with_model, by_rules, by_model[number]))
+                    judged = list(map(self._with_model, judged, by_model[number]))
             groups.append(item.scored(rollouts, judged))
         return groups
 

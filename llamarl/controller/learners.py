@@ -124,9 +124,10 @@ class Learners:
         """
         if isinstance(executors.trainer, Lasting):
             executors.trainer.died, executors.trainer.restore = died, self._restore_trainer
+            executors.trainer.needs_host = True
             self._again = again
         if isinstance(critic := executors.models.get("critic"), Lasting):
-            critic.restore = self._restore_critic
+            critic.restore, critic.needs_host = self._restore_critic, True
 
     async def _restore_trainer(self, life: ExecutorHandle) -> str:
         """Brings a new trainer to the version of the old one, with the groups that it had; what it began from.

@@ -105,6 +105,8 @@ class Lasting(ExecutorHandle):
         """Hears of each death, at once."""
         self.restore: Callable[[ExecutorHandle], Awaitable[str]] | None = None
         """Brings a new life to where the last one was; where from, for people."""
+        self.needs_host = False
+        """What it is restored from may be on its host alone."""
         self._spawn, self._supervisor, self._deaths = spawn, supervisor, deaths
         self._is_up = True
         self._saver: ExecutorHandle | None = None
@@ -181,7 +183,7 @@ class Lasting(ExecutorHandle):
         pause_s = 0.0
         while True:
             error = await self._cleared(error)
-            if self.restore and isinstance(error, HostFailed):  # what it needs may be there alone
+            if self.needs_host and isinstance(error, HostFailed):
                 self._fail(error)
                 return
             try:

@@ -11,7 +11,7 @@ import numpy as np
 
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import each_rank
-from llamarl.executors.replies import Adoption, Collected, ControllerState, Published, Scored
+from llamarl.executors.replies import Adoption, Collected, ControllerState, Episode, Published, Replied, Scored
 from llamarl.training.result import PolicyStepResult, StepResult
 from llamarl.types import GenerationRequest, Prompt, RewardResult, Rollout, RolloutGroup, SampleGroup
 from llamarl.weight_sync.layout import Address, TensorSpec
@@ -53,6 +53,13 @@ class ColumnPort(Protocol):
     """Fills a per-token column: reference and critic."""
 
     async def score(self, groups: Responses) -> list[list[np.ndarray]]: ...
+
+
+class EnvironmentPort(Protocol):
+    """Answers turns."""
+
+    async def submit(self, episodes: Sequence[Episode]) -> None: ...
+    async def collect(self) -> list[Replied]: ...
 
 
 class OptimizingPort(Protocol):
@@ -103,7 +110,7 @@ class Executors:
     trainer: ExecutorHandle | None = None
     """None where nothing is trained."""
     models: Mapping[str, ExecutorHandle] = field(default_factory=dict)
-    """`reward-model`, `reference` and `critic`, those that the config asks for."""
+    """`reward-model`, `reference`, `critic` and `environment`, those that the config asks for."""
     spawn_generator: SpawnGenerator | None = None
     """Replaces a dead generator; None: there are no others."""
     spawn_again: SpawnAgain | None = None

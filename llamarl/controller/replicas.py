@@ -76,7 +76,8 @@ class Replica:
         """It is about to be asked for these."""
         for request in requests:
             missing = {start.index: start for start in request.starts()}
-            self.requests[request.group_id], self._missing[request.group_id] = request, missing
+            self.requests.setdefault(request.group_id, request)
+            self._missing.setdefault(request.group_id, {}).update(missing)  # it may work on others of the group
             self.num_outstanding += len(missing)
         self.busy.set()
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from llamarl.config import RunConfig
+from llamarl.controller.lives import Restarted
 from llamarl.controller.ports import TrainerPort
 from llamarl.controller.replicas import Replica
 from llamarl.executors.replies import Adoption, Mismatch, Probe, Published
@@ -129,8 +131,9 @@ class Transports:
             begun = set(self._chosen.values())
             for same_host in (True, False):
                 alike = [one for one in replicas if (one.handle.hosts == (self._host,)) == same_host]
-                if alike and same_host not in self._chosen:
-                    self._chosen[same_host] = await self._fastest(alike, same_host)
+                while alike and same_host not in self._chosen:
+                    with suppress(Restarted):  # the trainer died while one was tried
+                        self._chosen[same_host] = await self._fastest(alike, same_host)
                 for replica in alike:
                     replica.transport = self._chosen[same_host]
             return not begun.issuperset(self._chosen.values())

@@ -27,7 +27,7 @@ from llamarl.observability.usage import MAX_IN_METRICS, by_kind
 from llamarl.observability.view import CompletionView, ExecutorView, RunView
 from llamarl.training.packing import is_flat
 from llamarl.training.result import PolicyStepResult
-from llamarl.types import FinishReason, Outcome, RolloutGroup
+from llamarl.types import FinishReason, Outcome, Rollout, RolloutGroup
 from llamarl.weight_sync.select import Selection
 
 POLL_INTERVAL_S = 0.5
@@ -51,6 +51,8 @@ class StepMark:
     """Processor seconds of this process since its start."""
     calls: int
     """Made to executors so far."""
+    environment_wait_s: float
+    """That rollouts have waited for replies, together."""
     dropped_groups: int
     """Replaced by others, as their rewards were all equal."""
     journal_s: float
@@ -93,6 +95,7 @@ class Telemetry:
         self.num_invalid = 0
         self.staleness_max = 0
         self._dropped_groups = 0
+        self._environment_wait_s = 0.0
         self._calls_of_left = 0
         self.stalls_s = list[float]()
         self.warnings = list[str]()
@@ -205,6 +208,7 @@ class Telemetry:
             calls=self._calls_of_left + sum(handle.num_calls for handle in self._handles),
             dropped_groups=self._dropped_groups,
             journal_s=journal_s,
+            environment_wait_s=self._environment_wait_s,
         )
 
     @property
@@ -216,6 +220,10 @@ class Telemetry:
         """So many wait for the trainer now, and others were dropped."""
         self._dropped_groups += num_dropped
         self._view = replace(self._view, groups_ready=count)
+
+    def waited(self, seconds: float) -> None:
+        """A rollout has waited so long for its environment."""
+        self._environment_wait_s += seconds
 
     def adopted(self, stall_s: float) -> None:
         """A generator took over new weights; decoding paused for `stall_s`."""
@@ -328,6 +336,7 @@ class Telemetry:
             | sync.measured()
             | {
                 "resumed_segments": mark.resumed_segments - previous.resumed_segments,
+                **(_of_episodes(rollouts, mark, previous) if self._config.rollout.environment else {}),
                 "dropped_groups": mark.dropped_groups - previous.dropped_groups,
                 "flat_groups": sum(is_flat(group, mask_truncated=mask_truncated) for group in groups),
                 "controller_cpu_s": mark.controller_cpu_s - previous.controller_cpu_s,
@@ -394,3 +403,15 @@ class Telemetry:
         )
         self._view = replace(self._view, **changes)
         self._screen.show(self._view)
+
+
+def _of_episodes(rollouts: Sequence[Rollout], mark: StepMark, previous: StepMark) -> dict[str, float]:
+    """Turns of the policy and tokens of the environment in a step, and how long rollouts waited for it meanwhile."""
+    turns = [sum(is_sampled for is_sampled, _ in rollout.turns) for rollout in rollouts]
+    num_tokens = sum(rollout.num_tokens for rollout in rollouts)
+    return {
+        "turns_mean": float(np.mean(turns)),
+        "turns_max": float(max(turns)),
+        "observed_share": 1 - sum(int(rollout.is_sampled_T.sum()) for rollout in rollouts) / max(num_tokens, 1),
+        "environment_wait_s": mark.environment_wait_s - previous.environment_wait_s,
+    }

@@ -26,6 +26,8 @@ from llamarl.config import ConfigError, read_json, read_text
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SENTINEL = "\ufdd0turn\ufdd0"
+"""Stands for what the policy wrote; no model's text holds it."""
 _FIX = "give a complete Hugging Face folder"
 
 
@@ -119,6 +121,28 @@ class Tokenizer:
         except Exception as error:  # the template is code of somebody else, in a sandbox
             cause = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ConfigError(f"{self.folder}: the chat template refuses these messages: {cause}{error}") from None
+
+    def after_turn(self, messages: Sequence[Mapping[str, str]], *, without_stop: bool) -> str:
+        """What the chat template writes between a turn of the assistant and the next one, with `messages` in between.
+
+        Args:
+            without_stop: the turn was ended by a stop token, which the template's text then does not repeat.
+
+        Raises:
+            ConfigError: as `apply_chat_template`, or the template does not write the turn as it is.
+        """
+        opening = [{"role": "user", "content": "."}, {"role": "assistant", "content": SENTINEL}]
+        text = self.apply_chat_template([*opening, *messages])
+        _, found, rest = text.rpartition(SENTINEL)
+        if not found:
+            raise ConfigError(f"{self.folder}: the chat template does not write an assistant's turn as it is")
+        if without_stop:
+            stop = next((one for one in map(self._text_of, self.eos_token_ids) if rest.startswith(one)), "")
+            rest = rest.removeprefix(stop)
+        return rest
+
+    def _text_of(self, token_id: int) -> str:
+        return self._tokenizer.id_to_token(token_id) or "\0"
 
     @cached_property
     def _special_tokens(self) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
-from llamarl.types import RewardResult, Rollout
+from llamarl.types import Prompt, RewardResult, Rollout
 from llamarl.weight_sync.layout import Address
 
 REPLY_INTERVAL_S = 0.02
@@ -173,3 +173,28 @@ class Scored:
     response: str
     """Decoded text without special tokens."""
     result: RewardResult
+
+
+class Episode(NamedTuple):
+    """One whose last turn wants a reply."""
+
+    group_id: int
+    index: int
+    prompt: Prompt
+    turns: list[tuple[bool, np.ndarray]]
+    """`Rollout.turns`; the last one was sampled."""
+    spent_s: float = 0.0
+    """That its replies have taken."""
+
+
+class Replied(NamedTuple):
+    """What the environment says of an episode."""
+
+    group_id: int
+    index: int
+    observation_T: np.ndarray | None
+    """Token ids to go on from, int32; None: it has ended."""
+    result: RewardResult | None
+    """Its reward, or why it is INVALID; None: it goes on, or `[reward]` judges it."""
+    seconds: float
+    """That the reply took."""

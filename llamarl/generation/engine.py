@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ordered
 from functools import lru_cache, partial
@@ -115,13 +114,11 @@ class Engine:
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         """First in, first out."""
-        requests = list(requests)
-        counts = Counter(request.group_id for request in requests)
-        counts.update(i for i in counts.keys() & self._scheduler.groups.keys())
-        twice = sorted(i for i, count in counts.items() if count > 1)
-        if twice:
-            raise ValueError(f"group ids {twice} are submitted twice; each names one request")
         for request in requests:
+            group = self._scheduler.groups.get(request.group_id)
+            indices = {start.index for start in request.starts()}
+            if group and (twice := sorted(indices & group.unfinished.keys())):
+                raise ValueError(f"rollouts {twice} of group {request.group_id} are submitted twice")
             starts, refused = accept(
                 request,
                 context=self._context,
@@ -183,7 +180,10 @@ class Engine:
         )
 
     def _enqueue(self, request: GenerationRequest, starts: list[Rollout]) -> None:
-        """Queue a request's rollouts, if one of them fits into the KV cache."""
+        """Queue a request's rollouts, if one of them fits into the KV cache; others of their group may decode."""
+        if siblings := self._scheduler.groups.get(request.group_id):
+            self._scheduler.join(siblings, [Sequence.of(siblings, start) for start in starts])
+            return
         prompt_T = np.array(request.prompt_token_ids_T, np.int32)
         strings = request.sampling.stop_strings
         group = Group(

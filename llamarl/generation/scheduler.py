@@ -82,6 +82,11 @@ class Scheduler:
         self.groups[group.request.group_id] = group
         self.waiting.extend(group.unfinished.values())
 
+    def join(self, group: Group, sequences: list[Sequence]) -> None:
+        """Queue more rollouts of a group that is here."""
+        group.unfinished.update((sequence.index, sequence) for sequence in sequences)
+        self.waiting.extend(sequences)
+
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Finished or aborted rollouts give everything back."""
         gone = set(sequences)

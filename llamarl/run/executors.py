@@ -60,7 +60,8 @@ class RunSpecs:
 
     def first(self) -> list[ExecutorSpec]:
         """Trainer, reward, and the models that the config asks for."""
-        return [self._spec(name, self._places.place(name)) for name in ("trainer", "reward", *self._models)]
+        also = ("environment",) if self._config.rollout.environment else ()
+        return [self._spec(name, self._places.place(name)) for name in ("trainer", "reward", *self._models, *also)]
 
     def again(self, name: str) -> ExecutorSpec:
         """In the place of one that died; it has learnt nothing yet."""
@@ -73,6 +74,11 @@ class RunSpecs:
             return executor_spec(
                 name, "reward:RewardExecutor", 1, place=place, model_path=config.model.path, config=config.reward
             )
+        if name == "environment":
+            return executor_spec(
+                name, "environment:EnvironmentExecutor", 1, place=place, model_path=config.model.path,
+                config=config.rollout.environment,
+            )  # fmt: skip
         settings, options, num_ranks = config.trainer if name == "trainer" else self._models[name], dict[str, Any](), 1
         if isinstance(settings, TrainerConfig | CriticConfig):
             num_ranks = settings.parallelism.num_ranks

@@ -16,6 +16,7 @@ from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.admission import Problems
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+from llamarl.environments._worker import build_environment
 from llamarl.generation.vllm_server import check_python
 from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
@@ -57,6 +58,13 @@ def check_parts(config: RunConfig) -> None:
             "use 'gae', or leave it out"
         )
     build_reward(config.reward).close()
+    if config.rollout.environment:
+        build_environment(config.rollout.environment)
+        if config.generator.backend == "vllm":
+            raise ConfigError(
+                "rollout.environment with generator.backend = 'vllm': turns need an engine that goes on with one "
+                "rollout of a group while others decode; use backend = 'native'"
+            )
     check_name(config.weight_sync.transport)
     if config.generator.backend == "vllm":
         check_python(config.generator.vllm.python)

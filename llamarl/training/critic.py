@@ -131,7 +131,8 @@ class Critic(Optimization[ScalarModel]):
         """Sum over the tokens."""
         old_R = self.tensor(microbatch.values_R)
         returns_R = old_R + self.tensor(microbatch.advantages_R)
-        return value_losses(output_R, old_R, returns_R, self._clip).sum()
+        losses_R = value_losses(output_R, old_R, returns_R, self._clip)
+        return losses_R.masked_fill(~self.tensor(microbatch.loss_mask_R), 0.0).sum()
 
 
 def _explained(batch: TrainBatch) -> float:

@@ -138,7 +138,7 @@ def to_sample_group(
     valid_G = valid_rollouts(group) if valid_G is None else valid_G
     samples = tuple(
         TrainSample(
-            columns={"loss_mask": np.ones(rollout.num_tokens, bool)}
+            columns={"loss_mask": rollout.is_sampled_T}
             | rollout.columns
             | {"advantages": np.full(rollout.num_tokens, advantage, np.float32)}
         )

@@ -34,12 +34,13 @@ class Shaping:
         cost_G = sum(self._penalties(group).values(), np.zeros(len(group.rollouts)))
         token_rewards = [self._token_rewards(rollout) for rollout in group.rollouts]
         for rewards_T, result, cost in zip(token_rewards, group.results, cost_G, strict=True):
-            rewards_T[-1:] += result.value - cost
+            rewards_T[-1:] += result.value - cost  # what ends a response was sampled
         baseline = group.baseline
         return GroupRewards(
             token_rewards=tuple(token_rewards),
             valid_G=valid_rollouts(group, mask_truncated=self.config.mask_truncated),
             values=tuple(rollout.values_T for rollout in group.rollouts),
+            is_sampled=tuple(rollout.is_sampled_T for rollout in group.rollouts),
             baseline=np.nan if baseline is None or baseline.outcome is Outcome.INVALID else baseline.value,
         )
 
@@ -59,12 +60,13 @@ class Shaping:
         """Before the response's own reward, float64 [T]."""
         if self.kl is None:
             return np.zeros(rollout.num_tokens)
-        return -self.kl(rollout.behavior_logprobs_T.astype(np.float64) - rollout.reference_logprobs_T)
+        cost_T = self.kl(rollout.behavior_logprobs_T.astype(np.float64) - rollout.reference_logprobs_T)
+        return np.where(rollout.is_sampled_T, -cost_T, 0.0)
 
     def _penalties(self, group: RolloutGroup) -> dict[str, np.ndarray]:
         """Those that are switched on, [G] each."""
         config, found = self.config, dict[str, np.ndarray]()
-        num_tokens_G = np.array([rollout.num_tokens for rollout in group.rollouts])
+        num_tokens_G = np.array([rollout.is_sampled_T.sum() for rollout in group.rollouts])
         if config.length_penalty:
             found["length_penalty"] = config.length_penalty * length_share(num_tokens_G, self.max_tokens)
         if config.overlong_penalty:

@@ -22,6 +22,8 @@ class GroupRewards:
     values: tuple[np.ndarray, ...] = ()
     """Per rollout, float [T]: what a critic expects of each token and those after it, before the token is known; ()
     without a critic."""
+    is_sampled: tuple[np.ndarray, ...] = ()
+    """Per rollout, bool [T]: False for tokens that an environment wrote, which earn nothing; (): all were sampled."""
     baseline: float = math.nan
     """Reward of the greedy response; NaN where there is none or it could not be judged."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from llamarl.algorithms.advantages._base import GroupRewards, ValueAdvantage
 @dataclass(frozen=True)
 class Gae(ValueAdvantage):
     """A_t = sum_l (gamma lam)^l d_{t+l}, d_t = r_t + gamma V_{t+1} - V_t; the value after the last token is 0.
+
+    Tokens that an environment wrote are no choices: the token sampled before them is followed by the one after them,
+    and their own advantage is 0.
 
     That holds for truncated responses, too: the limit of tokens is part of the task, and what was written by then has
     its reward, so nothing is bootstrapped there.
@@ -36,8 +40,8 @@ class Gae(ValueAdvantage):
     def of_batch(self, groups: Sequence[GroupRewards]) -> list[list[np.ndarray]]:
         estimates = self.estimate(groups)
         valid = [
-            one for group, parts in zip(groups, estimates, strict=True)
-            for one, is_valid in zip(parts, group.valid_G, strict=True) if is_valid
+            one[mask] for group, parts in zip(groups, estimates, strict=True)
+            for one, is_valid, mask in zip(parts, group.valid_G, _masks(group), strict=True) if is_valid
         ]  # fmt: skip
         shift, scale = 0.0, 1.0
         if self.normalize and sum(map(len, valid)) > 1:
@@ -50,9 +54,12 @@ class Gae(ValueAdvantage):
 
     def estimate(self, groups: Sequence[GroupRewards]) -> list[list[np.ndarray]]:
         rewards = [one for group in groups for one in group.token_rewards]
+        masks = [mask for group in groups for mask in _masks(group)]
         values = [one for group in groups for one in group.values]
-        found = iter(self._estimate(rewards, values))
-        return [[next(found) for _ in group.token_rewards] for group in groups]
+        chosen = self._estimate(*([one[mask] for one, mask in zip(all_T, masks, strict=True)]
+                                  for all_T in (rewards, values)))  # fmt: skip
+        found = iter(zip(rewards, masks, chosen, strict=True))
+        return [[_spread(*next(found)) for _ in group.token_rewards] for group in groups]
 
     def _estimate(self, rewards: Sequence[np.ndarray], values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """All rollouts side by side, from their ends: one pass over the longest."""
@@ -62,6 +69,18 @@ class Gae(ValueAdvantage):
         for t in range(1, len(deltas_T_Q)):
             deltas_T_Q[t] += self.gamma * self.lam * deltas_T_Q[t - 1]
         return [deltas_T_Q[: len(one), q][::-1] for q, one in enumerate(rewards)]
+
+
+def _masks(group: GroupRewards) -> Sequence[Any]:
+    """What selects the sampled tokens of each rollout."""
+    return group.is_sampled or [slice(None)] * len(group.token_rewards)
+
+
+def _spread(rewards_T: np.ndarray, mask_T: Any, estimates: np.ndarray) -> np.ndarray:
+    """Estimates of the sampled tokens at their places."""
+    whole_T = np.zeros(len(rewards_T))
+    whole_T[mask_T] = estimates
+    return whole_T
 
 
 def _from_the_end(sequences: Sequence[np.ndarray]) -> np.ndarray:

@@ -42,6 +42,10 @@ class RunningTotal:
     """Index of the first problem; train and held-out problems are different ranges of one seed."""
     error_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Probability that a carry is forgotten in `solution`; `answer` is always right."""
+    largest_gain: Annotated[int, Field(ge=9, le=99)] = 9
+    """Of one line; above 9 the numbers have two digits, and the total up to three."""
+    ask_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the lines of `solution` that ask a calculator, as in "a:17+5?=22"."""
     seed: int = 0
     """Names the sequence of problems."""
 
@@ -56,7 +60,7 @@ class RunningTotal:
         rng = random.Random(self.seed)
         drawn: dict[str, tuple[int, list[int]]] = {}
         while len(drawn) < self.first + self.count:
-            start, gains = _draw_numbers(rng)
+            start, gains = _draw_numbers(rng, self.largest_gain)
             name, item = rng.choice(NAMES), rng.choice(ITEMS)
             steps = " ".join(f"{label}+{gain}" for label, gain in zip(LABELS, gains, strict=False))
             drawn.setdefault(f"{name} has {start} {item}: {steps}. How many {item} now?", (start, gains))
@@ -69,25 +73,26 @@ class RunningTotal:
             problem_id=f"running_total-{self.seed}-{index}",
             question=question,
             answer=str(start + sum(gains)),
-            metadata={"solution": _solve(start, gains, self.error_rate, teacher)},
+            metadata={"solution": _solve(start, gains, self.error_rate, self.ask_rate, teacher)},
         )
 
 
-def _draw_numbers(rng: random.Random) -> tuple[int, list[int]]:
-    """A start of 10-29 and gains of 1-9 with a total below 100."""
+def _draw_numbers(rng: random.Random, largest: int) -> tuple[int, list[int]]:
+    """A start of 10-29 and gains up to `largest`, with a total below 100, or below 1000 where gains are above 9."""
     while True:
         num_lines = max(1, round(rng.expovariate(1 / MEAN_LINES)))
-        start, gains = rng.randint(10, 29), [rng.randint(1, 9) for _ in range(num_lines)]
-        if num_lines <= len(LABELS) and start + sum(gains) < 100:
+        start, gains = rng.randint(10, 29), [rng.randint(1, largest) for _ in range(num_lines)]
+        if num_lines <= len(LABELS) and start + sum(gains) < (100 if largest <= 9 else 1000):
             return start, gains
 
 
-def _solve(start: int, gains: list[int], error_rate: float, teacher: random.Random) -> str:
+def _solve(start: int, gains: list[int], error_rate: float, ask_rate: float, teacher: random.Random) -> str:
     lines, total = [], start
     for label, gain in zip(LABELS, gains, strict=False):
-        carries = total % 10 + gain >= 10
+        carries = total % 10 + gain % 10 >= 10
         forgets = carries and teacher.random() < error_rate
-        result = total + gain - (10 if forgets else 0)
-        lines.append(f"{label}:{total}+{gain}={result}")
+        asks = ask_rate > 0 and teacher.random() < ask_rate
+        result = total + gain - (10 if forgets and not asks else 0)
+        lines.append(f"{label}:{total}+{gain}{'?' * asks}={result}")
         total = result
     return f"{' '.join(lines)}\n#### {total}"

@@ -1,0 +1,1 @@
+"""What answers a policy between its turns: tools, games, users. One file per member."""

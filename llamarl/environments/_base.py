@@ -1,0 +1,60 @@
+"""What every environment is. No torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from llamarl.types import RewardResult
+
+Messages = list[dict[str, Any]]
+"""`{"role": ..., "content": ...}` each, which the model's own chat template writes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """The problem of an episode."""
+
+    prompt: str
+    answer: str
+    metadata: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What the policy wrote, and what it was answered."""
+
+    response: str
+    """Without special tokens."""
+    observation: str | None = None
+    """None: it has not been answered yet."""
+
+
+@dataclass
+class Environment(ABC):
+    """Answers turn by turn; a function of the turns so far, so that any worker can answer, and one that dies costs
+    nothing. Members are dataclasses whose fields are their options."""
+
+    max_turns: Annotated[int, Field(ge=1)] = field(default=16, kw_only=True)
+    """A response that would need more ends as one that is too long, and is scored as it stands."""
+    observation_tokens: Annotated[int, Field(ge=1)] = field(default=256, kw_only=True)
+    """A longer observation is a flood: it makes the episode INVALID."""
+    step_s: Annotated[float, Field(gt=0)] = field(default=10.0, kw_only=True)
+    """Seconds for one reply; a slower one makes the episode INVALID."""
+    episode_s: Annotated[float, Field(gt=0)] = field(default=120.0, kw_only=True)
+    """Seconds for all replies of an episode together, likewise."""
+    workers: Annotated[int, Field(ge=1, le=256)] = field(default=1, kw_only=True)
+    """Processes that reply side by side."""
+    memory_bytes: Annotated[int, Field(ge=1 << 26)] = field(default=1 << 30, kw_only=True)
+    """Of each of them."""
+    stop: list[str] = field(default_factory=list, kw_only=True)
+    """A turn also ends with the token that completes one of these, as with a stop token."""
+
+    @abstractmethod
+    def reply(self, task: Task, turns: Sequence[Turn]) -> str | Messages | RewardResult | None:
+        """What follows the last turn: text or messages for the policy to go on from; the episode's reward, which ends
+        it; or None, which ends it and leaves the judgement to `[reward]`. What it raises makes the episode INVALID."""

@@ -1,0 +1,48 @@
+"""What runs in an environment's worker processes: one reply per item, JSON to JSON. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any
+
+from llamarl.config import Ref, build
+from llamarl.config.errors import ConfigError
+from llamarl.environments._base import Environment, Task, Turn
+from llamarl.types import RewardResult
+
+MAX_CHARS = 1 << 20
+"""More is a flood, whatever its tokens."""
+
+
+def reply(item: dict[str, Any]) -> dict[str, Any]:
+    """Of `item["environment"]`, the JSON of its `Ref`; what it says as one of `text`, `messages`, `reward`, `end`."""
+    turns = [Turn(response=response, observation=observation) for response, observation in item["turns"]]
+    said = _environment(item["environment"]).reply(Task(**item["task"]), turns)
+    if said is None:
+        return {"end": True}
+    if isinstance(said, str):
+        if len(said) > MAX_CHARS:
+            raise ValueError(f"an observation of {len(said):,} characters, more than {MAX_CHARS:,}")
+        return {"text": said}
+    if isinstance(said, RewardResult):
+        return {"reward": asdict(said)}
+    if isinstance(said, list) and all(isinstance(one, dict) and "role" in one for one in said):
+        return {"messages": said}
+    raise TypeError(f"it replied {said!r:.100}, which is no text, no list of messages, no RewardResult and not None")
+
+
+@lru_cache(maxsize=1)
+def _environment(ref: str) -> Environment:
+    return build_environment(Ref.model_validate_json(ref))
+
+
+def build_environment(ref: Ref) -> Environment:
+    """Raises ConfigError."""
+    found = build(ref, "llamarl.environments", "rollout.environment")
+    if not isinstance(found, Environment):
+        raise ConfigError(
+            f"`rollout.environment = {ref.name!r}` is no environment; derive it from "
+            "llamarl.environments._base.Environment"
+        )
+    return found
