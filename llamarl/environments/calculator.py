@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from llamarl.environments._base import Environment, Task, Turn
 
-ASKED = re.compile(r"(\d{1,18})([+*-])(\d{1,18})\?\s*$")
-"""Few digits: a product takes the square of their count."""
+ASKED = re.compile(r"(?:(\d{1,18})([+*-])(\d{1,18}))?\?(=?)$")
+"""Few digits: a product takes the square of their count. One token may hold both signs at the end."""
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
@@ -20,11 +20,9 @@ class Calculator(Environment):
     stop: list[str] = field(default_factory=lambda: ["?"], kw_only=True)
 
     def reply(self, task: Task, turns: Sequence[Turn]) -> str | None:
-        said = turns[-1].response
-        if not said.rstrip().endswith("?"):
-            return None
-        asked = ASKED.search(said)
+        asked = ASKED.search(turns[-1].response.rstrip())
         if asked is None:
-            return "=error"
-        left, sign, right = asked.groups()
-        return f"={OPERATIONS[sign](int(left), int(right))}"
+            return None
+        left, sign, right, equals = asked.groups()
+        result = OPERATIONS[sign](int(left), int(right)) if sign else "error"
+        return f"{result}" if equals else f"={result}"
