@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from llamarl.environments._base import Environment, Task, Turn
 
-ASKED = re.compile(r"(?:(\d{1,18})([+*-])(\d{1,18}))?\?(=?)$")
+ASKED = re.compile(r"(?:(?<!\d)(\d{1,18})([+*-])(\d{1,18}))?\?(=?)$")
 """Few digits: a product takes the square of their count. One token may hold both signs at the end."""
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 

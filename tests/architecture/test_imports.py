@@ -10,7 +10,18 @@ from pathlib import Path
 
 from tests.architecture.repository import PACKAGE, ROOT, imports, module_of, name_of, python_files, tree
 
-TORCH_FREE = ("types", "config", "observability", "rewards", "environments", "forecast", "sandbox", "sharding", "recipes", "cli")
+TORCH_FREE = (
+    "types",
+    "config",
+    "observability",
+    "rewards",
+    "environments",
+    "forecast",
+    "sandbox",
+    "sharding",
+    "recipes",
+    "cli",
+)
 """A `--help`, a config error or a plan answers at once."""
 MONARCH_FILE = "llamarl/cluster/monarch.py"
 ONE_FILE_EACH = ("fsspec", "monarch", "vllm", "wandb", "tensorboard")

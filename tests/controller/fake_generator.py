@@ -24,6 +24,8 @@ class Generator:
 
     duration_s: Callable[[int, int], float] = lambda group_id, index: 1.0 + index
     num_tokens: Callable[[int, int], int] = lambda group_id, index: 2
+    turn_tokens: int = 0
+    """Of each turn, where an environment says what follows; 0: there is none."""
     adopt_s: float | Callable[[int], float] = 0.1
     """Seconds in which a version is fetched."""
     outcomes: list[str] = field(default_factory=list)
@@ -51,7 +53,6 @@ class Generator:
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
         for request in requests:
-            assert request.group_id not in self._tasks.values(), "engines take one request of a group at a time"
             for partial in request.starts():
                 task = asyncio.ensure_future(self._decode(request, partial))
                 self._tasks[task] = request.group_id
@@ -62,6 +63,9 @@ class Generator:
         clock, index, start = asyncio.get_running_loop(), partial.index, partial.num_tokens
         begin_s, group_id = clock.time(), request.group_id
         length = self.num_tokens(group_id, index)
+        if self.turn_tokens:
+            of_turn = len(partial.turns[-1][1]) if partial.num_tokens and partial.turns[-1][0] else 0
+            length = start - of_turn + self.turn_tokens
         stop = min(length, start + request.segment_tokens) if request.segment_tokens else length
         versions, reason = list[int](), FinishReason.STOP if stop == length else FinishReason.PARKED
         try:

@@ -1,0 +1,177 @@
+"""Episodes over fakes: rollouts of several turns, whatever their environment and the generators do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.executors.replies import Episode, Replied
+from llamarl.rewards._base import invalid, right
+from llamarl.types import OBSERVED
+from tests.controller.fakes import Generator, Run, config
+
+STEPS, TURN, TURNS = 6, 2, 3
+"""Tokens that the policy writes per turn, and its turns per episode."""
+
+
+def observation(group_id: int, index: int, turn: int) -> list[int]:
+    """What the environment answers: some tokens, depending on the episode alone."""
+    return [50_000 + (group_id * 31 + index * 7 + turn) % 1000] * (1 + (group_id + index + turn) % 3)
+
+
+@dataclass
+class World:
+    """An environment that answers `TURNS - 1` times, each episode by itself."""
+
+    reply_s: Callable[[int, int], float] = lambda group_id, index: 0.1
+    ends: Callable[[int, int], Any] = lambda group_id, index: None
+    """The result of an episode; None: the reward judges."""
+    asked: list[tuple[int, int, int]] = field(default_factory=list)
+    _replies: list[Replied] = field(default_factory=list)
+    _some: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def another(self) -> World:
+        """A new one in place of this one, which is dead."""
+        return replace(self, _replies=[], _some=asyncio.Event())
+
+    async def submit(self, episodes: list[Episode]) -> None:
+        for episode in episodes:
+            asyncio.get_running_loop().create_task(self._reply(episode)).add_done_callback(lambda task: task.result())
+
+    async def _reply(self, episode: Episode) -> None:
+        key = episode.group_id, episode.index
+        turn = sum(is_sampled for is_sampled, _ in episode.turns)
+        self.asked.append((*key, turn))
+        assert all(len(part) == TURN for is_sampled, part in episode.turns if is_sampled)
+        seen = [part.tolist() for is_sampled, part in episode.turns if not is_sampled]
+        assert seen == [observation(*key, n + 1) for n in range(turn - 1)], "the history is not what was said"
+        await asyncio.sleep(self.reply_s(*key))
+        goes_on = turn < TURNS
+        observed_T = np.array(observation(*key, turn), np.int32) if goes_on else None
+        self._replies.append(Replied(*key, observed_T, None if goes_on else self.ends(*key), self.reply_s(*key)))
+        self._some.set()
+
+    async def collect(self) -> list[Replied]:
+        await self._some.wait()
+        self._some.clear()
+        replies, self._replies = self._replies, []
+        return replies
+
+
+def run_of(
+    tmp_path: Path, world: World, *, staleness: int = 1, segment: int = 0, generators: int = 1, **more: Any
+) -> Run:
+    for file in tmp_path.glob("*.jsonl"):
+        file.unlink()
+    environment = {"name": "calculator"} | more.pop("environment", {})
+    rollout = {"max_staleness": staleness, "environment": environment, "segment_tokens": segment}
+    cluster = {"on_failure": {"generator": "drop"}, "max_restarts": 99}
+    wanted = config(tmp_path, steps=STEPS, rollout=rollout, cluster=cluster, checkpoint={"every_steps": 2}, **more)
+    run = Run(wanted, tmp_path, [Generator(turn_tokens=TURN) for _ in range(generators)], models={"environment": world})
+    run.start_s = 1.0
+    return run
+
+
+def audit(run: Run) -> None:
+    """Every episode has its turns, every token is marked by who wrote it, and each was sampled once."""
+    assert [row["step"] for row in run.steps] == list(range(1, STEPS + 1))
+    keys = [(row["group_id"], row["index"]) for row in run.rollouts]
+    assert len(set(keys)) == len(keys) == 4 * STEPS
+    for row in run.rollouts:
+        key, at = (row["group_id"], row["index"]), 0
+        assert row["turns"] == TURNS and row["finish_reason"] == "stop"
+        written = iter(row["token_ids"])
+        versions = [version for version, count in row["policy_versions"] for _ in range(count)]
+        for turn in range(1, TURNS + 1):
+            assert all(version != OBSERVED for version in versions[at : at + TURN])
+            [next(written) for _ in range(TURN)]
+            at += TURN
+            said = observation(*key, turn) if turn < TURNS else []
+            assert [next(written) for _ in said] == said
+            assert versions[at : at + len(said)] == [OBSERVED] * len(said)
+            assert row["behavior_logprobs"][at : at + len(said)] == [0.0] * len(said)
+            at += len(said)
+        assert at == len(row["token_ids"]) == len(versions)
+    assert max(row["staleness"] for row in run.rollouts) <= run.steps[0]["staleness_limit"]
+    assert run.steps[-1]["extra.turns_mean"] == TURNS and 0 < run.steps[-1]["extra.observed_share"] < 1
+    assert not run.complaints
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([0, 1, 2]),
+    st.sampled_from([0, 1]),
+    st.sampled_from([0.0, 0.1, 3.0]),
+    st.lists(st.tuples(st.sampled_from(["environment", "generator-1", "trainer", "reward"]), st.floats(0.1, 20)),
+             max_size=3),
+)  # fmt: skip
+def test_whatever_dies(
+    tmp_path_factory: pytest.TempPathFactory, staleness: int, segment: int, spread_s: float,
+    deaths: list[tuple[str, float]],
+) -> None:  # fmt: skip
+    world = World(reply_s=lambda group_id, index: 0.05 + spread_s * ((group_id * 5 + index * 3) % 7) / 7)
+    run = run_of(tmp_path_factory.getbasetemp(), world, staleness=staleness, segment=segment, generators=2)
+
+    async def strike(run: Run) -> None:
+        async def one(name: str, at_s: float) -> None:
+            await asyncio.sleep(at_s)
+            run.handles[name].die()
+
+        await asyncio.gather(*(one(*death) for death in deaths))
+
+    audit(run.train(strike=strike))
+
+
+def test_a_slow_episode_holds_up_nobody_else_s_group(tmp_path: Path) -> None:
+    """Nor does it keep a place at the generator: its siblings and all other groups go on."""
+    world = World(reply_s=lambda group_id, index: 30.0 if (group_id, index) == (0, 0) else 0.1)
+    run = run_of(tmp_path, world, staleness=3)
+    running = list[float]()
+
+    async def strike(run: Run) -> None:
+        await asyncio.sleep(25.0)
+        running.append(len(run.generators[0]._tasks))
+
+    audit(run.train(strike=strike))
+    assert running == [0], "whoever waits for a reply does not decode"
+    others = [turn for turn in world.asked if turn[0] != 0]
+    assert len([turn for turn in world.asked[:30] if turn in others]) > 20
+
+
+def test_what_the_environment_says_of_an_episode_counts(tmp_path: Path) -> None:
+    """In place of the reward: a score, or that it could not be judged."""
+    world = World(ends=lambda group_id, index: right(7.0) if index else invalid("it crashed"))
+    run = run_of(tmp_path, world, reward={"max_invalid_share": 1.0}).train()
+    for row in run.rollouts:
+        expected = ("score", 7.0, "") if row["index"] else ("invalid", 0.0, "it crashed")
+        assert (row["outcome"], row["reward"], row["reason"]) == expected
+    assert run.steps[-1]["invalid_share"] == 0.5
+
+
+@pytest.mark.parametrize(("limit", "turns"), [({"max_turns": 2}, 2), ({}, 1)])
+def test_limits_end_an_episode_as_too_long(tmp_path: Path, limit: dict[str, int], turns: int) -> None:
+    """By turns, or by tokens, of which the observation would have left none."""
+    run = run_of(tmp_path, World(), environment=limit)
+    if turns == 1:
+        sampling = run.config.rollout.model_copy(update={"max_new_tokens": TURN + 1})
+        run.config = run.config.model_copy(update={"rollout": sampling})
+    run.train()
+    assert {row["finish_reason"] for row in run.rollouts} == {"length"}
+    assert {row["turns"] for row in run.rollouts} == {turns}
+    assert all(row["policy_versions"][-1][0] != OBSERVED for row in run.rollouts), "what ends it was sampled"
+
+
+def test_a_stall_names_who_waits_for_the_environment(tmp_path: Path) -> None:
+    from llamarl.controller.supervision import Stalled
+
+    run = run_of(tmp_path, World(reply_s=lambda *_: 1e6))
+    with pytest.raises(Stalled, match=r"8 rollouts wait for the environment, the oldest for 30\d s"):
+        run.train()

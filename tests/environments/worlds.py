@@ -1,0 +1,35 @@
+"""Environments that misbehave, in every way that a user's may."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llamarl.environments._base import Environment, Task, Turn
+from llamarl.rewards._base import right
+
+
+@dataclass
+class Bad(Environment):
+    """Does what the last turn says."""
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Any:
+        what = turns[-1].response
+        if what == "raise":
+            raise ValueError("no such thing")
+        if what == "exit":
+            os._exit(3)
+        if what == "hang":
+            time.sleep(100)
+        if what == "spin":
+            while True:
+                pass
+        answers = {
+            "flood": "x" * (1 << 21), "long": "word " * 100, "number": 7, "reward": right(0.5),
+            "messages": [{"role": "user", "content": "and now?"}], "history": f"{len(turns)} {turns[0].observation}",
+            "task": f"{task.prompt}|{task.answer}|{task.metadata['level']}",
+        }  # fmt: skip
+        return answers.get(what)
