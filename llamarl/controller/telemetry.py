@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,9 @@ import numpy as np
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
 from llamarl.config import RunConfig
 from llamarl.controller.evaluation import EvalResult
+from llamarl.controller.marks import StepMark, of_episodes
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.sync import SyncReport
-from llamarl.executors.replies import GeneratorStats
 from llamarl.observability.accounting import Accounts, account, verdict
 from llamarl.observability.metrics import StepMetrics
 from llamarl.observability.recorder import RolloutRecorder
@@ -27,7 +27,7 @@ from llamarl.observability.usage import MAX_IN_METRICS, by_kind
 from llamarl.observability.view import CompletionView, ExecutorView, RunView
 from llamarl.training.packing import is_flat
 from llamarl.training.result import PolicyStepResult
-from llamarl.types import FinishReason, Outcome, Rollout, RolloutGroup
+from llamarl.types import FinishReason, Outcome, RolloutGroup
 from llamarl.weight_sync.select import Selection
 
 POLL_INTERVAL_S = 0.5
@@ -37,26 +37,6 @@ RECENT_STEPS = 10
 """Steps that the ETA, the busy shares and the verdict on the screen look back at."""
 MAX_SPANS = 200_000
 """Spans kept per executor, for the accounts and the trace."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepMark:
-    """When a step ended, and what the generators had done by then."""
-
-    ended_s: float
-    resumed_segments: int
-    """Partial rollouts that went on."""
-    generators: GeneratorStats
-    controller_cpu_s: float
-    """Processor seconds of this process since its start."""
-    calls: int
-    """Made to executors so far."""
-    environment_wait_s: float
-    """That rollouts have waited for replies, together."""
-    dropped_groups: int
-    """Replaced by others, as their rewards were all equal."""
-    journal_s: float
-    """Spent on the journal so far."""
 
 
 class Telemetry:
@@ -336,7 +316,7 @@ class Telemetry:
             | sync.measured()
             | {
                 "resumed_segments": mark.resumed_segments - previous.resumed_segments,
-                **(_of_episodes(rollouts, mark, previous) if self._config.rollout.environment else {}),
+                **(of_episodes(rollouts, mark, previous) if self._config.rollout.environment else {}),
                 "dropped_groups": mark.dropped_groups - previous.dropped_groups,
                 "flat_groups": sum(is_flat(group, mask_truncated=mask_truncated) for group in groups),
                 "controller_cpu_s": mark.controller_cpu_s - previous.controller_cpu_s,
@@ -403,15 +383,3 @@ class Telemetry:
         )
         self._view = replace(self._view, **changes)
         self._screen.show(self._view)
-
-
-def _of_episodes(rollouts: Sequence[Rollout], mark: StepMark, previous: StepMark) -> dict[str, float]:
-    """Turns of the policy and tokens of the environment in a step, and how long rollouts waited for it meanwhile."""
-    turns = [sum(is_sampled for is_sampled, _ in rollout.turns) for rollout in rollouts]
-    num_tokens = sum(rollout.num_tokens for rollout in rollouts)
-    return {
-        "turns_mean": float(np.mean(turns)),
-        "turns_max": float(max(turns)),
-        "observed_share": 1 - sum(int(rollout.is_sampled_T.sum()) for rollout in rollouts) / max(num_tokens, 1),
-        "environment_wait_s": mark.environment_wait_s - previous.environment_wait_s,
-    }

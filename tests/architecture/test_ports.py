@@ -21,6 +21,7 @@ SERVES = {
     "critic:CriticExecutor": ports.CriticPort,
     "trainer:TrainerExecutor": ports.TrainerPort,
     "sft:SftExecutor": ports.SftPort,
+    "environment:EnvironmentExecutor": ports.EnvironmentPort,
 }
 """Which executor serves which port."""
 

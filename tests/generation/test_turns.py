@@ -37,7 +37,7 @@ def answered(rollout: Rollout, count: int) -> Rollout:
 def test_log_probs_versions_and_masks(
     model: Transformer, segment: int, observation: int, delay: int, updates: list[int], recompute: bool
 ) -> None:
-    """Whatever decodes beside it, log-probs are those of the weights given all tokens before, observed ones included."""
+    """Whatever decodes beside it, log-probs are those of the weights given all tokens before, observed ones too."""
     engine = make_engine(model, max_running=5, kv_on_update="recompute" if recompute else "keep")
     requests = {group_id: request_of(group_id, 3, segment) for group_id in range(3)}
     engine.submit(requests.values())

@@ -1,0 +1,43 @@
+"""What a run has done by the end of a step, and what of it episodes are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamarl.executors.replies import GeneratorStats
+from llamarl.types import Rollout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMark:
+    """When a step ended, and what the generators had done by then."""
+
+    ended_s: float
+    resumed_segments: int
+    """Partial rollouts that went on."""
+    generators: GeneratorStats
+    controller_cpu_s: float
+    """Processor seconds of this process since its start."""
+    calls: int
+    """Made to executors so far."""
+    environment_wait_s: float
+    """That rollouts have waited for replies, together."""
+    dropped_groups: int
+    """Replaced by others, as their rewards were all equal."""
+    journal_s: float
+    """Spent on the journal so far."""
+
+
+def of_episodes(rollouts: Sequence[Rollout], mark: StepMark, previous: StepMark) -> dict[str, float]:
+    """Turns of the policy and tokens of the environment in a step, and how long rollouts waited for it meanwhile."""
+    turns = [sum(is_sampled for is_sampled, _ in rollout.turns) for rollout in rollouts]
+    num_tokens = sum(rollout.num_tokens for rollout in rollouts)
+    return {
+        "turns_mean": float(np.mean(turns)),
+        "turns_max": float(max(turns)),
+        "observed_share": 1 - sum(int(rollout.is_sampled_T.sum()) for rollout in rollouts) / max(num_tokens, 1),
+        "environment_wait_s": mark.environment_wait_s - previous.environment_wait_s,
+    }
