@@ -1,9 +1,11 @@
-"""What a run's trainer feels of a generator that is killed, and of one that is stopped for half a minute.
+"""What a run feels of a generator that is killed, of one that is stopped for half a minute, and of a trainer that dies.
 
     python benchmarks/faults.py [--stopped-s 30]
 
 The demo with two generators, whose base model must be there (`make demo` makes it). One generator is killed while it
-receives weights, later one is stopped (SIGSTOP) and goes on. Figures come from the files that every run writes.
+receives weights, later one is stopped (SIGSTOP) and goes on, then the trainer is killed, whose state is mirrored; in a
+second run without a mirror it is killed half-way between two checkpoints. Figures come from the files that every run
+writes. `faults_random.py` throws dice instead.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ SETTLED_STEP = 40
 class DemoRun:
     """`llamarl train configs/demo.toml` with two generators, in a session of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
+        folder.mkdir(exist_ok=True)
         self.folder = folder / "demo"
         command = [
             *(sys.executable, "-m", "llamarl", "train", "configs/demo.toml", "--output", str(folder)),
             *("--steps", "100000", "--eval.every_steps", "0", "--eval.max_prompts", "8", "--screen.kind", "lines"),
-            *("--generator.replicas", "2", "--cluster.on_failure.generator", "respawn"),
+            *("--generator.replicas", "2", *options),
         ]
         self.out = (folder / "out.txt").open("w")
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=self.out, stderr=self.out, start_new_session=True)
@@ -57,14 +60,18 @@ class DemoRun:
         return time.monotonic() - start_s
 
     def generators(self) -> dict[str, int]:
-        """Process of each generator that is alive, by name: its output is a log file of this name."""
+        """Process of each generator that is alive, by name."""
+        return {name: pid for name, pid in self.executors().items() if name.startswith("generator")}
+
+    def executors(self) -> dict[str, int]:
+        """Process of each executor that is alive, by name: its output is a log file of this name."""
         found = dict[str, int]()
         for path in Path("/proc").glob("[0-9]*/fd/1"):
             try:
                 target = Path(os.readlink(path))
             except OSError:
                 continue
-            if target.parent == self.folder / "logs" and target.stem.startswith("generator"):
+            if target.parent == self.folder / "logs":
                 found.setdefault(target.stem, int(path.parts[2]))
         return found
 
@@ -101,7 +108,13 @@ def after_kill(run: DemoRun, step: int) -> dict[str, Any]:
     killed_s = sum(train[step - 1])
     before, after = ([length for _, length in spans] for spans in (train[10:step], train[step : step + 20]))
     replaced_s = min(begin for begin, _ in run.spans("generator-2", "generate")) - killed_s
+    rows = run.steps()
+    ends = [row["wall_s"] for row in rows]
+    replaced = next((i for i, end_s in enumerate(ends) if end_s > ends[step - 1] + replaced_s), len(ends))
+    steps_s = _lengths(rows)
+    ratio = statistics.median(steps_s[replaced : replaced + 20]) / statistics.median(steps_s[10 : step - 1])
     return {
+        "step_ratio": ratio,
         "train_s_before": statistics.median(before), "train_s_after": statistics.median(after),
         "train_ratio": statistics.median(after) / statistics.median(before),
         "replacement_decodes_after_s": replaced_s, "step_s_after": _lengths(run.steps()[step - 1 : step + 5]),
@@ -128,6 +141,30 @@ def stop(run: DemoRun, seconds: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def kill_trainer(run: DemoRun) -> float:
+    """Seconds from its death to the next step on record."""
+    num_steps = len(run.steps())
+    run.wait(lambda: len(run.steps()) > num_steps, "next step")
+    pid, before = run.executors()["trainer"], len(run.steps())
+    os.kill(pid, signal.SIGKILL)
+    start_s = time.monotonic()
+    run.wait(lambda: len(run.steps()) > before + 1, "step of a new trainer")  # one may have been on its way
+    return time.monotonic() - start_s
+
+
+def from_a_checkpoint(folder: Path) -> float:
+    """As `kill_trainer`, with 25 steps to take again."""
+    run = DemoRun(folder, "--checkpoint.every_steps", "50")
+    try:
+        run.wait(lambda: len(run.steps()) >= 75, "step 75")
+        seconds = kill_trainer(run)
+        run.end()
+        return seconds
+    finally:
+        if run.process.poll() is None:
+            os.killpg(run.process.pid, signal.SIGKILL)
+
+
 def _lengths(rows: list[dict[str, Any]]) -> list[float]:
     return [b["wall_s"] - a["wall_s"] for a, b in itertools.pairwise(rows)]
 
@@ -138,24 +175,37 @@ def main() -> None:
     parser.add_argument("--stopped-s", type=float, default=30.0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        run = DemoRun(Path(temporary))
+        run = DemoRun(Path(temporary, "mirror"), "--checkpoint.mirror", "true")
         try:
             run.wait(lambda: len(run.steps()) >= SETTLED_STEP, f"step {SETTLED_STEP}")
             killed = kill(run)
             settled = len(run.steps()) + SETTLED_STEP
             run.wait(lambda: len(run.steps()) >= settled, f"step {settled}")
             stopped = stop(run, options.stopped_s)
+            trainer_mirror_s = kill_trainer(run)
+            rows = run.steps()
             summary = run.end()
             killed |= after_kill(run, killed["at_step"])
         finally:
             if run.process.poll() is None:
                 os.killpg(run.process.pid, signal.SIGKILL)
-    figures = {"kill": killed, "stop": stopped, "stall_p99_s": summary["extra.stall_p99_s"], "steps": summary["steps"]}
+        figures = {
+            "kill_step_ratio": killed["step_ratio"],
+            "replacement_s": killed["replacement_decodes_after_s"],
+            "continue_s": stopped["caught_up_s"],
+            "trainer_mirror_s": trainer_mirror_s,
+            "trainer_checkpoint_s": from_a_checkpoint(Path(temporary, "checkpoint")),
+            "mirror_share": statistics.median(row["extra.mirror_s"] / row["step_s"] for row in rows[10:]),
+            "record_share": statistics.median(row["extra.record_share"] for row in rows[10:]),
+            "kill": killed, "stop": stopped, "stall_p99_s": summary["extra.stall_p99_s"], "steps": summary["steps"],
+        }  # fmt: skip
     print(json.dumps(figures, indent=2))
     print(write_result("faults", {"stopped_s": options.stopped_s, "replicas": 2}, figures, NOTES))
 
 
 NOTES = [
+    "kill_step_ratio: median step time of 20 steps after the replacement came over that before the kill.",
+    "mirror_share: seconds of the trainer's thread for the copy, over the step; it is written beside the next one.",
     "Train steps: the trainer's own spans, wall time. The machine has two cores for two generators, a trainer and a",
     "controller; a replacement that loads its model takes one of them for some seconds.",
 ]

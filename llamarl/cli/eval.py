@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     config = RunConfig(
         model=ModelConfig(path=options.model),
         data=_data(options, run),
-        rollout=checked(RolloutConfig, max_new_tokens=_max_new_tokens(options, run)),
+        rollout=checked(RolloutConfig, max_new_tokens=_max_new_tokens(options, run), **_turns(run)),
         eval=checked(EvalConfig, max_prompts=options.max_prompts, samples=options.samples, temperature=temperature),
         reward=_reward(options, run),
         generator=checked(GeneratorConfig, threads=options.threads),
@@ -119,6 +119,11 @@ def _max_new_tokens(options: argparse.Namespace, run: RunConfig | None) -> int:
     if options.max_new_tokens is not None:
         return options.max_new_tokens
     return run.rollout.max_new_tokens if run else 256
+
+
+def _turns(run: RunConfig | None) -> dict[str, Any]:
+    """How responses end in the run, and what answers them."""
+    return {"stop_strings": run.rollout.stop_strings, "environment": run.rollout.environment} if run else {}
 
 
 def _data(options: argparse.Namespace, run: RunConfig | None) -> DataConfig:

@@ -65,8 +65,11 @@ def own_temporary_folder() -> None:
     if _held:
         return
     sweep()
+    beside = Path(tempfile.gettempdir())
+    if beside.name.startswith(PREFIX):  # a process that started this one has its own there: paths stay short
+        beside = beside.parent
     try:
-        folder = tempfile.mkdtemp(prefix=PREFIX)
+        folder = tempfile.mkdtemp(prefix=PREFIX, dir=beside)
     except OSError as error:
         raise ConfigError(f"no temporary folder can be made ({error}); set TMPDIR to one that can be written") from None
     if len(folder) > MAX_PATH_CHARS:

@@ -259,6 +259,10 @@ class Journal:
             step += 1
             yield step, [self._read_group(self._scored[group_id]) for group_id in self._steps[step]["groups"]]
 
+    def has(self, step: int) -> bool:
+        """`steps_after` will give this step, where it gives those before it."""
+        return self._file is not None and not self._lacks(step)
+
     def kept(self, group_id: int) -> tuple[RolloutGroup | None, Mapping[Key, Rollout]]:
         """What was generated of a group before the run went on: all of it, scored, or some rollouts."""
         held = self._held.pop(group_id, {})

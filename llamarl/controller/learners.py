@@ -1,6 +1,6 @@
 """`Learners`: trainer and critic, and how new processes of theirs learn again what the dead ones had learnt.
 
-The controller keeps the groups of all steps since the newest checkpoint. New processes begin at that checkpoint, or
+The journal keeps the groups of all steps since the newest checkpoint. New processes begin at that checkpoint, or
 later where a copy in memory is left (`checkpoint.mirror`), and take the steps after it again: the same groups in the
 same order, which gives the same weights. So the versions that tokens carry stay true, and generators need not hear.
 """
@@ -8,14 +8,14 @@ same order, which gives the same weights. So the versions that tokens carry stay
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from llamarl.cluster.api import ExecutorError, ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
 from llamarl.controller.journal import Journal
 from llamarl.controller.lives import Lasting
-from llamarl.controller.ports import CriticPort, Executors, OptimizingPort, TrainerPort
+from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.saving import Checkpoints
 from llamarl.controller.steps import Step
 from llamarl.controller.supervision import StallWatch, Supervisor
@@ -62,7 +62,7 @@ class Learners:
         self._ready = dict[int, RolloutGroup]()
         """Groups that they have for steps to come."""
         self._steps = deque[tuple[int, list[RolloutGroup]]]()
-        """That have begun since the newest checkpoint."""
+        """That have begun since the newest checkpoint, and are not in the journal."""
 
     def add(self, groups: Sequence[RolloutGroup]) -> None:
         """Scored groups go ahead of the step, which then only names them.
@@ -76,6 +76,8 @@ class Learners:
 
     def begin(self, step: int, groups: list[RolloutGroup]) -> Step:
         """Trainer and critic are asked for a step on these groups, which they have."""
+        while self._steps and self._journal.has(self._steps[0][0]):
+            self._steps.popleft()
         self._steps.append((step, groups))
         ids = [group.group_id for group in groups]
         for group_id in ids:
@@ -136,11 +138,13 @@ class Learners:
         """
         trainer = port(TrainerPort, life, self._timeout_s)
         start = await trainer.restore(self.version)
-        for step, groups in await self._since(life.name, trainer, start, self.version):
+        for step, groups in self._since(life.name, start, self.version):
+            await trainer.add_groups(groups)
             if step <= self.version:
                 result = await trainer.step([group.group_id for group in groups])
                 assert result.policy_version == step, "the steps are those of the old one"
                 self._watch.progress()
+        await trainer.add_groups(list(self._ready.values()))
         await self._again(trainer)
         return f"step {start}, {self.version - start} steps were taken again"
 
@@ -148,26 +152,27 @@ class Learners:
         """As `_restore_trainer`. A step under way begins again."""
         critic = port(CriticPort, life, self._timeout_s)
         start = await critic.restore(self._critic_version)
-        for step, groups in await self._since(life.name, critic, start, self._critic_version):
+        for step, groups in self._since(life.name, start, self._critic_version):
+            await critic.add_groups(groups)
             await critic.learn(step, [group.group_id for group in groups])
             while step <= self._critic_version and await critic.learn_on(step) is None:
                 self._watch.progress()
+        await critic.add_groups(list(self._ready.values()))
         return f"step {start}, {self._critic_version - start} steps were taken again"
 
-    async def _since(
-        self, name: str, port: OptimizingPort, start: int, version: int
-    ) -> list[tuple[int, list[RolloutGroup]]]:
-        """Steps that have begun after `start`; `port` gets their groups, and those of steps to come.
-
-        Raises StepsLost.
-        """
-        steps = [(step, groups) for step, groups in self._steps if step > start]
-        first = steps[0][0] if steps else version + 1
-        steps = [*((step, groups) for step, groups in self._journal.steps_after(start) if step < first), *steps]
-        first = steps[0][0] if steps else version + 1
-        if first > start + 1:
-            gone = f"steps {start + 1} to {first - 1} are not there to be taken again"
+    def _since(self, name: str, start: int, version: int) -> Iterator[tuple[int, list[RolloutGroup]]]:
+        """Steps that have begun after `start`, in their order. Raises StepsLost: up to `version` one is not there."""
+        last, held = start, dict(self._steps)
+        for step, groups in self._journal.steps_after(start):
+            if step in held:
+                break
+            yield step, groups
+            last = step
+        for step in sorted(step for step in held if step > last):
+            if step > last + 1:
+                break
+            yield step, held[step]
+            last = step
+        if last < version:
+            gone = f"steps {last + 1} to {version} are not there to be taken again"
             raise StepsLost(name, f"a new {name} begins at step {start}, and {gone}; --resume goes on from there")
-        for groups in (*(groups for _, groups in steps), list(self._ready.values())):
-            await port.add_groups(groups)
-        return steps

@@ -4,6 +4,7 @@ scored, and checkpoints."""
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -133,10 +134,12 @@ class Optimizing(Executor):
                 load_training_state(optimization, state.shapes, state.read, state.state)
             return optimization.policy_version
 
-    def _mirrored(self, optimization: Optimization[Any]) -> None:
-        """After each step."""
+    def _mirrored(self, optimization: Optimization[Any]) -> float:
+        """After each step; the seconds that it took."""
+        start_s = time.perf_counter()
         if self._mirror:
             self._mirror.save(optimization.policy_version, optimization.shards(), training_state(optimization))
+        return time.perf_counter() - start_s
 
     def _take(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
         return [self._groups.pop(group_id) for group_id in group_ids]

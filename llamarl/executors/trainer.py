@@ -102,7 +102,7 @@ class TrainerExecutor(Optimizing):
         self._probed = probe_sequences(groups)
         with self._mesh.together(NonFiniteStep):
             result = self._trainer.step(groups)
-            self._mirrored(self._trainer)
+            result.metrics["mirror_s"] = self._mirrored(self._trainer)
             result.metrics["peak_memory_bytes"] = max(self._mesh.exchange(peak_memory_bytes(device)))
         result.metrics["train_s"] = train_s = device_seconds(device) - start_s
         result.metrics.update(rates(result.metrics, train_s, self._peak_flops * self._mesh.world.size))

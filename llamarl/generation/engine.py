@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ordered
 from functools import lru_cache, partial
@@ -114,11 +115,9 @@ class Engine:
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         """First in, first out."""
+        requests = list(requests)
+        self._check_new(requests)
         for request in requests:
-            group = self._scheduler.groups.get(request.group_id)
-            indices = {start.index for start in request.starts()}
-            if group and (twice := sorted(indices & group.unfinished.keys())):
-                raise ValueError(f"rollouts {twice} of group {request.group_id} are submitted twice")
             starts, refused = accept(
                 request,
                 context=self._context,
@@ -178,6 +177,18 @@ class Engine:
             slot_steps=self._slot_steps,
             filled_slot_steps=self._filled_slot_steps,
         )
+
+    def _check_new(self, requests: Iterable[GenerationRequest]) -> None:
+        """Raises ValueError, before anything is queued, when somebody works on one of the rollouts already."""
+        groups = self._scheduler.groups
+        taken = defaultdict[int, set[int]](set)
+        for request in requests:
+            group_id, indices = request.group_id, {start.index for start in request.starts()}
+            if group_id in groups:
+                taken[group_id] |= groups[group_id].unfinished.keys()
+            if twice := sorted(indices & taken[group_id]):
+                raise ValueError(f"rollouts {twice} of group {group_id} are submitted twice")
+            taken[group_id] |= indices
 
     def _enqueue(self, request: GenerationRequest, starts: list[Rollout]) -> None:
         """Queue a request's rollouts, if one of them fits into the KV cache; others of their group may decode."""

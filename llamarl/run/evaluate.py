@@ -18,7 +18,7 @@ from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.run.assembly import assembled
-from llamarl.run.executors import GeneratorSpecs, executor_spec, spawn_all
+from llamarl.run.executors import GeneratorSpecs, environment_spec, executor_spec, spawn_all
 
 
 class _Progress(NullScreen):
@@ -52,9 +52,11 @@ async def _evaluate(config: RunConfig, progress: Callable[[int, int], None]) -> 
 
     async def spawn() -> Executors:
         reward = executor_spec("reward", "reward:RewardExecutor", 1, model_path=path, config=config.reward)
-        specs = [reward, *map(GeneratorSpecs(config=config), range(config.generator.replicas))]
+        models = [environment_spec(config)] if config.rollout.environment else []
+        specs = [reward, *models, *map(GeneratorSpecs(config=config), range(config.generator.replicas))]
         first, *others = await spawn_all(cluster, specs, config.cluster.start_timeout_s)
-        return Executors(reward=first, generators=others)
+        beside, generators = others[: len(models)], others[len(models) :]
+        return Executors(reward=first, models={handle.name: handle for handle in beside}, generators=generators)
 
     telemetry = Telemetry(config, _Progress(progress), MetricsLog(None, print), RolloutRecorder(None, print), 0)
     async with assembled(config, problems, telemetry, cluster.shutdown, spawn) as (controller, supervisor):

@@ -49,6 +49,12 @@ def executor_spec(
     )
 
 
+def environment_spec(config: RunConfig, place: Place = ANYWHERE) -> ExecutorSpec:
+    """What answers turns."""
+    options = {"model_path": config.model.path, "config": config.rollout.environment}
+    return executor_spec("environment", "environment:EnvironmentExecutor", 1, place=place, **options)
+
+
 class RunSpecs:
     """Executors of one run other than generators, by name: each time with a rendezvous of its own for its ranks."""
 
@@ -75,10 +81,7 @@ class RunSpecs:
                 name, "reward:RewardExecutor", 1, place=place, model_path=config.model.path, config=config.reward
             )
         if name == "environment":
-            return executor_spec(
-                name, "environment:EnvironmentExecutor", 1, place=place, model_path=config.model.path,
-                config=config.rollout.environment,
-            )  # fmt: skip
+            return environment_spec(config, place)
         settings, options, num_ranks = config.trainer if name == "trainer" else self._models[name], dict[str, Any](), 1
         if isinstance(settings, TrainerConfig | CriticConfig):
             num_ranks = settings.parallelism.num_ranks

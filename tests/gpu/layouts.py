@@ -164,8 +164,8 @@ def held(dtype: str, recompute: bool, mixed: bool) -> dict[str, float]:
 
     model.model.norm.register_forward_hook(lambda *_: alive.append(made.alive_bytes()))
     settings = TrainerConfig(microbatch_tokens=64, dtype=dtype, activation_checkpointing=recompute)
-    policy = parallel.MixedPrecisionPolicy if mixed else lambda **_: MixedPrecisionPolicy()
-    with rank_of(0, {"fsdp": 8}) as mesh, patch.object(parallel, "MixedPrecisionPolicy", policy):
+    policy = MixedPrecisionPolicy if mixed else lambda **_: MixedPrecisionPolicy()
+    with rank_of(0, {"fsdp": 8}) as mesh, patch.object(torch.distributed.fsdp, "MixedPrecisionPolicy", policy):
         trainer = Trainer(model, settings, Aipo(), GroupMean(), 1.0, mesh, CPU)
         with patch.object(torch.autograd, "backward", look), made:
             finished(trainer.accumulate(example_groups(1, shape.vocab_size), 1))

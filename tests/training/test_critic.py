@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from llamarl.algorithms.advantages.gae import Gae
 from llamarl.config.schema import TrainerConfig
@@ -24,7 +25,9 @@ from tests.training.critics import valued
 def make_critic(**config) -> Critic:
     torch.manual_seed(3)
     settings = TrainerConfig(**{"learning_rate": 3e-3, "max_grad_norm": 1e9} | config)
-    return Critic(ScalarModel(ModelShape(**SHAPE)), settings, clip=0.2, advantage=Gae())
+    model = ScalarModel(ModelShape(**SHAPE))
+    nn.init.normal_(model.model.embed_tokens.weight)  # whoever makes a model fills it
+    return Critic(model, settings, clip=0.2, advantage=Gae())
 
 
 def run(critic: Critic, groups: list[RolloutGroup]) -> dict[str, float]:
