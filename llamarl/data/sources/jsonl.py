@@ -52,8 +52,8 @@ class Jsonl:
 
 
 def _row(fields: dict[str, Any], default_id: str, place: str) -> ProblemRow:
-    question_field = "question" if "question" in fields else "prompt"
-    question = fields.pop(question_field, None)
+    # A `prompt` stays among the metadata: a reward may need it as it was before a template.
+    question = fields.pop("question") if "question" in fields else fields.get("prompt")
     if not isinstance(question, str) or not question:
         raise ConfigError(f"{place}: `question` (or `prompt`) is missing or not text; every row needs one")
     answer = fields.pop("answer", None)

@@ -1,0 +1,125 @@
+"""Values between the program that is judged and its tests: JSON that is rebuilt as exact builtins.
+
+Whatever the program answers, its tests get an exact `int`, `str`, `list`, ... or a `Handle`, which knows no more than a
+number: no method, operator or destructor of the program ever runs beside the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from itertools import islice
+from typing import Any
+
+MAX_MESSAGE_BYTES = 1 << 24
+_MAX_ITEMS = 100_000
+_MAX_JSON_INT = 1 << 62
+_TYPES = {kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)}
+_VIEWS = tuple(map(type, ({}.keys(), {}.values(), {}.items())))
+_KINDS = (tuple, dict, set, frozenset, bytes, bytearray, complex, range, deque, Decimal, Fraction, *_VIEWS)
+_BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
+    **{kind.__name__: kind for kind in (tuple, dict, set, frozenset, bytes, bytearray, deque)},
+    **{kind.__name__: lambda parts, kind=kind: kind(*parts) for kind in (complex, range, Decimal, Fraction)},
+    "int": lambda parts: int(parts[0], 16),
+    "dict_keys": lambda parts: dict.fromkeys(parts).keys(),
+    "dict_values": lambda parts: dict(enumerate(parts)).values(),
+    "dict_items": lambda parts: dict(parts).items(),
+    "iterator": iter,
+    "type": lambda parts: _TYPES[parts[0]],
+}
+
+
+def send(descriptor: int, message: Any) -> None:
+    """One line of JSON. Raises ValueError where it is too long or no plain value."""
+    data = json.dumps(message).encode() + b"\n"
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a value of {len(data):,} bytes is too long to be handed over")
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def receive(descriptor: int) -> Iterator[Any]:
+    """What the other side sends, until it ends. Raises ValueError for what is no JSON or too long."""
+    parts, size = [b""], 0
+    while data := os.read(descriptor, 1 << 16):
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            yield json.loads(b"".join([*parts, end]))
+            parts, size = [b""], 0
+        parts.append(rest)
+        size += len(rest)
+        if size > MAX_MESSAGE_BYTES:
+            raise ValueError("the message is too long")
+
+
+def pack(value: Any, refer: Callable[[Any], Any]) -> Any:
+    """What JSON can carry; `refer` gives the number of a value that stays where it is, or raises TypeError."""
+
+    def packed(items: Any) -> list[Any]:
+        items = list(islice(items, _MAX_ITEMS + 1))
+        if len(items) > _MAX_ITEMS:
+            raise ValueError(f"more than {_MAX_ITEMS:,} values cannot be handed over")
+        return [pack(item, refer) for item in items]
+
+    if value is None or isinstance(value, bool | float | str):
+        return value
+    if isinstance(value, int):
+        return int(value) if -_MAX_JSON_INT < value < _MAX_JSON_INT else {"int": [hex(value)]}
+    if isinstance(value, list):
+        return packed(value)
+    if isinstance(value, type) and _TYPES.get(value.__name__) is value:
+        return {"type": [value.__name__]}
+    for kind in _KINDS:
+        if isinstance(value, kind):
+            return {kind.__name__: packed(_parts(value))}
+    return {"iterator": packed(value)} if isinstance(value, Iterator) else {"handle": [refer(value)]}
+
+
+def _parts(value: Any) -> Any:
+    """What a builder makes the value of."""
+    if isinstance(value, complex):
+        return value.real, value.imag
+    if isinstance(value, range):
+        return value.start, value.stop, value.step
+    if isinstance(value, Fraction):
+        return value.numerator, value.denominator
+    return [str(value)] if isinstance(value, Decimal) else value.items() if isinstance(value, dict) else value
+
+
+def unpack(value: Any, resolve: Callable[[int], Any]) -> Any:
+    """The value that `pack` packed, or ValueError, TypeError; `resolve` gives what a number stands for."""
+    if isinstance(value, list):
+        return [unpack(item, resolve) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, parts),) = value.items()
+    if not isinstance(parts, list):
+        raise TypeError("not a packed value")
+    if kind == "handle":
+        return resolve(parts[0])
+    return _BUILDERS[kind]([unpack(part, resolve) for part in parts])
+
+
+class Handle:
+    """A value that stays with the program: it can be handed back, called, and asked for its attributes."""
+
+    __slots__ = ("_ask", "_number")
+
+    def __init__(self, ask: Callable[..., Any], number: int) -> None:
+        object.__setattr__(self, "_ask", ask)
+        object.__setattr__(self, "_number", number)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._ask("call", self, arguments, options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._ask("get", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("set", self, name, value)

@@ -1,0 +1,92 @@
+"""A process that only computes: rlimits, then an allow-list of system calls that nothing lifts again.
+
+What is not on the list (open, socket, clone, execve, kill, ptrace, ...) fails with EPERM. The list is of numbers, so it
+is known per processor; `missing` says whether this one and its kernel have what it takes. Standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+import signal
+import struct
+import sys
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_MODE_FILTER = 2
+_AUDIT_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# Name: its number on x86_64 and on aarch64 (-1: it has none).
+_ALLOWED = {
+    "read": (0, 63), "write": (1, 64), "mmap": (9, 222), "munmap": (11, 215), "brk": (12, 214), "mprotect": (10, 226),
+    "mremap": (25, 216), "madvise": (28, 233), "futex": (202, 98), "readv": (19, 65), "writev": (20, 66),
+    "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139), "sigaltstack": (131, 132), "restart_syscall": (219, 128), "sched_yield": (24, 124),
+    "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114),
+    "gettimeofday": (96, 169), "times": (100, 153), "getrusage": (98, 165), "getpid": (39, 172), "gettid": (186, 178),
+    "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getrandom": (318, 278),
+    "rseq": (334, 293), "set_robust_list": (273, 99), "select": (23, -1), "poll": (7, -1), "ppoll": (271, 73),
+    "exit": (60, 93), "exit_group": (231, 94),
+}  # fmt: skip
+_LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
+_KILL, _REFUSE, _ALLOW = 0x80000000, 0x00050000 | errno.EPERM, 0x7FFF0000
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
+
+
+def missing() -> str:
+    """What this machine lacks, in a few words; empty when nothing."""
+    processor, bits = platform.machine(), 8 * struct.calcsize("P")
+    if sys.platform != "linux":
+        return f"it needs Linux, and this is {sys.platform}"
+    if processor not in _AUDIT_ARCHITECTURES or bits != 64 or sys.byteorder != "little":
+        return (
+            f"it knows the system calls of {' and '.join(_AUDIT_ARCHITECTURES)}, and this is {processor}, {bits} bits"
+        )
+    # A filter at no address: refused for the address where the kernel knows filters, for the mode where it does not.
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_SECCOMP, _MODE_FILTER, None) and (
+        ctypes.get_errno() != errno.EFAULT
+    ):
+        return "this kernel (or the container) refuses seccomp filters"
+    return ""
+
+
+def only_compute(*, parent: int, cpu_s: int, memory_bytes: int) -> None:
+    """From here on this process computes, on the descriptors that it has, and dies with `parent`.
+
+    Raises:
+        OSError: the kernel refused; nothing may be run.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    _control(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise ProcessLookupError(parent)
+    _control(libc, _PR_SET_DUMPABLE, 0)
+    limits = {"CPU": cpu_s, "AS": memory_bytes, "FSIZE": 0, "CORE": 0, "NOFILE": 0, "NPROC": 0}
+    for name, value in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+    program = _filter()
+    _control(libc, _PR_SET_NO_NEW_PRIVS, 1)
+    _control(libc, _PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(_Program(len(program) // 8, program)))
+
+
+def _control(libc: ctypes.CDLL, *arguments: object) -> None:
+    if libc.prctl(*arguments, *[0] * (5 - len(arguments))):
+        raise OSError(ctypes.get_errno(), f"prctl({arguments[0]})")
+
+
+def _filter() -> bytes:
+    """For the kernel's small machine: calls of another architecture kill, calls that are not listed fail."""
+    processor = platform.machine()
+    column = list(_AUDIT_ARCHITECTURES).index(processor)
+    steps = [(_LOAD, 0, 0, 4), (_JUMP_IF_EQUAL, 1, 0, _AUDIT_ARCHITECTURES[processor]), (_RETURN, 0, 0, _KILL)]
+    steps.append((_LOAD, 0, 0, 0))
+    for numbers in _ALLOWED.values():
+        if numbers[column] >= 0:
+            steps += [(_JUMP_IF_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ALLOW)]
+    steps.append((_RETURN, 0, 0, _REFUSE))
+    return b"".join(struct.pack("=HBBI", *step) for step in steps)
