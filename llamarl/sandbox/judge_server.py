@@ -2,7 +2,7 @@
 
     judge -> server  limits as JSON, with one end of a socket: the tester's
     judge -> server  anything: the job is over
-    server -> judge  how candidate and tester ended: [[wait status, CPU seconds], ...]
+    server -> judge  how candidate and tester ended: exit codes, -N for signal N
 
 It ends, with what it forked, when its standard input does.
 """
@@ -60,8 +60,7 @@ def _serve(judge: socket.socket, limits: dict[str, int], control: int) -> None:
     ends = []
     for pid in (candidate, tester):
         os.kill(pid, signal.SIGKILL)  # one that has ended is a zombie until it is waited for: never another process
-        _, status, usage = os.wait4(pid, 0)
-        ends.append([status, usage.ru_utime + usage.ru_stime])
+        ends.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     judge.send(json.dumps(ends).encode())
 
 
@@ -69,11 +68,11 @@ def _fork(work: Callable[..., None], descriptors: list[int], limits: dict[str, i
     if pid := os.fork():
         return pid
     try:
-        _keep_only(descriptors)
-        seccomp.only_compute(parent=parent, **limits)
-    except BaseException:
-        os.kill(os.getpid(), signal.SIGUSR1)  # which no confined process can send
-    try:
+        try:
+            _keep_only(descriptors)
+            seccomp.only_compute(parent=parent, **limits)
+        except (OSError, ValueError):
+            os.kill(os.getpid(), signal.SIGUSR1)  # which no confined process can send
         work(*range(3, 3 + len(descriptors)))
     finally:
         os._exit(0)

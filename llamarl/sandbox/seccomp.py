@@ -66,7 +66,8 @@ def only_compute(*, parent: int, cpu_s: int, memory_bytes: int) -> None:
     if os.getppid() != parent:
         raise ProcessLookupError(parent)
     _control(libc, _PR_SET_DUMPABLE, 0)
-    limits = {"CPU": cpu_s, "AS": memory_bytes, "FSIZE": 0, "CORE": 0, "NOFILE": 0, "NPROC": 0}
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # the first can be ignored, the second cannot
+    limits = {"AS": memory_bytes, "FSIZE": 0, "CORE": 0, "NOFILE": 0, "NPROC": 0}
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     program = _filter()
