@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import platform
 import resource
@@ -48,9 +49,7 @@ def missing() -> str:
             f"it knows the system calls of {' and '.join(_AUDIT_ARCHITECTURES)}, and this is {processor}, {bits} bits"
         )
     # A filter at no address: refused for the address where the kernel knows filters, for the mode where it does not.
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_SECCOMP, _MODE_FILTER, None) and (
-        ctypes.get_errno() != errno.EFAULT
-    ):
+    if _libc().prctl(_PR_SET_SECCOMP, _MODE_FILTER, None) and (ctypes.get_errno() != errno.EFAULT):
         return "this kernel (or the container) refuses seccomp filters"
     return ""
 
@@ -61,7 +60,7 @@ def only_compute(*, parent: int, cpu_s: int, memory_bytes: int) -> None:
     Raises:
         OSError: the kernel refused; nothing may be run.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = _libc()
     _control(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise ProcessLookupError(parent)
@@ -70,9 +69,9 @@ def only_compute(*, parent: int, cpu_s: int, memory_bytes: int) -> None:
     limits = {"AS": memory_bytes, "FSIZE": 0, "CORE": 0, "NOFILE": 0, "NPROC": 0}
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-    program = _filter()
+    code = program()
     _control(libc, _PR_SET_NO_NEW_PRIVS, 1)
-    _control(libc, _PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(_Program(len(program) // 8, program)))
+    _control(libc, _PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(_Program(len(code) // 8, code)))
 
 
 def _control(libc: ctypes.CDLL, *arguments: object) -> None:
@@ -80,8 +79,17 @@ def _control(libc: ctypes.CDLL, *arguments: object) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({arguments[0]})")
 
 
-def _filter() -> bytes:
-    """For the kernel's small machine: calls of another architecture kill, calls that are not listed fail."""
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+@functools.cache
+def program() -> bytes:
+    """For the kernel's small machine: calls of another architecture kill, calls that are not listed fail.
+
+    Who forks calls it once before.
+    """
     processor = platform.machine()
     column = list(_AUDIT_ARCHITECTURES).index(processor)
     steps = [(_LOAD, 0, 0, 4), (_JUMP_IF_EQUAL, 1, 0, _AUDIT_ARCHITECTURES[processor]), (_RETURN, 0, 0, _KILL)]

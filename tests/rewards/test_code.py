@@ -34,7 +34,7 @@ ECHO = {"tests": [["4\n", "8\n"], ["5", "10"]]}
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[Code]:
-    made = build_reward(RewardConfig(parts=[Ref(name="code", wrong=-0.5)]))
+    made = build_reward(RewardConfig(parts=[Ref(name="code", wrong=-0.5, cpu_s=10)]))
     assert isinstance(made, Code)
     yield made
     made.close()
