@@ -96,7 +96,10 @@ class Episodes:
             episodes.append(waiting.episode(self._spent_s[key]))
         if episodes:
             self._supervisor.start(self._port.submit(episodes), "turns to the environment")
-        return [rollout for rollout in finished if rollout.finish_reason is not FinishReason.STOP]
+        ended = [rollout for rollout in finished if rollout.finish_reason is not FinishReason.STOP]
+        for rollout in ended:
+            self._spent_s.pop((rollout.group_id, rollout.index), None)
+        return ended
 
     async def loop(self) -> None:
         """Consumes replies; waits for episodes to be asked for; produces rollouts to go on with, and whole ones;
@@ -106,9 +109,10 @@ class Episodes:
             to_go_on = list[GenerationRequest]()
             for replied in await self._port.collect():
                 key = replied.group_id, replied.index
-                waiting = self._waiting.pop(key, None)
-                if waiting is None:  # a new environment was asked again what the old one had answered
-                    continue
+                waiting = self._waiting.get(key)
+                if waiting is None or waiting.rollout.num_tokens != replied.num_tokens:
+                    continue  # a new environment was asked twice, or what the old one had answered
+                del self._waiting[key]
                 self._waited(clock.time() - waiting.since_s)
                 self._spent_s[key] += replied.seconds
                 if (request := self._next(waiting, replied)) is not None:

@@ -78,7 +78,7 @@ class Evaluation:
     def _metrics(self, groups: Sequence[RolloutGroup]) -> EvalMetrics:
         right = [sum(result.is_right for result in group.results) for group in groups]
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        versions = np.concatenate([rollout.policy_versions_T for rollout in rollouts])
+        versions = np.concatenate([rollout.policy_versions_T[rollout.is_sampled_T] for rollout in rollouts])
         k = self._config.samples
         return EvalMetrics(
             step=self._version,

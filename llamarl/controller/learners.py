@@ -54,8 +54,8 @@ class Learners:
         self.trainer = port(TrainerPort, executors.trainer, self._timeout_s)
         critic = executors.models.get("critic")
         self.critic = port(CriticPort, critic, self._timeout_s) if critic else None
-        self.version = self._critic_version = version
-        """Optimizer steps whose results have come."""
+        self.version = self._critic_version = self._critic_begun = version
+        """Optimizer steps whose results have come, and the step that the critic has been told to begin."""
         self._supervisor, self._watch, self._journal = supervisor, watch, journal
         self._checkpoints = Checkpoints(self.trainer, self.critic, supervisor, telemetry, journal, self._saved)
         self.takes = self._checkpoints.takes
@@ -98,6 +98,7 @@ class Learners:
         ranks at the same place; produces the critic's step, at most one behind the trainer's; unblocked by the train
         loop."""
         await critic.learn(step, group_ids)
+        self._critic_begun = step
         while (result := await critic.learn_on(step)) is None:
             pass
         self._critic_version = step
@@ -149,12 +150,13 @@ class Learners:
         return f"step {start}, {self.version - start} steps were taken again"
 
     async def _restore_critic(self, life: ExecutorHandle) -> str:
-        """As `_restore_trainer`. A step under way begins again."""
+        """As `_restore_trainer`. A step under way begins again; not one that it is told of after other calls."""
         critic = port(CriticPort, life, self._timeout_s)
         start = await critic.restore(self._critic_version)
         for step, groups in self._since(life.name, start, self._critic_version):
             await critic.add_groups(groups)
-            await critic.learn(step, [group.group_id for group in groups])
+            if step <= self._critic_begun:
+                await critic.learn(step, [group.group_id for group in groups])
             while step <= self._critic_version and await critic.learn_on(step) is None:
                 self._watch.progress()
         await critic.add_groups(list(self._ready.values()))

@@ -127,8 +127,8 @@ class Lasting(ExecutorHandle):
     async def call_each(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
         number, self._number, self.num_calls = self._number, self._number + 1, self.num_calls + 1
         while True:
-            if not self._is_up:
-                await self._turn(number)
+            while not self._is_up or min(self._waiting, default=number) < number:
+                await (asyncio.sleep(0) if self._is_up else self._turn(number))
             if method == "commit" and self._saver is not self._life:
                 raise Restarted(self.name, (0,), "what was saved was lost with the processes")
             life, self._in_flight = self._life, self._in_flight + 1
@@ -150,8 +150,15 @@ class Lasting(ExecutorHandle):
         """Waits for the next life. Raises what it failed with, if there is none."""
         if self.failed.done():
             raise self.failed.result()
-        self._waiting[number] = asyncio.get_running_loop().create_future()
-        await self._waiting[number]
+        self._waiting[number] = next_life = asyncio.get_running_loop().create_future()
+        try:
+            await next_life
+        finally:  # until then later calls wait for it, also where its caller has been cancelled
+            del self._waiting[number]
+
+    def _of_calls(self) -> list[asyncio.Future[None]]:
+        """What calls wait for, in their order."""
+        return [waiting for _, waiting in sorted(self._waiting.items()) if not waiting.done()]
 
     async def status(self, timeout_s: float) -> HostStatus:
         return await self._life.status(timeout_s)
@@ -175,8 +182,8 @@ class Lasting(ExecutorHandle):
 
     def _fail(self, error: ExecutorError) -> None:
         self.failed.set_result(error)
-        for number in sorted(self._waiting):
-            self._waiting.pop(number).set_exception(error)
+        for waiting in self._of_calls():
+            waiting.set_exception(error)
 
     async def _live_on(self, error: ExecutorError) -> None:
         """Consumes deaths; produces the next life, and asks again what was not answered; unblocked by its start."""
@@ -206,8 +213,8 @@ class Lasting(ExecutorHandle):
             await asyncio.sleep(0.01)
         self._is_up = True
         self._deaths.tell(f"{self.name} goes on{origin}")
-        for number in sorted(self._waiting):
-            self._waiting.pop(number).set_result(None)
+        for waiting in self._of_calls():
+            waiting.set_result(None)
         if life.failed.done():
             self._ended(life, life.failed.result())
 

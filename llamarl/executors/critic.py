@@ -83,12 +83,7 @@ class CriticExecutor(Optimizing):
             return self._critic.values(groups)
 
     def learn(self, step: int, group_ids: Sequence[int]) -> None:
-        """Prepares an optimizer step on these groups, which `learn_on` takes by and by.
-
-        In place of processes that died it hears twice of a step that was under way then.
-        """
-        if step <= self._critic.policy_version + len(self._learning):
-            return
+        """Prepares an optimizer step on these groups, which `learn_on` takes by and by."""
         self._learning.append((step, self._critic.learn(self._take(group_ids))))
 
     def learn_on(self, step: int) -> StepResult | None:

@@ -127,16 +127,17 @@ class EnvironmentExecutor(Executor):
             observation_T = self._tokenizer.encode(said["text"])
         elif "messages" in said:
             observation_T = self._rendered(said["messages"], ends_with_stop=self._ends_with_stop(episode))
-        if observation_T is not None and len(observation_T) > self._environment.observation_tokens:
+        if observation_T is not None and not len(observation_T):
+            result = invalid("an empty observation; reply None to end an episode")
+        elif observation_T is not None and len(observation_T) > self._environment.observation_tokens:
             tokens, limit = len(observation_T), self._environment.observation_tokens
             result = invalid(f"an observation of {tokens} tokens (rollout.environment.observation_tokens = {limit})")
         elif episode.spent_s + seconds > self._environment.episode_s:
             result = invalid(f"replies took over {self._environment.episode_s:g} s (rollout.environment.episode_s)")
         if result is not None:
             observation_T = None
-        return Replied(
-            group_id=episode.group_id, index=episode.index, observation_T=observation_T, result=result, seconds=seconds
-        )
+        num_tokens = sum(len(part) for _, part in episode.turns)
+        return Replied(episode.group_id, episode.index, num_tokens, observation_T, result, seconds)
 
     def _ends_with_stop(self, episode: Episode) -> bool:
         return int(episode.turns[-1][1][-1]) in self._tokenizer.eos_token_ids

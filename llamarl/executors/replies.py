@@ -56,9 +56,7 @@ class GeneratorStats(NamedTuple):
     def forward(self, rows: int, prefill_tokens: int, seconds: float) -> GeneratorStats:
         """One forward more."""
         if prefill_tokens:
-            new = GeneratorStats(
-                prefill_steps=1, prefill_rows=rows, prefill_tokens=prefill_tokens, prefill_s=seconds
-            )  # fmt: skip
+            new = GeneratorStats(prefill_steps=1, prefill_rows=rows, prefill_tokens=prefill_tokens, prefill_s=seconds)
         else:
             new = GeneratorStats(
                 decode_steps=1, decode_rows=rows, decode_rows_squared=rows * rows, decode_s=seconds,
@@ -192,6 +190,8 @@ class Replied(NamedTuple):
 
     group_id: int
     index: int
+    num_tokens: int
+    """Of the episode when it was asked for: which of its turns this follows."""
     observation_T: np.ndarray | None
     """Token ids to go on from, int32; None: it has ended."""
     result: RewardResult | None

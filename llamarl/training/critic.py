@@ -140,6 +140,10 @@ def _explained(batch: TrainBatch) -> float:
     samples = [sample for group in batch.groups for sample in group.samples]
     if not samples:
         return 0.0
-    errors = np.concatenate([sample.advantages_T for sample in samples]).astype(np.float64)
-    returns = np.concatenate([sample.values_T for sample in samples]) + errors
+    masks = [sample.loss_mask_T for sample in samples]
+    errors, values = (
+        np.concatenate([one[mask] for one, mask in zip(all_T, masks, strict=True)]).astype(np.float64)
+        for all_T in ([sample.advantages_T for sample in samples], [sample.values_T for sample in samples])
+    )
+    returns = values + errors
     return float(1 - errors.var() / returns.var()) if returns.var() else 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -43,6 +45,19 @@ def test_it_is_its_definition(sequences, gamma, lam) -> None:
     for parts, one in zip(found, groups, strict=True):
         for advantages, reward, value in zip(parts, one.token_rewards, one.values, strict=True):
             np.testing.assert_allclose(advantages, by_definition(reward, value, gamma, lam), atol=1e-12)
+
+
+def test_what_an_environment_wrote_is_passed_over() -> None:
+    """The token before is followed by the token after; values that were said of it are not looked at."""
+    mask = np.array([True, False, False, True, True, False, True])
+    rewards, values = np.array([-1.0, 0, 0, 2, 0, 0, 5]), np.array([0.5, 1e9, -1e9, 1, 2, 1e9, 3])
+    one = replace(group([rewards, [1.0, 2.0]], [values, [0.0, 0.0]]), is_sampled=(mask, np.ones(2, bool)))
+    ((raw, _),) = Gae(gamma=0.9, lam=0.5, **RAW).of_batch([one])
+    np.testing.assert_allclose(raw[mask], by_definition(rewards[mask], values[mask], 0.9, 0.5), atol=1e-12)
+    (found,) = Gae(gamma=0.9, lam=0.5).of_batch([one])
+    tokens = np.concatenate([found[0][mask], found[1]])
+    np.testing.assert_allclose([tokens.mean(), tokens.std(ddof=1)], [0, 1], atol=1e-7)
+    assert not raw[~mask].any()
 
 
 def test_lambda_one_is_the_return_less_the_value() -> None:

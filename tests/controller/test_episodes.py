@@ -39,7 +39,8 @@ class World:
     _some: asyncio.Event = field(default_factory=asyncio.Event)
 
     def another(self) -> World:
-        """A new one in place of this one, which is dead."""
+        """A new one in place of this one, which is dead, and whose caller waits no more."""
+        self._some.set()
         return replace(self, _replies=[], _some=asyncio.Event())
 
     async def submit(self, episodes: list[Episode]) -> None:
@@ -56,7 +57,8 @@ class World:
         await asyncio.sleep(self.reply_s(*key))
         goes_on = turn < TURNS
         observed_T = np.array(observation(*key, turn), np.int32) if goes_on else None
-        self._replies.append(Replied(*key, observed_T, None if goes_on else self.ends(*key), self.reply_s(*key)))
+        result, num_tokens = None if goes_on else self.ends(*key), sum(len(part) for _, part in episode.turns)
+        self._replies.append(Replied(*key, num_tokens, observed_T, result, self.reply_s(*key)))
         self._some.set()
 
     async def collect(self) -> list[Replied]:
@@ -128,6 +130,30 @@ def test_whatever_dies(
         await asyncio.gather(*(one(*death) for death in deaths))
 
     audit(run.train(strike=strike))
+
+
+class Queueing(World):
+    """It answers one after the other."""
+
+    async def submit(self, episodes: list[Episode]) -> None:
+        self._turn = getattr(self, "_turn", None) or asyncio.Lock()
+        await super().submit(episodes)
+
+    async def _reply(self, episode: Episode) -> None:
+        async with self._turn:
+            await super()._reply(episode)
+
+
+def test_a_turn_that_is_asked_for_twice_is_answered_once(tmp_path: Path) -> None:
+    """Turns that came while the environment was dead; the second reply comes when the episode waits for the next."""
+    for tenth in range(12, 60, 6):
+        run = run_of(tmp_path, Queueing(reply_s=lambda *_: 0.4), staleness=2)
+
+        async def strike(run: Run, at_s: float = tenth / 10) -> None:
+            await asyncio.sleep(at_s)
+            run.handles["environment"].die()
+
+        audit(run.train(strike=strike))
 
 
 def test_a_slow_episode_holds_up_nobody_else_s_group(tmp_path: Path) -> None:

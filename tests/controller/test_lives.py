@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.cluster.api import CallTimeout, HostFailed, MeshFailed, RemoteError
+from llamarl.cluster.api import CallTimeout, ExecutorHandle, HostFailed, MeshFailed, RemoteError
+from llamarl.config.cluster import ClusterConfig
 from llamarl.controller.learners import StepsLost
-from llamarl.controller.lives import TooManyDeaths
+from llamarl.controller.lives import Deaths, Lasting, TooManyDeaths
+from llamarl.controller.supervision import Supervisor
 from llamarl.distributed.links import RanksLost
-from tests.controller.fakes import Generator, Run, Trainer, config
+from tests.controller.fakes import FakeHandle, Generator, Run, Trainer, config
 from tests.controller.test_models import Model, logprobs, values
 
 STEPS = 8
@@ -221,6 +223,102 @@ def test_steps_that_are_nowhere_are_not_taken_as_if_they_were(tmp_path: Path) ->
 
     with pytest.raises(StepsLost, match="a new trainer begins at step 0, and steps 1 to 6 are not there"):
         run_of(tmp_path).train(strike=strike)
+
+
+class Answers:
+    """Keeps the order of its calls."""
+
+    def __init__(self) -> None:
+        self.heard = list[int]()
+
+    async def hear(self, number: int) -> None:
+        self.heard.append(number)
+
+
+async def hearer(supervisor: Supervisor) -> tuple[Lasting, list[FakeHandle]]:
+    """An executor that comes back after a second, and its lives."""
+    lives = [FakeHandle("reward", Answers())]
+
+    async def again(name: str) -> FakeHandle:
+        await asyncio.sleep(1.0)
+        lives.append(FakeHandle(name, Answers()))
+        return lives[-1]
+
+    deaths = Deaths(ClusterConfig(), 1, lambda text: None)
+    return Lasting(lives[0], again, supervisor, deaths), lives
+
+
+def test_calls_are_asked_again_in_their_order_ahead_of_new_ones() -> None:
+    """Also where a caller has gone meanwhile."""
+
+    async def main() -> None:
+        one, lives = await hearer(supervisor := Supervisor())
+        lives[0].die()
+        callers = [asyncio.create_task(one.call("hear", n, timeout_s=5.0)) for n in range(4)]
+        await asyncio.sleep(0.5)
+        callers[2].cancel()
+        while len(lives) < 2 or not one._is_up:  # beside the loop that brings it back
+            await asyncio.sleep(0)
+        await one.call("hear", 9, timeout_s=5.0)
+        await asyncio.wait_for(asyncio.gather(*callers, return_exceptions=True), 5.0)
+        assert lives[1].role.heard == [0, 1, 3, 9]
+        await supervisor.stop()
+
+    asyncio.run(main())
+
+
+def test_a_caller_that_goes_as_the_executor_comes_back() -> None:
+    async def main() -> None:
+        one, lives = await hearer(supervisor := Supervisor())
+        caller = list[asyncio.Task[None]]()
+
+        async def restore(life: ExecutorHandle) -> str:
+            caller[0].cancel()
+            return "nothing"
+
+        one.restore = restore
+        lives[0].die()
+        caller += [asyncio.create_task(one.call("hear", n, timeout_s=5.0)) for n in range(2)]
+        await asyncio.wait_for(caller[1], 5.0)
+        assert lives[1].role.heard == [1]
+        await supervisor.stop()
+
+    asyncio.run(main())
+
+
+def test_a_critic_that_dies_before_it_saves_saves_the_step_that_is_due(tmp_path: Path) -> None:
+    """The next step begins while it is gone."""
+    run = run_of(tmp_path, every_steps=3, staleness=2)
+    generator, run.start_s = run.generators[0], 8.0
+    generator.duration_s = lambda group_id, index: 0.1  # whose groups are ready for step 4
+    generator.adopt_s = 1.0  # which step 3 waits for before it is saved
+
+    async def strike(run: Run) -> None:
+        while run.controller._learners._critic_version < 3 or run.controller._buffer.num_ready < 2:
+            await asyncio.sleep(0.01)
+        run.handles["critic"].die()
+
+    audit(run.train(strike=strike))
+    assert run.lives["critic"] == 1 and 3 in run.models["critic"].weights
+
+
+def test_deaths_long_ago_and_those_of_hosts_do_not_count() -> None:
+    async def main() -> None:
+        deaths = Deaths(ClusterConfig(max_restarts=1, restart_window_s=0.2), 1, lambda text: None)
+        for _ in range(3):
+            deaths.count(MeshFailed("reward", (0,), "boom"))
+            deaths.count(HostFailed("reward", (0,), "host a is lost"))
+            await asyncio.sleep(0.25)
+        deaths.count(MeshFailed("reward", (0,), "boom"))
+        with pytest.raises(TooManyDeaths, match=r"died 2 times within 0\.2 s"):
+            deaths.count(MeshFailed("reward", (0,), "boom"))
+        several = Deaths(ClusterConfig(max_restarts=1), 2, lambda text: None)
+        for n in range(2):
+            several.count(MeshFailed(f"generator-{n}", (0,), "boom"))
+        with pytest.raises(TooManyDeaths, match="generator died 3 times"):
+            several.count(MeshFailed("generator-7", (0,), "boom"))
+
+    asyncio.run(main())
 
 
 def test_a_start_that_fails_is_tried_again(tmp_path: Path) -> None:

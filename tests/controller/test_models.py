@@ -66,8 +66,6 @@ class Model:
         return step
 
     async def learn(self, step: int, group_ids: list[int]) -> None:
-        if step <= self.first + len(self.taught) + len(self._pieces):
-            return
         groups = [self._groups.pop(group_id) for group_id in group_ids]
         self.learning.append((asyncio.get_running_loop().time(), group_ids, groups))
         self._pieces.append((step, group_ids, PIECES))
@@ -93,6 +91,7 @@ class Model:
     async def save(self, step: int) -> None:
         while self._pieces:
             await self._advance()
+        assert len(self.taught) + self.first == step, "trainer and critic take the same steps"
         self.saved.append(step)
         self.copied = step, list(self.taught)
 

@@ -42,7 +42,7 @@ def replies(executor: EnvironmentExecutor, count: int) -> dict[int, Replied]:
 
 def test_each_episode_gets_its_own_reply(model: Path, executor: EnvironmentExecutor) -> None:
     tokenizer = Tokenizer(model)
-    said = ["task", "nothing", "reward", "number", "raise", "exit", "flood", "long"]
+    said = ["task", "nothing", "reward", "number", "raise", "exit", "flood", "long", "empty"]
     executor.submit([episode(model, n, text) for n, text in enumerate(said)])
     executor.submit([episode(model, 20, "first", "seen", "history")])
     found = replies(executor, len(said) + 1)
@@ -50,11 +50,12 @@ def test_each_episode_gets_its_own_reply(model: Path, executor: EnvironmentExecu
     assert texts == {0: "Leo has|4|2", 20: "2 seen"}
     assert found[1].result is None, "the reward judges it"
     assert found[2].result is not None and found[2].result.value == 0.5
-    reasons = {n: found[n].result.reason for n in (3, 4, 5, 6, 7)}
+    reasons = {n: found[n].result.reason for n in (3, 4, 5, 6, 7, 8)}
     assert all(found[n].result.outcome is Outcome.INVALID for n in reasons)
     for n, reason in {
         3: "it replied 7", 4: "ValueError: no such thing", 5: "environment died: exit code 3",
         6: "an observation of 2,097,152 characters", 7: "(rollout.environment.observation_tokens = 60)",
+        8: "an empty observation",
     }.items():  # fmt: skip
         assert reason in reasons[n], reasons[n]
 

@@ -17,7 +17,7 @@ from llamarl.models.shape import ModelShape
 from llamarl.training.critic import Critic, value_losses
 from llamarl.training.optimization import finished
 from llamarl.training.result import NonFiniteStep
-from llamarl.types import FinishReason, Outcome, RewardResult, RolloutGroup
+from llamarl.types import OBSERVED, FinishReason, Outcome, RewardResult, Rollout, RolloutGroup
 from tests.training.conftest import SHAPE, MakeGroups
 from tests.training.critics import valued
 
@@ -66,6 +66,27 @@ def test_failed_and_empty_rollouts_have_values_of_0(make_groups: MakeGroups) -> 
     ((failed, empty, computed),) = make_critic().values([(group.prompt, rollouts)])
     assert (failed == 0).all() and len(failed) == 4 and len(empty) == 0
     assert (computed != 0).all() and len(computed) == 3
+
+
+def test_what_an_environment_wrote_has_no_value(make_groups: MakeGroups) -> None:
+    """Loss and explained variance are those of the sampled tokens, whatever was said of others."""
+    critic, mask = make_critic(microbatch_tokens=16), np.array([True, False, False, True, True])
+
+    def answered(rollout: Rollout) -> Rollout:
+        columns = {"policy_versions": np.where(mask, 0, OBSERVED).astype(np.int32),
+                   "values": np.where(mask, rollout.values_T, 1e6).astype(np.float32)}  # fmt: skip
+        return replace(rollout, columns=rollout.columns | columns)
+
+    groups = [
+        replace(group, rollouts=tuple(map(answered, group.rollouts)))
+        for group in valued(critic, make_groups(lengths=[(5, 5), (5, 5, 5)]))
+    ]
+    found = run(critic, groups)
+    rewards = [result.value for group in groups for result in group.results]
+    values = [rollout.values_T[mask].astype(np.float64) for group in groups for rollout in group.rollouts]
+    errors = np.concatenate([reward - one for reward, one in zip(rewards, values, strict=True)])
+    assert found["value_loss"] == pytest.approx((errors**2).mean() / 2, rel=1e-5)
+    assert found["explained_variance"] == pytest.approx(1 - errors.var() / np.repeat(rewards, 3).var(), rel=1e-5)
 
 
 @pytest.mark.parametrize("budget", [8, 30, 8192])

@@ -20,7 +20,7 @@ from llamarl.algorithms.losses.ppo_clip import PpoClip
 from llamarl.config.schema import TrainerConfig
 from llamarl.training.packing import Microbatch, pack, to_sample_group
 from llamarl.training.trainer import Trainer
-from llamarl.types import RolloutGroup
+from llamarl.types import OBSERVED, Rollout, RolloutGroup
 from tests.training.conftest import MakeGroups, MakeModel
 from tests.training.test_trainer import step_with_gradient
 
@@ -92,6 +92,33 @@ def test_step(make_model, groups, kind: type[Loss], coefficient: float, budget: 
     value = expected_loss(kind, batch, by_hand.logprobs(batch), coefficient)
     value.backward()
     assert result.update.loss == pytest.approx(float(value.detach()), rel=1e-7)
+    for name, weight in by_hand.model.named_parameters():
+        torch.testing.assert_close(found[name], weight.grad, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [Aipo, Grpo, Gspo])
+def test_nobody_learns_from_what_an_environment_wrote(make_model, groups, kind: type[Loss]) -> None:
+    """Neither the loss, nor its price for divergence, nor what it divides by knows these tokens."""
+
+    def answered(rollout: Rollout) -> Rollout:
+        versions_T = rollout.policy_versions_T.copy()
+        versions_T[1:-1:2] = OBSERVED
+        logprobs_T = np.where(versions_T == OBSERVED, 0, rollout.behavior_logprobs_T).astype(np.float32)
+        columns = {"policy_versions": versions_T, "behavior_logprobs": logprobs_T}
+        return replace(rollout, columns=rollout.columns | columns)
+
+    episodes = [replace(group, rollouts=tuple(map(answered, group.rollouts))) for group in groups]
+    loss, kl = kind() if kind is not Grpo else Grpo(clip=0.2), KlPenalty(coefficient=0.3, estimator="k3")
+    result, found = step_with_gradient(trainer_of(make_model, loss, kl, microbatch_tokens=16), episodes)
+    by_hand, batch = trainer_of(make_model, loss), whole(episodes)
+    mask_R = batch.policy_versions_R != OBSERVED
+    assert 5 < (~mask_R).sum() < mask_R.sum()
+    columns_R = {name: column_R[mask_R] for name, column_R in batch.columns_R.items()}
+    sampled = replace(batch, sequence_R=batch.sequence_R[mask_R], columns_R=columns_R)
+    value = expected_loss(kind, sampled, by_hand.logprobs(batch)[torch.from_numpy(mask_R)], 0.3)
+    value.backward()
+    assert result.update.loss == pytest.approx(float(value.detach()), rel=1e-7)
+    assert result.update.num_loss_tokens == mask_R.sum()
     for name, weight in by_hand.model.named_parameters():
         torch.testing.assert_close(found[name], weight.grad, rtol=1e-6, atol=1e-9)
 

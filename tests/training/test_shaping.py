@@ -11,7 +11,7 @@ from llamarl.algorithms.kl import KlPenalty
 from llamarl.config.schema import ShapingConfig
 from llamarl.training.packing import is_flat, to_sample_group, valid_rollouts
 from llamarl.training.shaping import UNSHAPED, Shaping
-from llamarl.types import FinishReason, Outcome, RewardResult, RolloutGroup
+from llamarl.types import OBSERVED, FinishReason, Outcome, RewardResult, Rollout, RolloutGroup
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 RESPONSES = [(4, 5), (6,) * 8, (7,) * 10]
@@ -41,6 +41,28 @@ def test_penalties_are_taken_off_and_shown(group: RolloutGroup) -> None:
     metrics = costly.metrics([group, group])
     assert metrics == pytest.approx({"length_penalty_mean": 0.2 / 3, "overlong_penalty_mean": 0.25})
     assert [result.value for result in group.results] == [0.0, 1.0, 2.0]
+
+
+def test_what_an_environment_wrote_costs_nothing(group: RolloutGroup) -> None:
+    """Neither its length nor how far it is from the reference."""
+
+    def answered(rollout: Rollout) -> Rollout:
+        versions_T, reference_T = np.zeros(rollout.num_tokens, np.int32), np.full(rollout.num_tokens, -9.0, np.float32)
+        versions_T[1:5] = OBSERVED if rollout.num_tokens > 5 else 0
+        logprobs_T = np.where(versions_T == OBSERVED, 0.0, -8.5).astype(np.float32)
+        columns = {"policy_versions": versions_T, "behavior_logprobs": logprobs_T, "reference_logprobs": reference_T}
+        return replace(rollout, columns=rollout.columns | columns)
+
+    episodes = replace(group, rollouts=tuple(map(answered, group.rollouts)))
+    costly = replace(
+        shaping(length_penalty=0.1, overlong_penalty=0.5, overlong_share=0.6),
+        kl=KlPenalty(coefficient=0.2, estimator="k1"),
+    )
+    earned = costly.rewards(episodes).token_rewards  # 2, 4 and 6 sampled tokens; the last 6 of 10 cost more
+    np.testing.assert_allclose(earned[1], [-0.1, 0, 0, 0, 0, -0.1, -0.1, 0.9 - 0.04], rtol=1e-9)
+    masks = [one.tolist() for one in costly.rewards(episodes).is_sampled]
+    assert masks[:2] == [[True] * 2, [True] + [False] * 4 + [True] * 3]
+    np.testing.assert_allclose(earned[2][-2:], [-0.1, 2 - 0.1 - 0.06 - 0.5 / 3], rtol=1e-9)
 
 
 def test_truncated_responses_are_left_out_and_counted(group: RolloutGroup) -> None:
