@@ -5,6 +5,8 @@ Shape suffix: T tokens of one sequence.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
@@ -29,7 +31,8 @@ def accept(
         can_decode: the engine can turn tokens into text, which stop strings need.
 
     Returns:
-        Rollouts to go on with: the partials, or without any, empty ones. And those refused, as FAILED.
+        Rollouts to go on with: the partials, or without any, empty ones. And those refused, as FAILED; or as LENGTH,
+        where an observation has filled the context.
     """
     partials = request.starts()
     indices = {partial.index for partial in partials} or {0}
@@ -40,9 +43,22 @@ def accept(
         return [], [failed(request, index, error) for index in sorted(indices)]
     if not request.partials:
         return list(partials), []
-    errors = {partial.index: _partial_error(request, partial, context, vocab_size) for partial in partials}
-    refused = [failed(request, index, error) for index, error in errors.items() if error]
-    return [partial for partial in partials if not errors[partial.index]], refused
+    going, refused = list[Rollout](), list[Rollout]()
+    for partial in partials:
+        if error := _partial_error(request, partial, context, vocab_size):
+            refused.append(failed(request, partial.index, error))
+        elif partial.num_tokens >= response_limit(request, context):
+            refused.append(_full(partial))
+        else:
+            going.append(partial)
+    return going, refused
+
+
+def _full(partial: Rollout) -> Rollout:
+    """Its last observation leaves no room in the context: it ends with what was sampled before."""
+    end = int(np.flatnonzero(partial.is_sampled_T)[-1]) + 1
+    columns = {name: values_T[:end] for name, values_T in partial.columns.items()}
+    return replace(partial, columns=columns, finish_reason=FinishReason.LENGTH)
 
 
 def _request_error(request: GenerationRequest, context: int, vocab_size: int, can_decode: bool) -> str:
@@ -90,7 +106,7 @@ def _partial_error(request: GenerationRequest, partial: Rollout, context: int, v
     if any(len(values_T) != partial.num_tokens for values_T in partial.columns.values()):
         lengths = ", ".join(f"{len(values_T)} {column}" for column, values_T in partial.columns.items())
         return f"{name} has columns of different lengths: {lengths}"
-    if partial.num_tokens >= limit:
+    if partial.num_tokens >= limit and partial.is_sampled_T[-1]:
         return f"{name} has {partial.num_tokens} tokens already, and {limit} is the limit"
     if error := unknown_id(partial.token_ids_T, vocab_size):
         return f"{name} has {error}"

@@ -108,9 +108,14 @@ def test_a_slow_memory_skips_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     one = Mirror(tmp_path, 0, 1, lambda value: [value])
     writes = list[Any]()
     monkeypatch.setattr(mirror, "aside", lambda work: writes.append(work) or torch.futures.Future())
-    one.save(1, shards(1.0), {})
+    held = shards(1.0)
+    one.save(1, held, {})
     one.save(2, shards(2.0), {})
     assert len(writes) == 1
+    held["w"][1].zero_()  # the next step, before the copy of this one is written
+    writes[0]()
+    state = one.load(9)
+    assert state is not None and state.read("w", Box.whole((4, 3)))[0, 0] == 1.0
 
 
 def test_without_room_it_is_refused_by_its_option(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,10 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.controller.journal import Journal
 from llamarl.executors.replies import Episode, Replied
 from llamarl.rewards._base import invalid, right
 from llamarl.types import OBSERVED
-from tests.controller.fakes import Generator, Run, config
+from tests.controller.fakes import Generator, Run, Trainer, config, prompts
+from tests.controller.test_keeping import Killed, killed, newest
 
 STEPS, TURN, TURNS = 6, 2, 3
 """Tokens that the policy writes per turn, and its turns per episode."""
@@ -69,9 +72,10 @@ class World:
 
 
 def run_of(
-    tmp_path: Path, world: World, *, staleness: int = 1, segment: int = 0, generators: int = 1, **more: Any
-) -> Run:
-    for file in tmp_path.glob("*.jsonl"):
+    tmp_path: Path, world: World, *, staleness: int = 1, segment: int = 0, generators: int = 1, clean: bool = True,
+    **more: Any,
+) -> Run:  # fmt: skip
+    for file in tmp_path.glob("*.jsonl") if clean else ():
         file.unlink()
     environment = {"name": "calculator"} | more.pop("environment", {})
     rollout = {"max_staleness": staleness, "environment": environment, "segment_tokens": segment}
@@ -154,6 +158,45 @@ def test_a_turn_that_is_asked_for_twice_is_answered_once(tmp_path: Path) -> None
             run.handles["environment"].die()
 
         audit(run.train(strike=strike))
+
+
+@pytest.mark.parametrize("segment", [0, 1])
+def test_a_controller_that_is_killed_goes_on_with_its_turns(tmp_path: Path, segment: int) -> None:
+    """Those that wait for a reply are asked for again; those that go on after one keep it; none is sampled twice."""
+    kept, states = 0, set[str]()
+    for tenth in range(5, 120, 16):
+        folder, disk = tmp_path / f"{tenth}", Trainer()
+        folder.mkdir()
+
+        def begun(trainer: Trainer, folder: Path = folder) -> Run:
+            world = World(reply_s=lambda group, index: 0.05 + (group * 5 + index * 3) % 7 / 4)
+            run = run_of(folder, world, segment=segment, clean=False)
+            run.folder, run.trainer, run.generators[0].source = folder, trainer, trainer
+            return run
+
+        with pytest.raises(Killed):
+            begun(disk).train(strike=killed(tenth / 10))
+        version, state = newest(disk)
+        journal = Journal(folder, prompts=prompts(1000), saved=[step for step, _ in disk.saved])
+        journal.go_on(json.loads(state))
+        held = [one for group_id in range(99) for one in journal.kept(group_id)[1].values()]
+        journal.close()
+        states |= {f"{one.finish_reason} after {len(one.turns)}" for one in held}
+        run = begun(Trainer(version=version, saved=disk.saved)).train(json.loads(state))
+        audit(run)
+        known = {(one.group_id, one.index, n) for one in held for n in range(one.num_tokens)}
+        assert known.isdisjoint(run.generators[0].sampled)
+        kept += len(known)
+    assert kept > 50 and states >= {"stop after 1", "stop after 3"}
+    assert not segment or states >= {"parked after 1", "parked after 3"}
+
+
+def test_an_evaluation_is_of_the_versions_that_sampled_it(tmp_path: Path) -> None:
+    data = {"train": "jsonl", "eval": "jsonl"}
+    run = run_of(tmp_path, World(), data=data, eval={"every_steps": 2, "samples": 2})
+    run.problems = replace(run.problems, eval=prompts(2, "e"))
+    audit(run.train())
+    assert len(run.evals) >= 2 and all(row["policy_version_min"] >= 0 for row in run.evals)
 
 
 def test_a_slow_episode_holds_up_nobody_else_s_group(tmp_path: Path) -> None:

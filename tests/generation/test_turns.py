@@ -72,6 +72,25 @@ def test_log_probs_versions_and_masks(
     assert engine.stats().kv_use == 0
 
 
+def test_an_observation_that_fills_the_context_ends_the_rollout(model: Transformer) -> None:
+    """With what was sampled before it."""
+    engine, request = make_engine(model, max_running=5), request_of(0, 1, 4)
+    context = model.shape.max_position_embeddings
+    request = replace(request, sampling=replace(SAMPLING, max_new_tokens=2 * context))
+    engine.submit([request])
+    parked: list[Rollout] = []
+    while not parked:
+        parked = engine.step()
+    room = context - len(request.prompt_token_ids_T) - 4
+    for count, tokens in ((room - 1, 4 + room), (room, 4)):
+        engine.submit([replace(request, partials=(answered(parked[0], count),))])
+        ended = list[Rollout]()
+        while not ended:
+            ended = engine.step()
+        assert (ended[0].finish_reason, ended[0].num_tokens, ended[0].error) == (FinishReason.LENGTH, tokens, "")
+    np.testing.assert_array_equal(ended[0].token_ids_T, parked[0].token_ids_T)
+
+
 def test_a_rollout_is_not_submitted_twice(model: Transformer) -> None:
     engine = make_engine(model, max_running=5)
     request = request_of(0, 2, 4)
