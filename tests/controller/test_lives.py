@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llamarl.cluster.api import CallTimeout, ExecutorHandle, HostFailed, MeshFailed, RemoteError
@@ -75,7 +75,7 @@ def test_a_death_at_any_moment_changes_nothing_but_the_time(tmp_path: Path, name
     whole = run_of(tmp_path, staleness=staleness).train()
     learnt = whole.trainer.learnt
     num_lives = 0
-    for tenth in range(2, int(10 * whole.wall_s), 7):
+    for tenth in range(2, int(10 * whole.wall_s), 11):
         run = run_of(tmp_path, staleness=staleness).train(strike=kills((name, tenth / 10)))
         audit(run)
         assert staleness or run.trainer.learnt == learnt
@@ -84,10 +84,12 @@ def test_a_death_at_any_moment_changes_nothing_but_the_time(tmp_path: Path, name
         if run.lives[name]:
             assert run.warnings[0] == f"{name} (rank 0): pid 7 was killed by SIGKILL; it is started again"
             assert run.warnings[1].startswith(f"{name} goes on")
-    assert num_lives > 5
+    assert num_lives > 3
 
 
 @settings(max_examples=25, deadline=None)
+@example([("trainer", 4.25), ("critic", 5.0)], 1, 2, False)  # while the trainer comes back
+@example([("trainer", 4.0), ("critic", 5.0)], 1, 2, False)
 @given(
     st.lists(st.tuples(st.sampled_from(["trainer", "critic", "reward", "reference"]), st.floats(0.1, 12)), max_size=5),
     st.sampled_from([0, 1, 3]),

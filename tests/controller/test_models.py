@@ -61,7 +61,7 @@ class Model:
         return replace(self, learning=[], _pieces=[], _results={}, _groups={}, taught=[])
 
     async def restore(self, newest: int) -> int:
-        step = max((step for step in self.saved if step <= newest), default=0)
+        step = max((step for step in self.weights if step <= newest), default=0)
         self.taught = list(self.weights.get(step, []))
         return step
 

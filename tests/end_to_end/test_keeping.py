@@ -59,7 +59,7 @@ def test_by_itself_with_processes_and_segments(tmp_path: Path, toml: Path) -> No
     """`--restarts`: the controller is killed twice; nobody is left of those that it had started."""
     run = tmp_path / "tiny"
     command = Command.start(
-        tmp_path, "train", toml, "--output", tmp_path, "--steps", 30, "--restarts", 2, "--checkpoint.every_steps", 4,
+        tmp_path, "train", toml, "--output", tmp_path, "--steps", 90, "--restarts", 2, "--checkpoint.every_steps", 4,
         "--rollout.segment_tokens", 4, "--rollout.prompts_per_step", 4,
     )  # fmt: skip
     killed = list[int]()
@@ -74,10 +74,10 @@ def test_by_itself_with_processes_and_segments(tmp_path: Path, toml: Path) -> No
     assert code == 0, said
     assert not gone(killed)
     assert re.findall(r"restart (\d) of 2", said) == ["1", "2"] and "SIGKILL" in said
-    assert [row["step"] for row in rows(run / "metrics.jsonl") if row["kind"] == "step"] == list(range(1, 31))
+    assert [row["step"] for row in rows(run / "metrics.jsonl") if row["kind"] == "step"] == list(range(1, 91))
     keys = [(row["group_id"], row["index"]) for row in rows(run / "rollouts.jsonl")]
-    assert len(set(keys)) == len(keys) == 30 * 4 * 3
-    assert {group_id for group_id, _ in keys} == set(range(120)), "every prompt once, in the order of admission"
+    assert len(set(keys)) == len(keys) == 90 * 4 * 3
+    assert {group_id for group_id, _ in keys} == set(range(360)), "every prompt once, in the order of admission"
 
 
 def test_whoever_starts_it_again_passes_signals_on(tmp_path: Path, toml: Path) -> None:

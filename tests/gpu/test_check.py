@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.nightly import nightly
+
 GPU = Path(__file__).parents[2] / "benchmarks/gpu"
 sys.path.insert(0, str(GPU))
 
 import check  # noqa: E402 - found by the line above
 
 
+@nightly("it starts all parts of a check that is made for a machine with a GPU")
 @pytest.mark.timeout(300)
 def test_parts_can_be_run_alone(tmp_path: Path) -> None:
     parts = ["decode", "train", "sync"]

@@ -16,6 +16,7 @@ from llamarl.training.optimizer import learning_rate_at
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
+from tests.nightly import nightly
 from tests.training.conftest import SHAPE
 
 
@@ -92,6 +93,7 @@ def test_estimate_of_activations(make_trainer, make_groups, shape: dict, recompu
     assert 0.9 < estimate / found < 1.25
 
 
+@nightly("torch's compiler works for a minute")
 @pytest.mark.timeout(300)
 def test_compiled_is_equal(make_trainer, make_groups, monkeypatch: pytest.MonkeyPatch) -> None:
     """To rounding, with ragged microbatches and all layers through one graph; and it is compiled indeed."""
