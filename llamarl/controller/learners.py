@@ -8,7 +8,7 @@ same order, which gives the same weights. So the versions that tokens carry stay
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from llamarl.cluster.api import ExecutorError, ExecutorHandle
 from llamarl.cluster.port import port
@@ -138,33 +138,45 @@ class Learners:
         Raises StepsLost.
         """
         trainer = port(TrainerPort, life, self._timeout_s)
+        held, ready = self._held()
         start = await trainer.restore(self.version)
-        for step, groups in self._since(life.name, start, self.version):
+        for step, groups in self._since(life.name, held, start, self.version):
             await trainer.add_groups(groups)
             if step <= self.version:
                 result = await trainer.step([group.group_id for group in groups])
                 assert result.policy_version == step, "the steps are those of the old one"
                 self._watch.progress()
-        await trainer.add_groups(list(self._ready.values()))
+        await trainer.add_groups(ready)
         await self._again(trainer)
         return f"step {start}, {self.version - start} steps were taken again"
 
     async def _restore_critic(self, life: ExecutorHandle) -> str:
         """As `_restore_trainer`. A step under way begins again; not one that it is told of after other calls."""
         critic = port(CriticPort, life, self._timeout_s)
+        held, ready = self._held()
         start = await critic.restore(self._critic_version)
-        for step, groups in self._since(life.name, start, self._critic_version):
+        for step, groups in self._since(life.name, held, start, self._critic_version):
             await critic.add_groups(groups)
             if step <= self._critic_begun:
                 await critic.learn(step, [group.group_id for group in groups])
             while step <= self._critic_version and await critic.learn_on(step) is None:
                 self._watch.progress()
-        await critic.add_groups(list(self._ready.values()))
+        await critic.add_groups(ready)
         return f"step {start}, {self._critic_version - start} steps were taken again"
 
-    def _since(self, name: str, start: int, version: int) -> Iterator[tuple[int, list[RolloutGroup]]]:
-        """Steps that have begun after `start`, in their order. Raises StepsLost: up to `version` one is not there."""
-        last, held = start, dict(self._steps)
+    def _held(self) -> tuple[dict[int, list[RolloutGroup]], list[RolloutGroup]]:
+        """Groups of steps that have begun, and of those to come, at one moment: whatever is asked for later waits for
+        the new life, and finds them there."""
+        return dict(self._steps), list(self._ready.values())
+
+    def _since(
+        self, name: str, held: Mapping[int, list[RolloutGroup]], start: int, version: int
+    ) -> Iterator[tuple[int, list[RolloutGroup]]]:
+        """Steps that have begun after `start`, in their order: from the journal, and those that are `held`.
+
+        Raises StepsLost: up to `version` one is not there.
+        """
+        last = start
         for step, groups in self._journal.steps_after(start):
             if step in held:
                 break
