@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import time
 import uuid
@@ -53,18 +54,16 @@ def shared_memory() -> list[str]:
     return sorted(name for name in opened + mapped if name.startswith("/memfd:llamarl"))
 
 
-OF_GLOO = set[str]()
-"""Sockets that torch goes on listening at when its process groups are destroyed; tests that make some say which."""
-
-
 def listening() -> list[str]:
-    """Sockets of this process that wait for connections; Monarch keeps its own, `m-...`, until the process ends."""
+    """Sockets of this process that wait for connections, and that Python opened: gloo, UCX and Monarch keep some of
+    their own until the process ends."""
     inodes = set[str]()
     for kind, listens, inode in (("tcp", "0A", 9), ("tcp6", "0A", 9), ("unix", "00010000", 6)):
         for line in Path(f"/proc/self/net/{kind}").read_text().splitlines()[1:]:
-            if (words := line.split())[3] == listens and not Path(words[-1]).name.startswith("m-"):
+            if (words := line.split())[3] == listens:
                 inodes.add(f"socket:[{words[inode]}]")
-    return [name for name in map(_target, Path("/proc/self/fd").iterdir()) if name in inodes - OF_GLOO]
+    opened = [one.fileno() for one in gc.get_objects() if type(one) is socket.socket]
+    return [name for name in (_target(Path(f"/proc/self/fd/{one}")) for one in opened) if name in inodes]
 
 
 def folders(own: Path) -> list[str]:

@@ -43,7 +43,7 @@ def uneven(seed: int, length: int) -> Generator:
 def run_of(folder: Path, trainer: Trainer, seed: int, every_steps: int, **rollout: Any) -> Run:
     settings = config(folder, steps=NUM_STEPS, rollout=rollout, checkpoint={"every_steps": every_steps})
     length = 6 if rollout.get("segment_tokens") else 2
-    critic = Model(lambda one: np.full(one.num_tokens, one.index, np.float32), learn_s=0.1)
+    critic = Model(lambda one: np.full(one.num_tokens, one.index, np.float32), learn_s=0.1, first=None)
     return Run(
         settings, folder, [uneven(seed, length), uneven(seed + 1, length)], Reward(score_s=0.3), trainer,
         num_train=23, models={"critic": critic} if seed % 2 else None, keeps_journal=True,

@@ -37,8 +37,8 @@ class Model:
     """Group ids of each step: its weights."""
     weights: dict[int, list[list[int]]] = field(default_factory=dict)
     """`taught` of each checkpoint."""
-    first: int = 0
-    """Step that it was resumed at."""
+    first: int | None = 0
+    """Step that it was resumed at; None: some other."""
     skips: int = 0
     """Step that is not finite."""
     _pieces: list[tuple[int, list[int], int]] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Model:
     async def save(self, step: int) -> None:
         while self._pieces:
             await self._advance()
-        assert len(self.taught) + self.first == step, "trainer and critic take the same steps"
+        assert self.first is None or len(self.taught) + self.first == step, "trainer and critic take the same steps"
         self.saved.append(step)
         self.copied = step, list(self.taught)
 

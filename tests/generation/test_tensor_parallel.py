@@ -36,7 +36,6 @@ from tests.generation.conformance import (
 )
 from tests.generation.references import drain, drive, run
 from tests.kernels.engines import engine as computed_by
-from tests.leftovers import OF_GLOO, listening
 
 
 def build(mesh: RankMesh, folder: Path, graphs: bool = False) -> tuple[GeneratorModel, Engine]:
@@ -113,7 +112,6 @@ def serve(
     with rendezvous() as where, workers.take(size - 1) as others:
         for rank, worker in enumerate(others, start=1):
             worker.start(follow, where, folder, rank, size, mishap if rank == size - 1 else "", graphs)
-        before = set(listening())
         mesh = join(where, 0, {"tp": size}, timeout_s=30.0)
         try:
             model, engine = build(mesh, folder, graphs)
@@ -123,7 +121,6 @@ def serve(
             )
         finally:
             mesh.close()
-            OF_GLOO.update(set(listening()) - before)
 
 
 @pytest.fixture(scope="module")
