@@ -31,6 +31,19 @@ SETTLED_STEP = 40
 """Enough steps that start-up is over and the median of a step is known."""
 
 
+def executors(folder: Path) -> dict[str, int]:
+    """Process of each executor of the run in `folder` that is alive, by name: its output is a log file of this name."""
+    found = dict[str, int]()
+    for path in Path("/proc").glob("[0-9]*/fd/1"):
+        try:
+            target = Path(os.readlink(path))
+        except OSError:
+            continue
+        if target.parent == folder / "logs":
+            found.setdefault(target.stem, int(path.parts[2]))
+    return found
+
+
 class DemoRun:
     """`llamarl train configs/demo.toml` with two generators, in a session of its own."""
 
@@ -64,16 +77,8 @@ class DemoRun:
         return {name: pid for name, pid in self.executors().items() if name.startswith("generator")}
 
     def executors(self) -> dict[str, int]:
-        """Process of each executor that is alive, by name: its output is a log file of this name."""
-        found = dict[str, int]()
-        for path in Path("/proc").glob("[0-9]*/fd/1"):
-            try:
-                target = Path(os.readlink(path))
-            except OSError:
-                continue
-            if target.parent == self.folder / "logs":
-                found.setdefault(target.stem, int(path.parts[2]))
-        return found
+        """Process of each executor that is alive, by name."""
+        return executors(self.folder)
 
     def end(self) -> dict[str, Any]:
         """Asks it to end; its summary."""

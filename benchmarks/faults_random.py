@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from _record import write_result
-from faults import ROOT
+from faults import ROOT, executors
 
 STEPS = 100
 LEAST_ACCURACY = 0.6
@@ -33,19 +33,6 @@ KINDS = (
     "kill generator", "kill trainer", "kill reward", "kill controller", "stop generator", "stop trainer", "stop reward",
 )  # fmt: skip
 STOPPED_S = 5.0
-
-
-def executors(folder: Path) -> dict[str, int]:
-    """Processes by name: their output is a log file of this name."""
-    found = dict[str, int]()
-    for path in Path("/proc").glob("[0-9]*/fd/1"):
-        try:
-            target = Path(os.readlink(path))
-        except OSError:
-            continue
-        if target.parent == folder / "logs":
-            found.setdefault(target.stem, int(path.parts[2]))
-    return found
 
 
 def controller(folder: Path) -> int | None:

@@ -289,6 +289,12 @@ class Rollout(_PerToken):
         return int(self.policy_versions_T[self.is_sampled_T].min()) if self.num_tokens else -1
 
     @property
+    def num_turns(self) -> int:
+        """Of the policy; 0 for a rollout without tokens."""
+        is_sampled_T = self.is_sampled_T
+        return int(is_sampled_T[:1].sum() + (is_sampled_T[1:] & ~is_sampled_T[:-1]).sum())
+
+    @property
     def turns(self) -> list[tuple[bool, np.ndarray]]:
         """Its tokens in the order of who wrote them: (whether they were sampled, token ids int32)."""
         is_sampled_T = self.is_sampled_T

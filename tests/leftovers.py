@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import shutil
@@ -11,6 +10,8 @@ import socket
 import tempfile
 import time
 import uuid
+from multiprocessing import resource_sharer
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 MARK = f"LLAMARL_TESTS={uuid.uuid4().hex}"
@@ -28,7 +29,8 @@ def own_folders() -> Path:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     folder = tempfile.mkdtemp(prefix="lt-")
     os.environ["TMPDIR"] = tempfile.tempdir = folder
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # After the standard library's own finalizers, which look for what they put there.
+    Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-200)
     return Path(folder)
 
 
@@ -87,6 +89,7 @@ def _target(descriptor: Path) -> str:
 
 def left_behind(own: Path, grace_s: float = GRACE_S) -> list[str]:
     """What is still there after a while; processes and folders go now."""
+    resource_sharer.stop(grace_s)  # the standard library's: it hands out descriptors of tensors until the process ends
     deadline_s = time.monotonic() + grace_s
     while True:
         running = processes()

@@ -16,10 +16,10 @@ from llamarl.checkpoint.folder import (
     read_manifest,
     step_folder,
     superfluous,
-    sync,
 )
 from llamarl.config.errors import ConfigError
 from llamarl.config.schema import CheckpointConfig
+from llamarl.observability.files import sync
 
 BESIDE = ("config.toml", "weights.json")
 """Files of a run's folder that say what its checkpoints mean."""

@@ -48,15 +48,6 @@ def describe(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
 
 
-def sync(path: Path) -> None:
-    """Brings a file, or the entries of a folder, to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """What it says, its own digest included. Raises CheckpointError."""
     try:

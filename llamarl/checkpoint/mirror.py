@@ -16,11 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from llamarl.checkpoint.files import write_safetensors
+from llamarl.checkpoint.files import Copies, write_safetensors
 from llamarl.checkpoint.folder import aside, describe
 from llamarl.config.errors import ConfigError
 from llamarl.sharding.box import Box
@@ -40,7 +39,7 @@ class Mirror:
         self._folder = folder / f"{rank}-of-{num_ranks}"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._exchange = exchange
-        self._copies = dict[str, Tensor]()
+        self._copied = Copies()
         self._written: Future[None] | None = None
 
     def check_room(self, num_bytes: int) -> None:
@@ -63,14 +62,8 @@ class Mirror:
                 return
             if error := self._written.exception():
                 sys.stdout.write(f"no mirror of this step: {error}\n")
-        for name, (_, tensor) in shards.items():
-            if name not in self._copies:
-                self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._copies[name].copy_(tensor, non_blocking=True)
-        if any(tensor.is_cuda for _, tensor in shards.values()):
-            torch.cuda.current_stream().synchronize()
+        own = self._copied({name: tensor for name, (_, tensor) in shards.items()})
         about = {"shapes": {name: spec.global_shape for name, (spec, _) in shards.items()}, "state": state}
-        own = {name: self._copies[name] for name in shards}
         self._written = aside(lambda: self._write(step, own, json.dumps(about)))
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], about: str) -> None:

@@ -20,12 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 from torch import Tensor
 
 from llamarl.checkpoint.checkpoint import Checkpoint, load_checkpoint, writers
-from llamarl.checkpoint.files import DTYPES, write_safetensors
+from llamarl.checkpoint.files import DTYPES, Copies, write_safetensors
 from llamarl.checkpoint.folder import (
     MANIFEST,
     CheckpointError,
@@ -35,8 +34,8 @@ from llamarl.checkpoint.folder import (
     seems_whole,
     step_folder,
     superfluous,
-    sync,
 )
+from llamarl.observability.files import sync
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import Exchange
 from llamarl.weight_sync.layout import TensorSpec
@@ -77,8 +76,7 @@ class CheckpointStore:
         """Shape, type and pieces of each, for the manifest."""
         self._own = set[tuple[str, Box]]()
         """What this rank writes."""
-        self._copies = dict[str, Tensor]()
-        """Kept for the next save: touching new memory takes several times as long as copying."""
+        self._copied = Copies()
         self._written: Future[dict[str, Any] | OSError] = Future()
 
     def save(
@@ -104,16 +102,9 @@ class CheckpointStore:
         self._step = step
         self._plan([replace(spec, dtype=DTYPES[tensor.dtype]) for spec, tensor in shards.values()])
         self._state = json.loads(json.dumps(state))  # what it names may change, too
-        own = [name for name, (spec, _) in shards.items() if (name, spec.box) in self._own]
-        for name in own:
-            _, tensor = shards[name]
-            if name not in self._copies:
-                self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._copies[name].copy_(tensor, non_blocking=True)
-        if any(tensor.is_cuda for _, tensor in shards.values()):
-            torch.cuda.current_stream().synchronize()  # once, and before anything is written
+        own = self._copied({name: one for name, (spec, one) in shards.items() if (name, spec.box) in self._own})
         path = self._temporary / self._names[self._rank]
-        self._written = aside(lambda: _write(path, {name: self._copies[name] for name in own}))
+        self._written = aside(lambda: _write(path, own))
         return self._written
 
     def _plan(self, held: list[TensorSpec]) -> None:

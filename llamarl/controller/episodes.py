@@ -16,6 +16,7 @@ from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
 from llamarl.controller.groups import PendingGroup
+from llamarl.controller.journal import Key
 from llamarl.controller.lives import Lasting
 from llamarl.controller.ports import EnvironmentPort, Executors
 from llamarl.controller.supervision import Supervisor
@@ -23,9 +24,6 @@ from llamarl.environments._base import Environment
 from llamarl.environments._worker import build_environment
 from llamarl.executors.replies import Episode, Replied
 from llamarl.types import FinishReason, GenerationRequest, Rollout, observed
-
-Key = tuple[int, int]
-"""Group and index."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -103,7 +101,7 @@ class Episodes:
 
     async def loop(self) -> None:
         """Consumes replies; waits for episodes to be asked for; produces rollouts to go on with, and whole ones;
-        unblocked by `ask`."""
+        unblocked by `divert`."""
         clock = asyncio.get_running_loop()
         while True:
             to_go_on = list[GenerationRequest]()
@@ -125,8 +123,8 @@ class Episodes:
         request = pending.request_of(rollout)
         if replied.observation_T is not None:
             num_tokens = rollout.num_tokens + len(replied.observation_T)
-            num_turns = sum(is_sampled for is_sampled, _ in rollout.turns)
-            if num_turns < self._environment.max_turns and num_tokens < pending.max_tokens(request):
+            goes_on = rollout.num_turns < self._environment.max_turns
+            if goes_on and num_tokens < request.sampling.max_new_tokens:
                 columns = observed(rollout.columns, replied.observation_T)
                 parked = replace(rollout, columns=columns, finish_reason=FinishReason.PARKED)
                 return replace(request, partials=(parked,))

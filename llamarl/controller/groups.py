@@ -64,10 +64,6 @@ class PendingGroup:
         request = next(one for one in self.requests if one.group_id == rollout.group_id)
         return replace(request, partials=())
 
-    def max_tokens(self, request: GenerationRequest) -> int:
-        """Of a response."""
-        return request.sampling.max_new_tokens
-
     @property
     def num_rollouts(self) -> int:
         """That are to come, the greedy one included."""

@@ -24,6 +24,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 from llamarl.controller.records import Record, decoded_group, encode, encode_group, joined, newest_version, records
 from llamarl.executors.replies import ControllerState, JournalPosition
+from llamarl.observability.files import sync
 from llamarl.observability.metrics import Row
 from llamarl.observability.sinks import RowLog
 from llamarl.types import Prompt, Rollout, RolloutGroup
@@ -349,8 +350,4 @@ def to_disk(paths: Sequence[Path]) -> None:
     """May take a while. Raises OSError."""
     for path in paths:
         with suppress(FileNotFoundError):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(path)

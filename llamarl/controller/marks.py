@@ -33,7 +33,7 @@ class StepMark:
 
 def of_episodes(rollouts: Sequence[Rollout], mark: StepMark, previous: StepMark) -> dict[str, float]:
     """Turns of the policy and tokens of the environment in a step, and how long rollouts waited for it meanwhile."""
-    turns = [sum(is_sampled for is_sampled, _ in rollout.turns) for rollout in rollouts]
+    turns = [rollout.num_turns for rollout in rollouts]
     num_tokens = sum(rollout.num_tokens for rollout in rollouts)
     return {
         "turns_mean": float(np.mean(turns)),

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, MeshFailed
 from llamarl.cluster.port import port
+from llamarl.controller.lives import STOP_S
 from llamarl.controller.ports import GeneratorPort
 from llamarl.controller.supervision import Signal, Supervisor
 from llamarl.executors.replies import Adoption, Collected, GeneratorStats, Mismatch, Published
@@ -27,8 +28,6 @@ NO_VERSION = -1
 """Older than every version."""
 ABORT_INTERVAL_S = 1.0
 """A replica that is about to leave is asked so often for what it still decodes."""
-STOP_S = 2.0
-"""For one that hangs to end; then it is killed."""
 T = TypeVar("T")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from llamarl.config import ConfigError
 from llamarl.models.folder import CONFIG, GENERATION_CONFIG, load_shape, read_model_file
 from llamarl.models.shape import ModelShape, hf_eos
 from llamarl.models.transformer import Transformer
+from llamarl.observability.files import sync
 from llamarl.sharding.box import Box
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -201,11 +201,11 @@ def replaced_folder(folder: Path, names: Collection[str]) -> Iterator[Path]:
         new.mkdir()
         yield new
         for path in (*new.iterdir(), new):
-            _flush(path)
+            sync(path)  # a crash must not leave a renamed but empty export
         if folder.exists():
             folder.rename(old)
         new.rename(folder)
-        _flush(folder.parent)
+        sync(folder.parent)
 
 
 def _generation_config(shape: ModelShape) -> dict[str, Any]:
@@ -261,12 +261,3 @@ def _tokenizer_files(folder: str | Path | None) -> list[Path]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Indented."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _flush(path: Path) -> None:
-    """Bring a file or a folder's entries to the disk, so that a crash cannot leave a renamed but empty export."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -34,6 +34,15 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
+def sync(path: Path) -> None:
+    """Brings a file, or the entries of a folder, to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def piece(path: Path, number: int) -> Path:
     """What a full `path` becomes; compressed, it has `.gz` behind it."""
     return path.with_name(f"{path.stem}-{number:05d}{path.suffix}")

@@ -40,7 +40,7 @@ def _row(step: int, group: RolloutGroup, index: int, advantage: float) -> dict[s
         "staleness": step - 1 - rollout.oldest_version if rollout.num_tokens else 0,
         "finish_reason": rollout.finish_reason.value,
         "error": rollout.error,
-        "turns": sum(is_sampled for is_sampled, _ in rollout.turns),
+        "turns": rollout.num_turns,
         "policy_versions": [[version, len(list(run))] for version, run in groupby(versions)],  # [version, tokens]
     } | {
         name: _plain(values_T)
