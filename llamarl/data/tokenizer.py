@@ -22,10 +22,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from llamarl.config import ConfigError, read_json, read_text
+from llamarl.data.chat import ToolFormat, tool_format
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_Dicts = Sequence[Mapping[str, Any]]
 SENTINEL = "\ufdd0turn\ufdd0"
 """Stands for what the policy wrote; no model's text holds it."""
 _FIX = "give a complete Hugging Face folder"
@@ -100,12 +102,13 @@ class Tokenizer:
         own = self._tokenizer.token_to_id(name) if name else None
         return ids[0] if own is None else own
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(self, messages: _Dicts, add_generation_prompt: bool = True, tools: _Dicts = ()) -> str:
         """The text of a conversation, as the folder's own template writes it.
 
         Args:
             messages: `{"role": ..., "content": ...}` each.
             add_generation_prompt: end with the words that open the assistant's turn.
+            tools: that may be called, as JSON schemas: `{"type": "function", "function": {...}}` each.
 
         Raises:
             ConfigError: the folder has no template, or it fails on these messages.
@@ -113,7 +116,7 @@ class Tokenizer:
         try:
             return self._chat_template.render(
                 messages=[dict(message) for message in messages],
-                tools=None,
+                tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
@@ -122,7 +125,7 @@ class Tokenizer:
             cause = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ConfigError(f"{self.folder}: the chat template refuses these messages: {cause}{error}") from None
 
-    def after_turn(self, messages: Sequence[Mapping[str, str]], *, without_stop: bool) -> str:
+    def after_turn(self, messages: _Dicts, *, without_stop: bool, tools: _Dicts = ()) -> str:
         """What the chat template writes between a turn of the assistant and the next one, with `messages` in between.
 
         Args:
@@ -132,7 +135,7 @@ class Tokenizer:
             ConfigError: as `apply_chat_template`, or the template does not write the turn as it is.
         """
         opening = [{"role": "user", "content": "."}, {"role": "assistant", "content": SENTINEL}]
-        text = self.apply_chat_template([*opening, *messages])
+        text = self.apply_chat_template([*opening, *messages], tools=tools)
         _, found, rest = text.rpartition(SENTINEL)
         if not found:
             raise ConfigError(f"{self.folder}: the chat template does not write an assistant's turn as it is")
@@ -155,19 +158,28 @@ class Tokenizer:
                     raise ConfigError(f"{self.folder / CONFIG_FILE}: {name} = {token!r} is no text; {_FIX}")
         return tokens
 
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """In which the chat template has tools called; None: it knows of none, or there is no template."""
+        return tool_format(self._template_text or "")
+
     @cached_property
-    def _chat_template(self) -> Template:
+    def _template_text(self) -> str | None:
         file = self.folder / "chat_template.jinja"
         template = read_text(file, _FIX) if file.exists() else self._config.get("chat_template")
         if isinstance(template, list):
             template = next((item["template"] for item in template if item["name"] == "default"), None)
-        if not template:
+        return template
+
+    @cached_property
+    def _chat_template(self) -> Template:
+        if not self._template_text:
             raise ConfigError(
                 f"{self.folder} has no chat template; set data.template to a text such as '{{question}}\\n' "
                 "or use an instruction-tuned checkpoint"
             )
         try:
-            return _chat_environment().from_string(template)
+            return _chat_environment().from_string(self._template_text)
         except TemplateSyntaxError as error:
             raise ConfigError(
                 f"{self.folder}: line {error.lineno} of the chat template is malformed: {error}"

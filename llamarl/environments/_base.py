@@ -25,6 +25,17 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """A tool that the policy calls, in the format of its model family."""
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """JSON values by name."""
+    error: str = ""
+    """What is malformed about the call, for the policy to read; empty when nothing is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
     """What the policy wrote, and what it was answered."""
 
@@ -32,6 +43,8 @@ class Turn:
     """Without special tokens."""
     observation: str | None = None
     """None: it has not been answered yet."""
+    calls: tuple[ToolCall, ...] = ()
+    """In the last turn, where the model's chat template knows tools."""
 
 
 @dataclass
