@@ -31,8 +31,8 @@ class Column:
     name: str
     dtype: Any
     filled_by: str
-    """`generator`, as tokens are sampled; an executor that scores whole rollouts (`reference`, `critic`); or `trainer`,
-    when it makes a batch."""
+    """`generator`, as tokens are sampled; `agents`, when a session ends; an executor that scores whole rollouts
+    (`reference`, `critic`); or `trainer`, when it makes a batch."""
     default: float | bool | None = None
     """Of tokens that are sampled after the column was begun, and of rollouts without the column. None: there must be a
     number for each token."""
@@ -51,6 +51,8 @@ COLUMNS: dict[str, Column] = {
         Column(name="behavior_logprobs", dtype=np.float32, filled_by="generator", is_recorded=True),
         # Policy version that sampled the token, or `OBSERVED`; falls only where an older generator resumed the rollout.
         Column(name="policy_versions", dtype=np.int32, filled_by="generator", is_recorded=True),
+        # Which token sequence of an outside agent's episode the token is of; each holds its own prompt.
+        Column(name="sequence", dtype=np.int32, filled_by="agents", is_recorded=True),
         # Natural-log probability under the frozen reference.
         Column(name="reference_logprobs", dtype=np.float32, filled_by="reference"),
         # What the critic expected of the token and those after it, before it was known.

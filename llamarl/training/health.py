@@ -121,7 +121,7 @@ def find_cause(groups: Sequence[RolloutGroup], computed: Sequence[SampleGroup], 
             fault = _fault(*alone([replace(part, samples=(sample,))]))
             if fault:
                 fault = fault if np.isfinite(sample.behavior_logprobs_T).all() else "behavior log-probs"
-                index = next(r.index for r in group.rollouts if r.token_ids_T is sample.token_ids_T)
+                index = next(r.index for r in group.rollouts if np.may_share_memory(r.token_ids_T, sample.token_ids_T))
                 faults.append(f"{index} ({fault})")
         named.append(f"group {group.group_id} rollout {', '.join(faults)}" if faults else f"group {group.group_id}")
     num_computed = sum(bool(part.samples) for part in computed)

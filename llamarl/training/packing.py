@@ -12,8 +12,10 @@ Shape suffixes: N packed input tokens, R response tokens (targets), G samples of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -129,23 +131,33 @@ def is_flat(group: RolloutGroup, *, mask_truncated: bool = False) -> bool:
 def to_sample_group(
     group: RolloutGroup, advantages: Sequence[np.ndarray] | np.ndarray, valid_G: np.ndarray | None = None
 ) -> SampleGroup:
-    """The trainable part of a group: invalid rollouts are left out.
+    """The trainable part of a group: invalid rollouts are left out. Sequences of agents are samples without a prompt.
 
     Args:
         advantages: per rollout one number, or one for each of its tokens.
         valid_G: bool; None: those of `valid_rollouts`.
     """
     valid_G = valid_rollouts(group) if valid_G is None else valid_G
-    samples = tuple(
-        TrainSample(
-            columns={"loss_mask": rollout.is_sampled_T}
-            | rollout.columns
-            | {"advantages": np.full(rollout.num_tokens, advantage, np.float32)}
-        )
+    samples = [
+        {"loss_mask": rollout.is_sampled_T}
+        | rollout.columns
+        | {"advantages": np.full(rollout.num_tokens, advantage, np.float32)}
         for rollout, advantage, valid in zip(group.rollouts, advantages, valid_G, strict=True)
         if valid
-    )
-    return SampleGroup(prompt_token_ids_T=group.prompt.token_ids_T, samples=samples)
+    ]
+    prompt_T = group.prompt.token_ids_T
+    if any("sequence" in columns for columns in samples):
+        prompt_T, samples = prompt_T[:0], [one for columns in samples for one in _sequences(columns)]
+    return SampleGroup(prompt_token_ids_T=prompt_T, samples=tuple(TrainSample(columns=one) for one in samples))
+
+
+def _sequences(columns: Columns) -> list[Columns]:
+    """Those of an episode."""
+    cuts = [0, *np.flatnonzero(np.diff(columns["sequence"])) + 1, len(columns["sequence"])]
+    return [
+        {name: values_T[start:end] for name, values_T in columns.items() if name != "sequence"}
+        for start, end in pairwise(cuts)
+    ]
 
 
 def with_advantage(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
@@ -163,7 +175,7 @@ def pack(groups: Sequence[SampleGroup], microbatch_tokens: int) -> list[Microbat
     """Microbatches of at most `microbatch_tokens` inputs, in order; a sample longer than that gets one of its own."""
     batches: list[list[SampleGroup]] = [[]]
     room = microbatch_tokens
-    for group in _split(groups, microbatch_tokens):
+    for group in _split(chain.from_iterable(map(_with_prompt, groups)), microbatch_tokens):
         size = _num_inputs(group)
         if batches[-1] and size > room:
             batches.append([])
@@ -177,7 +189,25 @@ def _num_inputs(group: SampleGroup) -> int:
     return len(group.prompt_token_ids_T) + sum(len(sample.token_ids_T) - 1 for sample in group.samples)
 
 
-def _split(groups: Sequence[SampleGroup], microbatch_tokens: int) -> Iterator[SampleGroup]:
+def _with_prompt(group: SampleGroup) -> list[SampleGroup]:
+    """Samples without a prompt share what they begin with alike, up to the first token that somebody sampled."""
+    if len(group.prompt_token_ids_T):
+        return [group]
+    alike = defaultdict[int, list[TrainSample]](list)
+    for sample in group.samples:
+        alike[int(sample.token_ids_T[0])].append(sample)
+    found = list[SampleGroup]()
+    for samples in alike.values():
+        num = min(int(np.argmax(sample.loss_mask_T)) for sample in samples)
+        first_T = samples[0].token_ids_T[:num]
+        differs = [np.flatnonzero(sample.token_ids_T[:num] != first_T) for sample in samples]
+        num = min((int(places[0]) for places in differs if len(places)), default=num)
+        cut = (TrainSample(columns={name: values_T[num:] for name, values_T in one.columns.items()}) for one in samples)
+        found.append(SampleGroup(prompt_token_ids_T=first_T[:num], samples=tuple(cut)))
+    return found
+
+
+def _split(groups: Iterable[SampleGroup], microbatch_tokens: int) -> Iterator[SampleGroup]:
     """Groups, those over the budget cut into several that repeat the prompt; groups without samples vanish."""
     for group in groups:
         prompt, part, room = group.prompt_token_ids_T, list[TrainSample](), 0

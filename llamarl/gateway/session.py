@@ -1,0 +1,80 @@
+"""`Session`: what one agent asked for and was given, as the token sequences that are learnt from. No HTTP.
+
+A session is an episode. Agents send whole histories, forget parts of them, retry, go back: so a call goes on with a
+sequence if that is an exact token prefix of its prompt, and begins another one otherwise. Whatever is asked for, each
+sampled token is in exactly one sequence as sampled, after the tokens that it was sampled after; wherever else it stands
+it is observed, and nobody learns from it there.
+
+What was sampled is never encoded again: a session remembers which tokens its texts were.
+
+Shape suffix: T tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from llamarl.types import Columns, Rollout, observed, packed_columns
+
+_NOTHING: Columns = Rollout.empty(0, 0).columns
+
+
+class Written(NamedTuple):
+    """A prompt and what was sampled after it."""
+
+    token_ids_T: np.ndarray
+    """int32."""
+    has_stop_token: bool
+    """The last one is a stop token, which the text does not show."""
+
+
+@dataclass(slots=True)
+class Session:
+    """Of one episode."""
+
+    num_calls: int = 0
+    """Answered."""
+    num_sampled: int = 0
+    """Tokens."""
+    _sequences: list[Columns] = field(default_factory=list)
+    _written: dict[str, Written] = field(default_factory=dict)
+
+    def record(self, prompt_T: np.ndarray, sampled: Columns) -> None:
+        """A call was answered."""
+        self.num_calls += 1
+        self.num_sampled += len(sampled["token_ids"])
+        fitting = [number for number, one in enumerate(self._sequences) if _begins_with(prompt_T, one["token_ids"])]
+        number = max(fitting, key=lambda one: len(self._sequences[one]["token_ids"]), default=len(self._sequences))
+        before = self._sequences[number] if fitting else _NOTHING
+        whole = packed_columns([observed(before, prompt_T[len(before["token_ids"]) :]), sampled])
+        self._sequences[number:] = [whole, *self._sequences[number + 1 :]]
+
+    def columns(self) -> Columns:
+        """All sequences, end to end, each from its first token on; the column `sequence` numbers them."""
+        if not self._sequences:
+            return _NOTHING
+        numbered = (
+            one | {"sequence": np.full(len(one["token_ids"]), number, np.int32)}
+            for number, one in enumerate(self._sequences)
+        )
+        return packed_columns(list(numbered))
+
+    def remember(self, text: str, written: Written) -> None:
+        """These tokens are what is meant by `text` from now on."""
+        self._written[text] = written
+
+    def recall(self, text: str) -> Written | None:
+        """Which tokens `text` was, if this session has it."""
+        return self._written.get(text)
+
+    def longest(self, text: str) -> tuple[str, Written | None]:
+        """The longest text that this session has and `text` begins with."""
+        found = max((one for one in self._written if text.startswith(one)), key=len, default="")
+        return found, self._written.get(found)
+
+
+def _begins_with(prompt_T: np.ndarray, sequence_T: np.ndarray) -> bool:
+    return len(sequence_T) <= len(prompt_T) and np.array_equal(prompt_T[: len(sequence_T)], sequence_T)
