@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ OWN_FOLDERS = own_folders()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores it, and so would every command that a test starts and then interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it
 # Before torch is imported: two cores, shared with every process that a test starts.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[variable] = "1"
@@ -42,6 +44,18 @@ LONG = ("end_to_end", "gpu", "executors", "controller", "training", "weight_sync
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """They come first: what is left for the end is short, so that no process waits long for the other."""
     items.sort(key=lambda item: LONG.index(name) if (name := item.path.parent.name) in LONG else len(LONG))
+
+
+@pytest.fixture(autouse=True)
+def ends_its_commands() -> Iterator[None]:
+    """A command that a test has started, and not ended since it failed, would slow down all that come after it."""
+    started = getattr(sys.modules.get("tests.end_to_end.tiny"), "STARTED", [])
+    before = len(started)
+    yield
+    for process in started[before:]:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,7 @@
 """Groups and rollouts as records of a file, and back. Nothing that is read is executed.
 
 A record is the xxh3-64 digest of all that follows, the sizes of header and arrays, a JSON header, and the arrays that
-the header names, end to end. A file holds nothing else.
+the header describes, end to end. A file holds nothing else.
 """
 
 from __future__ import annotations
@@ -37,24 +37,17 @@ class Record:
 
 def encode(header: dict[str, Any], parts: Sequence[tuple[int, Rollout]] = ()) -> bytes:
     """A record of these rollouts, each without so many of its first tokens."""
-    described, arrays = list[dict[str, Any]](), list[bytes]()
+    numbers, layouts = dict[tuple[Any, ...], int](), list[list[tuple[str, str]]]()
+    described, arrays = list[tuple[Any, ...]](), list[memoryview]()
     for start, one in parts:
-        columns = list[tuple[str, str, int]]()
-        for name, values_T in one.columns.items():
-            arrays.append(values_T[start:].tobytes())
-            columns.append((name, values_T.dtype.str, len(values_T) - start))
-        described.append(
-            {
-                "group_id": one.group_id,
-                "index": one.index,
-                "finish_reason": one.finish_reason,
-                "error": one.error,
-                "start": start,
-                "columns": columns,
-            }
-        )
-    text, rest = json.dumps(header | {"rollouts": described}).encode(), b"".join(arrays)
-    body = _SIZES.pack(len(text), len(rest)) + text + rest
+        columns = one.columns.values()
+        layout = (*one.columns, *[values_T.dtype.char for values_T in columns])  # `dtype.str` takes ten times as long
+        if (number := numbers.setdefault(layout, len(layouts))) == len(layouts):
+            layouts.append([(name, values_T.dtype.str) for name, values_T in one.columns.items()])
+        arrays += [values_T[start:].data for values_T in columns]
+        described.append((one.group_id, one.index, one.finish_reason, one.error, start, one.num_tokens - start, number))
+    text, rest = json.dumps(header | {"layouts": layouts, "rollouts": described}).encode(), b"".join(arrays)
+    body = b"".join((_SIZES.pack(len(text), len(rest)), text, rest))
     return _DIGEST.pack(xxhash.xxh3_64_intdigest(body)) + body
 
 
@@ -77,25 +70,24 @@ def records(path: Path, start: int = 0) -> Iterator[tuple[int, Record]]:
             if digest.intdigest() != _DIGEST.unpack_from(frame)[0]:
                 return
             header = json.loads(body[: sizes[0]])
-            yield start, Record(parts=_parts(header.pop("rollouts"), body, sizes[0]), header=header, end=end)
+            parts = _parts(header.pop("layouts"), header.pop("rollouts"), body, sizes[0])
+            yield start, Record(parts=parts, header=header, end=end)
             start = end
 
 
-def _parts(described: Sequence[dict[str, Any]], body: bytes, offset: int) -> Sequence[tuple[int, Rollout]]:
+def _parts(
+    layouts: Sequence[Sequence[tuple[str, str]]], described: Sequence[Sequence[Any]], body: bytes, offset: int
+) -> Sequence[tuple[int, Rollout]]:
     parts = list[tuple[int, Rollout]]()
-    for one in described:
+    for group_id, index, finish_reason, error, start, num_tokens, layout in described:
         columns: Columns = {}
-        for name, dtype, length in one["columns"]:
-            columns[name] = np.frombuffer(body, dtype, length, offset).copy()  # torch takes writable ones alone
+        for name, dtype in layouts[layout]:
+            columns[name] = np.frombuffer(body, dtype, num_tokens, offset).copy()  # torch takes writable ones alone
             offset += columns[name].nbytes
         rollout = Rollout(
-            group_id=one["group_id"],
-            index=one["index"],
-            columns=columns,
-            finish_reason=FinishReason(one["finish_reason"]),
-            error=one["error"],
+            group_id=group_id, index=index, columns=columns, finish_reason=FinishReason(finish_reason), error=error
         )
-        parts.append((one["start"], rollout))
+        parts.append((start, rollout))
     return parts
 
 

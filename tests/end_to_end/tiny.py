@@ -100,6 +100,10 @@ def environment() -> dict[str, str]:
     return os.environ | {"COLUMNS": "200"}
 
 
+STARTED = list[subprocess.Popen[str]]()
+"""Commands of all tests; a test that fails leaves its own running, beside all those that come after it."""
+
+
 @dataclass
 class Command:
     """A command in a session of its own, as if it had a terminal for itself."""
@@ -116,6 +120,7 @@ class Command:
                 [*LLAMARL, *map(str, arguments)], cwd=cwd, stdout=stdout, stderr=stderr, text=True,
                 start_new_session=True, env=environment(),
             )  # fmt: skip
+        STARTED.append(process)
         return cls(process, out, err)
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
