@@ -245,6 +245,8 @@ class GenerationRequest:
     """A rollout is parked after so many new tokens; 0: never."""
     partials: tuple[Rollout, ...] = ()
     """Parked or aborted rollouts of this group to go on with; when there are some, only their indices are generated."""
+    has_turns: bool = False
+    """What its rollouts that stop have computed is held in the engine, for when an environment has answered."""
     purpose: Literal["train", "eval", "greedy"] = "train"
     """What its rollouts are for: to learn from, to measure the policy, or as the baseline of the group."""
 
@@ -278,12 +280,9 @@ class Rollout(_PerToken):
         columns = {name: self.columns[name] for name in names}
         # `replace` takes five times as long, and this runs once per rollout.
         return Rollout(
-            group_id=self.group_id,
-            index=self.index,
-            columns=columns,
-            finish_reason=self.finish_reason,
+            group_id=self.group_id, index=self.index, columns=columns, finish_reason=self.finish_reason,
             error=self.error,
-        )
+        )  # fmt: skip
 
     @property
     def oldest_version(self) -> int:

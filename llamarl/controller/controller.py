@@ -84,7 +84,7 @@ class Controller:
         policy = policy_of_generators(config.cluster, executors)
         self.replicas = Replicas(executors.generators, supervisor, timeout_s, survives_deaths=policy != "stop")
         self._episodes = open_episodes(
-            config, executors, supervisor, self.replicas.resume, self._rollout_ended, telemetry.waited
+            config, executors, supervisor, self.replicas, self._rollout_ended, telemetry.waited
         )
         """None: a response is one turn."""
         self._in_flight = InFlight(config, self._journal)
@@ -164,12 +164,12 @@ class Controller:
             self.replicas.num_resumed += sum(len(request.partials) for request in to_go_on)
             self.replicas.resume(to_go_on)
             self.replicas.changed.notify()
-            self._finished(finished)
+            self._finished(finished, replica)
             self._watch.progress()
 
-    def _finished(self, rollouts: Sequence[Rollout]) -> None:
+    def _finished(self, rollouts: Sequence[Rollout], holder: Replica | None = None) -> None:
         """Generators have done what they could: turns wait for their environment, other rollouts for their group."""
-        for rollout in self._episodes.divert(rollouts, self._in_flight) if self._episodes else rollouts:
+        for rollout in self._episodes.divert(rollouts, self._in_flight, holder) if self._episodes else rollouts:
             self._rollout_ended(rollout)
 
     def _rollout_ended(self, rollout: Rollout) -> None:

@@ -19,6 +19,7 @@ from llamarl.controller.groups import PendingGroup
 from llamarl.controller.journal import Key
 from llamarl.controller.lives import Lasting
 from llamarl.controller.ports import EnvironmentPort, Executors
+from llamarl.controller.replicas import Replica, Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.environments._base import Environment
 from llamarl.environments._worker import build_environment
@@ -41,7 +42,7 @@ def open_episodes(
     config: RunConfig,
     executors: Executors,
     supervisor: Supervisor,
-    resume: Callable[[Sequence[GenerationRequest]], None],
+    replicas: Replicas,
     ended: Callable[[Rollout], None],
     waited: Callable[[float], None],
 ) -> Episodes | None:
@@ -50,7 +51,7 @@ def open_episodes(
     if wanted is None or handle is None:
         return None
     environment, timeout_s = build_environment(wanted), config.cluster.call_timeout_s
-    return Episodes(handle, environment, timeout_s, supervisor, resume, ended, waited)
+    return Episodes(handle, environment, timeout_s, supervisor, replicas, ended, waited)
 
 
 class Episodes:
@@ -62,29 +63,32 @@ class Episodes:
         environment: Environment,
         timeout_s: float,
         supervisor: Supervisor,
-        resume: Callable[[Sequence[GenerationRequest]], None],
+        replicas: Replicas,
         ended: Callable[[Rollout], None],
         waited: Callable[[float], None],
     ) -> None:
         """
         Args:
-            resume: has generators go on.
+            replicas: generators that go on, and hold what was computed until then.
             ended: takes a rollout that is whole.
             waited: hears how many seconds a rollout has waited for a reply.
         """
         self._port = port(EnvironmentPort, handle, timeout_s)
         self._environment, self._timeout_s, self._supervisor = environment, timeout_s, supervisor
-        self._resume, self._ended, self._waited = resume, ended, waited
+        self._replicas, self._ended, self._waited = replicas, ended, waited
         self._waiting = dict[Key, _Waiting]()
         self._spent_s = defaultdict[Key, float](float)
         if isinstance(handle, Lasting):
             handle.restore = self._restore
 
-    def divert(self, finished: Sequence[Rollout], pending: Mapping[int, PendingGroup]) -> list[Rollout]:
+    def divert(
+        self, finished: Sequence[Rollout], pending: Mapping[int, PendingGroup], holder: Replica | None
+    ) -> list[Rollout]:
         """Those that end a turn wait for a reply from now on; the others, which are whole.
 
         Args:
             pending: groups by the ids of their requests.
+            holder: what has computed them, and holds that; None: nobody does.
         """
         now_s, episodes = asyncio.get_running_loop().time(), list[Episode]()
         turns = [rollout for rollout in finished if rollout.finish_reason is FinishReason.STOP]
@@ -92,6 +96,8 @@ class Episodes:
             key = rollout.group_id, rollout.index
             self._waiting[key] = waiting = _Waiting(pending=pending[rollout.group_id], rollout=rollout, since_s=now_s)
             episodes.append(waiting.episode(self._spent_s[key]))
+        if holder is not None:
+            self._replicas.hold(holder, turns)
         if episodes:
             self._supervisor.start(self._port.submit(episodes), "turns to the environment")
         ended = [rollout for rollout in finished if rollout.finish_reason is not FinishReason.STOP]
@@ -104,7 +110,7 @@ class Episodes:
         unblocked by `divert`."""
         clock = asyncio.get_running_loop()
         while True:
-            to_go_on = list[GenerationRequest]()
+            to_go_on, ended = list[GenerationRequest](), list[Key]()
             for replied in await self._port.collect():
                 key = replied.group_id, replied.index
                 waiting = self._waiting.get(key)
@@ -115,7 +121,10 @@ class Episodes:
                 self._spent_s[key] += replied.seconds
                 if (request := self._next(waiting, replied)) is not None:
                     to_go_on.append(request)
-            self._resume(to_go_on)
+                else:
+                    ended.append(key)
+            self._replicas.resume(to_go_on)
+            self._replicas.forget(ended)
 
     def _next(self, waiting: _Waiting, replied: Replied) -> GenerationRequest | None:
         """How an episode goes on; None: it has ended."""

@@ -150,7 +150,7 @@ class InFlight(dict[int, PendingGroup]):
             if group is not None:
                 scored.append(group)
                 continue
-            of_group = [replace(request, segment_tokens=self._segment_tokens)]
+            of_group = [replace(request, segment_tokens=self._segment_tokens, has_turns=self._has_turns)]
             if self._needs_greedy and request.purpose == "train":
                 of_group.append(greedy_request(of_group[0]))
             pending = PendingGroup(tuple(of_group), prompt)

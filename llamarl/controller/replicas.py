@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -145,6 +146,8 @@ class Replicas:
         self.timeout_s = timeout_s
         self.changed = Signal()
         """A replica came, went, adopted a version or owes less."""
+        self._holders = dict[tuple[int, int], Replica]()
+        """What has computed the rollouts that wait for their environment, by group and index."""
         self._supervisor = supervisor
         self._survives_deaths = survives_deaths
         self._stats_of_lost = GeneratorStats()
@@ -161,20 +164,55 @@ class Replicas:
         return self.serves(replica) or max(replica.adopt_s, age_s) < patience_s / 2
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Gives each request to the replica in service that owes the fewest rollouts; waits while there is none."""
+        """Gives each request to the replica in service that owes the fewest rollouts; waits while there is none. What
+        comes back from its environment goes where it was."""
         await self.changed.until(lambda: any(map(self.serves, self.alive)))
         able = [replica for replica in self.alive if self.serves(replica)]
-        if len(requests) == 1:
-            dealt = [(min(able, key=attrgetter("num_outstanding")), list(requests))]
-        else:
-            size = len(requests[0].partials) or requests[0].group_size
-            dealt = list(zip(able, deal(requests, [one.num_outstanding for one in able], size), strict=True))
-        for replica, part in dealt:
-            if part:  # what is owed is what `lose` gives back, whatever becomes of the call
-                replica.owe(part)
-                # A task of its own: one that hangs must not keep the others waiting.
-                sent = self.unless_dead(replica, replica.port.submit(part))
-                self._supervisor.start(sent, f"requests to {replica.name}")
+        at_home, others = defaultdict[Replica, list[GenerationRequest]](list), list[GenerationRequest]()
+        for request in requests:
+            home = self._home(request)
+            (others if home is None else at_home[home]).append(request)
+        for home, part in at_home.items():
+            self._send(home, part)
+        if len(others) == 1:
+            self._send(min(able, key=attrgetter("num_outstanding")), others)
+        elif others:
+            size = len(others[0].partials) or others[0].group_size
+            for replica, part in zip(able, deal(others, [one.num_outstanding for one in able], size), strict=True):
+                if part:
+                    self._send(replica, part)
+
+    def _send(self, replica: Replica, requests: list[GenerationRequest]) -> None:
+        """What is owed is what `lose` gives back, whatever becomes of the call."""
+        replica.owe(requests)
+        # A task of its own: one that hangs must not keep the others waiting.
+        sent = self.unless_dead(replica, replica.port.submit(requests))
+        self._supervisor.start(sent, f"requests to {replica.name}")
+
+    def _home(self, request: GenerationRequest) -> Replica | None:
+        """That holds what a rollout has computed, if it is in service."""
+        if len(request.partials) != 1:
+            return None
+        key = request.group_id, request.partials[0].index
+        home = self._holders.get(key)
+        if home is None or home.is_gone or not self.serves(home):
+            self.forget([key])
+            return None
+        return self._holders.pop(key)
+
+    def hold(self, replica: Replica, turns: Sequence[Rollout]) -> None:
+        """These wait for their environment, and `replica` holds what they have computed."""
+        self._holders.update(((one.group_id, one.index), replica) for one in turns)
+
+    def forget(self, rollouts: Iterable[tuple[int, int]]) -> None:
+        """These, by group and index, do not come back to who holds what they have computed."""
+        forgotten = defaultdict[Replica, list[tuple[int, int]]](list)
+        for key in rollouts:
+            if (holder := self._holders.pop(key, None)) and not holder.is_gone:
+                forgotten[holder].append(key)
+        for holder, keys in forgotten.items():
+            released = self.unless_dead(holder, holder.port.release(keys))
+            self._supervisor.start(released, f"release on {holder.name}")
 
     def resume(self, requests: Sequence[GenerationRequest]) -> None:
         """Unfinished requests go to whoever is free."""

@@ -93,6 +93,10 @@ class GeneratorExecutor(Executor):
         self._finished += self._engine.abort(group_ids)
         self._hand_over()
 
+    def release(self, rollouts: Sequence[tuple[int, int]]) -> None:
+        """Rollouts, by group and index, that waited for their environment and do not come back."""
+        self._engine.release(rollouts)
+
     def collect(self) -> Future[Collected] | None:
         """The next finished rollouts, as soon as there are some."""
         assert self._reply is None, "one collect at a time"
@@ -171,6 +175,9 @@ class GeneratorFollower(GeneratorExecutor):
         """Rank 0 tells."""
 
     def abort(self, group_ids: Iterable[int]) -> None:
+        """Rank 0 tells."""
+
+    def release(self, rollouts: Sequence[tuple[int, int]]) -> None:
         """Rank 0 tells."""
 
     def collect(self) -> None:

@@ -103,6 +103,10 @@ class GenerationBackend(Protocol):
         """Take groups back: their unfinished rollouts, with the tokens so far. Ids not in the engine are ignored."""
         ...
 
+    def release(self, rollouts: Iterable[tuple[int, int]]) -> None:
+        """Rollouts, by group and index, that stopped in a request with `has_turns` and do not come back."""
+        ...
+
     def set_version(self, version: int) -> None:
         """The weights were replaced, between two steps; tokens sampled from now on carry `version`."""
         ...

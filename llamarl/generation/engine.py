@@ -31,7 +31,7 @@ from llamarl.generation.graphs import DecodeGraphs
 from llamarl.generation.inputs import StepInputs, gather_inputs
 from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.model import GeneratorModel
-from llamarl.generation.requests import accept, failed, response_limit
+from llamarl.generation.requests import accept, failed, response_limit, same
 from llamarl.generation.rows import Rows
 from llamarl.generation.sampler import Sampler
 from llamarl.generation.scheduler import Chunk, Schedule, Scheduler
@@ -111,7 +111,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._scheduler.groups or self._refused)
+        return bool(self._scheduler.waiting or self._scheduler.active or self._refused)
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         """First in, first out."""
@@ -129,9 +129,13 @@ class Engine:
                 self._enqueue(request, starts)
 
     def abort(self, group_ids: Iterable[int]) -> list[Rollout]:
-        groups = self._scheduler.groups
+        groups, group_ids = self._scheduler.groups, set(group_ids)
+        self._scheduler.evict([key for key in self._scheduler.held if key[0] in group_ids])
         aborted = [one for i in group_ids if i in groups for one in groups[i].unfinished.values()]
         return self._leave(dict.fromkeys(aborted, (FinishReason.ABORTED, "")))
+
+    def release(self, rollouts: Iterable[tuple[int, int]]) -> None:
+        self._scheduler.evict(rollouts)
 
     def set_version(self, version: int) -> None:
         self.version = version
@@ -192,7 +196,11 @@ class Engine:
 
     def _enqueue(self, request: GenerationRequest, starts: list[Rollout]) -> None:
         """Queue a request's rollouts, if one of them fits into the KV cache; others of their group may decode."""
-        if siblings := self._scheduler.groups.get(request.group_id):
+        siblings = self._scheduler.groups.get(request.group_id)
+        if siblings and not siblings.unfinished and not same(siblings.request, request):  # it is all held
+            self.abort([request.group_id])
+            siblings = None
+        if siblings:
             self._scheduler.join(siblings, [Sequence.of(siblings, start) for start in starts])
             return
         prompt_T = np.array(request.prompt_token_ids_T, np.int32)
@@ -280,7 +288,8 @@ class Engine:
         for sequence in leaving:
             if sequence.row >= 0:
                 self._rows.remove(sequence)
-        self._scheduler.remove(leaving)
+        stopped = (one for one, (reason, _) in leaving.items() if reason is FinishReason.STOP)
+        self._scheduler.remove(leaving, {one for one in stopped if one.group.request.has_turns})
         return [sequence.rollout(reason, error) for sequence, (reason, error) in leaving.items()]
 
 

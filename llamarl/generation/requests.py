@@ -17,6 +17,12 @@ def response_limit(request: GenerationRequest, context: int) -> int:
     return min(request.sampling.max_new_tokens, context - len(request.prompt_token_ids_T))
 
 
+def same(one: GenerationRequest, other: GenerationRequest) -> bool:
+    """Rollouts of one can go on in the other."""
+    alike = replace(one, prompt_token_ids_T=other.prompt_token_ids_T, partials=other.partials) == other
+    return alike and np.array_equal(one.prompt_token_ids_T, other.prompt_token_ids_T)
+
+
 def failed(request: GenerationRequest, index: int, error: str) -> Rollout:
     """A rollout that cannot be generated."""
     return Rollout.empty(request.group_id, index, FinishReason.FAILED, error)

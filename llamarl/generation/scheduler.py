@@ -11,6 +11,10 @@ gets on, and nothing starves.
 A group's prefix stays cached while one of its rollouts is active. Between two of them it may be idle, and is then freed
 when blocks run out.
 
+A rollout that waits for its environment is *held*: it keeps its blocks, and its group the prefix. When blocks run out
+held ones are evicted before anything else, those that have waited longest first; one that was evicted comes back like a
+parked one. So does one that has waited while weights changed.
+
 New weights (`outdate`) either recompute everything in place, the oldest rollout first while those that are done decode
 on, or they keep what is computed. Then a prefix serves the rollouts that were active before to their end, and those
 admitted later, parked ones included, get one of their own: each sees only keys and values that are as new as its
@@ -20,8 +24,10 @@ admission.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from llamarl.generation.blocks import BlockPool
 from llamarl.generation.sequence import Group, Segment, Sequence
@@ -68,6 +74,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.active: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.held: dict[tuple[int, int], Sequence] = {}
+        """By group and index, those that have waited longest first."""
         self.num_parked = 0
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -87,9 +95,9 @@ class Scheduler:
         group.unfinished.update((sequence.index, sequence) for sequence in sequences)
         self.waiting.extend(sequences)
 
-    def remove(self, sequences: Iterable[Sequence]) -> None:
-        """Finished or aborted rollouts give everything back."""
-        gone = set(sequences)
+    def remove(self, sequences: Iterable[Sequence], held: Container[Sequence] = ()) -> None:
+        """Finished or aborted rollouts give everything back, but for those to be `held`."""
+        gone = dict.fromkeys(sequences)
         if any(not sequence.own.blocks for sequence in gone):
             self.waiting = deque(sequence for sequence in self.waiting if sequence not in gone)
         for sequence in gone:
@@ -97,20 +105,32 @@ class Scheduler:
             if sequence.own.blocks:
                 group.num_active -= 1
             sequence.running = False
-            self._free(sequence.own)
+            if sequence in held and self.groups[group.request.group_id] is group:  # not of older weights
+                self.held[group.request.group_id, sequence.index] = sequence
+                group.num_held += 1
+            else:
+                self._free(sequence.own)
             del group.unfinished[sequence.index]
             self._free_superseded(group)
-            if not group.unfinished:
-                self._free(self.groups.pop(group.request.group_id).prefix)
+            self._retire(group)
         if gone:
             self.active = [sequence for sequence in self.active if sequence not in gone]
             self.running = [sequence for sequence in self.running if sequence not in gone]
+
+    def evict(self, keys: Iterable[tuple[int, int]]) -> None:
+        """Held rollouts give everything back; those that are not held are ignored."""
+        for key in keys:
+            if (sequence := self.held.pop(key, None)) is not None:
+                sequence.group.num_held -= 1
+                self._free(sequence.own)
+                self._retire(sequence.group)
 
     def outdate(self, recompute: bool) -> list[Sequence]:
         """The weights have changed; returns the rollouts that stop decoding until they are recomputed.
 
         Updates that come faster than the oldest rollout is recomputed would keep it from going on.
         """
+        self.evict(list(self.held))
         for group_id, group in self.groups.items():
             if not group.num_active:
                 group.prefix.outdate()
@@ -147,7 +167,7 @@ class Scheduler:
             if needed <= len(own.blocks) * self.block_size:
                 continue
             while own.blocks and not self.pool.num_free:
-                self._free_idle_prefix(keep=sequence.group) or self._park(plan)
+                self._free_idle(keep=sequence.group) or self._park(plan)
             if own.blocks:
                 if sequence.running:
                     plan.grown.append(sequence)
@@ -157,13 +177,16 @@ class Scheduler:
         """Give the oldest waiting rollouts blocks for what they have, while there are some to grow into."""
         while self.waiting and len(self.active) < self.max_running:
             sequence = self.waiting[0]
-            group = sequence.group
+            group, held = sequence.group, self._held_of(sequence)
             prefix = 0 if group.prefix.blocks else self.blocks_for(group.prefix_tokens)
-            own = self.blocks_for(sequence.own_tokens)
+            own = self.blocks_for(sequence.own_tokens) - (len(held.own.blocks) if held else 0)
             # One block in reserve per active rollout: fewer would be parked again within a few steps.
             while self.pool.num_free < prefix + own + len(self.active):
-                if not self._free_idle_prefix(keep=group):
+                if not self._free_idle(keep=group, held=held):
                     return
+            if held is not None:
+                sequence.own, held.own = held.own, sequence.own
+                self.evict([(group.request.group_id, sequence.index)])
             self._allocate(group.prefix, prefix, plan)
             self._allocate(sequence.own, own, plan)
             group.num_active += 1
@@ -218,13 +241,33 @@ class Scheduler:
         if sequence in plan.grown:
             plan.grown.remove(sequence)
 
-    def _free_idle_prefix(self, keep: Group) -> bool:
-        """Free the prefix of the youngest group that has no active rollout; False when there is none."""
+    def _held_of(self, sequence: Sequence) -> Sequence | None:
+        """As what a waiting rollout is held, if it goes on from there."""
+        key = sequence.group.request.group_id, sequence.index
+        if (held := self.held.get(key)) is None:
+            return None
+        if np.array_equal(held.token_ids_T, sequence.token_ids_T[: held.own_tokens - 1]):
+            return held
+        self.evict([key])
+        return None
+
+    def _free_idle(self, keep: Group, held: Sequence | None = None) -> bool:
+        """Free what the rollout that has waited longest holds, or else the prefix of the youngest group that has no
+        active rollout; False when there is neither."""
+        if key := next((key for key, sequence in self.held.items() if sequence is not held), None):
+            self.evict([key])
+            return True
         for group in reversed(self.groups.values()):
             if group.prefix.blocks and not group.num_active and group is not keep:
                 self._free(group.prefix)
                 return True
         return False
+
+    def _retire(self, group: Group) -> None:
+        """Forget a group after its last rollout."""
+        newest = self.groups[group.request.group_id]
+        if not newest.unfinished and not newest.num_held:
+            self._free(self.groups.pop(group.request.group_id).prefix)
 
     def _free_superseded(self, group: Group) -> None:
         """Free a prefix of older weights after its last rollout."""

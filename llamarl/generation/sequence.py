@@ -47,6 +47,8 @@ class Group:
     prefix: Segment = field(default_factory=Segment)
     num_active: int = 0
     """Rollouts that hold blocks: prefilling or running."""
+    num_held: int = 0
+    """Those that wait for their environment, and hold theirs."""
     unfinished: dict[int, Sequence] = field(default_factory=dict)
     """Rollout index -> rollout, for those not returned yet."""
 

@@ -100,6 +100,11 @@ class TensorParallelEngine:
         self._tell("abort", group_ids)
         return self._engine.abort(group_ids)
 
+    def release(self, rollouts: Iterable[tuple[int, int]]) -> None:
+        rollouts = list(rollouts)
+        self._tell("release", rollouts)
+        self._engine.release(rollouts)
+
     def set_version(self, version: int) -> None:
         """All ranks have reported that they hold `version`, and this one's model uses it."""
         self._tell("set_version", version)
@@ -193,6 +198,8 @@ class Follower:
                 engine.submit(argument)
             case "abort":
                 engine.abort(argument)
+            case "release":
+                engine.release(argument)
             case "set_version":
                 self._use(argument)
                 engine.set_version(argument)

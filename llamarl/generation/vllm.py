@@ -199,6 +199,9 @@ class VllmEngine:
         self._ready += rollouts
         return [self._sent.pop(future) for future in ended]
 
+    def release(self, rollouts: Iterable[tuple[int, int]]) -> None:
+        """vLLM holds nothing for one rollout."""
+
     def abort(self, group_ids: Iterable[int]) -> list[Rollout]:
         wanted = set(group_ids)
         aborted = [

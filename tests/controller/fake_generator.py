@@ -44,6 +44,8 @@ class Generator:
     """(begin, end) of each rollout or segment of one."""
     sampled: list[tuple[int, int, int]] = field(default_factory=list)
     """(group, index, position) of every token."""
+    held: set[tuple[int, int]] = field(default_factory=set)
+    """Rollouts that wait for their environment, by group and index."""
     _finished: list[Rollout] = field(default_factory=list)
     _some: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: dict[asyncio.Task[None], int] = field(default_factory=dict)
@@ -61,6 +63,7 @@ class Generator:
 
     async def _decode(self, request: GenerationRequest, partial: Rollout) -> None:
         clock, index, start = asyncio.get_running_loop(), partial.index, partial.num_tokens
+        self.held.discard((request.group_id, index))
         begin_s, group_id = clock.time(), request.group_id
         length = self.num_tokens(group_id, index)
         if self.turn_tokens:
@@ -79,6 +82,8 @@ class Generator:
                     assert self.source.staging[self.slot] == self.version, "overwritten while it serves"
         except asyncio.CancelledError:
             reason = FinishReason.ABORTED
+        if reason is FinishReason.STOP and request.has_turns:
+            self.held.add((group_id, index))
         self.spans.append((begin_s, clock.time()))
         ids = [token(group_id, index, start + n) for n in range(len(versions))]
         self._finished.append(
@@ -102,6 +107,9 @@ class Generator:
         for task, group_id in list(self._tasks.items()):
             if group_id in group_ids:
                 task.cancel()
+
+    async def release(self, rollouts: list[tuple[int, int]]) -> None:
+        self.held -= set(rollouts)
 
     def kill(self) -> None:
         for task in list(self._tasks):

@@ -136,6 +136,17 @@ def test_whatever_dies(
     audit(run.train(strike=strike))
 
 
+def test_an_episode_stays_where_it_was_computed(tmp_path: Path) -> None:
+    """And what has ended is held nowhere."""
+    run = run_of(tmp_path, World(), generators=3, staleness=2).train()
+    audit(run)
+    places = [{key[:2] for key in generator.sampled} for generator in run.generators]
+    assert all(len(one) > 4 for one in places)
+    trained = {(row["group_id"], row["index"]) for row in run.rollouts}
+    assert not any(places[n] & places[m] & trained for n in range(3) for m in range(n))
+    assert not any(generator.held & trained for generator in run.generators)
+
+
 class Queueing(World):
     """It answers one after the other."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.generation.engine import Engine
 from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams, observed
-from tests.generation.native import make_engine
+from tests.generation.native import assert_same, drain, make_engine, run
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=40, seed=3)
 
@@ -21,6 +23,138 @@ def request_of(group_id: int, size: int, segment: int) -> GenerationRequest:
     return GenerationRequest(
         group_id=group_id, prompt_token_ids_T=prompt_T, group_size=size, sampling=SAMPLING, segment_tokens=segment
     )
+
+
+STOP = replace(SAMPLING, stop_token_ids=tuple(range(0, 40, 4)))
+
+
+def talk(
+    engine: Engine, requests: list[GenerationRequest], *, observation: int = 3, delay: int = 2,
+    act: Callable[[int, dict[tuple[int, int], Rollout]], None] = lambda step, waiting: None,
+) -> dict[tuple[int, int], Rollout]:  # fmt: skip
+    """Rollouts whose every stop is answered after some steps, until they are long.
+
+    Args:
+        act: before each step, with those that wait.
+    """
+    by_id, waiting = {one.group_id: one for one in requests}, dict[tuple[int, int], tuple[int, Rollout]]()
+    done, step = dict[tuple[int, int], Rollout](), 0
+    engine.submit(requests)
+    while engine.has_work or waiting:
+        step += 1
+        act(step, {key: rollout for key, (_, rollout) in waiting.items()})
+        for rollout in engine.step():
+            key = rollout.group_id, rollout.index
+            limit = by_id[key[0]].sampling.max_new_tokens
+            if rollout.finish_reason is FinishReason.STOP and rollout.num_tokens + observation < limit:
+                waiting[key] = step + delay + rollout.index, rollout
+            elif rollout.finish_reason is FinishReason.ABORTED:
+                waiting[key] = step, rollout
+            else:
+                done[key] = rollout
+                engine.release([key])
+        for key, (due, rollout) in list(waiting.items()):
+            if due <= step:
+                del waiting[key]
+                goes_on = answered(rollout, observation) if rollout.finish_reason is FinishReason.STOP else rollout
+                engine.submit([replace(by_id[key[0]], partials=(goes_on,))])
+    assert engine.stats().kv_use == 0, "what has ended holds nothing"
+    return done
+
+
+def turns_of(*, has_turns: bool, temperature: float = 1.0, groups: int = 4, size: int = 3) -> list[GenerationRequest]:
+    sampling = replace(STOP, temperature=temperature)
+    return [replace(request_of(n, size, 0), sampling=sampling, has_turns=has_turns) for n in range(groups)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_waits_is_not_computed_again(model: Transformer, temperature: float) -> None:
+    """Tokens are those of an engine that holds nothing; only prompts and observations are prefilled, once each."""
+    forgets, holds = make_engine(model, max_running=5), make_engine(model, max_running=5)
+    expected = talk(forgets, turns_of(has_turns=False, temperature=temperature))
+    requests = turns_of(has_turns=True, temperature=temperature)
+    found = talk(holds, requests)
+    assert_same(expected, found)
+    observed_tokens = sum(int((~rollout.is_sampled_T).sum()) for rollout in found.values())
+    prompts = sum(len(request.prompt_token_ids_T) - 1 for request in requests)
+    assert sum(rollout.num_turns for rollout in found.values()) > 2 * len(found)
+    assert holds.stats().prefill_tokens == prompts + observed_tokens
+    assert forgets.stats().prefill_tokens > 2 * holds.stats().prefill_tokens
+
+
+def test_those_that_have_waited_longest_are_evicted_first(model: Transformer) -> None:
+    engine = make_engine(model, blocks=6, max_running=4)
+    first, second = turns_of(has_turns=True, groups=2, size=1)
+    waiting = []
+    for request in (first, second):
+        engine.submit([request])
+        while engine.has_work:
+            waiting += engine.step()
+    before = engine.stats()
+    assert before.kv_use == 4 / 6
+    long_T = (np.arange(40, dtype=np.int32) * 3) % 40
+    engine.submit([GenerationRequest(group_id=9, prompt_token_ids_T=long_T, group_size=1, sampling=SAMPLING)])
+    engine.step()
+    for request, rollout, is_held in ((second, waiting[1], True), (first, waiting[0], False)):
+        engine.abort([9])
+        start = engine.stats().prefill_tokens
+        engine.submit([replace(request, partials=(answered(rollout, 3),))])
+        engine.step()
+        again = 0 if is_held else len(request.prompt_token_ids_T) - 1 + rollout.num_tokens
+        assert engine.stats().prefill_tokens - start == 3 + again
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    blocks=st.integers(6, 40), running=st.integers(1, 6), observation=st.integers(1, 6), delay=st.integers(0, 9),
+    recompute=st.booleans(), updates=st.lists(st.integers(1, 80), max_size=3),
+    aborts=st.lists(st.tuples(st.integers(1, 80), st.integers(0, 3)), max_size=3),
+    releases=st.lists(st.tuples(st.integers(1, 80), st.integers(0, 3)), max_size=3), greedy=st.booleans(),
+)  # fmt: skip
+def test_whatever_happens_meanwhile(
+    model: Transformer, blocks: int, running: int, observation: int, delay: int, recompute: bool, updates: list[int],
+    aborts: list[tuple[int, int]], releases: list[tuple[int, int]], greedy: bool,
+) -> None:  # fmt: skip
+    """Updates, aborts, replies that come elsewhere, too few blocks: the tokens are the same, and no block is lost."""
+    temperature = 0.0 if greedy else 1.0
+    expected = talk(make_engine(model, max_running=5), turns_of(has_turns=False, temperature=temperature),
+                    observation=observation)  # fmt: skip
+    policy = "recompute" if recompute else "keep"
+    engine = make_engine(model, blocks=blocks, max_running=running, kv_on_update=policy)
+    pool, held = engine._scheduler.pool, engine._scheduler.held
+
+    def act(step: int, waiting: dict[tuple[int, int], Rollout]) -> None:
+        if step in updates:
+            engine.set_version(step)
+            assert not held, "computed by older weights"
+        for group_id in (group_id for at, group_id in aborts if at == step):
+            engine._refused += engine.abort([group_id])
+        engine.release([key for key in waiting if (step, key[0]) in releases])
+        queued = {(one.group.request.group_id, one.index) for one in engine._scheduler.waiting}
+        assert held.keys() <= waiting.keys() | queued
+        groups = {id(one): one for s in (*engine._scheduler.active, *held.values()) for one in [s.group]}
+        groups |= {id(one): one for one in engine._scheduler.groups.values()}
+        segments = [one.own for one in (*engine._scheduler.active, *held.values())]
+        taken = [block for segment in (*segments, *(one.prefix for one in groups.values())) for block in segment.blocks]
+        assert len(set(taken)) == len(taken) == pool.num_blocks - pool.num_free
+
+    found = talk(
+        engine, turns_of(has_turns=True, temperature=temperature), observation=observation, delay=delay, act=act
+    )
+    assert_same(expected, found)
+
+
+def test_an_id_that_is_used_again_is_another_request(model: Transformer) -> None:
+    engine, (request,) = make_engine(model), turns_of(has_turns=True, groups=1, size=1)
+    engine.submit([request])
+    while engine.has_work:
+        engine.step()
+    assert engine.stats().kv_use > 0
+    other = replace(request_of(3, 1, 0), group_id=0, has_turns=True)
+    engine.submit([other])
+    (found,) = drain(engine)
+    (expected,) = run(make_engine(model), [other]).values()
+    np.testing.assert_array_equal(found.token_ids_T, expected.token_ids_T)
 
 
 def answered(rollout: Rollout, count: int) -> Rollout:
