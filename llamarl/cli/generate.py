@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         first = next(requests)  # a template that cannot work fails before the weights are read
     with Responses(options.output, prompts, tokenizer) as responses:
         with told_of_delay("generate"):
-            engine = _engine(options.model, generator, tokenizer)
+            engine = open_engine(options.model, generator, tokenizer)
         responses.begin()
         return _run(engine, chain([first], requests), generator.max_running, responses, len(prompts) * samples)
 
@@ -128,7 +128,8 @@ def _requests(
         yield GenerationRequest(group_id=number, prompt_token_ids_T=token_ids_T, group_size=samples, sampling=sampling)
 
 
-def _engine(path: str, config: GeneratorConfig, tokenizer: Tokenizer) -> Engine:
+def open_engine(path: str, config: GeneratorConfig, tokenizer: Tokenizer) -> Engine:
+    """Without a cluster. Raises ConfigError."""
     from llamarl.distributed.runtime import set_up_device
     from llamarl.generation.engine import Engine
     from llamarl.generation.model import load_generator_model

@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "run reinforcement learning from a TOML file",
     "sft": "fine-tune a checkpoint on worked solutions, or make a small base model from scratch",
     "generate": "answer the prompts of a file",
+    "serve": "answer other programs over OpenAI's protocol",
     "eval": "score a checkpoint on held-out problems",
     "export": "write a run's checkpoint as a Hugging Face folder",
     "plan": "predict step time and find the best layout for a cluster",

@@ -1,0 +1,167 @@
+"""`llamarl serve MODEL|RUN`: a checkpoint over OpenAI's protocol, by the engine alone."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llamarl.cli.generate import open_engine
+from llamarl.cli.options import checked, command_parser, told_of_delay
+from llamarl.config import ConfigError, load_config
+from llamarl.config.schema import GeneratorConfig
+from llamarl.types import GenerationRequest, Rollout, SamplingParams
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from llamarl.gateway.endpoint import Endpoint
+    from llamarl.gateway.session import Session
+    from llamarl.generation.backend import GenerationBackend
+
+API_KEY = "LLAMARL_API_KEY"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "serve",
+        "Answer other programs over OpenAI's protocol: /v1/chat/completions, /v1/completions, /v1/models.",
+        f"Clients give the key of --api-key or of the variable {API_KEY}; with neither, any key will do.",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL|RUN", help="Hugging Face folder, or a run folder: its newest checkpoint"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen at; 0: any that is free (8000)")
+    parser.add_argument("--api-key", metavar="KEY", help="that clients must give")
+    parser.add_argument("--name", help="of the model, for clients (the folder's name)")
+    parser.add_argument("--dtype", default="float32", help="of the weights: float32, bfloat16, int8, fp8 (float32)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
+    parser.add_argument("--max-running", type=int, default=128, metavar="N", help="responses at once (128)")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    options = _parser().parse_args(arguments)
+    generator = checked(
+        GeneratorConfig, dtype=options.dtype, device=options.device, threads=options.threads,
+        max_running=options.max_running,
+    )  # fmt: skip
+    key = options.api_key or os.environ.get(API_KEY, "")
+    if not key and options.host not in ("127.0.0.1", "::1", "localhost"):
+        raise ConfigError(f"--host {options.host} is open to others; give a key by --api-key or {API_KEY}")
+
+    from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+    from llamarl.gateway.app import build_app, listening
+    from llamarl.gateway.endpoint import Endpoint
+    from llamarl.gateway.protocol import Refused
+    from llamarl.gateway.session import Session
+    from llamarl.models.folder import load_shape
+
+    with tempfile.TemporaryDirectory() as exported, told_of_delay("serve"):
+        path = _model(options.model, Path(exported))
+        tokenizer, shape = Tokenizer(path), load_shape(path)
+        check_vocabulary(tokenizer, shape.vocab_size)
+        sampling = SamplingParams(
+            max_new_tokens=shape.max_position_embeddings, stop_token_ids=tokenizer.eos_token_ids,
+            seed=secrets.randbits(62),
+        )  # fmt: skip
+        engine = EngineThread(open_engine(path, generator, tokenizer))
+        name = options.name or Path(options.model).resolve().name
+        endpoint = Endpoint(tokenizer=tokenizer, model=name, generate=engine.generate, sampling=sampling)
+
+        def session_of(given: str) -> tuple[Endpoint, Session]:
+            if key and not secrets.compare_digest(given.encode(), key.encode()):
+                raise Refused(401, f"the API key is not the one of --api-key or {API_KEY}", "authentication_error")
+            return endpoint, Session()  # nobody learns from it
+
+        app = build_app(session_of)
+        opened = listening(options.host, options.port)
+    with opened:
+        host, port = opened.getsockname()[:2]
+        print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
+        return asyncio.run(_serve(app, opened, engine))
+
+
+async def _serve(app: Starlette, opened: socket.socket, engine: EngineThread) -> int:
+    from llamarl.gateway.app import serving
+
+    server, loop = serving(app), asyncio.get_running_loop()
+    engine.loop = loop
+    ended = loop.run_in_executor(None, engine.run)
+    ended.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    try:
+        await server.serve(sockets=[opened])
+    finally:
+        engine.close()
+    await ended
+    return 0
+
+
+def _model(given: str, exported: Path) -> str:
+    """A Hugging Face folder: of a run, of its newest valid checkpoint. Raises ConfigError."""
+    run = Path(given)
+    if not (run / "config.toml").exists():
+        return given
+    from llamarl.checkpoint.export import export_checkpoint
+
+    config = load_config(run / "config.toml")
+    lora = config.trainer.lora
+    step = export_checkpoint(run / "checkpoints", config.model.path, exported / "model", None, lora, lora is not None)
+    print(f"step {step} of {given}", file=sys.stderr)
+    return str(exported / "model")
+
+
+class EngineThread:
+    """An engine in a thread of its own; what is asked for meanwhile joins its next step."""
+
+    def __init__(self, engine: GenerationBackend) -> None:
+        self._engine = engine
+        self._inbox = SimpleQueue[GenerationRequest | None]()
+        self._waiting = dict[int, asyncio.Future[Rollout]]()
+        self._count = 0
+        self.loop: asyncio.AbstractEventLoop
+        """Of those who ask."""
+
+    async def generate(self, prompt_T: np.ndarray, sampling: SamplingParams) -> Rollout:
+        """What is sampled after a prompt."""
+        self._count += 1
+        self._waiting[self._count] = answer = self.loop.create_future()
+        self._inbox.put(
+            GenerationRequest(group_id=self._count, prompt_token_ids_T=prompt_T, group_size=1, sampling=sampling)
+        )
+        return await answer
+
+    def close(self) -> None:
+        """`run` comes back."""
+        self._inbox.put(None)
+
+    def run(self) -> None:
+        """In the thread of its own."""
+        engine = self._engine
+        while True:
+            while not (engine.has_work and self._inbox.empty()):
+                request = self._inbox.get()
+                if request is None:
+                    return
+                engine.submit([request])
+            if done := engine.step():
+                self.loop.call_soon_threadsafe(self._deliver, done)
+
+    def _deliver(self, done: Sequence[Rollout]) -> None:
+        for rollout in done:
+            answer = self._waiting.pop(rollout.group_id)
+            if not answer.done():  # nobody waits any more
+                answer.set_result(rollout)

@@ -1,0 +1,125 @@
+"""The endpoint over HTTP: starlette and uvicorn, which are imported here and only when it is opened."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from llamarl.config import ConfigError
+from llamarl.gateway.endpoint import Endpoint
+from llamarl.gateway.protocol import Refused, events
+from llamarl.gateway.session import Session
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from uvicorn import Server
+
+MAX_BODY_BYTES = 1 << 24
+"""A larger one is refused before it is read."""
+MAX_CONNECTIONS = 4096
+BODY_S = 60
+"""For all of a body to arrive."""
+STOP_S = 2
+
+SessionOf = Callable[[str], tuple[Endpoint, Session]]
+"""Who a key is for. Raises Refused."""
+
+
+def serving(app: Starlette) -> Server:
+    """What runs `app` by `serve(sockets=[...])`, until `should_exit`."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, ws="none", lifespan="off", proxy_headers=False, server_header=False,
+        limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=STOP_S,
+    )  # fmt: skip
+    return uvicorn.Server(config)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Raises ConfigError."""
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"port {port} cannot be; choose one up to 65535, or 0 for any that is free")
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        opened = socket.socket(family, kind)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(address)
+        opened.listen(MAX_CONNECTIONS)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}; choose another port or host") from None
+    return opened
+
+
+def build_app(session_of: SessionOf) -> Starlette:
+    """Raises ConfigError: starlette or uvicorn is not installed."""
+    try:
+        import uvicorn  # noqa: F401
+        from starlette.applications import Starlette
+        from starlette.responses import JSONResponse, Response
+        from starlette.routing import Route
+    except ImportError as error:
+        raise ConfigError(f"an endpoint needs starlette and uvicorn ({error}): pip install 'llamarl[serve]'") from None
+
+    def answering(call: Callable[[Endpoint, Session, Any], Any]) -> Any:
+        async def handle(request: Request) -> Response:
+            try:
+                endpoint, session = session_of(_key(request))
+                body = await _body(request)
+                found = await call(endpoint, session, body)
+            except Refused as refused:
+                return JSONResponse(refused.body, refused.status)
+            if not body.get("stream"):
+                return JSONResponse(found)
+            has_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            return Response(b"".join(events(found, has_usage=has_usage)), media_type="text/event-stream")
+
+        return handle
+
+    async def models(request: Request) -> Response:
+        try:
+            return JSONResponse(session_of(_key(request))[0].models())
+        except Refused as refused:
+            return JSONResponse(refused.body, refused.status)
+
+    async def unknown(request: Request, _: Exception) -> Response:
+        known = "/v1/chat/completions, /v1/completions and /v1/models"
+        return JSONResponse(Refused(404, f"{request.url.path} is not there; {known} are").body, 404)
+
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", answering(Endpoint.chat), methods=["POST"]),
+            Route("/v1/completions", answering(Endpoint.complete), methods=["POST"]),
+            Route("/v1/models", models, methods=["GET"]),
+        ],
+        exception_handlers={404: unknown},
+    )
+
+
+def _key(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """Raises Refused."""
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                data += part
+                if len(data) > MAX_BODY_BYTES:
+                    raise Refused(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+    except TimeoutError:
+        raise Refused(408, f"the body took over {BODY_S} s") from None
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        raise Refused(400, "the body is no JSON") from None
+    if not isinstance(body, dict):
+        raise Refused(400, "the body is no JSON object")
+    return body

@@ -1,0 +1,110 @@
+"""`llamarl serve`: other programs' calls join the engine's batch; keys, addresses and the end of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+
+from tests.cli.test_generate import LLAMARL
+from tests.end_to_end.tiny import ROOT, environment, llamarl_here
+from tests.nightly import nightly
+
+pytest.importorskip("starlette", reason="the extra `serve` is not installed")
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@contextmanager
+def served(model: Path, *options: str) -> Iterator[str]:
+    process = subprocess.Popen(
+        [*LLAMARL, "serve", str(model), "--port", "0", *options], cwd=ROOT, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"at (http://127.0.0.1:\d+/v1)", line)
+        assert found, line + process.communicate(timeout=10)[1]
+        yield found[1]
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+        assert process.returncode == 130 and "Traceback" not in errors, errors
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def post(url: str, key: str = "k", **body: Any) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.loads(reply.read())
+
+
+def test_calls_are_answered_side_by_side(model: Path) -> None:
+    with served(model, "--api-key", "k", "--name", "tiny") as url:
+        with ThreadPoolExecutor(16) as pool:
+            calls = [pool.submit(post, f"{url}/completions", prompt=f"Ann {n}", max_tokens=20 + n) for n in range(16)]
+            for number, call in enumerate(calls):
+                answer = call.result()
+                assert answer["model"] == "tiny" and answer["usage"]["completion_tokens"] <= 20 + number
+        greedy = [post(f"{url}/completions", prompt="Ann", max_tokens=9, temperature=0) for _ in range(2)]
+        assert greedy[0]["choices"] == greedy[1]["choices"]
+        for status, body in ((401, {"key": "wrong", "prompt": "x"}), (400, {"prompt": "x " * 500})):
+            with pytest.raises(HTTPError) as refused:
+                post(f"{url}/completions", **body)
+            assert refused.value.code == status and json.loads(refused.value.read())["error"]["message"]
+
+
+def test_mistakes_are_told(model: Path) -> None:
+    for arguments, said in (
+        ([model, "--host", "0.0.0.0"], "give a key by --api-key"),
+        ([model, "--port", "99999"], "port 99999"),
+        ([model / "none"], "none"),
+        ([model, "--max-running", "0"], "--max-running 0"),
+    ):
+        done = llamarl_here("serve", *arguments)
+        assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+@nightly("a server and a client that others wrote")
+def test_the_openai_package(model: Path, tmp_path: Path) -> None:
+    openai = pytest.importorskip("openai", reason="the package `openai` is not installed")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    try:
+        with served(model, "--api-key", "k") as url:
+            with openai.OpenAI(base_url=url, api_key="k", max_retries=0) as client:
+                _ask(client)
+            other = openai.OpenAI(base_url=url, api_key="wrong", max_retries=0)
+            with other, pytest.raises(openai.AuthenticationError):
+                other.models.list()
+    finally:
+        (model / "chat_template.jinja").unlink()
+
+
+def _ask(client: Any) -> None:
+    (name,) = [one.id for one in client.models.list()]
+    messages: Any = [{"role": "user", "content": "hi"}]
+    whole = client.chat.completions.create(
+        model=name, messages=messages, max_tokens=8, logprobs=True, temperature=0,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    choice = whole.choices[0]
+    assert len(choice.logprobs.content) == whole.usage.completion_tokens == len(choice.token_ids)
+    streamed = client.chat.completions.create(
+        model=name, messages=messages, max_tokens=8, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(streamed)
+    text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
+    assert text == choice.message.content and chunks[-1].usage == whole.usage
+    completion = client.completions.create(model=name, prompt=whole.prompt_token_ids, max_tokens=8, temperature=0)
+    assert completion.choices[0].text == choice.message.content

@@ -1,0 +1,157 @@
+"""Calls in OpenAI's shape: what was sampled is never encoded again, what is not there is refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.gateway.protocol import Refused
+from llamarl.types import OBSERVED
+from tests.gateway.conftest import tool_schema
+
+Make = Callable[..., Any]
+
+
+def say(endpoint: Any, session: Any, **body: Any) -> Any:
+    call = endpoint.chat if "messages" in body else endpoint.complete
+    return asyncio.run(call(session, body))
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def test_a_conversation_is_one_sequence_of_what_was_sampled(scripted: Make, tokenizer: Tokenizer) -> None:
+    odd = [token for byte in "12" for token in tokenizer.encode(byte).tolist()]  # as a sampler may cut it
+    policy, endpoint, session = scripted(odd, "ok")
+    first = say(endpoint, session, messages=[user("hi")])
+    assert first["choices"][0] | {"message": None} == {
+        "index": 0, "message": None, "finish_reason": "stop", "logprobs": None
+    }  # fmt: skip
+    said = first["choices"][0]["message"]
+    assert said == {"role": "assistant", "content": "12"}
+    # Another client writes the same otherwise.
+    again = {"role": "assistant", "content": [{"type": "text", "text": "12"}], "tool_calls": None, "refusal": None}
+    say(endpoint, session, messages=[user("hi"), again, user("go on")])
+    before = [*policy.prompts[0].tolist(), *odd, tokenizer.eos_token_id]
+    assert policy.prompts[1].tolist() == before + tokenizer.encode("\n[user]go on<|endoftext|>\n[assistant]").tolist()
+    columns = session.columns()
+    assert set(columns["sequence"]) == {0}
+    sampled = columns["policy_versions"] != OBSERVED
+    assert columns["token_ids"][sampled].tolist()[:3] == [*odd, tokenizer.eos_token_id]
+    assert columns["behavior_logprobs"][sampled].tolist()[:3] == [-1, -2, -3]
+    assert first["usage"]["completion_tokens"] == 3 and session.num_sampled == sampled.sum()
+
+
+def test_a_turn_that_was_cut_or_changed_is_written_by_the_template(scripted: Make, tokenizer: Tokenizer) -> None:
+    policy, endpoint, session = scripted("long enough", "x", "y", limit=100)
+    cut = say(endpoint, session, messages=[user("hi")], max_tokens=2)["choices"][0]
+    assert cut["finish_reason"] == "length"
+    say(endpoint, session, messages=[user("hi"), cut["message"], user("more")])
+    say(endpoint, session, messages=[user("hi"), {"role": "assistant", "content": "else"}, user("more")])
+    text = "[user]hi<|endoftext|>\n[assistant]else<|endoftext|>\n[user]more<|endoftext|>\n[assistant]"
+    assert policy.prompts[2].tolist() == tokenizer.encode(text).tolist()
+    cut_text = f"[assistant]{cut['message']['content']}<|endoftext|>"
+    assert cut_text in tokenizer.decode(policy.prompts[1], skip_special=False)
+    assert sorted(set(session.columns()["sequence"])) == [0, 1]  # the template wrote the very tokens that were cut
+
+
+def test_tools_are_called_and_what_they_say_follows(scripted: Make, tokenizer: Tokenizer) -> None:
+    called = 'so <tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
+    policy, endpoint, session = scripted(called, "3", "<tool_call>{oops</tool_call>")
+    history = [user("1+2")]
+    choice = say(endpoint, session, messages=history, tools=[tool_schema()])["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "so"
+    assert call["function"] == {"name": "add", "arguments": '{"b": 2, "a": 1}'}
+    call["function"]["arguments"] = '{"a":1,"b":2}'  # another client's JSON
+    history += [choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
+    assert say(endpoint, session, messages=history, tools=[tool_schema()])["choices"][0]["finish_reason"] == "stop"
+    assert policy.prompts[1].tolist()[: len(policy.prompts[0])] == policy.prompts[0].tolist()
+    assert set(session.columns()["sequence"]) == {0}
+    bad = say(endpoint, session, messages=[user("?")], tools=[tool_schema()])["choices"][0]
+    assert bad["message"] == {"role": "assistant", "content": "<tool_call>{oops</tool_call>"}
+
+
+def test_text_goes_on_from_what_was_written(scripted: Make, without_template: Tokenizer) -> None:
+    policy, endpoint, session = scripted("17+5?", "end", of=without_template)
+    first = say(endpoint, session, prompt="a:", stop=["?"], return_token_ids=True, logprobs=0)
+    choice = first["choices"][0]
+    assert choice["text"] == "17+5" and choice["finish_reason"] == "stop"
+    assert (
+        choice["token_ids"] == without_template.encode("17+5?").tolist() == session.columns()["token_ids"].tolist()[-5:]
+    )
+    assert choice["prompt_token_ids"] == policy.prompts[0].tolist()
+    assert choice["logprobs"]["tokens"] == ["1", "7", "+", "5", "?"]
+    assert choice["logprobs"]["token_logprobs"] == [-1, -2, -3, -4, -5]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+    second = say(endpoint, session, prompt="a:17+5?=22", stop="?", include_stop_str_in_output=True)
+    assert second["choices"][0]["text"] == "end"
+    expected = [*policy.prompts[0], *choice["token_ids"], *without_template.encode("=22")]
+    assert policy.prompts[1].tolist() == expected and set(session.columns()["sequence"]) == {0}
+    with pytest.raises(Refused, match="has no chat template"):
+        say(endpoint, session, messages=[user("hi")])
+
+
+def test_tokens_as_a_prompt(scripted: Make) -> None:
+    policy, endpoint, session = scripted("x", "y")
+    first = say(endpoint, session, prompt=[3, 4], return_token_ids=True)["choices"][0]
+    say(endpoint, session, prompt=[3, 4, *first["token_ids"], 9])
+    assert policy.prompts[1].tolist() == [3, 4, *first["token_ids"], 9] and set(session.columns()["sequence"]) == {0}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"messages": []}, "messages = .*at least 1 item"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is read"),
+        ({"prompt": "x", "n": 2}, "n = 2"),
+        ({"prompt": "x", "presence_penalty": 0.5}, "presence_penalty = 0.5: is not supported"),
+        ({"prompt": "x", "seed": 1}, "seed = 1: is not supported"),
+        ({"prompt": "x", "temperature": -1}, "temperature = -1"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": "x", "temperature": 0.5}, "temperature = 0.5, but this run samples with 1: leave it out"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(scripted: Make, body: dict[str, Any], said: str) -> None:
+    policy, endpoint, session = scripted("x", is_fixed=True)
+    with pytest.raises(Refused, match=said) as refused:
+        say(endpoint, session, **body)
+    assert refused.value.status == 400 and not policy.prompts and not session.num_calls
+
+
+def test_what_is_as_the_run_does_it_anyway_is_accepted(scripted: Make) -> None:
+    policy, endpoint, session = scripted("x", "y", is_fixed=True)
+    say(endpoint, session, prompt="x", temperature=1.0, top_p=1, top_k=-1, n=1, user="me")
+    assert policy.asked[0].temperature == 1
+    _, endpoint, session = scripted("x")
+    say(endpoint, session, prompt="x", temperature=0.5, top_k=3)
+
+
+def test_all_calls_together_are_bounded_and_failures_teach_nothing(scripted: Make) -> None:
+    policy, endpoint, session = scripted("abc", "abc", limit=5)
+    say(endpoint, session, prompt="x")
+    assert say(endpoint, session, prompt="y")["choices"][0]["finish_reason"] == "length"
+    assert session.num_sampled == 5
+    with pytest.raises(Refused, match=r"has sampled its 5 tokens \(rollout.max_new_tokens\)"):
+        say(endpoint, session, prompt="x")
+    policy, endpoint, session = scripted("x")
+    policy.error = "the prompt has 500 tokens and the context 256; no token can be generated"
+    with pytest.raises(Refused, match="context 256"):
+        say(endpoint, session, prompt="x")
+    assert not session.num_calls and not len(session.columns()["token_ids"])
+
+
+def test_log_probabilities_and_ids_of_chats(scripted: Make, tokenizer: Tokenizer) -> None:
+    _, endpoint, session = scripted("12")
+    found = say(endpoint, session, messages=[user("hi")], logprobs=True, return_token_ids=True)
+    content = found["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], one["logprob"], one["bytes"]) for one in content[:2]] == [("1", -1, [49]), ("2", -2, [50])]
+    assert content[2]["token"] == "<|endoftext|>"
+    assert np.array_equal(found["prompt_token_ids"], tokenizer.encode("[user]hi<|endoftext|>\n[assistant]"))
