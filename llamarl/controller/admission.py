@@ -10,6 +10,7 @@ from llamarl.controller.buffer import RolloutBuffer
 from llamarl.data.sampler import PromptSampler, fingerprint
 from llamarl.environments._worker import build_environment
 from llamarl.executors.replies import ControllerState
+from llamarl.observability.events import Flow
 from llamarl.training.packing import is_flat
 from llamarl.types import GenerationRequest, Outcome, Prompt, RolloutGroup, SamplingParams
 
@@ -39,8 +40,9 @@ def data_fingerprint(prompts: Sequence[Prompt]) -> int:
 class Admission:
     """The data position and the buffer that bounds staleness; both go into checkpoints."""
 
-    def __init__(self, config: RunConfig, problems: Problems, state: ControllerState | None) -> None:
-        """`state` is that of a checkpoint to go on from."""
+    def __init__(self, config: RunConfig, problems: Problems, state: ControllerState | None, flow: Flow) -> None:
+        """`state` is that of a checkpoint to go on from; `flow` hears when groups pass."""
+        self._flow = flow
         rollout = config.rollout
         environment = build_environment(rollout.environment) if rollout.environment else None
         self.sampling = SamplingParams(
@@ -82,11 +84,14 @@ class Admission:
 
     def admit(self) -> list[tuple[GenerationRequest, Prompt]]:
         """Requests for as many groups as may be admitted now."""
-        return [self._request(group_id) for group_id in self.buffer.admit(self.num_admissible)]
+        group_ids = self.buffer.admit(self.num_admissible)
+        self._flow.mark("admitted", group_ids)
+        return [self._request(group_id) for group_id in group_ids]
 
     def put(self, groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], int]:
         """These are scored. Returns groups that are ready now, and how many were dropped, for others to be admitted."""
         all_ready, num_dropped = list[RolloutGroup](), 0
+        self._flow.mark("scored", [group.group_id for group in groups])
         for group in groups:
             ready, dropped = self.buffer.put(group, is_flat=self._max_attempts > 1 and self.is_flat(group))
             for group_id in dropped:
@@ -118,6 +123,7 @@ class Admission:
     def consumed(self, groups: Sequence[RolloutGroup], version: int) -> None:
         """The trainer takes these groups at `version`. Raises StalenessViolated."""
         self.num_left -= len(groups)
+        self._flow.mark("taken", [group.group_id for group in groups])
         for group in groups:
             del self._prompt_of[group.group_id]
             oldest = group.oldest_version

@@ -77,7 +77,7 @@ class Controller:
             self._trainer = self._learners.trainer
             self._transports = Transports(config, self._trainer, executors.trainer.hosts, telemetry.chose_transport)
             self._learners.lasts(executors, self._unpublish, self._publish_again)
-        self._admission = Admission(config, problems, state)
+        self._admission = Admission(config, problems, state, telemetry.flow)
         self._buffer = self._admission.buffer
         self._groups_changed = Signal()
         """The buffer has changed."""
@@ -174,6 +174,7 @@ class Controller:
 
     def _rollout_ended(self, rollout: Rollout) -> None:
         if (pending := self._in_flight[rollout.group_id]).add(rollout):
+            self._telemetry.flow.mark("generated", [pending.group_id])
             self._to_score.put_nowait(pending)
 
     # 3. Rewards

@@ -41,3 +41,11 @@ def of_episodes(rollouts: Sequence[Rollout], mark: StepMark, previous: StepMark)
         "observed_share": 1 - sum(int(rollout.is_sampled_T.sum()) for rollout in rollouts) / max(num_tokens, 1),
         "environment_wait_s": mark.environment_wait_s - previous.environment_wait_s,
     }
+
+
+def entropy_mean(rollouts: Sequence[Rollout]) -> float:
+    """Of what tokens were sampled from, in nats per token: the mean of -log p of those that were sampled estimates it
+    without bias. NaN: there are none."""
+    num = sum(int(one.is_sampled_T.sum()) for one in rollouts if len(one.behavior_logprobs_T))
+    # The log-probabilities of observed tokens are 0.
+    return -sum(float(one.behavior_logprobs_T.sum()) for one in rollouts) / num if num else float("nan")

@@ -14,10 +14,11 @@ import numpy as np
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
 from llamarl.config import RunConfig
 from llamarl.controller.evaluation import EvalResult
-from llamarl.controller.marks import StepMark, of_episodes
+from llamarl.controller.marks import StepMark, entropy_mean, of_episodes
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.sync import SyncReport
 from llamarl.observability.accounting import Accounts, account, verdict
+from llamarl.observability.events import EventLog, Flow
 from llamarl.observability.metrics import StepMetrics
 from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.screen import Screen
@@ -50,8 +51,10 @@ class Telemetry:
         recorder: RolloutRecorder,
         staleness_limit: int,
         clock: Callable[[], float] = now_s,
+        events: EventLog | None = None,
     ) -> None:
         """`clock` is the one that the executors' spans are on; the simulator has its own."""
+        self._events, self.flow = events, Flow(clock, events)
         self._config = config
         self._clock = clock
         self._screen = screen
@@ -154,6 +157,8 @@ class Telemetry:
     async def poll(self) -> None:
         """One round of statuses. One that does not answer gets older on the screen; deaths are the supervisor's."""
         await asyncio.gather(*(self._poll_one(handle) for handle in self._handles))
+        if self._events:
+            self._events.flush()
         if self._in_loop:
             self._show()
 
@@ -161,6 +166,8 @@ class Telemetry:
         try:
             for status in await handle.status_each(timeout_s=5.0):
                 self.spans[handle.name].extend(status.spans)
+                if self._events:
+                    self._events.add_spans(handle.name, status.spans)
                 self._status[handle.name] = (status, self._clock())
                 self._heard_s[handle.name] = asyncio.get_running_loop().time()
         except (CallTimeout, MeshFailed):
@@ -260,7 +267,9 @@ class Telemetry:
         self.staleness_max = max(self.staleness_max, metrics.staleness_max)
         if result.skipped:
             self.skipped(metrics.step, result.cause)
-        self._recorder.record(metrics.step, groups, result.advantages)
+        self._recorder.record(metrics.step, groups, result.advantages, result.logprobs)
+        ids = [group.group_id for group in groups]
+        self.flow.done(metrics.step, ids, mark.ended_s, sync.publish_s, sync.sync_s)
         self._log.log(metrics)  # the last of a step, so whoever reads it finds the rollouts too
         self._show(
             step=metrics.step,
@@ -273,7 +282,7 @@ class Telemetry:
         """Records a step that was completed, and not yet on record, when the run ended before; nobody measured it."""
         self._marks.append(self.mark())
         unknown = replace(self.mark(), ended_s=float("nan"))
-        self._recorder.record(result.policy_version, groups, result.advantages)
+        self._recorder.record(result.policy_version, groups, result.advantages, result.logprobs)
         self._log.log(self._metrics(groups, result, unknown, SyncReport(), 0))
         self._marks.clear()
 
@@ -315,6 +324,7 @@ class Telemetry:
             | mark.generators.since(previous.generators)
             | sync.measured()
             | {
+                "entropy_mean": entropy_mean(rollouts),
                 "resumed_segments": mark.resumed_segments - previous.resumed_segments,
                 **(of_episodes(rollouts, mark, previous) if self._config.rollout.environment else {}),
                 "dropped_groups": mark.dropped_groups - previous.dropped_groups,

@@ -12,7 +12,7 @@ from typing import Any
 
 from llamarl.config import read_rows
 
-PIECE_NAME = r"(metrics|rollouts)-\d{5}\.jsonl(\.gz)?"
+PIECE_NAME = r"(metrics|rollouts|events)-\d{5}\.jsonl(\.gz)?"
 """Regular expression of full pieces."""
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from llamarl.observability.metrics import finite
 from llamarl.observability.sinks import RowLog
 from llamarl.types import COLUMNS, RolloutGroup
 
@@ -15,11 +17,21 @@ from llamarl.types import COLUMNS, RolloutGroup
 class RolloutRecorder(RowLog):
     """`rollouts.jsonl`: a line per rollout that was trained on."""
 
-    def record(self, step: int, groups: Sequence[RolloutGroup], advantages: Mapping[int, np.ndarray]) -> None:
-        """The groups that optimizer step `step` consumed, with the advantage of each rollout."""
+    def record(
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        advantages: Mapping[int, np.ndarray],
+        logprobs: Mapping[int, Mapping[int, np.ndarray]] = MappingProxyType({}),
+    ) -> None:
+        """The groups that optimizer step `step` consumed, with the advantage of each rollout, and the trainer's
+        log-probabilities of those that it computed."""
         for group in groups:
             for index in range(len(group.rollouts)):
-                self.write(_row(step, group, index, float(advantages[group.group_id][index])))
+                row = _row(step, group, index, float(advantages[group.group_id][index]))
+                if (logprobs_T := logprobs.get(group.group_id, {}).get(index)) is not None:
+                    row["trainer_logprobs"] = [finite(value) for value in _plain(logprobs_T)]
+                self.write(row)
 
 
 def _row(step: int, group: RolloutGroup, index: int, advantage: float) -> dict[str, Any]:

@@ -25,9 +25,9 @@ LOOK_S = 2.0
 """Between two looks at whether the run's folder is still there."""
 _LOCK, _MARK = ".lock", ".of-this-run"
 _OF_A_RUN = frozenset((
-    "config.toml", "weights.json", "metrics.jsonl", "rollouts.jsonl", "journal.jsonl", "journal", "summary.json",
-    "trace.json", "output.log", "logs", "checkpoints", "kernels", "weights", "export", "profile.json",
-    "costs.json", "timeline.html", "timeline.png",
+    "config.toml", "weights.json", "metrics.jsonl", "rollouts.jsonl", "events.jsonl", "journal.jsonl", "journal",
+    "summary.json", "report.html", "trace.json", "output.log", "logs", "checkpoints", "kernels", "weights", "export",
+    "profile.json", "costs.json", "timeline.html", "timeline.png", "tensorboard", "wandb",
 ))  # fmt: skip
 """Names that commands write into a run's folder. Hidden ones are theirs too while they write."""
 
@@ -45,6 +45,7 @@ class RunFolder:
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts.jsonl"
+        self.events = path / "events.jsonl"
         self.journal = path / "journal.jsonl"
         self.weights = path / "weights.json"
         """What the models' files were when the run began."""

@@ -26,6 +26,7 @@ from llamarl.controller.supervision import Interrupted, Stalled, rare_garbage_co
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.accounting import verdict, write_trace
+from llamarl.observability.events import EventLog, RecordedScreen, machine
 from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.report import RunFile, RunSummary, write_summary
 from llamarl.observability.screen import Screen, open_screen
@@ -108,12 +109,15 @@ class _Run:
             steps=config.steps,
             groups_per_step=rollout.prompts_per_step,
         )
-        with open_screen(config.screen, info) as screen:
+        with open_screen(config.screen, info) as shown:
+            keep = (lambda failure: screen.warn(str(failure)), config.record.max_bytes)
+            events = EventLog(folder.events, *keep)
+            screen = RecordedScreen(shown, events)
+            events.add("start", machine=machine(), staleness_limit=limit, model=info.model, resumed=self._resume)
             for text in self._outcome.warnings:
                 screen.warn(text)
-            keep = (lambda failure: screen.warn(str(failure)), config.record.max_bytes)
             log, recorder = MetricsLog(folder.metrics, *keep), RolloutRecorder(folder.rollouts, *keep)
-            telemetry = Telemetry(config, screen, log, recorder, limit)
+            telemetry = Telemetry(config, screen, log, recorder, limit, events=events)
             journal = open_journal(config, self._problems, folder, telemetry.warn)
             try:
                 await self._with_executors(screen, telemetry, journal)
@@ -129,6 +133,9 @@ class _Run:
                 with suppress(OSError):  # a full disk must not hide how the run ended
                     write_trace(folder.trace, telemetry.spans)
                     write_summary(folder.summary, summary)
+                events.flush(is_last=True)
+                events.add("end", end=summary.end, reason=summary.end_reason)
+                events.close()
         return summary
 
     async def _with_executors(self, screen: Screen, telemetry: Telemetry, journal: Journal) -> None:
@@ -304,6 +311,7 @@ class _Run:
             folder.metrics: "one line per step and evaluation",
             folder.rollouts: "every rollout that was trained on",
             folder.summary: "the numbers above",
+            folder.events: "phases, warnings, who worked when; `llamarl report` shows them",
             folder.trace: "who worked when; open it in ui.perfetto.dev",
             folder.config: "the fully resolved settings",
             folder.checkpoints: "weights and optimizer; `llamarl export` makes a Hugging Face folder of them",

@@ -48,6 +48,8 @@ class Update:
     skipped: bool
     cause: str
     """Of a skipped step."""
+    outputs: dict[int, Tensor]
+    """Of the first pass, by microbatch of this rank, on the device; none before the last pipeline stage."""
 
 
 class Optimization(ABC, Generic[Model]):
@@ -128,7 +130,7 @@ class Optimization(ABC, Generic[Model]):
         self.policy_version += 1
         return Update(
             loss=loss, grad_norm=grad_norm, learning_rate=rate, sums=sums, maxima=maxima, num_passes=len(logged),
-            skipped=not finite, cause=cause,
+            skipped=not finite, cause=cause, outputs=at_first,
         )  # fmt: skip
 
     def accumulate(

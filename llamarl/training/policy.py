@@ -7,10 +7,11 @@ by this context rank's tokens, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Attend, Transformer
 from llamarl.training.logprobs import target_logprobs
 from llamarl.training.packing import EMPTY, Microbatch, SampleGroup, pack, padded
+from llamarl.types import TrainSample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +100,17 @@ class Policy(RankModel[Transformer]):
             return logprobs_O
         logprobs_R = logprobs_O.new_zeros(inputs.num_targets).index_copy(0, inputs.index_O, logprobs_O)
         return summed(logprobs_R, self.mesh.cp)
+
+
+def outputs_of(samples: Sequence[TrainSample], outputs: Mapping[int, Tensor]) -> list[np.ndarray]:
+    """Float32 [T] for each sample of this data-parallel rank's share, in order, from [R] of each of its microbatches.
+    Waits for the device, once."""
+    if not samples:
+        return []
+    ends = np.cumsum([sample.num_tokens for sample in samples])
+    return np.split(
+        torch.cat([outputs[index] for index in sorted(outputs)]).float().cpu().numpy()[: ends[-1]], ends[:-1]
+    )
 
 
 def own_share(groups: Sequence[SampleGroup], mesh: RankMesh, microbatch_tokens: int) -> list[Microbatch]:

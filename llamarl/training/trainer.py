@@ -5,7 +5,7 @@ Shape suffixes: R response tokens (targets), G rollouts of a group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from llamarl.training.health import age_sums, split_by_age
 from llamarl.training.optimization import Optimization, finished
 from llamarl.training.packing import EMPTY, Microbatch, pack, with_advantage
 from llamarl.training.parallel import Read
-from llamarl.training.policy import Policy
+from llamarl.training.policy import Policy, outputs_of, shares
 from llamarl.training.result import PolicyStepResult
 from llamarl.training.shaping import UNSHAPED, Shaping
 from llamarl.training.totals import Totals
@@ -113,7 +113,25 @@ class Trainer(Optimization[Transformer]):
             update=update,
             metrics=metrics,
             advantages=advantages,
+            logprobs=self._logprobs(groups, computed, taken.outputs),
         )
+
+    def _logprobs(
+        self, groups: Sequence[RolloutGroup], computed: Sequence[SampleGroup], outputs: Mapping[int, Tensor]
+    ) -> dict[int, dict[int, np.ndarray]]:
+        """By group id and index, of all ranks."""
+        # A sample holds the arrays of its rollout.
+        whose = {id(one.token_ids_T): (one.group_id, one.index) for group in groups for one in group.rollouts}
+        own = dict[tuple[int, int], np.ndarray]()
+        if self.is_logging:
+            share = shares(computed, self.mesh.fsdp.size)[self.mesh.fsdp.rank]
+            samples = [sample for group in share for sample in group.samples]
+            for sample, logprobs_T in zip(samples, outputs_of(samples, outputs), strict=True):
+                own[whose[id(sample.token_ids_T)]] = logprobs_T
+        found: dict[int, dict[int, np.ndarray]] = {group.group_id: {} for group in groups}
+        for (group_id, index), logprobs_T in (item for part in self.mesh.exchange(own) for item in part.items()):
+            found[group_id][index] = logprobs_T
+        return found
 
     def _batch(self, groups: Sequence[RolloutGroup]) -> tuple[TrainBatch, dict[int, np.ndarray]]:
         """What is learnt from, and the advantage of each rollout."""

@@ -7,6 +7,7 @@ import resource
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.sinks import SinkFailure
@@ -28,6 +29,18 @@ def test_a_row_holds_what_the_step_saw(make_group, tmp_path: Path) -> None:
     np.testing.assert_allclose(first["behavior_logprobs"], group.rollouts[0].behavior_logprobs_T, rtol=1e-6)
     assert (second["outcome"], second["token_ids"], second["staleness"]) == ("invalid", [], 0)
     assert failures == []
+
+
+def test_the_trainers_view_of_the_tokens(make_group, tmp_path: Path) -> None:
+    """A column of rollouts that were computed; what is not finite is said, as JSON has no word for it."""
+    recorder = RolloutRecorder(tmp_path / "rollouts.jsonl", lambda failure: None)
+    group = make_group(3, responses=[(4, 5, 6), (7,)])
+    logprobs = {3: {0: np.array([-0.1, float("nan"), -2.5], np.float32)}}
+    recorder.record(6, [group], {3: np.array([0.25, 0.0])}, logprobs)
+    recorder.close()
+    first, second = (json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines())
+    assert first["trainer_logprobs"] == [pytest.approx(-0.1), None, -2.5]
+    assert "trainer_logprobs" not in second
 
 
 def test_a_full_disk_is_said_once(make_group, tmp_path: Path) -> None:

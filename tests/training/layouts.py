@@ -122,7 +122,14 @@ def train(
 
 def logged(result: StepResult) -> dict[str, float]:
     """All that it says, by name."""
-    return asdict(result.update) | result.metrics if isinstance(result, PolicyStepResult) else result.metrics
+    if not isinstance(result, PolicyStepResult):
+        return result.metrics
+    logprobs = {
+        f"logprobs of {group_id}.{index}": float(logprobs_T.mean())
+        for group_id, of_group in result.logprobs.items()
+        for index, logprobs_T in of_group.items()
+    }
+    return asdict(result.update) | result.metrics | logprobs
 
 
 def keep_parts(found: Found, trainer: Optimization[Any], gradients: Mapping[str, Tensor]) -> None:

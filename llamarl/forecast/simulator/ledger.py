@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-import numpy as np
 
 from llamarl.observability.files import write_atomically
 from llamarl.observability.metrics import EvalMetrics, StepMetrics
@@ -28,7 +26,9 @@ class StalenessCounter(RolloutRecorder):
         self.group_ids = list[int]()
         """In the order of their consumption."""
 
-    def record(self, step: int, groups: Sequence[RolloutGroup], advantages: Mapping[int, np.ndarray]) -> None:
+    def record(
+        self, step: int, groups: Sequence[RolloutGroup], advantages: object = None, logprobs: object = None
+    ) -> None:
         self._spend(sum(len(group.rollouts) for group in groups))
         for group in groups:
             self.group_ids.append(group.group_id)
