@@ -1,0 +1,157 @@
+// Curves of all runs, with one cursor. The first metric of a chart is drawn for every run, the others where there is one.
+const CHARTS = [
+  ["reward", "Reward", ["reward_mean"]],
+  ["solve", "Solve rate, and held-out accuracy ± standard error", ["solve_rate", "held_out"]],
+  ["length", "Response length, tokens", ["response_tokens_mean", "response_tokens_max"]],
+  ["truncated", "Share that ends by length, and of invalid rewards", ["truncated_share", "invalid_share"]],
+  ["staleness", "Staleness and its bound, steps", ["staleness_mean", "staleness_max", "staleness_limit"]],
+  ["ratio", "Importance ratio", ["importance_ratio_mean", "extra.importance_ratio_staleness", "extra.importance_ratio_mismatch"]],
+  ["ratio-max", "Largest importance ratio", ["importance_ratio_max"]],
+  ["kl", "KL to the behavior policy by cause, nats", ["kl_to_behavior", "extra.kl_staleness", "extra.kl_mismatch", "extra.mismatch_kl"]],
+  ["entropy", "Entropy, nats per token", ["extra.entropy_mean"]],
+  ["grad", "Gradient norm", ["grad_norm"]],
+  ["loss", "Loss", ["loss"]],
+  ["capped", "Share of tokens whose ratio is capped", ["capped_share"]],
+  ["flat", "Groups with equal rewards, and dropped ones", ["extra.flat_groups", "extra.dropped_groups"]],
+  ["speed", "Rollouts per second", ["samples_per_s"]],
+  ["tokens", "Tokens per second", ["generated_tokens_per_s", "extra.train_tokens_per_s"]],
+  ["duration", "Seconds per step", ["step_s", "extra.train_s"]],
+  ["busy", "Share of time that executors work", ["busy_share.*"]],
+  ["sync", "Weight sync, seconds", ["sync_s", "extra.publish_s", "extra.fetch_s", "extra.stall_s"]],
+  ["queue", "Rollouts that wait and run, groups that are ready", ["waiting_rollouts", "running_rollouts", "ready_groups"]],
+  ["memory", "Memory, bytes", ["extra.rss_bytes.*", "extra.peak_memory_bytes"]],
+];
+const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]], plots = new Map();
+
+function along(run, mode) {
+  const series = run.series;
+  if (mode !== "samples") return series[mode] || series.step;
+  let sum = 0;
+  return series.step.map((_, index) => sum += (series.samples_per_s?.[index] || 0) * (series.step_s?.[index] || 0) * (run.every || 1));
+}
+
+function smoothed(values, weight) {
+  let mean = 0, norm = 0;
+  return values.map((value) => {
+    if (value == null) return null;
+    mean = weight * mean + (1 - weight) * value;
+    norm = weight * norm + (1 - weight);
+    return mean / norm;
+  });
+}
+
+function namesOf(run, patterns) {
+  return patterns.flatMap((pattern) => pattern.endsWith("*")
+    ? Object.keys(run.series).filter((name) => name.startsWith(pattern.slice(0, -1))) : [pattern])
+    .filter((name) => name === "held_out" ? run.evals.length : run.series[name]?.some((value) => value != null));
+}
+
+// [[xs, ys]], and what each curve is.
+function curvesOf(patterns, mode, weight) {
+  const tables = [], about = [];
+  runs.forEach((run, which) => {
+    if (!run.series) return;
+    const xs = along(run, mode), wanted = namesOf(run, runs.length > 1 ? patterns.filter((_, index) => !index || patterns[index] === "held_out") : patterns);
+    wanted.forEach((name, index) => {
+      const color = RUN_COLORS[(runs.length > 1 ? which : index) % RUN_COLORS.length];
+      const label = (runs.length > 1 ? run.name + " " : "") + name.replace("extra.", "");
+      if (name === "held_out") {
+        const at = (step) => mode === "step" ? step : xs[run.series.step.findLastIndex((one) => one <= step)] ?? 0;
+        tables.push([run.evals.map((one) => at(one.step)), run.evals.map((one) => one.accuracy)]);
+        about.push({ label, color, errors: run.evals.map((one) => one.error) });
+        return;
+      }
+      const pairs = xs.map((x, place) => [x, run.series[name][place]]).filter(([x]) => x != null);
+      const ys = pairs.map(([, y]) => y), isSmooth = weight > 0 && !name.endsWith("limit");
+      if (isSmooth) {
+        tables.push([pairs.map(([x]) => x), ys]);
+        about.push({ label: "", color: color + "50", dash: [] });
+      }
+      tables.push([pairs.map(([x]) => x), isSmooth ? smoothed(ys, weight) : ys]);
+      about.push({ label, color, dash: runs.length > 1 ? DASHES[index % 4] : [] });
+    });
+  });
+  return [tables, about];
+}
+
+function drawErrors(plot, about) {
+  const context = plot.ctx;
+  about.forEach((one, index) => one.errors && plot.data[0].forEach((x, place) => {
+    const y = plot.data[index + 1][place];
+    if (y == null) return;
+    const error = one.errors[plot.data[index + 1].slice(0, place).filter((value) => value != null).length] || 0;
+    context.strokeStyle = one.color;
+    context.beginPath();
+    context.moveTo(plot.valToPos(x, "x", true), plot.valToPos(y - error, "y", true));
+    context.lineTo(plot.valToPos(x, "x", true), plot.valToPos(y + error, "y", true));
+    context.stroke();
+  }));
+}
+
+function drawChart(id, title, patterns) {
+  const [tables, about] = curvesOf(patterns, byId("along").value, +byId("smoothing").value);
+  let box = byId(id);
+  if (!tables.length) {
+    box?.remove();
+    plots.get(id)?.destroy();
+    plots.delete(id);
+    return;
+  }
+  if (!box) {
+    box = make("div", { class: "chart", id, role: "group", "aria-label": title }, make("h3", { text: title }), make("div", { class: "key" }), make("div", { class: "plot" }));
+    byId("charts").append(box);
+  }
+  const data = uPlot.join(tables), shape = JSON.stringify(about.map((one) => [one.label, one.color]));
+  const key = box.querySelector(".key"), old = plots.get(id);
+  key.replaceChildren(...about.filter((one) => one.label).flatMap((one) => [make("span", { class: "swatch", background: one.color }), one.label, make("span", { class: "value" })]));
+  if (old && old.shape === shape) {
+    old.about = about;
+    old.setData(data);
+    return;
+  }
+  old?.destroy();
+  const axis = { stroke: theme("quiet"), grid: { stroke: theme("line") }, ticks: { stroke: theme("line") }, font: "11px system-ui", values: (_, ticks) => ticks.map(number) };
+  const plot = new uPlot({
+    width: box.clientWidth - 14, height: 170, legend: { show: false }, scales: { x: { time: false }, y: { range: (_, low, high) => low == null ? [0, 1] : low === high ? [Math.min(low, 0), Math.max(high, 0) || 1] : uPlot.rangeNum(low, high, 0.08, true) } },
+    cursor: { sync: { key: "all" }, points: { size: 5 } }, axes: [{ ...axis, size: 28 }, { ...axis, size: 52 }],
+    series: [{}, ...about.map((one) => ({
+      stroke: one.color, width: one.label ? 1.6 : 1, dash: one.dash, spanGaps: true,
+      points: { show: one.errors || tables[0][0].length < 3 ? true : undefined, size: 5 },
+    }))],
+    hooks: { draw: [(one) => drawErrors(one, one.about || about)], setCursor: [(one) => showValues(one, key, one.about || about)] },
+  }, data, box.querySelector(".plot"));
+  plot.shape = shape;
+  plot.about = about;
+  plots.set(id, plot);
+}
+
+function showValues(plot, key, about) {
+  const index = plot.cursor.idx, values = key.querySelectorAll(".value");
+  about.map((one, place) => [one, plot.data[place + 1]]).filter(([one]) => one.label)
+    .forEach(([, ys], place) => { values[place].textContent = index == null || ys[index] == null ? "" : " " + number(ys[index]); });
+  if (index != null) byId("cursor").textContent = `${byId("along").selectedOptions[0].text}: ${number(plot.data[0][index])}`;
+}
+
+function drawCurves() {
+  CHARTS.forEach((chart) => drawChart(...chart));
+  const chosen = byId("any").value;
+  drawChart("any-chart", chosen.replace("extra.", ""), chosen ? [chosen] : []);
+}
+
+function restyleCurves() {
+  plots.forEach((plot) => plot.destroy());
+  plots.clear();
+  drawCurves();
+}
+
+function listMetrics() {
+  const known = new Set([...byId("any").options].map((one) => one.value));
+  const names = new Set(runs.flatMap((run) => Object.keys(run.series || {})));
+  [...names].filter((name) => !known.has(name)).sort().forEach((name) => byId("any").append(make("option", { value: name, text: name.replace("extra.", "") })));
+}
+
+["smoothing", "along", "any"].forEach((id) => byId(id).addEventListener("input", drawCurves));
+new ResizeObserver(() => plots.forEach((plot) => {
+  const width = plot.root.closest(".chart").clientWidth - 14;
+  if (Math.abs(width - plot.width) > 1) plot.setSize({ width, height: 170 });
+})).observe(byId("charts"));

@@ -1,0 +1,130 @@
+"""`Follower`: the rows of a file of a run, those that come later too, each byte read once."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from llamarl.observability.files import pieces
+
+CHUNK_ROWS = 2000
+"""That one look reads at most: a reader stays responsive while it catches up."""
+
+
+class Place(NamedTuple):
+    """Of a row."""
+
+    piece: int
+    """Number of its file among the pieces."""
+    offset: int
+    """Of its first byte, in the file as it is when decompressed."""
+
+
+class Follower:
+    """Not for several threads. What is no JSON object is counted and left out; a torn last row is waited for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.num_damaged = 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self._full = pieces(self._path)[:-1]
+        self._piece, self._offset, self._rest = 0, 0, b""
+        self._file: IO[bytes] | gzip.GzipFile | None = None
+
+    def was_replaced(self) -> bool:
+        """The run has taken rows back or begun anew; all rows come again."""
+        full = pieces(self._path)[:-1]
+        is_shorter = len(full) < len(self._full)
+        with suppress(OSError):
+            if self._file is not None and self._piece == len(self._full) == len(full):
+                now, ours = os.stat(self._path), os.fstat(self._file.fileno())
+                is_shorter |= now.st_ino != ours.st_ino or now.st_size < self._offset
+        if is_shorter:
+            self.close()
+            self._restart()
+        return is_shorter
+
+    def raw(self) -> Iterator[tuple[Place, bytes]]:
+        """Whole lines that nobody has had yet, `CHUNK_ROWS` at most, and where they are."""
+        num = 0
+        while num < CHUNK_ROWS:
+            if self._file is None and not self._open():
+                return
+            assert self._file is not None
+            line = b""
+            with suppress(EOFError, zlib.error, OSError):  # a piece that a crash has cut short
+                line = self._file.readline()
+            if line:
+                self._rest += line
+                if self._rest.endswith(b"\n"):
+                    place, whole = Place(self._piece, self._offset), self._rest
+                    self._offset, self._rest = self._offset + len(whole), b""
+                    num += 1
+                    yield place, whole
+                continue
+            full, before = pieces(self._path)[:-1], self._full
+            self._full = full
+            if self._piece >= len(full):
+                return  # the newest file: more may come
+            if len(full) != len(before):
+                continue  # it became a piece just now, perhaps with more rows than were there
+            self.num_damaged += bool(self._rest)
+            self.close()
+            self._piece, self._offset, self._rest = self._piece + 1, 0, b""
+
+    def rows(self) -> Iterator[tuple[Place, dict[str, Any]]]:
+        """As `raw`, parsed."""
+        for place, line in self.raw():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if isinstance(row, dict):
+                yield place, row
+            else:
+                self.num_damaged += 1
+
+    def read(self, places: Iterable[Place]) -> Iterator[dict[str, Any]]:
+        """Rows again, in the order of the file; those that are gone are left out."""
+        of_piece = dict[int, list[int]]()
+        for piece, offset in sorted(places):
+            of_piece.setdefault(piece, []).append(offset)
+        for piece, offsets in of_piece.items():
+            with suppress(OSError, EOFError, zlib.error, ValueError), self._opened(piece) as file:
+                for offset in offsets:
+                    file.seek(offset)
+                    row = json.loads(file.readline())
+                    if isinstance(row, dict):
+                        yield row
+
+    @property
+    def is_torn(self) -> bool:
+        """The newest file ends in the middle of a row."""
+        return bool(self._rest)
+
+    def _opened(self, number: int) -> IO[bytes] | gzip.GzipFile:
+        files = pieces(self._path)
+        path = files[min(number, len(files) - 1)]
+        return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+
+    def _open(self) -> bool:
+        try:
+            self._file = self._opened(self._piece)
+            self._file.seek(self._offset + len(self._rest))
+        except (OSError, EOFError, zlib.error):
+            return False
+        return True
+
+    def close(self) -> None:
+        """More rows can be asked for later."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

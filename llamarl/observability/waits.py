@@ -1,0 +1,65 @@
+"""Why an executor did nothing: whoever works meanwhile is what it waits for, first the one whose product it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from llamarl.observability.accounting import role_of
+from llamarl.observability.spans import Span, merged
+
+Intervals = Sequence[tuple[float, float]]
+
+SUPPLIERS = {
+    "trainer": (("generator", "rollouts"), ("scores", "scores")),
+    "critic": (("generator", "rollouts"), ("scores", "scores"), ("trainer", "the trainer's step")),
+    "generator": (("trainer", "the step under way, by the staleness bound"), ("scores", "scores")),
+    "scores": (("generator", "rollouts to end"), ("trainer", "new rollouts, by the staleness bound")),
+}
+"""Whose work an executor waits for, in this order, and what it is. Reward, reference and reward model are `scores`."""
+NOBODY = "the controller, as nobody works"
+
+
+def waits(spans: Mapping[str, Sequence[Span]], start_s: float, end_s: float) -> dict[str, dict[str, float]]:
+    """Seconds of [start_s, end_s] that each executor waited, by cause; the rest of the time it worked."""
+    work = {name: merged(of_one, start_s, end_s) for name, of_one in spans.items()}
+    roles = {name: _role(name) for name in spans}
+    of_role = {role: _union(work[name] for name in spans if roles[name] == role) for role in set(roles.values())}
+    found = dict[str, dict[str, float]]()
+    for name, own in work.items():
+        rest, causes = without([(start_s, end_s)], own), dict[str, float]()
+        for role, cause in SUPPLIERS.get(roles[name], SUPPLIERS["trainer"]):
+            left = without(rest, of_role.get(role, ()))
+            causes[cause] = total_s(rest) - total_s(left)
+            rest = left
+        causes[NOBODY] = total_s(rest)
+        found[name] = {cause: seconds for cause, seconds in causes.items() if seconds > 0}
+    return found
+
+
+def _role(name: str) -> str:
+    role = role_of(name)
+    return role if role in SUPPLIERS else "scores"
+
+
+def _union(intervals: Iterable[Intervals]) -> Intervals:
+    return merged(Span("", begin, end) for one in intervals for begin, end in one)
+
+
+def total_s(intervals: Intervals) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+def without(intervals: Intervals, others: Intervals) -> list[tuple[float, float]]:
+    """What of `intervals` is in none of `others`; both are disjoint and in order."""
+    found, index = list[tuple[float, float]](), 0
+    for begin, end in intervals:
+        while index < len(others) and others[index][1] <= begin:
+            index += 1
+        at = index
+        while at < len(others) and others[at][0] < end:
+            if others[at][0] > begin:
+                found.append((begin, others[at][0]))
+            begin, at = max(begin, others[at][1]), at + 1  # noqa: PLW2901
+        if begin < end:
+            found.append((begin, end))
+    return found

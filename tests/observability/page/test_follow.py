@@ -1,0 +1,71 @@
+"""Each row once, whatever happens to the file meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llamarl.observability.page.follow import Follower
+from llamarl.observability.sinks import RowLog
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rollouts.jsonl"
+
+
+def steps(follower: Follower) -> list[int]:
+    return [row["step"] for _, row in follower.rows()]
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_rows_come_once_and_a_torn_one_when_it_is_whole(path: Path) -> None:
+    follower = Follower(path)
+    assert steps(follower) == [], "there is no file yet"
+    append(path, '{"step": 1}\n{"step": 2}\n{"st')
+    assert steps(follower) == [1, 2]
+    assert follower.is_torn
+    assert steps(follower) == []
+    append(path, 'ep": 3}\n')
+    assert steps(follower) == [3]
+    assert not follower.is_torn
+
+
+def test_damaged_rows_are_counted(path: Path) -> None:
+    append(path, '{"step": 1}\nno row\n[1]\n{"step": 2}\n')
+    follower = Follower(path)
+    assert steps(follower) == [1, 2]
+    assert follower.num_damaged == 2
+
+
+def test_pieces_are_followed_while_they_are_made(path: Path) -> None:
+    """Every row goes into a file of its own, which is compressed behind the reader's back."""
+    log, follower, found = RowLog(path, lambda failure: pytest.fail(str(failure)), max_bytes=70), Follower(path), []
+    for step in range(1, 30):
+        log.write({"step": step, "text": "a" * 40})
+        if step % 3 == 0:
+            found += steps(follower)
+            assert not follower.was_replaced()
+    log.close()
+    assert len(list(path.parent.glob("rollouts-*"))) > 5
+    assert found + steps(follower) == list(range(1, 30))
+    places = [place for place, _ in Follower(path).rows()]
+    assert [row["step"] for row in follower.read(places[3:20:4])] == [4, 8, 12, 16, 20]
+
+
+def test_rows_that_are_taken_back_come_again(path: Path) -> None:
+    log, follower = RowLog(path, lambda failure: pytest.fail(str(failure))), Follower(path)
+    for step in range(1, 6):
+        log.write({"step": step})
+    assert steps(follower) == [1, 2, 3, 4, 5]
+    log.drop_after(3)
+    log.write({"step": 4})
+    assert follower.was_replaced()
+    assert steps(follower) == [1, 2, 3, 4]
+    assert not follower.was_replaced()
+    log.close()
