@@ -12,10 +12,12 @@ Shape suffixes: N packed input tokens, R response tokens (targets), G samples of
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
+from operator import itemgetter
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from llamarl.types import (
     Columns,
     FinishReason,
     Outcome,
+    Rollout,
     RolloutGroup,
     SampleGroup,
     TrainSample,
@@ -183,6 +186,26 @@ def pack(groups: Sequence[SampleGroup], microbatch_tokens: int) -> list[Microbat
         batches[-1].append(group)
         room -= size
     return [_pack(batch) for batch in batches if batch]
+
+
+def packed_samples(groups: Sequence[SampleGroup]) -> list[TrainSample]:
+    """All samples in the order of `pack`'s targets, cut to what of them is a target."""
+    return [sample for group in groups for part in _with_prompt(group) for sample in part.samples]
+
+
+def placed(groups: Sequence[RolloutGroup], samples: Sequence[TrainSample]) -> list[tuple[int, int, int]]:
+    """Group id and index of the rollout of each sample, and which of its tokens the sample begins with."""
+    # A sample holds views of the arrays of its rollout.
+    whose = sorted((_address(one), one.group_id, one.index) for group in groups for one in group.rollouts)
+    found = list[tuple[int, int, int]]()
+    for sample in samples:
+        address, group_id, index = whose[bisect_right(whose, _address(sample), key=itemgetter(0)) - 1]
+        found.append((group_id, index, (_address(sample) - address) // sample.token_ids_T.itemsize))
+    return found
+
+
+def _address(tokens: Rollout | TrainSample) -> int:
+    return int(tokens.token_ids_T.__array_interface__["data"][0]) if tokens.num_tokens else 0
 
 
 def _num_inputs(group: SampleGroup) -> int:

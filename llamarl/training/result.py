@@ -40,4 +40,4 @@ class PolicyStepResult(StepResult):
     """By group id, float64 [G], the mean over a rollout's tokens; 0 for rollouts that were masked out."""
     logprobs: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
     """By group id and index, float32 [T]: log-probabilities of the tokens under the weights that the step began with.
-    Rollouts that were not computed, as they teach nothing, are missing."""
+    Rollouts that were not computed, as they teach nothing, are missing, and tokens that are no targets NaN."""

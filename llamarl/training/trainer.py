@@ -6,6 +6,7 @@ Shape suffixes: R response tokens (targets), G rollouts of a group.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from llamarl.observability.metrics import UpdateMetrics
 from llamarl.training.cost import step_cost
 from llamarl.training.health import age_sums, split_by_age
 from llamarl.training.optimization import Optimization, finished
-from llamarl.training.packing import EMPTY, Microbatch, pack, with_advantage
+from llamarl.training.packing import EMPTY, Microbatch, pack, packed_samples, placed, with_advantage
 from llamarl.training.parallel import Read
 from llamarl.training.policy import Policy, outputs_of, shares
 from llamarl.training.result import PolicyStepResult
@@ -119,18 +120,16 @@ class Trainer(Optimization[Transformer]):
     def _logprobs(
         self, groups: Sequence[RolloutGroup], computed: Sequence[SampleGroup], outputs: Mapping[int, Tensor]
     ) -> dict[int, dict[int, np.ndarray]]:
-        """By group id and index, of all ranks."""
-        # A sample holds the arrays of its rollout.
-        whose = {id(one.token_ids_T): (one.group_id, one.index) for group in groups for one in group.rollouts}
-        own = dict[tuple[int, int], np.ndarray]()
+        """By group id and index, of all ranks; NaN for tokens that are no targets."""
+        own = list[tuple[tuple[int, int, int], np.ndarray]]()
         if self.is_logging:
-            share = shares(computed, self.mesh.fsdp.size)[self.mesh.fsdp.rank]
-            samples = [sample for group in share for sample in group.samples]
-            for sample, logprobs_T in zip(samples, outputs_of(samples, outputs), strict=True):
-                own[whose[id(sample.token_ids_T)]] = logprobs_T
+            samples = packed_samples(shares(computed, self.mesh.fsdp.size)[self.mesh.fsdp.rank])
+            own = list(zip(placed(groups, samples), outputs_of(samples, outputs), strict=True))
         found: dict[int, dict[int, np.ndarray]] = {group.group_id: {} for group in groups}
-        for (group_id, index), logprobs_T in (item for part in self.mesh.exchange(own) for item in part.items()):
-            found[group_id][index] = logprobs_T
+        lengths = {(one.group_id, one.index): one.num_tokens for group in groups for one in group.rollouts}
+        for (group_id, index, start), part_T in chain.from_iterable(self.mesh.exchange(own)):
+            unknown_T = np.full(lengths[group_id, index], np.nan, np.float32)
+            found[group_id].setdefault(index, unknown_T)[start : start + len(part_T)] = part_T
         return found
 
     def _batch(self, groups: Sequence[RolloutGroup]) -> tuple[TrainBatch, dict[int, np.ndarray]]:

@@ -179,6 +179,23 @@ class TestReport:
             for index, logprobs_T in of_group.items():
                 np.testing.assert_allclose(logprobs_T, expected[group_id][index], atol=1e-5)
 
+    def test_log_probabilities_of_sequences_of_agents(self, make_trainer, make_groups) -> None:
+        """Two sequences with prompts of their own in one rollout: each token that is a target has its own."""
+        (group,) = make_groups(((9, 8),))
+        cuts = [np.repeat([0, 1], [5, 4]).astype(np.int32), np.zeros(8, np.int32)]
+        versions = [np.array([-1, -1, 0, 0, 0, -1, 0, -1, 0], np.int32), np.array([-1] * 3 + [0] * 5, np.int32)]
+        rollouts = tuple(
+            replace(one, columns=one.columns | {"sequence": cut_T, "policy_versions": versions_T})
+            for one, cut_T, versions_T in zip(group.rollouts, cuts, versions, strict=True)
+        )
+        trainer = make_trainer()
+        trainer.temperature = 1.0
+        alone = make_trainer().score([rollouts[0].token_ids_T[5:]])[0]
+        found = trainer.step([replace(group, rollouts=rollouts)]).logprobs[group.group_id]
+        assert all(np.isfinite(found[index][versions[index] == 0]).all() for index in (0, 1))
+        assert np.isnan(found[0][[0, 5]]).all(), "what a sequence begins with is no target"
+        np.testing.assert_allclose(found[0][6:], alone, atol=1e-5)
+
     def test_it_learns(self, make_trainer, make_groups) -> None:
         """Ascent: log-probs of better responses rise against those of worse ones."""
         groups = make_groups(((6, 6),))
