@@ -101,9 +101,14 @@ class Episodes:
         if episodes:
             self._supervisor.start(self._port.submit(episodes), "turns to the environment")
         ended = [rollout for rollout in finished if rollout.finish_reason is not FinishReason.STOP]
-        for rollout in ended:
-            self._spent_s.pop((rollout.group_id, rollout.index), None)
+        keys = [(rollout.group_id, rollout.index) for rollout in ended]
+        self._leave([key for key in keys if self._spent_s.pop(key, None) is not None])
         return ended
+
+    def _leave(self, episodes: list[Key]) -> None:
+        """The environment is not asked about these any more, and has not ended them."""
+        if episodes and self._environment.is_stateful:
+            self._supervisor.start(self._port.leave(episodes), "episodes that have ended")
 
     async def loop(self) -> None:
         """Consumes replies; waits for episodes to be asked for; produces rollouts to go on with, and whole ones;
@@ -138,6 +143,7 @@ class Episodes:
                 parked = replace(rollout, columns=columns, finish_reason=FinishReason.PARKED)
                 return replace(request, partials=(parked,))
             rollout = replace(rollout, finish_reason=FinishReason.LENGTH)
+            self._leave([(rollout.group_id, rollout.index)])
         if replied.result is not None:
             pending.judged[rollout.group_id, rollout.index] = replied.result
         del self._spent_s[rollout.group_id, rollout.index]

@@ -12,7 +12,8 @@ from pydantic import Field
 from llamarl.types import RewardResult
 
 Messages = list[dict[str, Any]]
-"""`{"role": ..., "content": ...}` each, which the model's own chat template writes."""
+"""`{"role": ..., "content": ...}` each, which the model's own chat template writes; `"is_error": True` marks those that
+count as errors of a tool."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +45,13 @@ class Turn:
     observation: str | None = None
     """None: it has not been answered yet."""
     calls: tuple[ToolCall, ...] = ()
-    """In the last turn, where the model's chat template knows tools."""
+    """In the response, where the model's chat template knows tools."""
 
 
 @dataclass
 class Environment(ABC):
     """Answers turn by turn; a function of the turns so far, so that any worker can answer, and one that dies costs
-    nothing. Members are dataclasses whose fields are their options."""
+    nothing, unless it overrides `open`. Members are dataclasses whose fields are their options."""
 
     max_turns: Annotated[int, Field(ge=1)] = field(default=16, kw_only=True)
     """A response that would need more ends as one that is too long, and is scored as it stands."""
@@ -71,3 +72,20 @@ class Environment(ABC):
     def reply(self, task: Task, turns: Sequence[Turn]) -> str | Messages | RewardResult | None:
         """What follows the last turn: text or messages for the policy to go on from; the episode's reward, which ends
         it; or None, which ends it and leaves the judgement to `[reward]`. What it raises makes the episode INVALID."""
+
+    def open(self, task: Task) -> None:  # noqa: B027 - most have no state
+        """One that overrides this has a state: every episode gets a copy of the environment in one worker process, on
+        which this is called before the first reply, and which makes all of them. An episode whose worker dies is
+        INVALID."""
+
+    def close(self) -> None:  # noqa: B027
+        """The episode of this copy has ended, or nobody goes on with it."""
+
+    def tools(self) -> list[dict[str, Any]]:
+        """What the chat template tells the policy that it may call, as JSON schemas."""
+        return []
+
+    @property
+    def is_stateful(self) -> bool:
+        """It overrides `open`."""
+        return type(self).open is not Environment.open

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
 from llamarl.config import Ref, build
 from llamarl.config.errors import ConfigError
-from llamarl.environments._base import Environment, Task, Turn
+from llamarl.environments._base import Environment, Task, ToolCall, Turn
 from llamarl.types import RewardResult
 
 MAX_CHARS = 1 << 20
@@ -16,9 +17,21 @@ MAX_CHARS = 1 << 20
 
 
 def reply(item: dict[str, Any]) -> dict[str, Any]:
-    """Of `item["environment"]`, the JSON of its `Ref`; what it says as one of `text`, `messages`, `reward`, `end`."""
-    turns = [Turn(response=response, observation=observation) for response, observation in item["turns"]]
-    said = _environment(item["environment"]).reply(Task(**item["task"]), turns)
+    """Of `item["environment"]`, the JSON of its `Ref`; what it says as one of `text`, `messages`, `reward`, `end`.
+
+    An item with `ended` only closes the state of that episode."""
+    if "ended" in item:
+        _end(item["ended"])
+        return {"end": True}
+    task = Task(**item["task"])
+    turns = [
+        Turn(response=response, observation=observation, calls=tuple(ToolCall(**call) for call in calls))
+        for response, observation, calls in item["turns"]
+    ]
+    environment = _environment(item["environment"])
+    if environment.is_stateful:
+        environment = _copy_of(environment, item["episode"], task, is_first=len(turns) == 1)
+    said = environment.reply(task, turns)
     if said is None:
         return {"end": True}
     if isinstance(said, str):
@@ -30,6 +43,26 @@ def reply(item: dict[str, Any]) -> dict[str, Any]:
     if isinstance(said, list) and all(isinstance(one, dict) and "role" in one for one in said):
         return {"messages": said}
     raise TypeError(f"it replied {said!r:.100}, which is no text, no list of messages, no RewardResult and not None")
+
+
+_copies = dict[str, Environment]()
+"""Of episodes with a state, by their names."""
+
+
+def _copy_of(environment: Environment, episode: str, task: Task, *, is_first: bool) -> Environment:
+    if is_first:
+        _end(episode)  # it was asked for twice
+        opened = copy(environment)
+        opened.open(task)
+        _copies[episode] = opened
+    if episode not in _copies:
+        raise LookupError("the worker that had the state of this episode has died")
+    return _copies[episode]
+
+
+def _end(episode: str) -> None:
+    if (environment := _copies.pop(episode, None)) is not None:
+        environment.close()
 
 
 @lru_cache(maxsize=1)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import threading
-import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from llamarl.cluster.executor import Executor
 from llamarl.config import Ref
+from llamarl.data.chat import tool_calls
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.environments._base import Messages
+from llamarl.environments._base import Messages, ToolCall
+from llamarl.environments._crew import Crew
 from llamarl.environments._worker import build_environment
 from llamarl.executors.replies import Episode, Replied
 from llamarl.rewards._base import invalid
-from llamarl.sandbox.pool import Failure, WorkerPool
+from llamarl.sandbox.pool import Failure
 from llamarl.types import Outcome, RewardResult
-
-QUICK_S = 0.005
-"""Replies that take less are asked for in batches: the way to a worker takes as long as some of them."""
-BATCH = 32
-MARGIN_S = 5.0
-"""For a batch, beside the time of its replies."""
 
 
 class EnvironmentExecutor(Executor):
@@ -36,28 +30,19 @@ class EnvironmentExecutor(Executor):
     def __init__(self, model_path: str, config: Ref) -> None:
         self._tokenizer = Tokenizer(model_path)
         self._environment = build_environment(config)
-        self._ref = config.model_dump_json()
+        self._ref, self._tools = config.model_dump_json(), self._environment.tools()
         self._changed = threading.Condition()
-        self._queue = deque[Episode]()
         self._replies = list[Replied]()
         self._asked: Future[list[Replied]] | None = None
-        self._closed = False
-        step_s, limits = self._environment.step_s, self._environment
-        self._pools = [
-            WorkerPool(
-                "llamarl.environments._worker:reply", num_workers=1, cpu_s=math.ceil(step_s), wall_s=step_s,
-                memory_bytes=limits.memory_bytes,
-            )
-            for _ in range(limits.workers)
-        ]  # fmt: skip
-        for pool in self._pools:
-            threading.Thread(target=self._reply_loop, args=(pool,), name="environment", daemon=True).start()
+        self._crew = Crew(self._environment, self._item, self._replied)
 
     def submit(self, episodes: Sequence[Episode]) -> None:
         """Queues episodes whose last turn wants a reply."""
-        with self._changed:
-            self._queue.extend(episodes)
-            self._changed.notify_all()
+        self._crew.ask([(_name(one.group_id, one.index), one) for one in episodes])
+
+    def leave(self, episodes: Sequence[tuple[int, int]]) -> None:
+        """Nobody goes on with these episodes, by group and index: their state is closed."""
+        self._crew.leave([_name(*episode) for episode in episodes])
 
     def collect(self) -> Future[list[Replied]]:
         """The next replies, as soon as there are some."""
@@ -68,30 +53,14 @@ class EnvironmentExecutor(Executor):
         return reply
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        for pool in self._pools:
-            pool.close()
+        self._crew.close()
 
-    def _reply_loop(self, pool: WorkerPool) -> None:
-        each_s = math.inf
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closed)
-                if self._closed:
-                    return
-                share = len(self._queue) // len(self._pools)
-                count = max(1, min(share, BATCH)) if each_s < QUICK_S else 1
-                episodes = [self._queue.popleft() for _ in range(count)]
-            start_s = time.monotonic()
-            items = [self._item(episode) for episode in episodes]
-            said = pool.map(items, count * self._environment.step_s + MARGIN_S)
-            each_s = (time.monotonic() - start_s) / count
-            replies = [self._reply(episode, one, each_s) for episode, one in zip(episodes, said, strict=True)]
-            with self._changed:
-                self._replies += replies
-            self._hand_over()
+    def _replied(self, said: Sequence[tuple[Episode, dict[str, Any] | Failure]], each_s: float) -> list[bool]:
+        replies = [self._reply(episode, one, each_s) for episode, one in said]
+        with self._changed:
+            self._replies += replies
+        self._hand_over()
+        return [one.observation_T is not None for one in replies]
 
     def _hand_over(self) -> None:
         with self._changed:
@@ -104,15 +73,23 @@ class EnvironmentExecutor(Executor):
         asked.set_result(replies)
 
     def _item(self, episode: Episode) -> dict[str, Any]:
-        prompt, turns = episode.prompt, list[list[str | None]]()
+        prompt, turns = episode.prompt, list[list[Any]]()
         for is_sampled, token_ids_T in episode.turns:
             text = self._tokenizer.decode(token_ids_T)
             if is_sampled:
-                turns.append([text, None])
+                turns.append([text, None, [asdict(call) for call in self._calls(token_ids_T)]])
             else:
                 turns[-1][1] = text
         task = {"prompt": prompt.text, "answer": prompt.answer, "metadata": prompt.metadata}
-        return {"environment": self._ref, "task": task, "turns": turns}
+        name = _name(episode.group_id, episode.index)
+        return {"environment": self._ref, "episode": name, "task": task, "turns": turns}
+
+    def _calls(self, token_ids_T: np.ndarray) -> list[ToolCall]:
+        """Of tools, in one turn of the policy."""
+        if not (written_in := self._tokenizer.tool_format):
+            return []
+        end = len(token_ids_T) - (int(token_ids_T[-1]) in self._tokenizer.eos_token_ids)
+        return tool_calls(self._tokenizer.decode(token_ids_T[:end], skip_special=False), written_in)[1]
 
     def _reply(self, episode: Episode, said: dict[str, Any] | Failure, seconds: float) -> Replied:
         """What a worker said, as tokens or as an end."""
@@ -137,7 +114,12 @@ class EnvironmentExecutor(Executor):
         if result is not None:
             observation_T = None
         num_tokens = sum(len(part) for _, part in episode.turns)
-        return Replied(episode.group_id, episode.index, num_tokens, observation_T, result, seconds)
+        num_calls = len(self._calls(episode.turns[-1][1]))
+        messages = [] if isinstance(said, Failure) else said.get("messages", [])
+        num_errors = sum(bool(one.get("is_error")) for one in messages)
+        return Replied(
+            episode.group_id, episode.index, num_tokens, observation_T, result, seconds, num_calls, num_errors
+        )
 
     def _ends_with_stop(self, episode: Episode) -> bool:
         return int(episode.turns[-1][1][-1]) in self._tokenizer.eos_token_ids
@@ -145,4 +127,10 @@ class EnvironmentExecutor(Executor):
     def _rendered(self, messages: Messages, *, ends_with_stop: bool) -> np.ndarray:
         """The tokens between the policy's turn and its next one, as the chat template writes them: what follows a
         sentinel in place of the turn. What was sampled is never encoded again."""
-        return self._tokenizer.encode(self._tokenizer.after_turn(messages, without_stop=ends_with_stop))
+        return self._tokenizer.encode(
+            self._tokenizer.after_turn(messages, without_stop=ends_with_stop, tools=self._tools)
+        )
+
+
+def _name(group_id: int, index: int) -> str:
+    return f"{group_id}-{index}"

@@ -198,3 +198,7 @@ class Replied(NamedTuple):
     """Its reward, or why it is INVALID; None: it goes on, or `[reward]` judges it."""
     seconds: float
     """That the reply took."""
+    num_calls: int = 0
+    """Of tools, in the turn."""
+    num_errors: int = 0
+    """Of these, malformed or failed."""

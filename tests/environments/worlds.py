@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from llamarl.environments._base import Environment, Task, Turn
@@ -33,3 +34,27 @@ class Bad(Environment):
             "task": f"{task.prompt}|{task.answer}|{task.metadata['level']}",
         }  # fmt: skip
         return answers.get(what)
+
+
+@dataclass
+class Counting(Environment):
+    """Has a state, and a file while it is open; does what the last turn says."""
+
+    def open(self, task: Task) -> None:
+        self.said = list[str]()
+        self.file = Path(task.metadata["folder"]) / f"{os.getpid()}-{id(self)}"
+        self.file.touch()
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Any:
+        what = turns[-1].response
+        self.said.append(what)
+        if what == "exit":
+            os._exit(3)
+        if what == "raise":
+            raise ValueError("no such thing")
+        return None if what == "nothing" else f"{len(self.said)} of {len(turns)}"
+
+    def close(self) -> None:
+        self.file.unlink()
+        if "stuck" in self.said:
+            raise RuntimeError("it does not close")

@@ -25,10 +25,10 @@ def executor(model: Path) -> Iterator[EnvironmentExecutor]:
     made.close()
 
 
-def episode(model: Path, index: int, *turns: str, spent_s: float = 0.0) -> Episode:
+def episode(model: Path, index: int, *turns: str, spent_s: float = 0.0, folder: Path | None = None) -> Episode:
     tokenizer = Tokenizer(model)
     prompt = Prompt(prompt_id="p", text="Leo has", token_ids_T=np.array([1], np.int32), answer="4",
-                    metadata={"level": 2})  # fmt: skip
+                    metadata={"level": 2, "folder": str(folder)})  # fmt: skip
     written = [(n % 2 == 0, tokenizer.encode(text)) for n, text in enumerate(turns)]
     return Episode(5, index, prompt, written, spent_s)
 
@@ -83,3 +83,47 @@ def test_many_quick_ones_go_in_batches(model: Path, executor: EnvironmentExecuto
     start_s = time.monotonic()
     assert len(replies(executor, 500)) == 500
     assert time.monotonic() - start_s < 30.0
+
+
+def test_states_are_those_of_their_episodes_and_none_stays(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A thousand opened and left, some of which die, fail, end, or are asked for twice."""
+    options = {"name": "tests.environments.worlds:Counting", "workers": 2}
+    executor, tokenizer = EnvironmentExecutor(str(model), Ref.model_validate(options)), Tokenizer(model)
+
+    def ask(*turns: str, of: range) -> dict[int, str]:
+        executor.submit([episode(model, n, *turns, folder=tmp_path) for n in of])
+        found = replies(executor, len(of))
+        return {n: tokenizer.decode(one.observation_T) if one.observation_T is not None else str(one.result and
+                one.result.reason) for n, one in found.items()}  # fmt: skip
+
+    def num_open() -> int:
+        return len(list(tmp_path.iterdir()))
+
+    def closed(count: int) -> bool:
+        deadline_s = time.monotonic() + 20
+        while num_open() != count and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        return num_open() == count
+
+    everything = range(1000)
+    assert set(ask("a", of=everything).values()) == {"1 of 1"} and num_open() == 1000
+    assert set(ask("a", of=range(10)).values()) == {"1 of 1"} and num_open() == 1000, "asked twice: closed and opened"
+    assert set(ask("a", "1 of 1", "b", of=range(900)).values()) == {"2 of 2"}
+    assert ask("a", "x", "b", "x", "nothing", of=range(10)) == dict.fromkeys(range(10), "None")
+    assert set(ask("a", "x", "b", "x", "raise", of=range(10, 20)).values()) == {
+        "environment: ValueError: no such thing"
+    }
+    assert closed(980)
+    assert "has died" in ask("a", "x", "b", of=range(5))[0], "one that has ended has no state"
+    ask("a", "x", "stuck", of=range(20, 21))
+    executor.leave([(5, n) for n in range(300)])
+    assert closed(700)
+    assert "RuntimeError: it does not close" in capfd.readouterr().out
+    assert "exit code 3" in ask("exit", of=range(2000, 2001))[2000]
+    said = ask("a", "x", "b", of=range(300, 1000))
+    lost = [n for n, text in said.items() if "the worker that had the state of this episode has died" in text]
+    assert 0 < len(lost) < 700 and all(said[n] in ("2 of 2", "3 of 2") for n in said.keys() - set(lost))
+    executor.close()
+    assert num_open() == len(lost) + 2, "what dead workers had cannot be closed"
