@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -60,6 +60,9 @@ class RolloutConfig(Section):
     environment: Ref | None = None
     """What answers the policy between its turns: a file in `environments/`, or `package.module:Class`; none: a response
     is one turn. Observed tokens count towards `max_new_tokens`, and nobody learns to write them."""
+    tools: list[str] = Field(default_factory=list)
+    """Python functions that the policy may call, `package.module:function` each: they are an environment, and the chat
+    template tells the policy of them."""
     temperature: float = Field(default=1.0, gt=0, le=100)
     """Divides the logits when sampling; the trainer uses the same."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -68,6 +71,20 @@ class RolloutConfig(Section):
     """Keep the k most likely tokens; 0 is off."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Drop tokens below this share of the most likely one; 0 is off."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tools_are_an_environment(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not values.get("tools"):
+            return values
+        environment = Ref.model_validate(values.get("environment") or "tools")
+        if environment.name != "tools":
+            raise ValueError(
+                f"rollout.tools with rollout.environment = {environment.name!r}: tools are an environment; leave one "
+                "of them out"
+            )
+        options = environment.options | {"functions": values["tools"]}
+        return values | {"environment": {"name": "tools", **options}}
 
 
 class VllmConfig(Section):

@@ -5,9 +5,10 @@ Shape suffix: T tokens of one prompt.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,7 +34,11 @@ class PromptSet:
 
 
 def load_prompts(
-    config: DataConfig, tokenizer: Tokenizer, context_tokens: int, which: Literal["train", "eval"] = "train"
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    context_tokens: int,
+    which: Literal["train", "eval"] = "train",
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptSet:
     """Prompts of `config.train` or `config.eval`.
 
@@ -42,6 +47,7 @@ def load_prompts(
         tokenizer: of the policy model.
         context_tokens: the model's longest sequence; a prompt leaves room for at least one more token.
         which: the source to load.
+        tools: JSON schemas of what the policy may call, for the chat template.
 
     Raises:
         ConfigError: the source or the template is wrong, a prompt is overlong under `refuse`, or every prompt is.
@@ -53,7 +59,9 @@ def load_prompts(
         )
     source: ProblemSource = build(ref, SOURCES, f"data.{which}")
     rows = [source[i] for i in range(len(source))]
-    texts = [render(row, config.template, tokenizer) for row in rows]
+    if tools:
+        _check_tools(config, tokenizer)
+    texts = [render(row, config.template, tokenizer, tools) for row in rows]
     # A chat template writes its own BOS; a plain text gets the one that the model saw in pretraining.
     token_ids = tokenizer.encode_batch(texts, add_special_tokens=config.template != CHAT)
     limit = min(config.max_prompt_tokens, context_tokens - 1)
@@ -76,10 +84,19 @@ def load_prompts(
     return PromptSet(prompts=tuple(prompts), num_overlong=len(rows) - len(prompts))
 
 
-def render(row: ProblemRow, template: str, tokenizer: Tokenizer) -> str:
+def _check_tools(config: DataConfig, tokenizer: Tokenizer) -> None:
+    if config.template != CHAT:
+        raise ConfigError(f"data.template = {config.template!r} cannot tell the policy of its tools; use 'chat'")
+    if not tokenizer.tool_format:
+        raise ConfigError(
+            f"the chat template of {tokenizer.folder} writes tools neither as Qwen's nor as Llama's; use such a model"
+        )
+
+
+def render(row: ProblemRow, template: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """The prompt text of `row`: `fill_template`, or one user message under the `chat` template. Raises ConfigError."""
     if template == CHAT:
-        return tokenizer.apply_chat_template([{"role": "user", "content": row.question}])
+        return tokenizer.apply_chat_template([{"role": "user", "content": row.question}], tools=tools)
     return fill_template(row, template)
 
 

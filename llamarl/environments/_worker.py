@@ -70,6 +70,11 @@ def _environment(ref: str) -> Environment:
     return build_environment(Ref.model_validate_json(ref))
 
 
+def tools_of(ref: Ref | None) -> list[dict[str, Any]]:
+    """That an environment offers, as JSON schemas. Raises ConfigError."""
+    return build_environment(ref).tools() if ref else []
+
+
 def build_environment(ref: Ref) -> Environment:
     """Raises ConfigError."""
     found = build(ref, "llamarl.environments", "rollout.environment")

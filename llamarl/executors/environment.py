@@ -117,9 +117,8 @@ class EnvironmentExecutor(Executor):
         num_calls = len(self._calls(episode.turns[-1][1]))
         messages = [] if isinstance(said, Failure) else said.get("messages", [])
         num_errors = sum(bool(one.get("is_error")) for one in messages)
-        return Replied(
-            episode.group_id, episode.index, num_tokens, observation_T, result, seconds, num_calls, num_errors
-        )
+        calls = num_calls, num_errors
+        return Replied(episode.group_id, episode.index, num_tokens, observation_T, result, seconds, calls)
 
     def _ends_with_stop(self, episode: Episode) -> bool:
         return int(episode.turns[-1][1][-1]) in self._tokenizer.eos_token_ids

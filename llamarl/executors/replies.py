@@ -58,10 +58,8 @@ class GeneratorStats(NamedTuple):
         if prefill_tokens:
             new = GeneratorStats(prefill_steps=1, prefill_rows=rows, prefill_tokens=prefill_tokens, prefill_s=seconds)
         else:
-            new = GeneratorStats(
-                decode_steps=1, decode_rows=rows, decode_rows_squared=rows * rows, decode_s=seconds,
-                decode_rows_s=rows * seconds,
-            )  # fmt: skip
+            new = GeneratorStats(decode_steps=1, decode_rows=rows, decode_rows_squared=rows * rows, decode_s=seconds)
+            new = new._replace(decode_rows_s=rows * seconds)
         return self.plus(new)
 
     def plus(self, other: GeneratorStats) -> GeneratorStats:
@@ -198,7 +196,5 @@ class Replied(NamedTuple):
     """Its reward, or why it is INVALID; None: it goes on, or `[reward]` judges it."""
     seconds: float
     """That the reply took."""
-    num_calls: int = 0
-    """Of tools, in the turn."""
-    num_errors: int = 0
-    """Of these, malformed or failed."""
+    calls: tuple[int, int] = (0, 0)
+    """Of tools in the turn: how many, and how many of them were malformed or failed."""

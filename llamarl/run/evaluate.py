@@ -13,6 +13,7 @@ from llamarl.controller.ports import Executors
 from llamarl.controller.telemetry import Telemetry
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+from llamarl.environments._worker import tools_of
 from llamarl.models.folder import load_shape
 from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.screen import NullScreen
@@ -46,7 +47,8 @@ async def _evaluate(config: RunConfig, progress: Callable[[int, int], None]) -> 
     path = config.model.path
     shape, tokenizer = load_shape(path), Tokenizer(path)
     check_vocabulary(tokenizer, shape.vocab_size)
-    prompts = load_prompts(config.data, tokenizer, shape.max_position_embeddings, "eval").prompts
+    tools = tools_of(config.rollout.environment)
+    prompts = load_prompts(config.data, tokenizer, shape.max_position_embeddings, "eval", tools).prompts
     problems = Problems(train=(), eval=prompts, stop_token_ids=tokenizer.eos_token_ids)
     cluster = open_cluster(config.cluster)
 

@@ -16,7 +16,7 @@ from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.admission import Problems
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
-from llamarl.environments._worker import build_environment
+from llamarl.environments._worker import build_environment, tools_of
 from llamarl.generation.vllm_server import check_python
 from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
@@ -90,7 +90,8 @@ def prepare(config: RunConfig) -> Prepared:
         )
 
     def load(which: Literal["train", "eval"]) -> tuple[Prompt, ...]:
-        loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings, which)
+        tools = tools_of(config.rollout.environment)
+        loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings, which, tools)
         if loaded.num_overlong:
             warnings.append(skipped_prompts(config, which, loaded.num_overlong))
         return loaded.prompts

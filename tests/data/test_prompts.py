@@ -14,6 +14,7 @@ from llamarl.config import ConfigError
 from llamarl.config.schema import DataConfig
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer
+from tests.data.test_chat import ADD, TEMPLATES
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k_test.jsonl"
 
@@ -95,6 +96,20 @@ def test_chat_template_gets_one_user_message(
     first = load_prompts(make_config(template="chat"), tokenizer, 512).prompts[0]
     assert first.text == "user: 1+1?<|endoftext|>"
     assert first.token_ids_T[-1] == tokenizer.eos_token_ids[0]
+
+
+def test_tools_are_told_of_by_a_chat_template_that_writes_them(
+    make_tokenizer: Callable[..., Tokenizer], make_config: Callable[..., DataConfig], base_tokenizer: Tokenizer
+) -> None:
+    chat = make_tokenizer(chat_template=TEMPLATES["qwen"])
+    first = load_prompts(make_config(template="chat"), chat, 4096, tools=[ADD]).prompts[0]
+    assert first.text == chat.apply_chat_template([{"role": "user", "content": "1+1?"}], tools=[ADD])
+    assert '"name": "add"' in first.text
+    with pytest.raises(ConfigError, match="cannot tell the policy of its tools; use 'chat'"):
+        load_prompts(make_config(template="{question}"), chat, 512, tools=[ADD])
+    (chat.folder / "chat_template.jinja").write_text(TEMPLATES["plain"])
+    with pytest.raises(ConfigError, match="writes tools neither as Qwen's nor as Llama's"):
+        load_prompts(make_config(template="chat"), Tokenizer(chat.folder), 512, tools=[ADD])
 
 
 def test_held_out_source_is_its_own(base_tokenizer: Tokenizer, make_config: Callable[..., DataConfig]) -> None:

@@ -42,15 +42,15 @@ def test_calculator_agrees_with_arithmetic() -> None:
 def test_what_a_worker_answers() -> None:
     item = {"environment": Ref(name="tests.environments.worlds:Bad").model_dump_json(), "task": {
         "prompt": "q", "answer": "1", "metadata": {"level": 3}}}  # fmt: skip
-    assert reply(item | {"turns": [["task", None]]}) == {"text": "q|1|3"}
-    assert reply(item | {"turns": [["x", "seen"], ["history", None]]}) == {"text": "2 seen"}
-    assert reply(item | {"turns": [["nothing", None]]}) == {"end": True}
-    assert reply(item | {"turns": [["reward", None]]})["reward"]["value"] == 0.5
-    assert reply(item | {"turns": [["messages", None]]}) == {"messages": [{"role": "user", "content": "and now?"}]}
+    assert reply(item | {"turns": [["task", None, []]]}) == {"text": "q|1|3"}
+    assert reply(item | {"turns": [["x", "seen", []], ["history", None, []]]}) == {"text": "2 seen"}
+    assert reply(item | {"turns": [["nothing", None, []]]}) == {"end": True}
+    assert reply(item | {"turns": [["reward", None, []]]})["reward"]["value"] == 0.5
+    assert reply(item | {"turns": [["messages", None, []]]}) == {"messages": [{"role": "user", "content": "and now?"}]}
     with pytest.raises(ValueError, match="an observation of 2,097,152 characters"):
-        reply(item | {"turns": [["flood", None]]})
+        reply(item | {"turns": [["flood", None, []]]})
     with pytest.raises(TypeError, match="it replied 7, which is no text"):
-        reply(item | {"turns": [["number", None]]})
+        reply(item | {"turns": [["number", None, []]]})
 
 
 @pytest.mark.parametrize(

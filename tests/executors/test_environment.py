@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.executors.environment import EnvironmentExecutor
 from llamarl.executors.replies import Episode, Replied
 from llamarl.types import Outcome, Prompt
+from tests.data.test_chat import TEMPLATES
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +104,11 @@ def test_states_are_those_of_their_episodes_and_none_stays(
     def num_open() -> int:
         return len(list(tmp_path.iterdir()))
 
-    def closed(count: int) -> bool:
-        deadline_s = time.monotonic() + 20
-        while num_open() != count and time.monotonic() < deadline_s:
+    def soon(condition: Callable[[], bool]) -> bool:
+        deadline_s = time.monotonic() + 30
+        while not (holds := condition()) and time.monotonic() < deadline_s:
             time.sleep(0.02)
-        return num_open() == count
+        return holds
 
     everything = range(1000)
     assert set(ask("a", of=everything).values()) == {"1 of 1"} and num_open() == 1000
@@ -115,15 +118,41 @@ def test_states_are_those_of_their_episodes_and_none_stays(
     assert set(ask("a", "x", "b", "x", "raise", of=range(10, 20)).values()) == {
         "environment: ValueError: no such thing"
     }
-    assert closed(980)
+    assert soon(lambda: num_open() == 980)
     assert "has died" in ask("a", "x", "b", of=range(5))[0], "one that has ended has no state"
     ask("a", "x", "stuck", of=range(20, 21))
     executor.leave([(5, n) for n in range(300)])
-    assert closed(700)
-    assert "RuntimeError: it does not close" in capfd.readouterr().out
+    assert soon(lambda: num_open() == 700)
+    assert soon(lambda: "RuntimeError: it does not close" in capfd.readouterr().out)
     assert "exit code 3" in ask("exit", of=range(2000, 2001))[2000]
     said = ask("a", "x", "b", of=range(300, 1000))
     lost = [n for n, text in said.items() if "the worker that had the state of this episode has died" in text]
     assert 0 < len(lost) < 700 and all(said[n] in ("2 of 2", "3 of 2") for n in said.keys() - set(lost))
     executor.close()
     assert num_open() == len(lost) + 2, "what dead workers had cannot be closed"
+
+
+@pytest.mark.parametrize("family", ["qwen", "llama"])
+def test_tools_are_called_in_the_format_of_the_model(model: Path, tmp_path: Path, family: str) -> None:
+    """And answered by its template, after the stop token that was sampled; what was sampled is as it was."""
+    stop, key = "<|endoftext|>", "arguments" if family == "qwen" else "parameters"
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    template = TEMPLATES[family].replace("<|im_end|>", stop).replace("<|eot_id|>", stop)
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer(folder)
+    options = {"name": "tools", "functions": ["tests.environments.test_tools:shout"]}
+    executor = EnvironmentExecutor(str(folder), Ref.model_validate(options))
+    call = json.dumps({"name": "shout", key: {"text": "hi"}})
+    call = f"<tool_call>{call}</tool_call>" if family == "qwen" else call
+    executor.submit([
+        episode(folder, 0, call + stop), episode(folder, 1, "done" + stop), episode(folder, 2, call[:-13] + stop),
+        episode(folder, 3, call + stop, "said", "done" + stop),
+    ])  # fmt: skip
+    found = replies(executor, 4)
+    executor.close()
+    texts = {n: tokenizer.decode(one.observation_T, skip_special=False) for n, one in found.items()
+             if one.observation_T is not None}  # fmt: skip
+    assert texts.keys() == {0, 2}
+    message = {"role": "tool", "name": "shout", "content": "HIŽ"}
+    assert texts[0] == tokenizer.after_turn([message], without_stop=True) and "HIŽ" in texts[0]
+    assert "error: " in texts[2] and [found[n].calls for n in range(4)] == [(1, 0), (0, 0), (1, 1), (0, 0)]
