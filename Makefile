@@ -16,7 +16,7 @@ VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format types contract pytest vllm gpu-check clean
+.PHONY: help demo test test-all pictures lint format types contract pytest vllm gpu-check clean
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test: lint types contract pytest ## Check everything: style, types, import order
 test-all: lint types contract $(DEV) ## As test, with the long ones: every kind of executor killed, generators stopped for 30 s
 	@echo "tests: pytest, all"
 	@LLAMARL_NIGHTLY=1 $(VENV)/bin/python -m pytest --quiet --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --override-ini session_timeout=2700
+
+pictures: $(DEV) ## Pictures of the page about runs, in .pictures/, to be looked at (RUNS=folder:folder: of those too); needs chromium
+	@LLAMARL_NIGHTLY=1 LLAMARL_PICTURES=.pictures LLAMARL_PICTURES_OF=$(RUNS) $(VENV)/bin/python -m pytest --quiet tests/observability/page/test_browser.py -k test_pictures
 
 lint: $(DEV) ## Check style
 	@echo "lint: ruff"

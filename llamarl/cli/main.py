@@ -24,6 +24,7 @@ COMMANDS = {
     "plan": "predict step time and find the best layout for a cluster",
     "profile": "turn a short run into measured constants for plan and simulate",
     "report": "show a run, or several beside each other, as one HTML file",
+    "watch": "show a run while it goes on, in a browser",
     "simulate": "run the real controller in virtual time on a simulated cluster",
     "launch": "hand a run on several hosts to Slurm or Kubernetes",
     "certs": "make the certificates by which the hosts of a run know each other",

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--restarts", type=int, metavar="N", help="when the run dies, go on with --resume, so many times at most"
     )
+    parser.add_argument("--watch", action="store_true", help="show the run in a browser meanwhile, as `llamarl watch`")
     options, overrides = parser.parse_known_args(arguments)
     config = load_config(options.config, overrides)
     if options.restarts and not options.dry_run:
@@ -42,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> int:
     """In this process; the exit code."""
+    from llamarl.cli.watch import watching
     from llamarl.cluster.api import ExecutorError, MeshFailed
     from llamarl.controller.admission import TooManyInvalid
     from llamarl.controller.saving import NotSaved
@@ -64,7 +67,10 @@ def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> in
         prepared = prepare(config)
     folder = prepare_run_folder(config, resume=options.resume, overwrite=options.overwrite)
     try:
-        summary = run(config, prepared, folder, resume=options.resume, command_started_s=started_s)
+        with watching(folder.path) if options.watch else nullcontext("") as address:
+            if address:
+                print(f"llamarl train: {address}", file=sys.stderr)
+            summary = run(config, prepared, folder, resume=options.resume, command_started_s=started_s)
     except Interrupted as error:
         print(f"llamarl train: {error}; go on with --resume. Files: {folder.path}", file=sys.stderr)
         return INTERRUPTED

@@ -24,7 +24,7 @@ ROLLOUT_BYTES, NUM_FLOWS, FINE_STEPS = 2_200_000, 120, 12
 detail are in it."""
 
 
-def described(data: RunData) -> dict[str, Any]:
+def described(data: RunData, claims: Sequence[dict[str, str]]) -> dict[str, Any]:
     """What is small, and changes as a whole."""
     state, reason = data.state()
     return {
@@ -33,7 +33,7 @@ def described(data: RunData) -> dict[str, Any]:
         "state": state,
         "reason": reason,
         "steps": data.num_steps,
-        "claims": findings(data),
+        "claims": claims,
         "evals": [one | {"error": accuracy_error(one)} for one in data.evals],
         "machine": data.start.get("machine", {}),
         "model": data.start.get("model", ""),
@@ -65,7 +65,7 @@ def whole(data: RunData, decode: Decode | None, num_runs: int) -> dict[str, Any]
         begin_s = min((group[1] for group in flow["groups"] if len(group) > 1), default=flow["trained_s"])
         end_s = flow.get("adopted_s", flow["trained_s"])
         fine.append(window(data, begin_s, end_s, 250))
-    return described(data) | {
+    return described(data, findings(data)) | {
         "settings": data.settings(),
         "series": data.series(max_points=MAX_POINTS),
         "every": -(-data.num_steps // MAX_POINTS),

@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 
 from llamarl.observability.files import pieces
 
-CHUNK_ROWS = 2000
+CHUNK_ROWS = 500
 """That one look reads at most: a reader stays responsive while it catches up."""
 
 

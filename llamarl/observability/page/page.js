@@ -72,6 +72,7 @@ async function follow() {
       drawMessages();
       if (isFirst) { drawSettings(); await find(); }
       if (isFirst || wasAll) lookAtAll();
+      if (view.step == null && view.run === index && Object.keys(run.flows).length) { view.step = +Object.keys(run.flows).at(-1); byId("step").value = view.step; drawFlow(); }
     }
     byId("title").classList.remove("bad");
   } catch (error) {

@@ -7,6 +7,7 @@ import math
 import time
 import tomllib
 from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -39,6 +40,8 @@ class RunData:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is no folder; give the folder of a run, such as runs/demo")
         self.folder = folder
+        self.generation, self.num_changes = 0, 0
+        """What was read began anew so often, and something was read so often."""
         self._clear()
 
     def _clear(self) -> None:
@@ -51,15 +54,12 @@ class RunData:
         """Kind, time and text of warnings and phases."""
         self.start: dict[str, Any] = {}
         self.end: dict[str, Any] = {}
-        self.num_changes = 0
-        """Grows whenever something is read."""
 
     def refresh(self) -> bool:
         """Reads what is new, or a part of it; whether there was anything."""
         if self._metrics.was_replaced() | self._events.was_replaced():
-            changes = self.num_changes
             self._clear()
-            self.num_changes = changes + 1
+            self.generation += 1
         before = self.num_changes
         for _, row in self._metrics.rows():
             self.num_changes += 1
@@ -220,7 +220,7 @@ class RunData:
     def series(self, after_step: int = 0, max_points: int = 1 << 30) -> dict[str, list[float | None]]:
         """Of each metric, the values of later steps; means of neighbors where there are too many."""
         steps = self.columns["step"]
-        begin = next((index for index, step in enumerate(steps) if step > after_step), len(steps)) if after_step else 0
+        begin = bisect_right(steps, after_step)
         every = max(1, math.ceil((len(steps) - begin) / max_points))
         return {name: _thinned(column[begin:], every) for name, column in self.columns.items()}
 

@@ -128,6 +128,7 @@ byId("work").addEventListener("pointerup", (event) => {
 });
 byId("work").addEventListener("dblclick", lookAtAll);
 byId("step").addEventListener("change", () => lookAtStep(+byId("step").value));
+byId("step").addEventListener("keydown", (event) => { if (event.key === "Enter") lookAtStep(+byId("step").value); });
 byId("run").addEventListener("change", () => { view.run = +byId("run").value; lookAtAll(); drawFlow(); find(); });
 document.querySelectorAll("[data-zoom]").forEach((button) => button.addEventListener("click", () => button.dataset.zoom === "all" ? lookAtAll() : zoom(+button.dataset.zoom)));
 document.querySelectorAll("[data-move]").forEach((button) => button.addEventListener("click", () => move(+button.dataset.move)));

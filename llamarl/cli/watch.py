@@ -1,0 +1,62 @@
+"""`llamarl watch RUN [OTHER ...]`, and the process of `llamarl train --watch`."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from llamarl.cli.options import command_parser
+from llamarl.cli.report import decoder
+from llamarl.config import ConfigError
+from llamarl.observability.page.live import Looking, Watched, build_app
+
+EPILOG = """It only reads the folders, of a run that goes on, has ended, or is on another machine whose disk is mounted
+here. Who knows the address, with the random part in it, may look. Ctrl-C ends it."""
+START_S = 10.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    parser = command_parser("watch", "The page of `llamarl report`, live.", EPILOG)
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, such as runs/demo")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen at; 0: any that is free (0)")
+    options = parser.parse_args(arguments)
+    folders, token = [Path(name) for name in options.runs], secrets.token_urlsafe(18)
+    runs = [Watched(folder, decoder(folder)) for folder in folders]
+    app = build_app(runs, token)
+
+    from llamarl.gateway.app import listening, serving
+
+    looking = Looking(runs)
+    with listening(options.host, options.port) as opened:
+        host, port = opened.getsockname()[:2]
+        print(f"watch at http://{f'[{host}]' if ':' in host else host}:{port}/{token}/", flush=True)
+        looking.start()
+        try:
+            asyncio.run(serving(app).serve(sockets=[opened]))
+        finally:
+            looking.close()
+    return 0
+
+
+@contextmanager
+def watching(folder: Path) -> Iterator[str]:
+    """While a run goes on, a process of its own shows it; what it says of where. Raises ConfigError."""
+    import importlib.util
+
+    if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
+        raise ConfigError("--watch needs starlette and uvicorn: pip install 'llamarl[serve]'")
+    command = [sys.executable, "-m", "llamarl", "watch", str(folder)]
+    # A group of its own: Ctrl-C is for the run, which ends this.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()

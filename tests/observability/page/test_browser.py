@@ -1,0 +1,313 @@
+"""The page as somebody sees it, in headless Chromium: what is drawn, found, colored, zoomed; that nothing is run that a
+model wrote, and that no request leaves the page."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.cli import report
+from llamarl.observability.page.live import Looking, Watched, build_app
+from tests.nightly import nightly
+from tests.observability.page.runs import add_step, make_run, rollout_row, write_rows
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+INK = """canvas => {
+  const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  let num = 0;
+  for (let at = 3; at < data.length; at += 4) num += data[at] > 0;
+  return num;
+}"""
+FAINT = """() => {
+  const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const over = (color, under) => {
+    for (const one of [`rgb(${under})`, color]) { context.fillStyle = one; context.fillRect(0, 0, 1, 1); }
+    return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = (color) => color.map((value) => value / 255)
+    .map((value) => value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, value, index) => sum + value * [0.2126, 0.7152, 0.0722][index], 0);
+  const back = (element) => element ? over(getComputedStyle(element).backgroundColor, back(element.parentElement))
+    : [255, 255, 255];
+  const hasText = (one) => [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+  return [...document.querySelectorAll("body *")]
+    .filter((one) => one.checkVisibility() && !one.closest("select, script") && hasText(one))
+    .map((one) => {
+      const under = back(one), own = light(over(getComputedStyle(one).color, under));
+      const [low, high] = [light(under), own].sort((first, second) => first - second);
+      return [(high + 0.05) / (low + 0.05), one.outerHTML.slice(0, 120)];
+    }).filter(([contrast]) => contrast < 4.5).slice(0, 5);
+}"""
+"""Elements with text of their own whose contrast is below WCAG's 4.5."""
+BACKGROUNDS = "all => all.map(one => getComputedStyle(one).backgroundColor)"
+LIVE_S, START_S = 2.0, 20.0
+WIDTHS = (1280, 390)
+
+pytestmark = [
+    nightly("a browser takes a second to start"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (apt-get install chromium)"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """A page that was opened, and what it asked for and complained of."""
+
+    def __init__(self, browser: Any, url: str, width: int = 1280, scheme: str = "light") -> None:
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.page, self.asked, self.errors = self.context.new_page(), list[str](), list[str]()
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.goto(url)
+        self.page.wait_for_selector("#list tbody tr")
+
+    def until(self, expression: str) -> None:
+        """Waits for it to be true; the page's own rules forbid to have it waited for in there."""
+        until_s = time.monotonic() + START_S
+        while not self.page.evaluate(expression):
+            assert time.monotonic() < until_s, expression
+            self.page.wait_for_timeout(50)
+
+    def ink(self, selector: str) -> int:
+        """Pixels of a canvas that are not empty."""
+        return int(self.page.eval_on_selector(selector, INK))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Reports of one run, of two, of a failed one, of an empty folder."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs = {
+        "one": [make_run(folder / "one", 60)],
+        "two": [make_run(folder / "first", 60), make_run(folder / "second", 40, rate=1e-3)],
+        "failed": [make_run(folder / "failed", 8, end="failed")],
+    }
+    for name, of_one in runs.items():
+        report.main([*map(str, of_one), "--output", str(folder / f"{name}.html")])
+    return {name: (folder / f"{name}.html").as_uri() for name in runs}
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Any]:
+    opened = list[Visit]()
+
+    def visit(*arguments: Any, **options: Any) -> Visit:
+        opened.append(Visit(browser, *arguments, **options))
+        return opened[-1]
+
+    yield visit
+    for one in opened:
+        assert one.errors == []
+        one.context.close()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_is_drawn_and_fits(visit: Any, files: dict[str, str], width: int, scheme: str) -> None:
+    one = visit(files["one"], width=width, scheme=scheme)
+    assert one.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert one.page.evaluate("document.documentElement.classList.contains('dark')") == (scheme == "dark")
+    for chart in ("reward", "solve", "staleness", "kl", "entropy", "grad", "busy"):
+        assert one.ink(f"#{chart} canvas") > 300, chart
+    assert one.ink("#work") > 1000
+    assert one.ink("#flow") > 1000
+    assert [url for url in one.asked if not url.startswith(("file:", "data:"))] == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_can_be_read(visit: Any, files: dict[str, str], scheme: str) -> None:
+    """WCAG's contrast of at least 4.5 for every element with text of its own, tokens of all colorings included."""
+    one = visit(files["one"], scheme=scheme)
+    for coloring in ("version", "importance ratio", "log-prob", "advantage"):
+        one.page.select_option("#coloring", coloring)
+        assert one.page.evaluate(FAINT) == [], coloring
+
+
+def test_what_a_model_wrote_is_shown_and_never_run(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["one"])
+    one.page.fill("[name=prompt]", "<script>")
+    one.page.keyboard.press("Enter")
+    assert one.page.locator("#list tbody tr").count() == 1
+    shown = one.page.inner_text("#prompt")
+    assert "<script>window.hacked = 1</script>" in shown
+    assert "⟨U+202E⟩␇" in shown, "letters that turn the text around, or that are no letters, are named"
+    assert one.page.evaluate("window.hacked") is None
+    assert one.page.locator("main img, main script").count() == 0
+
+
+def test_claims_lead_to_their_pictures(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["one"])
+    links = one.page.locator("#summary a")
+    assert links.count() >= 3
+    for number in range(links.count()):
+        target = links.nth(number).get_attribute("href")
+        assert one.page.locator(target).count() == 1, target
+    links.first.click()
+    assert one.page.evaluate("location.hash") == "#solve"
+
+
+def test_filters_and_colors(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["one"])
+    one.page.fill("[name=step]", "3..4")
+    one.page.fill("[name=reward]", "1")
+    one.page.keyboard.press("Enter")
+    assert one.page.locator("#list tbody tr").count() == 4
+
+    def backgrounds() -> list[str]:
+        return one.page.eval_on_selector_all(
+            "#tokens .token", "all => all.map(one => getComputedStyle(one).backgroundColor)"
+        )
+
+    seen = dict[str, tuple[str, ...]]()
+    for coloring in ("version", "importance ratio", "log-prob", "advantage"):
+        one.page.select_option("#coloring", coloring)
+        seen[coloring] = tuple(backgrounds())
+    assert len(set(seen.values())) == 4
+    assert seen["version"][0] == seen["version"][1] != seen["version"][3], "two versions wrote it"
+    assert one.page.locator("#tokens .seen").count() == 1
+    assert one.page.locator("#tokens .turn").count() == 1
+    one.page.hover("#tokens .token >> nth=1")
+    assert "log-prob -2, trainer's -1, importance ratio 2.718" in one.page.inner_text("#token")
+
+
+def test_smoothing_axes_and_a_shared_cursor(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["two"])
+    drawn = one.page.eval_on_selector("#reward canvas", "canvas => canvas.toDataURL()")
+    one.page.eval_on_selector("#smoothing", "input => { input.value = 0; input.dispatchEvent(new Event('input')); }")
+    one.page.wait_for_timeout(100)
+    assert one.page.eval_on_selector("#reward canvas", "canvas => canvas.toDataURL()") != drawn
+    for along in ("samples", "wall_s"):
+        one.page.select_option("#along", along)
+        assert one.ink("#reward canvas") > 300
+    one.page.hover("#reward .u-over")
+    values = one.page.locator(".chart .value").all_inner_texts()
+    assert sum(bool(value.strip()) for value in values) > 10, "other charts tell their values at the cursor, too"
+
+
+def test_runs_beside_each_other(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["two"])
+    assert one.page.locator("#summary .run").count() == 2
+    assert "differs between runs" in one.page.inner_text("#table")
+    assert one.page.locator("#reward .key .swatch").count() == 2
+    one.page.select_option("#run", "1")
+    one.until("document.querySelector('#under').textContent.includes('1m 20s')")
+
+
+def test_a_failure_says_so(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["failed"])
+    assert "the run failed: trainer died" in one.page.inner_text("#summary")
+    assert "trainer died" in one.page.inner_text("#messages")
+
+
+def test_zoom_by_keyboard_alone(visit: Any, files: dict[str, str]) -> None:
+    """From the address bar to a step in full detail, and to a token, without a mouse."""
+    one = visit(files["one"])
+
+    def focus(selector: str) -> None:
+        for _ in range(300):
+            one.page.keyboard.press("Tab")
+            if one.page.evaluate(f"document.activeElement.matches({selector!r})"):
+                return
+        pytest.fail(f"{selector} cannot be reached")
+
+    under = one.page.inner_text("#under")
+    focus("#step")
+    one.page.keyboard.press("Control+a")
+    one.page.keyboard.type("17")
+    one.page.keyboard.press("Enter")
+    one.until("document.querySelector('#flow-text').textContent.startsWith('Step 17')")
+    zoomed = one.page.inner_text("#under")
+    assert zoomed != under
+    assert one.ink("#flow") > 1000
+    focus("#work")
+    one.page.keyboard.press("ArrowRight")
+    assert one.page.inner_text("#under") != zoomed
+    one.page.keyboard.press("Home")
+    one.page.keyboard.press("+")
+    assert one.page.inner_text("#under") not in (under, zoomed)
+    focus("#list tr:nth-child(2)")
+    one.page.keyboard.press("Enter")
+    assert one.page.get_attribute("#list tbody tr:nth-child(2)", "aria-selected") == "true"
+    focus("#tokens")
+    one.page.keyboard.press("ArrowRight")
+    one.page.keyboard.press("ArrowRight")
+    assert one.page.inner_text("#token").startswith("token 2 of 4")
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    uvicorn = pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+    folder = make_run(tmp_path / "live", end=None)
+    run = Watched(folder, str)
+    looking, opened = Looking([run]), socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(build_app([run], "secret"), log_level="warning", timeout_graceful_shutdown=1)
+    )
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
+    looking.start()
+    thread.start()
+    yield f"http://127.0.0.1:{opened.getsockname()[1]}/secret/", folder
+    server.should_exit = True
+    thread.join(10)
+    looking.close()
+    opened.close()
+
+
+def test_a_new_step_is_drawn_within_two_seconds(visit: Any, served: tuple[str, Path]) -> None:
+    """On two pages; the best of three steps counts, as others share the machine."""
+    url, folder = served
+    pages = [visit(url), visit(url, width=390)]
+    taken_s = list[float]()
+    for step in (21, 22, 23):
+        start_s = time.monotonic()
+        add_step(folder, step)
+        for one in pages:
+            one.until(f"document.querySelector('.state').textContent.includes('{step} steps')")
+            assert one.page.evaluate("runs[0].series.step.at(-1)") == step
+        taken_s.append(time.monotonic() - start_s)
+    assert min(taken_s) < LIVE_S, taken_s
+    write_rows(folder / "rollouts.jsonl", [rollout_row(24, 400, 0, prompt="the newest one")])
+    pages[0].page.wait_for_timeout(1000)
+    pages[0].page.fill("[name=prompt]", "newest")
+    pages[0].page.keyboard.press("Enter")
+    pages[0].until("document.querySelectorAll('#list tbody tr').length === 1")
+    pages[0].page.fill("#step", "7")
+    pages[0].page.keyboard.press("Enter")
+    pages[0].until("document.querySelector('#flow-text').textContent.startsWith('Step 7')")
+    for one in pages:
+        assert [address for address in one.asked if not address.startswith((url, "data:"))] == []
+
+
+@pytest.mark.skipif("LLAMARL_PICTURES" not in os.environ, reason="`make pictures` asks for them")
+def test_pictures(visit: Any, files: dict[str, str]) -> None:
+    """Of each page and section, to be looked at."""
+    folder = Path(os.environ["LLAMARL_PICTURES"])
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = [Path(name) for name in os.environ.get("LLAMARL_PICTURES_OF", "").split(":") if name]
+    for run in runs:
+        report.main([str(run), "--output", str(folder / f"{run.name}.html")])
+    for name, url in {**files, **{run.name: (folder / f"{run.name}.html").absolute().as_uri() for run in runs}}.items():
+        for width, scheme in zip(WIDTHS, ("light", "dark"), strict=True):
+            one = visit(url, width=width, scheme=scheme)
+            one.page.wait_for_timeout(300)
+            one.page.screenshot(path=folder / f"{name}-{width}-top.png")
+            for section in ("curves", "timeline", "rollouts", "settings", "messages"):
+                one.page.evaluate("document.querySelector('header').style.position = 'static'")
+                one.page.locator(f"#{section}").screenshot(path=folder / f"{name}-{width}-{section}.png")

@@ -1,0 +1,148 @@
+"""The page while a run goes on: what is new, and nothing else; nobody without the token."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra `serve` is not installed")
+from starlette.testclient import TestClient
+
+from llamarl.observability.page.live import Looking, Watched, build_app
+from tests.observability.page.runs import add_step, flow_row, make_run, rollout_row, span_rows, step_row, write_rows
+
+START_S, END_S = 30.0, 5.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "made", end=None)
+
+
+@pytest.fixture
+def run(folder: Path) -> Watched:
+    run = Watched(folder, str)
+    while run.look():
+        pass
+    return run
+
+
+@pytest.fixture
+def client(run: Watched) -> TestClient:
+    return TestClient(build_app([run], "secret"))
+
+
+def test_news_are_what_is_new(client: TestClient, run: Watched, folder: Path) -> None:
+    first = client.get("/secret/news?run=0&change=-1&after=0").json()
+    assert first["whole"]
+    assert first["series"]["step"] == [float(step) for step in range(1, 21)]
+    assert any(name == "rollout.temperature" for name, _, _ in first["settings"])
+    assert client.get(f"/secret/news?run=0&change={first['change']}&after=20").json() == {"change": first["change"]}
+    add_step(folder, 21, reward_mean=float("nan"))
+    run.look()
+    news = client.get(f"/secret/news?run=0&change={first['change']}&after=20").json()
+    assert not news["whole"]
+    assert news["series"]["step"] == [21.0]
+    assert news["series"]["reward_mean"] == [None]
+    assert "21" in news["flows"]
+    assert "settings" not in news
+
+
+def test_a_run_that_begins_anew_comes_whole(client: TestClient, run: Watched, folder: Path) -> None:
+    first = client.get("/secret/news?run=0&change=-1").json()
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    make_run(folder, steps=2, end=None)
+    while run.look():
+        pass
+    news = client.get(f"/secret/news?run=0&change={first['change']}&after=20").json()
+    assert news["whole"]
+    assert news["series"]["step"] == [1.0, 2.0]
+
+
+def test_windows_flows_and_rollouts(client: TestClient) -> None:
+    work = client.get("/secret/work?run=0&from=10000&to=14000").json()
+    assert (work["from"], work["to"]) == (10_000, 14_000)
+    assert work["waits"]["trainer"] == {"rollouts": pytest.approx(2000, abs=1)}
+    assert list(client.get("/secret/flow?run=0&step=7").json()) == ["7"]
+    found = client.get("/secret/rollouts", params={"run": 0, "step": "7", "reward": "1"}).json()
+    assert [row["index"] for row in found["rows"]] == [1, 1]
+    assert found["words"]["5"] == "5"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/wrong/", "/news?run=0", "/secret/passwd?run=0", "/secret/news?run=3", "/secret/news", "/secret/work?run=0",
+     "/secret/flow?run=0&step=x", "/secret/../config.toml"],
+)  # fmt: skip
+def test_nothing_else_is_there(client: TestClient, path: str) -> None:
+    assert client.get(path).status_code == 404
+
+
+def test_the_page_may_ask_its_server_alone(client: TestClient) -> None:
+    page = client.get("/secret/").text
+    assert "connect-src 'self'" in page
+    assert '"live":"/secret/"' in page
+
+
+def test_ten_thousand_steps_stay_responsive(tmp_path: Path) -> None:
+    """Bounded waits, measured on whatever machine this is: an order of magnitude above what they take."""
+    folder = make_run(tmp_path / "long", steps=0, end=None)
+    steps = range(1, 10_001)
+    write_rows(folder / "metrics.jsonl", [step_row(step) for step in steps])
+    write_rows(folder / "events.jsonl", [row for step in steps for row in (span_rows(step), flow_row(step))])
+    write_rows(folder / "rollouts.jsonl", [rollout_row(step, step, 0) for step in steps])
+    run = Watched(folder, None)
+    while run.look():
+        pass
+    client = TestClient(build_app([run], "secret"))
+    change = client.get("/secret/news?run=0&change=-1").json()["change"]
+    add_step(folder, 10_001)
+    start_s = time.monotonic()
+    run.look()
+    news = client.get(f"/secret/news?run=0&change={change}&after=10000").json()
+    assert news["series"]["step"] == [10_001.0]
+    assert time.monotonic() - start_s < 2
+    assert len(client.get(f"/secret/news?run=0&change={change}&after=10000").content) < 300_000
+
+
+def test_the_command_only_reads_and_ends_with_ctrl_c(folder: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    command = [sys.executable, "-m", "llamarl", "watch", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "NO_PROXY": "*"}) as process:
+        assert process.stdout is not None
+        found = re.search(r"http://127\.0\.0\.1:\d+/([\w-]{20,})/", process.stdout.readline())
+        assert found
+        with urllib.request.urlopen(found[0], timeout=START_S) as answer:
+            assert b"llamarl" in answer.read()
+        with pytest.raises(OSError, match="404"):
+            urllib.request.urlopen(found[0].replace(found[1], "x" * 24), timeout=START_S)
+        process.send_signal(signal.SIGINT)
+        process.wait(END_S)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_two_pages_see_the_same(run: Watched, folder: Path) -> None:
+    looking = Looking([run])
+    looking.start()
+    try:
+        clients = [TestClient(build_app([run], "secret")) for _ in range(2)]
+        write_rows(folder / "events.jsonl", [{"kind": "warning", "at_s": 1.7e9 + 50, "text": "slow"}])
+        until_s = time.monotonic() + 10
+        while time.monotonic() < until_s:
+            texts = [client.get("/secret/news?run=0&change=-1").json()["texts"] for client in clients]
+            if all(["warning", 50.0, "slow"] in one for one in texts):
+                return
+            time.sleep(0.05)
+        pytest.fail(f"a warning does not come: {texts}")
+    finally:
+        looking.close()
