@@ -123,7 +123,7 @@ def _max_new_tokens(options: argparse.Namespace, run: RunConfig | None) -> int:
 
 def _turns(run: RunConfig | None) -> dict[str, Any]:
     """How responses end in the run, and what answers them."""
-    return {"stop_strings": run.rollout.stop_strings, "environment": run.rollout.environment} if run else {}
+    return {name: getattr(run.rollout, name) for name in ("stop_strings", "environment", "agent")} if run else {}
 
 
 def _data(options: argparse.Namespace, run: RunConfig | None) -> DataConfig:

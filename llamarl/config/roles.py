@@ -1,4 +1,4 @@
-"""Settings of the executors that judge: reference, critic and reward model."""
+"""Settings of the executors that judge, reference, critic and reward model, and of agents."""
 
 from __future__ import annotations
 
@@ -59,3 +59,14 @@ class RewardModelConfig(Section):
     """CPU threads."""
     device: Device = "cpu"
     """`cpu`, `cuda` (the next free GPUs, one for each rank), or `cuda:0,2-3` to name them."""
+
+
+class AgentConfig(Section):
+    name: str
+    """`package.module:run` of an `async def run(task, base_url, api_key)`."""
+    episode_s: float = Field(default=600.0, gt=0)
+    """Seconds for one episode, the policy's included; a longer one is INVALID."""
+    workers: int = Field(default=1, ge=1, le=256)
+    """Processes that agents run in, side by side."""
+    memory_bytes: int = Field(default=1 << 32, ge=1 << 28)
+    """Address space of each of them."""

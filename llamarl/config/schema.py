@@ -10,7 +10,7 @@ from llamarl.config.cluster import ClusterConfig
 from llamarl.config.device import Device
 from llamarl.config.launch import LaunchConfig
 from llamarl.config.ref import Ref
-from llamarl.config.roles import CriticConfig, ReferenceConfig, RewardModelConfig
+from llamarl.config.roles import AgentConfig, CriticConfig, ReferenceConfig, RewardModelConfig
 from llamarl.config.section import Section
 from llamarl.config.trainer import TrainerConfig
 
@@ -63,6 +63,11 @@ class RolloutConfig(Section):
     tools: list[str] = Field(default_factory=list)
     """Python functions that the policy may call, `package.module:function` each: they are an environment, and the chat
     template tells the policy of them."""
+    agent: Annotated[
+        AgentConfig | None, BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
+    ] = None
+    """A program that has the policy work over OpenAI's protocol and says what its work is worth: `package.module:run`;
+    `max_new_tokens` then bounds what an episode samples, and each of its sequences after the first prompt."""
     temperature: float = Field(default=1.0, gt=0, le=100)
     """Divides the logits when sampling; the trainer uses the same."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -85,6 +90,11 @@ class RolloutConfig(Section):
             )
         options = environment.options | {"functions": values["tools"]}
         return values | {"environment": {"name": "tools", **options}}
+
+    @property
+    def has_episodes(self) -> bool:
+        """Rollouts are of several turns."""
+        return self.environment is not None or self.agent is not None
 
 
 class VllmConfig(Section):

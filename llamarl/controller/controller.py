@@ -83,11 +83,11 @@ class Controller:
         """The buffer has changed."""
         policy = policy_of_generators(config.cluster, executors)
         self.replicas = Replicas(executors.generators, supervisor, timeout_s, survives_deaths=policy != "stop")
+        self._in_flight = pending = InFlight(config, self._journal)
         self._episodes = open_episodes(
-            config, executors, supervisor, self.replicas, self._rollout_ended, telemetry.waited
+            config, executors, supervisor, pending, self.replicas, self._rollout_ended, telemetry.waited
         )
         """None: a response is one turn."""
-        self._in_flight = InFlight(config, self._journal)
         self._to_score = asyncio.Queue[PendingGroup]()
         self._score = Scoring(executors.reward, executors.models, config.reward.model, timeout_s)
         self._evaluations = dict[int, Evaluation]()
@@ -144,7 +144,7 @@ class Controller:
         if scored:
             self._deliver(scored)
         for part in parts:
-            await self.replicas.submit(part)
+            await (self._episodes or self.replicas).submit(part)
 
     # 2. Rollouts
 

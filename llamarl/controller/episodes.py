@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
+from llamarl.controller.agents import Agents
 from llamarl.controller.groups import PendingGroup
 from llamarl.controller.journal import Key
 from llamarl.controller.lives import Lasting
@@ -42,12 +43,15 @@ def open_episodes(
     config: RunConfig,
     executors: Executors,
     supervisor: Supervisor,
+    pending: Mapping[int, PendingGroup],
     replicas: Replicas,
     ended: Callable[[Rollout], None],
     waited: Callable[[float], None],
-) -> Episodes | None:
-    """As `Episodes`; None: a response is one turn. Raises ConfigError."""
+) -> Episodes | Agents | None:
+    """As these; None: a response is one turn. Raises ConfigError."""
     wanted, handle = config.rollout.environment, executors.models.get("environment")
+    if config.rollout.agent and handle:
+        return Agents(handle, pending, config.cluster.call_timeout_s, supervisor, replicas, ended, waited)
     if wanted is None or handle is None:
         return None
     environment, timeout_s = build_environment(wanted), config.cluster.call_timeout_s
@@ -80,6 +84,10 @@ class Episodes:
         self._spent_s = defaultdict[Key, float](float)
         if isinstance(handle, Lasting):
             handle.restore = self._restore
+
+    async def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """The policy begins."""
+        await self._replicas.submit(requests)
 
     def divert(
         self, finished: Sequence[Rollout], pending: Mapping[int, PendingGroup], holder: Replica | None

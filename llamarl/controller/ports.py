@@ -11,7 +11,16 @@ import numpy as np
 
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import each_rank
-from llamarl.executors.replies import Adoption, Collected, ControllerState, Episode, Published, Replied, Scored
+from llamarl.executors.replies import (
+    Adoption,
+    Collected,
+    ControllerState,
+    Episode,
+    Published,
+    Replied,
+    Scored,
+)
+from llamarl.gateway.news import AgentNews, AgentTask
 from llamarl.training.result import PolicyStepResult, StepResult
 from llamarl.types import GenerationRequest, Prompt, RewardResult, Rollout, RolloutGroup, SampleGroup
 from llamarl.weight_sync.layout import Address, TensorSpec
@@ -62,6 +71,14 @@ class EnvironmentPort(Protocol):
     async def submit(self, episodes: Sequence[Episode]) -> None: ...
     async def leave(self, episodes: Sequence[tuple[int, int]]) -> None: ...
     async def collect(self) -> list[Replied]: ...
+
+
+class GatewayPort(Protocol):
+    """Runs agents, and hands on what they ask the policy."""
+
+    async def submit(self, tasks: Sequence[AgentTask]) -> None: ...
+    async def answer(self, rollouts: Sequence[Rollout]) -> None: ...
+    async def collect(self) -> AgentNews: ...
 
 
 class OptimizingPort(Protocol):

@@ -326,7 +326,7 @@ class Telemetry:
             | {
                 "entropy_mean": entropy_mean(rollouts),
                 "resumed_segments": mark.resumed_segments - previous.resumed_segments,
-                **(of_episodes(rollouts, mark, previous) if self._config.rollout.environment else {}),
+                **(of_episodes(rollouts, mark, previous) if self._config.rollout.has_episodes else {}),
                 "dropped_groups": mark.dropped_groups - previous.dropped_groups,
                 "flat_groups": sum(is_flat(group, mask_truncated=mask_truncated) for group in groups),
                 "controller_cpu_s": mark.controller_cpu_s - previous.controller_cpu_s,

@@ -23,7 +23,8 @@ MAX_BODY_BYTES = 1 << 24
 MAX_CONNECTIONS = 4096
 BODY_S = 60
 """For all of a body to arrive."""
-STOP_S = 2
+STOP_S, KEEP_ALIVE_S = 2, 3600
+"""Clients reuse their connections, and one that is closed under a call fails it."""
 
 SessionOf = Callable[[str], tuple[Endpoint, Session]]
 """Who a key is for. Raises Refused."""
@@ -35,7 +36,7 @@ def serving(app: Starlette) -> Server:
 
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, ws="none", lifespan="off", proxy_headers=False, server_header=False,
-        limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=STOP_S,
+        limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=STOP_S, timeout_keep_alive=KEEP_ALIVE_S,
     )  # fmt: skip
     return uvicorn.Server(config)
 

@@ -42,15 +42,21 @@ class Session:
     _sequences: list[Columns] = field(default_factory=list)
     _written: dict[str, Written] = field(default_factory=dict)
 
-    def record(self, prompt_T: np.ndarray, sampled: Columns) -> None:
-        """A call was answered."""
+    def fitting(self, prompt_T: np.ndarray) -> tuple[int, Columns]:
+        """The number of the longest sequence that `prompt_T` begins with, or of one that is to begin, and the prompt as
+        its columns."""
+        found = [number for number, one in enumerate(self._sequences) if _begins_with(prompt_T, one["token_ids"])]
+        number = max(found, key=lambda one: len(self._sequences[one]["token_ids"]), default=len(self._sequences))
+        before = self._sequences[number] if found else _NOTHING
+        return number, observed(before, prompt_T[len(before["token_ids"]) :])
+
+    def record(self, prompt_T: np.ndarray, sampled: Columns) -> int:
+        """A call was answered. The number of its sequence."""
         self.num_calls += 1
         self.num_sampled += len(sampled["token_ids"])
-        fitting = [number for number, one in enumerate(self._sequences) if _begins_with(prompt_T, one["token_ids"])]
-        number = max(fitting, key=lambda one: len(self._sequences[one]["token_ids"]), default=len(self._sequences))
-        before = self._sequences[number] if fitting else _NOTHING
-        whole = packed_columns([observed(before, prompt_T[len(before["token_ids"]) :]), sampled])
-        self._sequences[number:] = [whole, *self._sequences[number + 1 :]]
+        number, before = self.fitting(prompt_T)
+        self._sequences[number:] = [packed_columns([before, sampled]), *self._sequences[number + 1 :]]
+        return number
 
     def columns(self) -> Columns:
         """All sequences, end to end, each from its first token on; the column `sequence` numbers them."""

@@ -54,7 +54,7 @@ async def _evaluate(config: RunConfig, progress: Callable[[int, int], None]) -> 
 
     async def spawn() -> Executors:
         reward = executor_spec("reward", "reward:RewardExecutor", 1, model_path=path, config=config.reward)
-        models = [environment_spec(config)] if config.rollout.environment else []
+        models = [environment_spec(config)] if config.rollout.has_episodes else []
         specs = [reward, *models, *map(GeneratorSpecs(config=config), range(config.generator.replicas))]
         first, *others = await spawn_all(cluster, specs, config.cluster.start_timeout_s)
         beside, generators = others[: len(models)], others[len(models) :]

@@ -50,9 +50,12 @@ def executor_spec(
 
 
 def environment_spec(config: RunConfig, place: Place = ANYWHERE) -> ExecutorSpec:
-    """What answers turns."""
-    options = {"model_path": config.model.path, "config": config.rollout.environment}
-    return executor_spec("environment", "environment:EnvironmentExecutor", 1, place=place, **options)
+    """What answers turns, or runs the agents that ask for them."""
+    name, path, rollout = "environment", config.model.path, config.rollout
+    if rollout.agent:
+        return executor_spec(name, "gateway:GatewayExecutor", 1, place=place, model_path=path, config=rollout)
+    target, settings = "environment:EnvironmentExecutor", rollout.environment
+    return executor_spec(name, target, 1, place=place, model_path=path, config=settings)
 
 
 class RunSpecs:
@@ -66,7 +69,7 @@ class RunSpecs:
 
     def first(self) -> list[ExecutorSpec]:
         """Trainer, reward, and the models that the config asks for."""
-        also = ("environment",) if self._config.rollout.environment else ()
+        also = ("environment",) if self._config.rollout.has_episodes else ()
         return [self._spec(name, self._places.place(name)) for name in ("trainer", "reward", *self._models, *also)]
 
     def again(self, name: str) -> ExecutorSpec:

@@ -220,7 +220,7 @@ def wanted_executors(config: RunConfig) -> Iterator[Wanted]:
     for i in range(config.generator.replicas):
         yield Wanted(f"generator-{i}", "generator", config.generator.tensor_parallel, config.generator.device, i)
     yield Wanted("reward", "reward", 1, "cpu")
-    if config.rollout.environment:
+    if config.rollout.has_episodes:
         yield Wanted("environment", "environment", 1, "cpu")
     for name, settings in models.items():
         yield Wanted(name, name.replace("-", "_"), 1, settings.device)

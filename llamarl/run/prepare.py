@@ -17,6 +17,7 @@ from llamarl.controller.admission import Problems
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.environments._worker import build_environment, tools_of
+from llamarl.gateway._worker import find_agent
 from llamarl.generation.vllm_server import check_python
 from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
@@ -65,9 +66,24 @@ def check_parts(config: RunConfig) -> None:
                 "rollout.environment with generator.backend = 'vllm': turns need an engine that goes on with one "
                 "rollout of a group while others decode; use backend = 'native'"
             )
+    _check_agent(config)
     check_name(config.weight_sync.transport)
     if config.generator.backend == "vllm":
         check_python(config.generator.vllm.python)
+
+
+def _check_agent(config: RunConfig) -> None:
+    agent = config.rollout.agent
+    if agent is None:
+        return
+    find_agent(agent.name)
+    if config.rollout.environment:
+        raise ConfigError("rollout.agent and rollout.environment are both set; an episode has one of them")
+    if scoring := [name for name in ("reference", "critic", "reward-model") if name in models_in_use(config)]:
+        raise ConfigError(
+            f"rollout.agent with a {scoring[0]}: episodes of agents are several sequences, which it does not read; "
+            "leave one of them out"
+        )
 
 
 def prepare(config: RunConfig) -> Prepared:

@@ -34,6 +34,7 @@ CATCHES_EVERYTHING = {
     "llamarl/data/tokenizer.py": "what a chat template raises, and the library of tokenizers, has no other kind",
     "llamarl/cluster/payload.py": "what cannot be pickled becomes text",
     "llamarl/environments/_functions.py": "what a tool raises is an answer to the policy; its annotations are a user's",
+    "llamarl/gateway/_worker.py": "whatever an agent raises is the end of its episode",
     "llamarl/sandbox/judge_children.py": "whatever a program or its tests raise is an answer about them",
     "llamarl/sandbox/pool_server.py": "whatever a grader raises is an answer about that item",
 }

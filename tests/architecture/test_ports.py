@@ -22,6 +22,7 @@ SERVES = {
     "trainer:TrainerExecutor": ports.TrainerPort,
     "sft:SftExecutor": ports.SftPort,
     "environment:EnvironmentExecutor": ports.EnvironmentPort,
+    "gateway:GatewayExecutor": ports.GatewayPort,
 }
 """Which executor serves which port."""
 

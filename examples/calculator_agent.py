@@ -1,0 +1,38 @@
+"""The calculator of `configs/calculator.toml` as an outside program: it asks the policy over OpenAI's protocol.
+
+llamarl train configs/calculator_agent.toml
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from openai import AsyncOpenAI
+
+from llamarl.environments._base import Task
+
+ASKED = re.compile(r"(?:(\d{1,18})\+(\d{1,18}))?\?(=?)$")
+MAX_TURNS = 16
+
+
+@cache
+def client(base_url: str) -> AsyncOpenAI:
+    """One for all episodes of a worker."""
+    return AsyncOpenAI(base_url=base_url, api_key="of the episode")
+
+
+async def run(task: Task, base_url: str, api_key: str) -> None:
+    """An episode. What it is worth is for the run's `[reward]` to say, as nothing is returned."""
+    policy = client(base_url).with_options(api_key=api_key).completions
+    text = task.prompt
+    for _ in range(MAX_TURNS):
+        answer = await policy.create(
+            model="policy", prompt=text, stop=["?"], extra_body={"include_stop_str_in_output": True}
+        )
+        text += answer.choices[0].text
+        asked = ASKED.search(text)
+        if answer.choices[0].finish_reason == "length" or asked is None:
+            return
+        result = int(asked[1]) + int(asked[2]) if asked[1] else "error"
+        text += f"{result}" if asked[3] else f"={result}"

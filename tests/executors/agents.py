@@ -1,0 +1,53 @@
+"""Agents that misbehave; what each does is the prompt of its task."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+import urllib.request
+from typing import Any
+
+from llamarl.environments._base import Task
+from llamarl.types import Outcome, RewardResult
+
+
+def _post(base_url: str, api_key: str, text: str) -> str:
+    request = urllib.request.Request(
+        f"{base_url}/completions", json.dumps({"prompt": text}).encode(), {"Authorization": f"Bearer {api_key}"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        return json.loads(reply.read())["choices"][0]["text"]
+
+
+async def run(task: Task, base_url: str, api_key: str) -> Any:
+    what, text = task.prompt, f"{task.answer}:"
+    if what == "silent":
+        return 1.0
+    for _ in range(task.metadata.get("calls", 1)):
+        text += await asyncio.to_thread(_post, base_url, api_key, text) + "!"
+    if what == "raise":
+        raise KeyError("no such thing")
+    if what == "exit":
+        os._exit(3)
+    if what == "stuck":
+        time.sleep(1e6)
+    if what == "slow":
+        await asyncio.sleep(1e6)
+    if what == "stranger":
+        await asyncio.to_thread(_post, base_url, "sk-guessed", text)
+    if what == "leaves":
+        asyncio.get_running_loop().run_in_executor(None, _post, base_url, api_key, "unanswered")
+        await asyncio.sleep(0.5)
+    known = {
+        "result": RewardResult(outcome=Outcome.WRONG, value=-1.0, reason="as it says"),
+        "nothing": None,
+        "nan": float("nan"),
+        "text": "1.0",
+    }
+    return known.get(what, 0.5)
+
+
+def not_async(task: Task, base_url: str, api_key: str) -> float:
+    return 1.0

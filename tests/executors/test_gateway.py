@@ -1,0 +1,128 @@
+"""The gateway executor over agents that misbehave, in real worker processes; the test answers for the generators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamarl.config import ConfigError
+from llamarl.config.schema import RolloutConfig
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.gateway._worker import find_agent
+from llamarl.gateway.news import AgentCall, AgentEnd, AgentTask
+from llamarl.types import OBSERVED, FinishReason, Outcome, Prompt, Rollout, SamplingParams, continued
+
+pytest.importorskip("starlette", reason="the extra `serve` is not installed")
+from llamarl.executors.gateway import GatewayExecutor
+from llamarl.gateway import workers
+
+AGENT = {"name": "tests.executors.agents:run", "episode_s": 3.0, "workers": 2}
+
+
+@pytest.fixture
+def executor(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GatewayExecutor]:
+    monkeypatch.setattr(workers, "GRACE_S", 4.0)
+    made = GatewayExecutor(str(model), RolloutConfig.model_validate({"agent": AGENT}))
+    yield made
+    made.close()
+
+
+def task(index: int, what: str, **metadata: Any) -> AgentTask:
+    prompt = Prompt(
+        prompt_id="p", text=what, token_ids_T=np.array([1], np.int32), answer=f"a{index}", metadata=metadata
+    )
+    return AgentTask(5, index, prompt, SamplingParams(max_new_tokens=40), 0)
+
+
+def sampled(call: AgentCall, text_T: np.ndarray) -> Rollout:
+    start = call.request.starts()[0]
+    columns = {
+        "token_ids": text_T,
+        "behavior_logprobs": np.full(len(text_T), -1, np.float32),
+        "policy_versions": np.full(len(text_T), 3, np.int32),
+    }
+    return Rollout(
+        group_id=call.request.group_id, index=0, columns=continued(start.columns, columns),
+        finish_reason=FinishReason.LENGTH,
+    )  # fmt: skip
+
+
+def play(executor: GatewayExecutor, tokenizer: Tokenizer, count: int) -> dict[int, AgentEnd]:
+    """Answers `12` to every call, but to those that are to stay without an answer, until so many episodes are over."""
+    ends, text_T = dict[int, AgentEnd](), tokenizer.encode("12")
+    while len(ends) < count:
+        news = executor.collect().result(timeout=60)
+        ends |= {end.rollout.index: end for end in news.ends}
+        unanswered = tokenizer.encode("unanswered").tolist()
+        calls = [call for call in news.calls if call.request.prompt_token_ids_T.tolist() != unanswered]
+        executor.answer([sampled(call, text_T) for call in calls])
+    return ends
+
+
+def test_each_episode_ends_in_its_own_way(model: Path, executor: GatewayExecutor) -> None:
+    said = [
+        "number",
+        "silent",
+        "raise",
+        "exit",
+        "stuck",
+        "slow",
+        "stranger",
+        "leaves",
+        "result",
+        "nothing",
+        "nan",
+        "text",
+    ]
+    executor.submit([task(n, what, calls=2) for n, what in enumerate(said)])
+    tokenizer = Tokenizer(model)
+    ends = play(executor, tokenizer, len(said))
+    found = {what: ends[n].result for n, what in enumerate(said)}
+    reasons = {what: one.reason for what, one in found.items() if one and one.outcome is Outcome.INVALID}
+    expected = {
+        "silent": "the agent got no answer of the policy",
+        "raise": "KeyError: 'no such thing'",
+        "exit": "its worker died with code 3",
+        "stuck": "its worker hung for 7 s",
+        "slow": "the agent took over 3 s (rollout.agent.episode_s)",
+        "stranger": "HTTP Error 401",
+        "nan": "the agent gave nan",
+        "text": "the agent gave '1.0'",
+    }
+    assert reasons.keys() == expected.keys()
+    assert [what for what, part in expected.items() if part not in reasons[what]] == [], list(reasons.values())
+    assert found["number"] and (found["number"].outcome, found["number"].value) == (Outcome.SCORE, 0.5)
+    assert found["leaves"] and found["leaves"].value == 0.5 and found["nothing"] is None
+    assert found["result"] and (found["result"].value, found["result"].reason) == (-1.0, "as it says")
+    columns = ends[0].rollout.columns
+    first, more = tokenizer.encode("a0:", add_special_tokens=True).tolist(), tokenizer.encode("!").tolist()
+    text = tokenizer.encode("12").tolist()
+    assert columns["token_ids"].tolist() == [*first, *text, *more, *text]
+    assert (columns["policy_versions"] != OBSERVED).tolist() == [
+        *[False] * len(first), *[True] * len(text), *[False] * len(more), *[True] * len(text)
+    ]  # fmt: skip
+    assert not executor._answers and not executor._episodes, "nothing is left of those that are over"
+
+
+def test_a_thousand_sessions_opened_and_left(model: Path, executor: GatewayExecutor) -> None:
+    executor.submit([task(n, "silent") for n in range(1000)])
+    ends = play(executor, Tokenizer(model), 1000)
+    assert all(end.result and end.result.outcome is Outcome.INVALID for end in ends.values())
+    assert not executor._answers and not executor._episodes and len(executor._tasks) == 1, "the server alone"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tests.executors.agents", "is not of the form `package.module:run`"),
+        ("tests.executors.agents:nobody", "cannot be imported"),
+        ("tests.executors.agents:not_async", "must be `async def run"),
+    ],
+)
+def test_mistakes_are_told(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        find_agent(name)
