@@ -47,6 +47,8 @@ class Job:
     anyway."""
     cases: tuple[tuple[str, str], ...] = ()
     """Standard input and what is printed then; without tests."""
+    shows: int = 0
+    """Only run the program, without tests, and say so many characters of what it prints as the `reason`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

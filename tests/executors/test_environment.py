@@ -156,3 +156,13 @@ def test_tools_are_called_in_the_format_of_the_model(model: Path, tmp_path: Path
     message = {"role": "tool", "name": "shout", "content": "HIŽ"}
     assert texts[0] == tokenizer.after_turn([message], without_stop=True) and "HIŽ" in texts[0]
     assert "error: " in texts[2] and [found[n].calls for n in range(4)] == [(1, 0), (0, 0), (1, 1), (0, 0)]
+
+
+def test_code_runs_within_the_limits_of_a_worker(model: Path) -> None:
+    executor, tokenizer = EnvironmentExecutor(str(model), Ref.model_validate({"name": "python"})), Tokenizer(model)
+    code = "```python\nx = 20\n```\n", "```output\n\n```\n", "```python\nprint(x)\nx + 1\n```\n"
+    executor.submit([episode(model, 0, *code), episode(model, 1, "done")])
+    found = replies(executor, 2)
+    executor.close()
+    assert tokenizer.decode(found[0].observation_T) == "```output\n20\n21\n```\n"
+    assert found[1].observation_T is found[1].result is None
