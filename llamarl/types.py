@@ -16,8 +16,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-_NOTHING = np.empty(0, np.float32)
-"""Shared, so that a message carries it once."""
+_NOTHING = np.empty(0, np.float32)  # shared, so that a message carries it once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -347,6 +346,8 @@ class RolloutGroup:
     """Decoded text, one per rollout."""
     baseline: RewardResult | None = None
     """Of the greedy response to the same prompt, which nobody learns from; None where the advantage needs none."""
+    environment_s: tuple[float, ...] = ()
+    """Seconds that the environment's replies took, one per rollout; empty where nothing is known."""
 
     @property
     def oldest_version(self) -> int:

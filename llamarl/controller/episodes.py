@@ -46,7 +46,7 @@ def open_episodes(
     pending: Mapping[int, PendingGroup],
     replicas: Replicas,
     ended: Callable[[Rollout], None],
-    waited: Callable[[float], None],
+    waited: Callable[..., None],
 ) -> Episodes | Agents | None:
     """As these; None: a response is one turn. Raises ConfigError."""
     wanted, handle = config.rollout.environment, executors.models.get("environment")
@@ -69,13 +69,13 @@ class Episodes:
         supervisor: Supervisor,
         replicas: Replicas,
         ended: Callable[[Rollout], None],
-        waited: Callable[[float], None],
+        waited: Callable[..., None],
     ) -> None:
         """
         Args:
             replicas: generators that go on, and hold what was computed until then.
             ended: takes a rollout that is whole.
-            waited: hears how many seconds a rollout has waited for a reply.
+            waited: hears how many seconds a rollout has waited for a reply, and the reply.
         """
         self._port = port(EnvironmentPort, handle, timeout_s)
         self._environment, self._timeout_s, self._supervisor = environment, timeout_s, supervisor
@@ -110,7 +110,10 @@ class Episodes:
             self._supervisor.start(self._port.submit(episodes), "turns to the environment")
         ended = [rollout for rollout in finished if rollout.finish_reason is not FinishReason.STOP]
         keys = [(rollout.group_id, rollout.index) for rollout in ended]
-        self._leave([key for key in keys if self._spent_s.pop(key, None) is not None])
+        begun = [key for key in keys if key in self._spent_s]
+        for key in begun:
+            pending[key[0]].environment_s[key] = self._spent_s.pop(key)
+        self._leave(begun)
         return ended
 
     def _leave(self, episodes: list[Key]) -> None:
@@ -130,7 +133,7 @@ class Episodes:
                 if waiting is None or waiting.rollout.num_tokens != replied.num_tokens:
                     continue  # a new environment was asked twice, or what the old one had answered
                 del self._waiting[key]
-                self._waited(clock.time() - waiting.since_s)
+                self._waited(clock.time() - waiting.since_s, replied)
                 self._spent_s[key] += replied.seconds
                 if (request := self._next(waiting, replied)) is not None:
                     to_go_on.append(request)
@@ -154,7 +157,8 @@ class Episodes:
             self._leave([(rollout.group_id, rollout.index)])
         if replied.result is not None:
             pending.judged[rollout.group_id, rollout.index] = replied.result
-        del self._spent_s[rollout.group_id, rollout.index]
+        key = rollout.group_id, rollout.index
+        pending.environment_s[key] = self._spent_s.pop(key)
         self._ended(rollout)
         return None
 

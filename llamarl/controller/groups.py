@@ -49,6 +49,8 @@ class PendingGroup:
     prompt: Prompt
     judged: dict[Key, RewardResult] = field(default_factory=dict)
     """What the environment said of episodes, in place of the reward."""
+    environment_s: dict[Key, float] = field(default_factory=dict)
+    """Seconds that replies to the episodes that have ended took."""
     _rollouts: dict[Key, Rollout] = field(default_factory=dict)
 
     @property
@@ -117,6 +119,9 @@ class PendingGroup:
             rollouts=tuple(rollouts[:size]),
             results=tuple(one.result for one in said[:size]),
             responses=tuple(one.response for one in said[:size]),
+            environment_s=tuple(self.environment_s.get((one.group_id, one.index), 0.0) for one in rollouts[:size])
+            if self.environment_s
+            else (),
             baseline=_baseline(rollouts[size], said[size].result) if len(rollouts) > size else None,
         )
 

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from llamarl.executors.replies import GeneratorStats
 from llamarl.types import Rollout
+
+
+class EnvironmentUse(NamedTuple):
+    """Of all episodes so far."""
+
+    wait_s: float = 0.0
+    """That rollouts have waited for replies, together."""
+    calls: int = 0
+    """Of tools."""
+    errors: int = 0
+    """Of these, malformed or failed."""
+
+    def plus(self, waited_s: float, calls: tuple[int, int]) -> EnvironmentUse:
+        """With one more reply: calls of tools, and of these errors."""
+        return EnvironmentUse(self.wait_s + waited_s, self.calls + calls[0], self.errors + calls[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,8 +39,7 @@ class StepMark:
     """Processor seconds of this process since its start."""
     calls: int
     """Made to executors so far."""
-    environment_wait_s: float
-    """That rollouts have waited for replies, together."""
+    environment: EnvironmentUse
     dropped_groups: int
     """Replaced by others, as their rewards were all equal."""
     journal_s: float
@@ -39,7 +54,9 @@ def of_episodes(rollouts: Sequence[Rollout], mark: StepMark, previous: StepMark)
         "turns_mean": float(np.mean(turns)),
         "turns_max": float(max(turns)),
         "observed_share": 1 - sum(int(rollout.is_sampled_T.sum()) for rollout in rollouts) / max(num_tokens, 1),
-        "environment_wait_s": mark.environment_wait_s - previous.environment_wait_s,
+        "environment_wait_s": mark.environment.wait_s - previous.environment.wait_s,
+        "tool_calls": mark.environment.calls - previous.environment.calls,
+        "tool_errors": mark.environment.errors - previous.environment.errors,
     }
 
 

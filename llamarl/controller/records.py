@@ -117,6 +117,7 @@ def encode_group(group: RolloutGroup, prompt: int) -> bytes:
         "prompt": prompt,
         "results": list(map(_plain, group.results)),
         "responses": group.responses,
+        "environment_s": group.environment_s,
         "baseline": _plain(group.baseline),
     }
     return encode(header, [(0, one) for one in group.rollouts])
@@ -131,6 +132,7 @@ def decoded_group(record: Record, prompt: Prompt) -> RolloutGroup:
         rollouts=tuple(rollout for _, rollout in record.parts),
         results=tuple(_result(one) for one in header["results"]),
         responses=tuple(header["responses"]),
+        environment_s=tuple(header["environment_s"]),
         baseline=header["baseline"] and _result(header["baseline"]),
     )
 

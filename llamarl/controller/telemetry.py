@@ -14,9 +14,10 @@ import numpy as np
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
 from llamarl.config import RunConfig
 from llamarl.controller.evaluation import EvalResult
-from llamarl.controller.marks import StepMark, entropy_mean, of_episodes
+from llamarl.controller.marks import EnvironmentUse, StepMark, entropy_mean, of_episodes
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.sync import SyncReport
+from llamarl.executors.replies import Replied
 from llamarl.observability.accounting import Accounts, account, verdict
 from llamarl.observability.events import EventLog, Flow
 from llamarl.observability.metrics import StepMetrics
@@ -78,7 +79,7 @@ class Telemetry:
         self.num_invalid = 0
         self.staleness_max = 0
         self._dropped_groups = 0
-        self._environment_wait_s = 0.0
+        self._environment = EnvironmentUse()
         self._calls_of_left = 0
         self.stalls_s = list[float]()
         self.warnings = list[str]()
@@ -195,7 +196,7 @@ class Telemetry:
             calls=self._calls_of_left + sum(handle.num_calls for handle in self._handles),
             dropped_groups=self._dropped_groups,
             journal_s=journal_s,
-            environment_wait_s=self._environment_wait_s,
+            environment=self._environment,
         )
 
     @property
@@ -208,9 +209,11 @@ class Telemetry:
         self._dropped_groups += num_dropped
         self._view = replace(self._view, groups_ready=count)
 
-    def waited(self, seconds: float) -> None:
+    def waited(self, seconds: float, replied: Replied | None = None) -> None:
         """A rollout has waited so long for its environment."""
-        self._environment_wait_s += seconds
+        self._environment = self._environment.plus(seconds, replied.calls if replied else (0, 0))
+        if replied:
+            self.spans["environment"].extend([Span("reply", now_s() - replied.seconds, now_s())])
 
     def adopted(self, stall_s: float) -> None:
         """A generator took over new weights; decoding paused for `stall_s`."""
@@ -363,6 +366,7 @@ class Telemetry:
                 response=group.responses[0],
                 reward=group.results[0].value if group.results[0].outcome is not Outcome.INVALID else float("nan"),
                 advantage=float(result.advantages[group.group_id][0]),
+                turns=group.rollouts[0].num_turns,
             )
             for group in shown
         )

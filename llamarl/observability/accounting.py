@@ -14,7 +14,7 @@ from typing import Any
 from llamarl.observability.files import write_atomically
 from llamarl.observability.spans import Span, covered_s, merged
 
-WORK_KINDS = frozenset({"generate", "score", "train", "weight_sync", "evaluate"})
+WORK_KINDS = frozenset({"generate", "score", "train", "weight_sync", "evaluate", "reply"})
 """Span names that count as work; others (`start`) are drawn but not counted."""
 TIE_SHARE = 0.10
 """Busy shares closer than this are equal: steps vary by about so much on shared machines."""

@@ -312,7 +312,11 @@ def _completions(completions: Sequence[CompletionView], inner: int, room: int) -
         pieces = chop_cells(plain(entry.response), width) or [""]
         if len(pieces) > each - 1:
             pieces = chop_cells("…" + "".join(pieces[1 - each :])[1:], width)
-        lines += [_row(advantage if place == 0 else "", Text(piece)) for place, piece in enumerate(pieces)]
+        turns = f"{entry.turns} turns" if entry.turns > 1 else ""
+        if turns and len(pieces) == 1 < each - 1:
+            pieces.append("")
+        labels = {0: advantage, 1: turns}
+        lines += [_row(labels.get(place, ""), Text(piece)) for place, piece in enumerate(pieces)]
     return lines
 
 

@@ -53,6 +53,8 @@ def _row(step: int, group: RolloutGroup, index: int, advantage: float) -> dict[s
         "finish_reason": rollout.finish_reason.value,
         "error": rollout.error,
         "turns": rollout.num_turns,
+        "turn_tokens": [[len(part), "policy" if is_sampled else "environment"] for is_sampled, part in rollout.turns],
+        "environment_s": group.environment_s[index] if group.environment_s else 0.0,
         "policy_versions": [[version, len(list(run))] for version, run in groupby(versions)],  # [version, tokens]
     } | {
         name: _plain(values_T)

@@ -15,7 +15,7 @@ class Span(NamedTuple):
     """One stretch of work."""
 
     name: str
-    """Kind of work: generate, score, train, weight_sync, evaluate, start."""
+    """Kind of work: generate, score, train, weight_sync, evaluate, reply, start."""
     start_s: float
     """Seconds since the epoch (monotonic within a process)."""
     end_s: float

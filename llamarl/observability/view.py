@@ -52,6 +52,8 @@ class CompletionView:
     """The reward; NaN for an invalid one."""
     advantage: float
     """Its advantage in its group."""
+    turns: int = 1
+    """Of the policy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

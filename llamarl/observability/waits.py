@@ -9,12 +9,20 @@ from llamarl.observability.spans import Span, merged
 
 Intervals = Sequence[tuple[float, float]]
 
+REPLIES = "replies of the environment"
 SUPPLIERS = {
-    "trainer": (("generator", "rollouts"), ("scores", "scores")),
-    "critic": (("generator", "rollouts"), ("scores", "scores"), ("trainer", "the trainer's step")),
-    "generator": (("trainer", "the step under way, by the staleness bound"), ("scores", "scores")),
-    "scores": (("generator", "rollouts to end"), ("trainer", "new rollouts, by the staleness bound")),
-}
+    "trainer": (("generator", "rollouts"), ("environment", REPLIES), ("scores", "scores")),
+    "critic": (
+        ("generator", "rollouts"), ("environment", REPLIES), ("scores", "scores"), ("trainer", "the trainer's step"),
+    ),
+    "environment": (("generator", "turns"), ("trainer", "new rollouts, by the staleness bound")),
+    "generator": (
+        ("environment", REPLIES), ("trainer", "the step under way, by the staleness bound"), ("scores", "scores"),
+    ),
+    "scores": (
+        ("generator", "rollouts to end"), ("environment", REPLIES), ("trainer", "new rollouts, by the staleness bound"),
+    ),
+}  # fmt: skip
 """Whose work an executor waits for, in this order, and what it is. Reward, reference and reward model are `scores`."""
 NOBODY = "the controller, as nobody works"
 

@@ -37,6 +37,8 @@ class World:
     reply_s: Callable[[int, int], float] = lambda group_id, index: 0.1
     ends: Callable[[int, int], Any] = lambda group_id, index: None
     """The result of an episode; None: the reward judges."""
+    calls: tuple[int, int] = (0, 0)
+    """Of tools in each turn, and errors."""
     asked: list[tuple[int, int, int]] = field(default_factory=list)
     _replies: list[Replied] = field(default_factory=list)
     _some: asyncio.Event = field(default_factory=asyncio.Event)
@@ -61,7 +63,7 @@ class World:
         goes_on = turn < TURNS
         observed_T = np.array(observation(*key, turn), np.int32) if goes_on else None
         result, num_tokens = None if goes_on else self.ends(*key), sum(len(part) for _, part in episode.turns)
-        self._replies.append(Replied(*key, num_tokens, observed_T, result, self.reply_s(*key)))
+        self._replies.append(Replied(*key, num_tokens, observed_T, result, self.reply_s(*key), self.calls))
         self._some.set()
 
     async def collect(self) -> list[Replied]:
@@ -106,6 +108,9 @@ def audit(run: Run) -> None:
             assert row["behavior_logprobs"][at : at + len(said)] == [0.0] * len(said)
             at += len(said)
         assert at == len(row["token_ids"]) == len(versions)
+        said = [len(observation(*key, turn)) for turn in range(1, TURNS)]
+        assert row["turn_tokens"] == [[TURN, "policy"], [said[0], "environment"], [TURN, "policy"],
+                                      [said[1], "environment"], [TURN, "policy"]]  # fmt: skip
     assert max(row["staleness"] for row in run.rollouts) <= run.steps[0]["staleness_limit"]
     assert run.steps[-1]["extra.turns_mean"] == TURNS and 0 < run.steps[-1]["extra.observed_share"] < 1
     assert not run.complaints
@@ -134,6 +139,16 @@ def test_whatever_dies(
         await asyncio.gather(*(one(*death) for death in deaths))
 
     audit(run.train(strike=strike))
+
+
+def test_what_the_environment_did_is_on_record(tmp_path: Path) -> None:
+    """Seconds of each episode, calls of tools, and what those who do nothing wait for."""
+    run = run_of(tmp_path, World(reply_s=lambda group_id, index: 0.25, calls=(2, 1)), staleness=0).train()
+    audit(run)
+    assert {row["environment_s"] for row in run.rollouts} == {0.25 * TURNS}
+    for row in run.steps:
+        assert (row["extra.tool_calls"], row["extra.tool_errors"]) == (2 * 4 * TURNS, 4 * TURNS)
+        assert row["extra.environment_wait_s"] > 0.24 * 4 * TURNS
 
 
 def test_an_episode_stays_where_it_was_computed(tmp_path: Path) -> None:

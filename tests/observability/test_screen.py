@@ -80,6 +80,13 @@ def test_any_response_fits(info, make_view, now_s, response, width, height):
     draw(Board(info=info, started_s=now_s, view=make_view(completions=completions)), width, height, now_s)
 
 
+def test_turns_of_a_response_are_seen(info, make_view, now_s):
+    for response in ("17+58?=75", "17+58?=75 and so on " * 30):
+        completions = (CompletionView(prompt="p", response=response, reward=1.0, advantage=0.0, turns=3),)
+        screen = draw(Board(info=info, started_s=now_s, view=make_view(completions=completions)), 100, 50, now_s)
+        assert "3 turns" in screen
+
+
 def test_nan_is_seen(info, make_view, make_metrics, now_s):
     metrics = make_metrics(43, loss=math.nan, grad_norm=math.inf, reward_mean=math.nan)
     view = make_view(metrics=metrics, rewards=(0.1, math.nan), recent_step_s=math.nan)

@@ -24,6 +24,14 @@ def test_a_wait_is_for_whoever_works() -> None:
         assert busy + sum(found[name].values()) == pytest.approx(10), "all time is work or a wait"
 
 
+def test_an_environment_that_replies_is_a_cause() -> None:
+    spans = {"generator-0": [Span("generate", 0, 2)], "environment": [Span("reply", 1, 5)], "trainer": []}
+    found = waits(spans, 0, 6)
+    assert found["generator-0"] == {"replies of the environment": 3, NOBODY: 1}
+    assert found["trainer"] == {"rollouts": 2, "replies of the environment": 3, NOBODY: 1}
+    assert found["environment"] == {"turns": 1, NOBODY: 1}
+
+
 def test_windows_cut() -> None:
     found = waits({"trainer": [Span("train", 0, 4)], "generator-0": [Span("generate", 3, 9)]}, 2, 6)
     assert found == {"trainer": {"rollouts": 2}, "generator-0": {"the step under way, by the staleness bound": 1}}
