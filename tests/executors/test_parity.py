@@ -183,7 +183,7 @@ def test_transports_are_tried_with_a_sample_and_one_carries_all(
     for thread in [thread for thread in threading.enumerate() if thread.name == "rendezvous"]:
         thread.join(5)
     gc.collect()
-    assert open_sockets().keys() == before.keys()
+    assert open_sockets().keys() <= before.keys()  # garbage of earlier tests may go meanwhile
     trainer.close()
     assert not list(Path(trainer._weights_folder).glob("*"))
 
