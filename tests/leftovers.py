@@ -10,6 +10,7 @@ import socket
 import tempfile
 import time
 import uuid
+from contextlib import suppress
 from multiprocessing import resource_sharer
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -100,7 +101,8 @@ def left_behind(own: Path, grace_s: float = GRACE_S) -> list[str]:
             break
         time.sleep(0.1)
     for pid in running:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended by itself meanwhile
+            os.kill(pid, signal.SIGKILL)
     for name in folders(own):
         shutil.rmtree(own / name, ignore_errors=True)
     return found

@@ -77,9 +77,10 @@ def folder() -> Iterator[None]:
 def test_what_is_left_is_found(
     leave: Callable[[], AbstractContextManager[object]], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by a session that leaves nothing else."""
-    monkeypatch.setattr(leftovers, "MARK", "LLAMARL_TESTS=of-this-test")
-    monkeypatch.setenv("LLAMARL_TESTS", "of-this-test")
+    """As by a session that leaves nothing else, beside others that do the same."""
+    mark = f"{tmp_path}-{os.getpid()}"
+    monkeypatch.setattr(leftovers, "MARK", f"LLAMARL_TESTS={mark}")
+    monkeypatch.setenv("LLAMARL_TESTS", mark)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = leftovers.left_behind(tmp_path, 0.0)
     with leave():
