@@ -123,6 +123,24 @@ def test_generators_go_on_while_the_trainer_is_gone(tmp_path: Path) -> None:
     assert any(4.0 < end_s < 20.0 for _, end_s in run.generators[0].spans), "no rollout ended meanwhile"
 
 
+def test_what_nobody_has_fetched_yet_is_published_again(tmp_path: Path) -> None:
+    """A fetch fails as the trainer dies; nothing else is to be published before somebody has these weights."""
+
+    def of() -> Run:
+        run = run_of(tmp_path, staleness=0)
+        run.generators[0].adopt_s = 1.0
+        return run
+
+    whole = of().train()
+    run = of()
+    run.generators[0].outcomes = ["adopted", "adopted", "failed"]  # versions 0, 1 and 2
+    died_s = next(end_s for end_s, version in whole.generators[0].adopted if version == 2) - 0.5
+    run.train(strike=kills(("trainer", died_s)))
+    audit(run)
+    assert run.lives["trainer"] == 1 and run.trainer.learnt == whole.trainer.learnt
+    assert next(end_s for end_s, version in run.generators[0].adopted if version == 2) > died_s + run.start_s
+
+
 def hangs(name: str, at_s: float) -> Strike:
     """Stopped, as by SIGSTOP."""
 
@@ -209,8 +227,9 @@ def test_a_lost_host_takes_trainer_and_checkpoints_along(tmp_path: Path) -> None
 
         return strike
 
-    with pytest.raises(HostFailed, match="host a is lost"):
-        run_of(tmp_path).train(strike=loses("trainer"))
+    for name in ("trainer", "critic"):
+        with pytest.raises(HostFailed, match="host a is lost"):
+            run_of(tmp_path).train(strike=loses(name))
     audit(run_of(tmp_path).train(strike=loses("reward")))
 
 
