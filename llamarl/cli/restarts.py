@@ -17,8 +17,8 @@ from llamarl.config import ConfigError
 
 WOULD_FAIL_AGAIN = 3
 """Exit code that says so, of a command that somebody would start again."""
-PAUSE_S = 2.0
-"""Before the next start: the executors of a dead controller end meanwhile."""
+PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+"""Before the next start: the executors of a dead controller end meanwhile. It doubles while starts are refused."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,7 +36,7 @@ def run_with_restarts(arguments: Sequence[str], restarts: int, folder: Path) -> 
         raise ConfigError(f"--restarts {restarts}: give 0 or more")
     first = [sys.executable, "-m", "llamarl", "train", *arguments, "--restarts", "0"]
     again = [one for one in first if one not in ("--resume", "--overwrite")] + ["--resume"]
-    command, asked, code = first, list[int](), 0
+    command, asked, code, pause_s = first, list[int](), 0, PAUSE_S
     running: subprocess.Popen[bytes] | None = None
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -52,12 +52,15 @@ def run_with_restarts(arguments: Sequence[str], restarts: int, folder: Path) -> 
         # A group of its own: Ctrl-C reaches it once, by way of this process.
         running = subprocess.Popen(command, process_group=0, preexec_fn=_end_with_parent)  # noqa: PLW1509, no threads
         code = running.wait()
-        if asked or code in (0, USER_ERROR, INTERRUPTED, WOULD_FAIL_AGAIN) or number == restarts:
+        # What is refused after it has begun once is no mistake of the user's: a full disk, a folder that is gone.
+        is_over = code in (0, INTERRUPTED, WOULD_FAIL_AGAIN) or (code == USER_ERROR and command is first)
+        if asked or is_over or number == restarts:
             break
         cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}, see above"
         print(f"llamarl train: {cause}; restart {number + 1} of {restarts}", file=sys.stderr, flush=True)
         command = again if _has_begun(folder, running.pid) else command
-        time.sleep(PAUSE_S)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if code == USER_ERROR else PAUSE_S
+        time.sleep(pause_s)
     if code < 0:
         return INTERRUPTED if asked else 128 - code
     return FAILURE if code == WOULD_FAIL_AGAIN else code
