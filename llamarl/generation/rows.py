@@ -102,10 +102,12 @@ class Rows:
         self.position_R[:count] += 1
         length_B += 1
         stopped_B = (self.stop_R_S[:count] == token_ids_B[:, None]).any(axis=1)
-        for row in np.flatnonzero(self.has_strings_R[:count]):
+        newest = token_ids_B.tolist()
+        for row in np.flatnonzero(self.has_strings_R[:count]).tolist():
             stop_strings = self.sequences[row].group.stop_strings
             assert stop_strings is not None
-            stopped_B[row] |= stop_strings.completed(self.columns_R_T["token_ids"][row, : length_B[row]])
+            if stop_strings.may_end(newest[row]):
+                stopped_B[row] |= stop_strings.completed(self.columns_R_T["token_ids"][row, : length_B[row]])
         return np.stack((stopped_B, length_B >= self.limit_R[:count]), axis=1)
 
     def _widen(self, limit: int, num_prefix: int, num_stop: int) -> None:

@@ -29,6 +29,10 @@ class StopStrings:
         self._last = {string[-1] for string in strings}
         self._ending_bytes = dict[int, int]()
 
+    def may_end(self, token_id: int) -> bool:
+        """Whether `completed` needs to look, when this token is the newest."""
+        return self._ending(token_id) > 0
+
     def completed(self, token_ids_T: np.ndarray) -> bool:
         """The text of the response holds one of the strings, and its newest token may have completed it."""
         newest_bytes = self._ending(int(token_ids_T[-1]))
