@@ -19,7 +19,8 @@ from llamarl.rewards import Reward, WeightedSum, build_reward
 from llamarl.types import Outcome, RewardItem, RewardResult
 from tests.rewards.conftest import item
 
-REQUIRED = {"regex_format": {"pattern": "(a+)+b"}}
+NOBODY = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "retries": 0}
+REQUIRED = {"regex_format": {"pattern": "(a+)+b"}, "judge": NOBODY}
 """Options without a default."""
 HOSTILE = [
     "", " ", "\x00", "#### \x00", "é", "数学 #### 七十二", "\ud800", "💥" * 1000, "#### " + "9" * 1_000_000,
