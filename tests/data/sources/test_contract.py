@@ -11,11 +11,18 @@ from llamarl.config.ref import members
 from llamarl.data.sources import ProblemRow, ProblemSource
 
 FAMILY = "llamarl.data.sources"
-OPTIONS = {"jsonl": {"path": "rows.jsonl"}, "running_total": {"count": 3}}
+OPTIONS = {
+    "jsonl": {"path": "rows.jsonl"},
+    "running_total": {"count": 3},
+    "reasoning_gym": {"family": "chain_sum", "count": 3, "first": 2},
+}
+NEEDS = {"reasoning_gym": "the package `reasoning_gym` is not installed"}
 
 
 @pytest.fixture(params=members(FAMILY))
 def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProblemSource:
+    if request.param in NEEDS:
+        pytest.importorskip(request.param, reason=NEEDS[request.param])
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text("".join(f'{{"question": "{i}+1?", "answer": "{i + 1}"}}\n' for i in range(3)))
     return build(Ref(name=request.param, **OPTIONS[request.param]), FAMILY, "data.train")

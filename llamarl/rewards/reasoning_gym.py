@@ -1,0 +1,64 @@
+"""Answers to problems of reasoning-gym, by the verifiers of their families."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llamarl.rewards._base import Reward, invalid, right, wrong
+from llamarl.rewards._text import after_hashes
+from llamarl.sandbox.pool import Failure, WorkerPool
+from llamarl.types import RewardItem, RewardResult
+
+_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+
+
+@dataclass
+class ReasoningGym(Reward):
+    """What the verifier says, from 0 to 1, of the last `<answer>...</answer>`, without one of what follows the last
+    `####`, or else of the whole response. Right from `right_from` on. Rows come from the source `reasoning_gym`."""
+
+    right_from: float = 1.0
+    """Most verifiers say 0.01 or so of an answer that has the right form."""
+    workers: int = 2
+    """Verifiers that run at the same time."""
+    cpu_s: int = 5
+    """CPU seconds of one."""
+    memory_bytes: int = 1 << 31
+    """Address space of one."""
+    batch_s: float = 120.0
+    """Seconds for one call of `score`; what is not judged by then is INVALID."""
+
+    def __post_init__(self) -> None:
+        self._pool = WorkerPool(
+            "llamarl.rewards._reasoning_gym:verify", num_workers=self.workers, cpu_s=self.cpu_s,
+            memory_bytes=self.memory_bytes,
+        )  # fmt: skip
+
+    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        jobs = [
+            {**{name: item.metadata[name] for name in ("family", "entry")}, "answer": _answer(item.response)}
+            if {"family", "entry"} <= item.metadata.keys()
+            else None
+            for item in items
+        ]
+        asked = [job for job in jobs if job is not None]
+        said = iter(self._pool.map(asked, self.batch_s) if asked else ())
+        return [
+            self._result(next(said)) if job else invalid("the row is none of the source `reasoning_gym`")
+            for job in jobs
+        ]  # fmt: skip
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _result(self, said: float | Failure) -> RewardResult:
+        if isinstance(said, Failure):
+            return invalid(said.reason)
+        return right(said) if said >= self.right_from else wrong(said, f"the verifier gives {said:g}")
+
+
+def _answer(response: str) -> str:
+    tagged = _TAGGED.findall(response)
+    return (tagged[-1] if tagged else after_hashes(response) or response).strip().encode(errors="replace").decode()
