@@ -26,6 +26,7 @@ from llamarl.generation.engine import Engine, kv_budget
 from llamarl.generation.model import GeneratorModel
 from llamarl.generation.tensor_parallel import Follower, ModelRanks, TensorParallelEngine
 from llamarl.models.transformer import Transformer
+from llamarl.types import FinishReason
 from tests.distributed.ranks import Worker, Workers, join, rendezvous
 from tests.generation.conformance import (
     CHECKS,
@@ -227,6 +228,20 @@ def test_conformance(check: Check, two: Served) -> None:
 
 def test_two_ranks_equal_one(two: Served) -> None:
     assert_equals_one_rank(two)
+
+
+def test_all_ranks_hold_and_release_alike(two: Served) -> None:
+    """Else the next step would be out of step."""
+    backend, stops = two.backend, replace(GREEDY, temperature=1.0, stop_token_ids=tuple(range(0, 96, 3)))
+    requests = [replace(one, sampling=stops, has_turns=True) for one in make_requests(3, GREEDY)]
+    held = [key for key, one in run(backend, requests).items() if one.finish_reason is FinishReason.STOP]
+    assert len(held) > 3 and backend.stats().kv_use > 0
+    backend.release(held[:2])
+    assert run(backend, [replace(one, group_id=one.group_id + 80) for one in make_requests(2, GREEDY)])
+    assert backend.stats().kv_use > 0
+    backend.release(held)
+    assert backend.stats().kv_use == 0
+    assert run(backend, [replace(one, group_id=one.group_id + 90) for one in make_requests(2, GREEDY)])
 
 
 def cpu_s(pid: int | None) -> float:
