@@ -218,6 +218,13 @@ class RecordConfig(Section):
     """What was generated is kept while a kept checkpoint needs it to go on without losing anything, or for good."""
 
 
+class MetricsConfig(Section):
+    sinks: list[str] = Field(default_factory=lambda: ["jsonl"])
+    """Who gets the metrics: always `metrics.jsonl`, and any of `tensorboard`, `wandb`, `mlflow`, `prometheus`."""
+    port: int = Field(default=9464, ge=1, lt=1 << 16)
+    """Of `prometheus`, on this machine alone; each run on it needs one of its own."""
+
+
 class ScreenConfig(Section):
     kind: Literal["auto", "live", "lines", "none"] = "auto"
     """`live` draws, `lines` prints one line per step; `auto` is live on a terminal."""
@@ -249,6 +256,7 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     record: RecordConfig = RecordConfig()
+    metrics: MetricsConfig = MetricsConfig()
     cluster: ClusterConfig = ClusterConfig()
     launch: LaunchConfig = LaunchConfig()
     screen: ScreenConfig = ScreenConfig()

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -34,8 +35,12 @@ class EventLog(RowLog):
     _spans: dict[str, list[Span]] | None = None
     _flushed_s = 0.0
 
+    _lock = threading.Lock()
+
     def add(self, kind: str, **values: Any) -> None:
-        self.write({"kind": kind, "at_s": round(now_s(), 3), **values})
+        """From any thread."""
+        with self._lock:
+            self.write({"kind": kind, "at_s": round(now_s(), 3), **values})
 
     def add_spans(self, executor: str, spans: Iterable[Span]) -> None:
         """Work that has ended; `flush` writes it."""

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import IO
 from llamarl.config.errors import ConfigError
 from llamarl.observability.files import compress, lines, piece, pieces
 from llamarl.observability.metrics import EvalMetrics, Row, StepMetrics
+from llamarl.observability.trackers._base import Forwarding, close_all
 
 BLOCK_BYTES = 1 << 20
 LAST_PIECE_S = 60.0
@@ -208,5 +209,15 @@ class RowLog:
 class MetricsLog(RowLog):
     """`metrics.jsonl`: a line per step and evaluation."""
 
+    trackers: Sequence[Forwarding] = ()
+    """Get the same rows."""
+
     def log(self, record: StepMetrics | EvalMetrics) -> None:
-        self.write(record.to_json())
+        row = record.to_json()
+        self.write(row)
+        for one in self.trackers:
+            one.put(row)
+
+    def close(self) -> None:
+        super().close()
+        close_all(self.trackers)

@@ -21,6 +21,7 @@ from llamarl.gateway._worker import find_agent
 from llamarl.generation.vllm_server import check_python
 from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
+from llamarl.observability.trackers._base import tracker_class
 from llamarl.observability.usage import available_bytes
 from llamarl.rewards._build import build_reward
 from llamarl.run.placement import Placement, models_in_use, place
@@ -67,6 +68,9 @@ def check_parts(config: RunConfig) -> None:
                 "rollout of a group while others decode; use backend = 'native'"
             )
     _check_agent(config)
+    for name in config.metrics.sinks:
+        if name != "jsonl":
+            tracker_class(name)
     check_name(config.weight_sync.transport)
     if config.generator.backend == "vllm":
         check_python(config.generator.vllm.python)

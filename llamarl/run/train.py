@@ -27,11 +27,13 @@ from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.accounting import verdict, write_trace
 from llamarl.observability.events import EventLog, RecordedScreen, machine
+from llamarl.observability.page.run_data import flat_settings
 from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.report import RunFile, RunSummary, write_summary
 from llamarl.observability.screen import Screen, open_screen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.observability.spans import now_s
+from llamarl.observability.trackers._base import Subject, open_trackers
 from llamarl.observability.view import RunInfo
 from llamarl.run.assembly import WIND_DOWN_S, assembled, nothing_to_resume
 from llamarl.run.copying import Copying
@@ -117,6 +119,7 @@ class _Run:
             for text in self._outcome.warnings:
                 screen.warn(text)
             log, recorder = MetricsLog(folder.metrics, *keep), RolloutRecorder(folder.rollouts, *keep)
+            log.trackers = open_trackers(config.metrics.sinks, self._subject(), screen.warn)
             telemetry = Telemetry(config, screen, log, recorder, limit, events=events)
             journal = open_journal(config, self._problems, folder, telemetry.warn)
             try:
@@ -137,6 +140,15 @@ class _Run:
                 events.add("end", end=summary.end, reason=summary.end_reason)
                 events.close()
         return summary
+
+    def _subject(self) -> Subject:
+        return Subject(
+            name=self._config.name,
+            folder=self._folder.path,
+            settings=dict(flat_settings(self._config.model_dump(mode="json", exclude_none=True))),
+            port=self._config.metrics.port,
+            step=self._folder.recorded_steps() if self._resume else 0,
+        )
 
     async def _with_executors(self, screen: Screen, telemetry: Telemetry, journal: Journal) -> None:
         settings = self._config.cluster

@@ -180,10 +180,10 @@ class RunData:
         try:
             config = load_config(self.folder / "config.toml")
         except ConfigError:
-            return [(name, value, False) for name, value in _flat(self._raw_config())]
+            return [(name, value, False) for name, value in flat_settings(self._raw_config())]
         least = {"model": {"path": ""}, "data": {"train": ""}}
-        plain = dict(_flat(RunConfig.model_validate(least).model_dump(mode="json", exclude_none=True)))
-        found = _flat(config.model_dump(mode="json", exclude_none=True))
+        plain = dict(flat_settings(RunConfig.model_validate(least).model_dump(mode="json", exclude_none=True)))
+        found = flat_settings(config.model_dump(mode="json", exclude_none=True))
         return [(name, value, name in plain and plain[name] == value) for name, value in found]
 
     def _raw_config(self) -> dict[str, Any]:
@@ -252,9 +252,10 @@ def _thinned(values: Sequence[float], every: int) -> list[float | None]:
     return found
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and plain value of each."""
     for name, value in settings.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat_settings(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
