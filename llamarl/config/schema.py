@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from llamarl.config.cluster import ClusterConfig
 from llamarl.config.device import Device
 from llamarl.config.launch import LaunchConfig
+from llamarl.config.metrics import MetricsConfig
 from llamarl.config.ref import Ref
 from llamarl.config.roles import AgentConfig, CriticConfig, ReferenceConfig, RewardModelConfig
 from llamarl.config.section import Section
@@ -216,13 +217,6 @@ class RecordConfig(Section):
     """Size from which `metrics.jsonl` and `rollouts.jsonl` become pieces, `rollouts-00001.jsonl.gz`; all are kept."""
     journal: Literal["needed", "all"] = "needed"
     """What was generated is kept while a kept checkpoint needs it to go on without losing anything, or for good."""
-
-
-class MetricsConfig(Section):
-    sinks: list[str] = Field(default_factory=lambda: ["jsonl"])
-    """Who gets the metrics: always `metrics.jsonl`, and any of `tensorboard`, `wandb`, `mlflow`, `prometheus`."""
-    port: int = Field(default=9464, ge=1, lt=1 << 16)
-    """Of `prometheus`, on this machine alone; each run on it needs one of its own."""
 
 
 class ScreenConfig(Section):

@@ -24,7 +24,7 @@ TORCH_FREE = (
 )
 """A `--help`, a config error or a plan answers at once."""
 MONARCH_FILE = "llamarl/cluster/monarch.py"
-ONE_FILE_EACH = ("fsspec", "monarch", "vllm", "wandb", "tensorboard")
+ONE_FILE_EACH = ("fsspec", "monarch", "vllm", "wandb", "tensorboard", "mlflow", "prometheus_client")
 """Optional packages: an adapter each."""
 CATCHES_EVERYTHING = {
     "llamarl/checkpoint/folder.py": "what a thread's work raises is told by its future, and the thread stays",
@@ -35,6 +35,7 @@ CATCHES_EVERYTHING = {
     "llamarl/cluster/payload.py": "what cannot be pickled becomes text",
     "llamarl/environments/_functions.py": "what a tool raises is an answer to the policy; its annotations are a user's",
     "llamarl/gateway/_worker.py": "whatever an agent raises is the end of its episode",
+    "llamarl/observability/trackers/_base.py": "whatever a tracker of somebody else raises ends it, with a warning",
     "llamarl/sandbox/judge_children.py": "whatever a program or its tests raise is an answer about them",
     "llamarl/sandbox/pool_server.py": "whatever a grader raises is an answer about that item",
 }
