@@ -308,6 +308,7 @@ def test_pictures(visit: Any, files: dict[str, str]) -> None:
             one = visit(url, width=width, scheme=scheme)
             one.page.wait_for_timeout(300)
             one.page.screenshot(path=folder / f"{name}-{width}-top.png")
+            one.page.screenshot(path=folder / f"{name}-{width}.jpg", type="jpeg", quality=75)  # for documents
             for section in ("curves", "timeline", "rollouts", "settings", "messages"):
                 one.page.evaluate("document.querySelector('header').style.position = 'static'")
                 one.page.locator(f"#{section}").screenshot(path=folder / f"{name}-{width}-{section}.png")
