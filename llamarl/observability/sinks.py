@@ -202,7 +202,9 @@ class RowLog:
             self._sink.drop_after(step)
 
     def close(self) -> None:
-        if self._sink and (failure := self._sink.close()):
+        """Rows that come later, of its own failure too, are kept by nobody."""
+        sink, self._sink = self._sink, None
+        if sink and (failure := sink.close()):
             self._on_failure(failure)
 
 

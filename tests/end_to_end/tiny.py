@@ -73,7 +73,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def llamarl(*arguments: object, timeout_s: float = 90.0, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def llamarl(*arguments: object, timeout_s: float = 240.0, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """A command, to its end."""
     return subprocess.run(
         [*LLAMARL, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=timeout_s, env=environment()
