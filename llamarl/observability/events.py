@@ -35,7 +35,7 @@ class EventLog(RowLog):
     _spans: dict[str, list[Span]] | None = None
     _flushed_s = 0.0
 
-    _lock = threading.Lock()
+    _lock = threading.RLock()  # telling of a failure is an event, too
 
     def add(self, kind: str, **values: Any) -> None:
         """From any thread."""
