@@ -24,8 +24,8 @@ class Mlflow(Tracker):
         if not uri:
             uri = (subject.folder.resolve().parent / "mlruns").as_uri()
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else it asks for a database
-        from mlflow.entities import Metric, Param
-        from mlflow.tracking import MlflowClient
+        from mlflow.entities import Metric, Param  # pyrefly: ignore
+        from mlflow.tracking import MlflowClient  # pyrefly: ignore
 
         self._metric = Metric
         self._client = MlflowClient(tracking_uri=uri)

@@ -16,7 +16,7 @@ class Wandb(Tracker):
     PACKAGE: ClassVar[str] = "wandb"
 
     def __init__(self, subject: Subject) -> None:
-        import wandb
+        import wandb  # pyrefly: ignore
 
         # In the run's folder, so that a run that is resumed goes on and one that is begun anew is another.
         (kept := subject.folder / "wandb" / "id").parent.mkdir(exist_ok=True)
