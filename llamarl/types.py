@@ -297,10 +297,10 @@ class Rollout(_PerToken):
     @property
     def turns(self) -> list[tuple[bool, np.ndarray]]:
         """Its tokens in the order of who wrote them: (whether they were sampled, token ids int32)."""
-        is_sampled_T = self.is_sampled_T
-        cuts = np.flatnonzero(np.diff(is_sampled_T)) + 1
-        parts = np.split(self.token_ids_T, cuts) if self.num_tokens else []
-        return [(bool(is_sampled_T[start]), part) for start, part in zip((0, *cuts), parts, strict=False)]
+        if (is_sampled_T := self.is_sampled_T).all():
+            return [(True, self.token_ids_T)] if self.num_tokens else []
+        parts = np.split(self.token_ids_T, cuts := np.flatnonzero(np.diff(is_sampled_T)) + 1)
+        return [(bool(is_sampled_T[start]), part) for start, part in zip((0, *cuts), parts, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
@@ -27,16 +28,20 @@ class RolloutRecorder(RowLog):
         """The groups that optimizer step `step` consumed, with the advantage of each rollout, and the trainer's
         log-probabilities of those that it computed."""
         for group in groups:
-            for index in range(len(group.rollouts)):
-                row = _row(step, group, index, float(advantages[group.group_id][index]))
+            for index, rollout in enumerate(group.rollouts):
+                texts = {
+                    name: _numbers(values_T)
+                    for name, values_T in rollout.columns.items()
+                    if COLUMNS[name].is_recorded and name != "policy_versions"
+                }
                 if (logprobs_T := logprobs.get(group.group_id, {}).get(index)) is not None:
-                    row["trainer_logprobs"] = [finite(value) for value in _plain(logprobs_T)]
-                self.write(row)
+                    texts["trainer_logprobs"] = _numbers(logprobs_T)
+                self.write(_row(step, group, index, float(advantages[group.group_id][index])), texts)
 
 
 def _row(step: int, group: RolloutGroup, index: int, advantage: float) -> dict[str, Any]:
     rollout, result = group.rollouts[index], group.results[index]
-    versions = rollout.policy_versions_T.tolist()
+    turns = [[len(part), "policy" if is_sampled else "environment"] for is_sampled, part in rollout.turns]
     return {
         "step": step,
         "group_id": group.group_id,
@@ -52,18 +57,19 @@ def _row(step: int, group: RolloutGroup, index: int, advantage: float) -> dict[s
         "staleness": step - 1 - rollout.oldest_version if rollout.num_tokens else 0,
         "finish_reason": rollout.finish_reason.value,
         "error": rollout.error,
-        "turns": rollout.num_turns,
-        "turn_tokens": [[len(part), "policy" if is_sampled else "environment"] for is_sampled, part in rollout.turns],
+        "turns": sum(who == "policy" for _, who in turns),
+        "turn_tokens": turns,
         "environment_s": group.environment_s[index] if group.environment_s else 0.0,
-        "policy_versions": [[version, len(list(run))] for version, run in groupby(versions)],  # [version, tokens]
-    } | {
-        name: _plain(values_T)
-        for name, values_T in rollout.columns.items()
-        if COLUMNS[name].is_recorded and name != "policy_versions"
+        "policy_versions": [[version, len(list(run))] for version, run in groupby(rollout.policy_versions_T.tolist())],
     }
 
 
-def _plain(values_T: np.ndarray) -> list[Any]:
-    if values_T.dtype != np.float32:
-        return values_T.tolist()
-    return [float(f"{value:.9g}") for value in values_T.tolist()]  # always gives back the same float32
+def _numbers(values_T: np.ndarray) -> str:
+    """As JSON; float32 come back as they were, and what is not finite as null. Formatting all at once takes a quarter
+    of the time."""
+    values = values_T.tolist()
+    if values_T.dtype.kind != "f":
+        return json.dumps(values)
+    if not np.isfinite(values_T).all():
+        return json.dumps([finite(value) for value in values])
+    return f"[{', '.join(['%.9g'] * len(values)) % tuple(values)}]"

@@ -7,10 +7,11 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 from llamarl.config.errors import ConfigError
@@ -64,8 +65,10 @@ class JsonlSink:
         self._compressing.start()
         self._compress()
 
-    def write(self, row: Row) -> SinkFailure | None:
-        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+    def write(self, row: Row, texts: Mapping[str, str] = MappingProxyType({})) -> SinkFailure | None:
+        """`texts`: values that are JSON already."""
+        members = [json.dumps(row, allow_nan=False)[:-1], *[f'"{name}": {text}' for name, text in texts.items()]]
+        line = f"{', '.join(members)}}}\n".encode()
         try:
             if self._size and self._size + len(line) > self._max_bytes:
                 self._rotate()
@@ -189,9 +192,9 @@ class RowLog:
         self._on_failure = on_failure
         self._failed = False
 
-    def write(self, row: Row) -> None:
-        """Keeps one row."""
-        failure = self._sink.write(row) if self._sink else None
+    def write(self, row: Row, texts: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Keeps one row, and values of it that are JSON already."""
+        failure = self._sink.write(row, texts) if self._sink else None
         if failure and not self._failed:
             self._failed = True
             self._on_failure(failure)
