@@ -50,20 +50,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="share of the likeliest; 0 is off (0)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a response; may be repeated")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling noise (0)")
-    parser.add_argument("--dtype", default="float32", help="of the weights: float32, bfloat16, int8, fp8 (float32)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
-    parser.add_argument("--max-running", type=int, default=128, metavar="N", help="responses at once (128)")
+    add_engine_options(parser)
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     options = _parser().parse_args(arguments)
-    generator = checked(
-        GeneratorConfig, dtype=options.dtype, device=options.device, threads=options.threads,
-        max_running=options.max_running,
-    )  # fmt: skip
+    generator = engine_settings(options)
     samples, sampling = _sampling(options)
     prompts = read_prompts(Path(options.prompts), options.field)
 
@@ -126,6 +120,22 @@ def _requests(
         # A chat template writes its own BOS; a plain text gets the one that the model saw in pretraining.
         token_ids_T = tokenizer.encode(text, add_special_tokens=not chat)
         yield GenerationRequest(group_id=number, prompt_token_ids_T=token_ids_T, group_size=samples, sampling=sampling)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Those that `engine_settings` reads."""
+    parser.add_argument("--dtype", default="float32", help="of the weights: float32, bfloat16, int8, fp8 (float32)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
+    parser.add_argument("--max-running", type=int, default=128, metavar="N", help="responses at once (128)")
+
+
+def engine_settings(options: argparse.Namespace) -> GeneratorConfig:
+    """What `open_engine` takes. Raises ConfigError."""
+    return checked(
+        GeneratorConfig, dtype=options.dtype, device=options.device, threads=options.threads,
+        max_running=options.max_running,
+    )  # fmt: skip
 
 
 def open_engine(path: str, config: GeneratorConfig, tokenizer: Tokenizer) -> Engine:

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llamarl.cli.generate import open_engine
-from llamarl.cli.options import checked, command_parser, told_of_delay
+from llamarl.cli.generate import add_engine_options, engine_settings, open_engine
+from llamarl.cli.options import command_parser, told_of_delay
 from llamarl.config import ConfigError, load_config
-from llamarl.config.schema import GeneratorConfig
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
 
 if TYPE_CHECKING:
@@ -45,20 +44,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=8000, help="port to listen at; 0: any that is free (8000)")
     parser.add_argument("--api-key", metavar="KEY", help="that clients must give")
     parser.add_argument("--name", help="of the model, for clients (the folder's name)")
-    parser.add_argument("--dtype", default="float32", help="of the weights: float32, bfloat16, int8, fp8 (float32)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
-    parser.add_argument("--max-running", type=int, default=128, metavar="N", help="responses at once (128)")
+    add_engine_options(parser)
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     options = _parser().parse_args(arguments)
-    generator = checked(
-        GeneratorConfig, dtype=options.dtype, device=options.device, threads=options.threads,
-        max_running=options.max_running,
-    )  # fmt: skip
+    generator = engine_settings(options)
     key = options.api_key or os.environ.get(API_KEY, "")
     if not key and options.host not in ("127.0.0.1", "::1", "localhost"):
         raise ConfigError(f"--host {options.host} is open to others; give a key by --api-key or {API_KEY}")

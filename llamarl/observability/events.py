@@ -34,7 +34,6 @@ class EventLog(RowLog):
 
     _spans: dict[str, list[Span]] | None = None
     _flushed_s = 0.0
-
     _lock = threading.RLock()  # telling of a failure is an event, too
 
     def add(self, kind: str, **values: Any) -> None:
@@ -94,9 +93,8 @@ class Flow:
         index, now = STAGES.index(stage), self._clock()
         for group_id in group_ids:
             times = self._times.setdefault(group_id, [])
-            times[index:] = [now] * max(
-                index + 1 - len(times), 1
-            )  # of what a journal brought, stages are passed at once
+            # Of what a journal brought, stages are passed at once.
+            times[index:] = [now] * max(index + 1 - len(times), 1)
         while len(self._times) > MAX_GROUPS:
             del self._times[next(iter(self._times))]
 
