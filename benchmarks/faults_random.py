@@ -138,7 +138,7 @@ def one_run(folder: Path, seed: int, num_faults: int, kinds: Sequence[str]) -> d
     command = [
         *(sys.executable, "-m", "llamarl", "train", "configs/demo.toml", "--output", str(folder)),
         *("--steps", str(STEPS), "--seed", str(seed), "--screen.kind", "lines", "--generator.replicas", "2"),
-        *("--checkpoint.every_steps", "20", "--cluster.max_restarts", "50", "--restarts", "50"),
+        *("--checkpoint.every_steps", "5", "--cluster.max_restarts", "50", "--restarts", "50"),
         *(("--checkpoint.mirror", "true") if seed % 2 else ()),
     ]
     with (folder.parent / "out.txt").open("w") as out:
