@@ -5,8 +5,9 @@ groups as they are scored, and each completed step: its groups, the controller's
 A file begins with each checkpoint; those that no kept checkpoint needs are deleted. `journal.jsonl` has the steps for
 good, for readers of the run.
 
-Each record reaches the system before anything is made of it, so killing the process loses nothing; with each checkpoint
-it reaches the disk. A step is written before anybody has its weights: no recorded token is newer than the steps before.
+Rollouts reach the system before anything is made of them, groups with the step that takes them or a second after they
+were scored: killing the process loses nothing that was generated, at most some scores. With each checkpoint all of it
+reaches the disk. A step is written before anybody has its weights: no recorded token is newer than the steps before.
 A file begins with the version from which the run goes on there: what was recorded after that version before is void.
 """
 
@@ -17,7 +18,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 from typing import IO, Any, Literal, NamedTuple
@@ -31,6 +32,8 @@ from llamarl.types import Prompt, Rollout, RolloutGroup
 
 SEGMENT_BYTES = 256 << 20
 """From which on a file gets no more records."""
+UNWRITTEN_S = 1.0
+"""Scored groups wait for so long: writing many at once takes a fraction of the time."""
 _NOTHING = -2
 """Older than a rollout without tokens."""
 Key = tuple[int, int]
@@ -86,6 +89,8 @@ class Journal:
         self._firsts = dict[int, int]()
         """The first file that it takes to go on after a step."""
         self._fingerprints = dict[int, str]()
+        self._unwritten, self._unwritten_since_s = list[tuple[RolloutGroup, int]](), 0.0
+        """Scored groups with the indices of their prompts."""
         self._scored = dict[int, _Place]()
         self._live = dict[int, tuple[int, dict[Key, int]]]()
         """Of groups that are not trained on yet: the first file with a part, and tokens of each rollout so far."""
@@ -103,6 +108,8 @@ class Journal:
 
     def rollouts(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
         """These were finished or parked; each with the group that it is for."""
+        if self._unwritten and perf_counter() - self._unwritten_since_s > UNWRITTEN_S:
+            self._write_groups()
         new = list[tuple[int, int, Rollout]]()
         for group_id, one in rollouts if self._file else ():
             start = self._live[group_id][1].get((one.group_id, one.index), 0) if group_id in self._live else 0
@@ -116,10 +123,25 @@ class Journal:
 
     def groups(self, groups: Iterable[RolloutGroup], prompt_of: Callable[[int], int]) -> None:
         """These are scored; `prompt_of` says the index of a group's prompt."""
-        for group in groups if self._file else ():
-            data, newest = partial(encode_group, group, prompt_of(group.group_id)), newest_version(group.rollouts)
-            if place := self._append(data, newest):
-                self._scored[group.group_id], self._live[group.group_id] = place, (place.segment, {})
+        if not self._unwritten:
+            self._unwritten_since_s = perf_counter()
+        self._unwritten += [(group, prompt_of(group.group_id)) for group in groups] if self._file else ()
+
+    def _write_groups(self) -> None:
+        """Many at once: a write lets other threads have the interpreter, who may keep it for milliseconds."""
+        groups, self._unwritten = self._unwritten, []
+        newest, ends = list[int](), [0]
+
+        def encoded() -> bytes:
+            newest.extend(newest_version(group.rollouts) for group, _ in groups)
+            parts = [encode_group(*one) for one in groups]
+            ends.extend(accumulate(map(len, parts)))
+            return b"".join(parts)
+
+        if groups and (place := self._append(encoded)):
+            for (group, _), version, offset in zip(groups, newest, ends, strict=False):
+                self._scored[group.group_id] = _Place(place.segment, place.offset + offset, version)
+                self._live[group.group_id] = place.segment, {}
 
     def located(self, state: ControllerState) -> ControllerState:
         """`state` with what it takes to go on from there."""
@@ -131,6 +153,7 @@ class Journal:
 
     def step(self, group_ids: Sequence[int], state: ControllerState) -> None:
         """A step on these groups is completed, and nobody has its weights yet; `state` is the one after it."""
+        self._write_groups()
         self.version = step = state["step"]
         row: dict[str, Any] = {"step": step, "groups": list(group_ids), "state": self.located(state)}
         if self._append(lambda: encode({"kind": "step"} | row)):
@@ -152,6 +175,7 @@ class Journal:
 
     def next_segment(self) -> Sequence[Path]:
         """A checkpoint is begun. What is to be on the disk before it counts."""
+        self._write_groups()
         unsynced, self._unsynced = self._unsynced, []
         if self._folder is None:
             return ()
@@ -177,11 +201,11 @@ class Journal:
                 with suppress(OSError):
                     self._path(number).unlink()
 
-    def _append(self, encoded: Callable[[], bytes], newest: int = -1) -> _Place | None:
+    def _append(self, encoded: Callable[[], bytes]) -> _Place | None:
         if self._file is None:
             return None
         start_s, data = perf_counter(), encoded()
-        place = _Place(self._segment, self._size, newest)
+        place = _Place(self._segment, self._size, _NOTHING)
         try:
             rest = memoryview(data)
             while rest:
@@ -228,6 +252,7 @@ class Journal:
 
     def close(self) -> None:
         """At the end of the run."""
+        self._write_groups()
         if self._file is not None:
             self._file.close()
         self._lines.close()

@@ -38,13 +38,13 @@ class Record:
 def encode(header: dict[str, Any], parts: Sequence[tuple[int, Rollout]] = ()) -> bytes:
     """A record of these rollouts, each without so many of its first tokens."""
     numbers, layouts = dict[tuple[Any, ...], int](), list[list[tuple[str, str]]]()
-    described, arrays = list[tuple[Any, ...]](), list[memoryview]()
+    described, arrays = list[tuple[Any, ...]](), list[np.ndarray]()
     for start, one in parts:
         columns = one.columns.values()
         layout = (*one.columns, *[values_T.dtype.char for values_T in columns])  # `dtype.str` takes ten times as long
         if (number := numbers.setdefault(layout, len(layouts))) == len(layouts):
             layouts.append([(name, values_T.dtype.str) for name, values_T in one.columns.items()])
-        arrays += [values_T[start:].data for values_T in columns]
+        arrays += [values_T[start:] for values_T in columns] if start else columns
         described.append((one.group_id, one.index, one.finish_reason, one.error, start, one.num_tokens - start, number))
     text, rest = json.dumps(header | {"layouts": layouts, "rollouts": described}).encode(), b"".join(arrays)
     body = b"".join((_SIZES.pack(len(text), len(rest)), text, rest))
@@ -106,7 +106,8 @@ def joined(before: Rollout | None, start: int, part: Rollout) -> Rollout | None:
 
 def newest_version(rollouts: Sequence[Rollout]) -> int:
     """Largest policy version among their tokens; -1 when there is none."""
-    return max((int(one.policy_versions_T.max()) for one in rollouts if one.num_tokens), default=-1)
+    versions = [one.policy_versions_T for one in rollouts if one.num_tokens]
+    return int(np.concatenate(versions).max()) if versions else -1
 
 
 def encode_group(group: RolloutGroup, prompt: int) -> bytes:

@@ -41,17 +41,20 @@ class Author:
         self.active = dict[int, dict[int, Rollout]]()
         """Groups by number, with their rollouts so far."""
         self.scored = dict[int, RolloutGroup]()
+        self.unwritten = set[int]()
+        """Of those, the ones that only the run's memory has."""
         self.consumed = dict[int, list[int]]()
         self.whole = dict[int, RolloutGroup]()
         """Every group that was ever scored."""
-        self.history = dict[tuple[int, int], tuple[int, dict[int, dict[int, Rollout]], set[int]]]()
-        """By file and size: the version, the rollouts of incomplete groups, and scored groups."""
+        self.history = dict[tuple[int, int], tuple[int, dict[int, dict[int, Rollout]], set[int], set[int]]]()
+        """By file and size: the version, the rollouts of groups without a record, scored groups, those without one."""
         self.note()
 
     def note(self) -> None:
         place = self.journal._segment, self.journal._size
-        parts = {one: dict(rollouts) for one, rollouts in self.active.items() if rollouts and one not in self.scored}
-        self.history[place] = self.version, parts, set(self.scored)
+        written = set(self.scored) - self.unwritten
+        parts = {one: dict(rollouts) for one, rollouts in self.active.items() if rollouts and one not in written}
+        self.history[place] = self.version, parts, written, set(self.unwritten)
 
     def grown(self, group_id: int, index: int, before: Rollout | None, is_final: bool) -> Rollout:
         draw, count = self.random, self.random.randrange(4)
@@ -111,6 +114,7 @@ class Author:
         )
         self.scored[group_id] = self.whole[group_id] = group
         self.journal.groups([group], lambda group_id: group_id % 7)
+        self.unwritten.add(group_id)
 
     def state(self) -> Any:
         unconsumed = [(one, one % 7) for one in self.active]
@@ -121,6 +125,7 @@ class Author:
         for one in ids:
             del self.active[one], self.scored[one]
         self.consumed[self.version] = ids
+        self.unwritten.clear()
         self.journal.step(ids, self.state())
         self.note()
         assert self.journal.published(self.version, f"f{self.version}") == ""
@@ -128,6 +133,7 @@ class Author:
     def checkpoint(self) -> Any:
         """Its state of the controller, as JSON would keep it."""
         state = self.journal.located(self.state())
+        self.unwritten.clear()
         to_disk(self.journal.next_segment())
         self.journal.committed(self.version)
         self.note()
@@ -155,7 +161,7 @@ def read(folder: Path, state: Any = None, **options: Any) -> tuple[Journal, Any,
 
 def check(author: Author, folder: Path, place: tuple[int, int], state: Any = None) -> None:
     """What is read is what was on record when the newest file had reached that size, and nothing damaged is said."""
-    version, parts, scored = author.history[max(one for one in author.history if one <= place)]
+    version, parts, scored, unwritten = author.history[max(one for one in author.history if one <= place)]
     journal, reached, said = read(folder, state)
     assert said == ""
     assert (reached["step"] if reached else 0) == journal.version == version
@@ -169,7 +175,7 @@ def check(author: Author, folder: Path, place: tuple[int, int], state: Any = Non
         if any(group_id in author.consumed[step] for step in range(1, version + 1)):
             continue
         group, held = journal.kept(group_id)
-        assert (group is not None) == (group_id in scored)
+        assert (group is not None) == (group_id in scored) or group_id in unwritten, "cut before the step's own record"
         assert group is None or same_group(group, author.whole[group_id])
         expected = {} if group else {(group_id, n): one for n, one in parts.get(group_id, {}).items()}
         assert held.keys() == expected.keys()
@@ -185,7 +191,9 @@ def written(folder: Path, seed: int, num_acts: int, num_checkpoints: int = 1, **
         if num_checkpoints and n % (num_acts // (num_checkpoints + 1)) == num_acts // (num_checkpoints + 1) - 1:
             num_checkpoints -= 1
             state = author.checkpoint()
+    author.unwritten.clear()
     author.journal.close()
+    author.note()
     return author, state
 
 
@@ -296,6 +304,24 @@ def test_files_are_kept_for_each_checkpoint_and_all_where_asked_for(tmp_path: Pa
         _, reached, said = read(tmp_path / keeps, state, keep=2, saved=author.journal._saved)
         assert reached["step"] == author.version > oldest and said == ""
     assert every == {"needed": every["needed"], "all": 6} and every["needed"] < 5
+
+
+def test_scored_groups_are_written_with_the_next_rollouts_after_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    author = Author(tmp_path / "run", 6)
+    for is_late in (False, True):
+        monkeypatch.setattr(module, "UNWRITTEN_S", -1.0 if is_late else 1e9)
+        for group_id in (0, 1):
+            author.active[group_id] = {n: author.grown(group_id, n, None, is_final=True) for n in range(SIZE)}
+            author.journal.rollouts([(group_id, one) for one in author.active[group_id].values()])
+            author.score(group_id)
+        author.journal.rollouts([(2, author.grown(2, 0, None, is_final=True))])
+        kept = [read(tmp_path / "run")[0].kept(group_id) for group_id in (0, 1)]
+        assert [group is not None for group, _ in kept] == [is_late, is_late]
+        assert [len(held) for _, held in kept] == [0 if is_late else SIZE] * 2, "nothing generated is lost"
+    author.journal.close()
 
 
 def test_a_file_is_ended_when_it_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
