@@ -38,7 +38,7 @@ class Record:
 def encode(header: dict[str, Any], parts: Sequence[tuple[int, Rollout]] = ()) -> bytes:
     """A record of these rollouts, each without so many of its first tokens."""
     numbers, layouts = dict[tuple[Any, ...], int](), list[list[tuple[str, str]]]()
-    described, arrays = list[tuple[Any, ...]](), list[np.ndarray]()
+    described, arrays = list[tuple[Any, ...]](), list[Any]()
     for start, one in parts:
         columns = one.columns.values()
         layout = (*one.columns, *[values_T.dtype.char for values_T in columns])  # `dtype.str` takes ten times as long
