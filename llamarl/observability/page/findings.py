@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 from llamarl.observability.accounting import account, verdict
 from llamarl.observability.formats import number, percent
@@ -15,10 +16,16 @@ PART = 0.2
 """Share of the steps at the beginning, and at the end, that are compared."""
 ERRORS = 2.0
 """Standard errors that a change must have to be called one."""
+BEST_ERRORS, LOST_SHARE = 4.0, 0.5
+"""The best of many is good by chance, too: standard errors that it must be above the end, and what share of it is to be
+gone for it to be lost."""
+SHRUNK_SHARE = 0.5
+"""Of the first responses' length, below which a reward that rises is doubted."""
 MISMATCH_KL, TRUNCATED_SHARE, INVALID_SHARE, FLAT_SHARE, IDLE_SHARE = 0.05, 0.2, 0.05, 0.6, 0.5
 COLLAPSED_SHARE, COLLAPSED_NATS = 0.2, 0.05
 """Of its first entropy, and in nats per token, below which little is left to explore."""
 GRADIENT_GROWTH = 20.0
+Level = Literal["good", "note", "bad"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +36,7 @@ class Claim:
     """A clause, without an end mark."""
     chart: str
     """Identifier of the picture."""
-    level: Literal["good", "note", "bad"] = "note"
+    level: Level = "note"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +61,25 @@ def ends(values: Sequence[float]) -> Ends | None:
     size = max(2, int(PART * len(known)))
     (first, of_first), (last, of_last) = _mean(known[:size]), _mean(known[-size:])
     return Ends(first=first, last=last, error=math.sqrt(of_first + of_last))
+
+
+class Window(NamedTuple):
+    """Steps beside each other."""
+
+    value: float
+    """Mean."""
+    place: int
+    """Of the last one."""
+    size: int
+
+
+def highest(values: Sequence[float]) -> Window | None:
+    """A twentieth of the steps, and two at least. None: there are fewer."""
+    known = [(value, place) for place, value in enumerate(values) if math.isfinite(value)]
+    size = max(2, len(known) // 20)
+    windows = (known[start : start + size] for start in range(len(known) - size + 1))
+    found = (Window(sum(value for value, _ in window) / size, window[-1][1], size) for window in windows)
+    return max(found, default=None)
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
@@ -85,30 +111,107 @@ def findings(data: RunData) -> list[dict[str, str]]:
     return [asdict(claim) for claim in claims]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """How something went from the beginning to the end."""
+
+    verb: Literal["rose", "fell", "did not change beyond its error,"]
+    ends: Ends
+    best: float
+    """Between them, or one of them."""
+    best_step: int
+    is_lower: bool
+    """In between it was better, by far."""
+    is_lost: bool
+    """And most of that is gone."""
+
+    @property
+    def level(self) -> Level:
+        return "bad" if self.is_lost or self.verb == "fell" else "good" if self.verb == "rose" else "note"
+
+    def text(self, show: Callable[[float], str], change: str) -> str:
+        """Args: `show`: a value; `change`: from the first to the last one."""
+        best, last = f"{show(self.best)} (step {self.best_step})", show(self.ends.last)
+        if self.is_lost:
+            return f"fell from its best of {best} to {last}"
+        text = f"{self.verb} from {show(self.ends.first)} to {last} ({change})"
+        return f"{text}, below its best of {best}" if self.is_lower else text
+
+
+def _change(found: Ends, best: float, best_step: int, best_error: float) -> Change:
+    """Args: `best_error`: of the difference between the best and the last."""
+    lost, is_same = best - found.last, abs(found.change) <= ERRORS * found.error
+    is_lower = best > found.first and lost > BEST_ERRORS * best_error
+    return Change(
+        verb="did not change beyond its error," if is_same else "rose" if found.change > 0 else "fell",
+        ends=found,
+        best=best,
+        best_step=best_step,
+        is_lower=is_lower,
+        is_lost=is_lower and lost > LOST_SHARE * (best - min(found.first, found.last)),
+    )
+
+
+def _accuracy(evals: Sequence[dict[str, Any]]) -> Change | None:
+    if len(evals) < 2:
+        return None
+    first, last, best = evals[0], evals[-1], max(evals, key=lambda one: float(one["accuracy"]))
+    errors = [math.hypot(accuracy_error(one), accuracy_error(last)) for one in (first, best)]
+    found = Ends(first=float(first["accuracy"]), last=float(last["accuracy"]), error=errors[0])
+    return _change(found, float(best["accuracy"]), int(best["step"]), errors[1])
+
+
+def _reward(data: RunData) -> Change | None:
+    rewards = data.columns.get("reward_mean", ())
+    found, best = ends(rewards), highest(rewards)
+    if found is None or best is None:
+        return None
+    known = [value for value in rewards if math.isfinite(value)]
+    jumps = [(after - before) ** 2 for before, after in pairwise(known)]
+    noise = math.sqrt(sum(jumps) / len(jumps) / 2)  # of one step, whatever the trend (von Neumann 1941)
+    last = max(2, int(PART * len(known)))
+    return _change(
+        found, best.value, int(data.columns["step"][best.place]), noise * math.sqrt(1 / best.size + 1 / last)
+    )
+
+
 def _learnt(data: RunData) -> Iterator[Claim]:
-    if len(data.evals) > 1:
-        before, after = data.evals[0], data.evals[-1]
-        change = 100 * (after["accuracy"] - before["accuracy"])
-        error = 100 * math.hypot(accuracy_error(before), accuracy_error(after))
-        verb, level = _verb(change, error)
-        text = (
-            f"held-out accuracy {verb} from {percent(before['accuracy'], 1)} to {percent(after['accuracy'], 1)} "
-            f"({change:+.1f} ± {error:.1f} points)"
-        )
-        yield Claim(text=text, chart="solve", level=level)
-    reward = ends(data.columns.get("reward_mean", ()))
-    if reward:
-        verb, level = _verb(reward.change, reward.error)
-        text = f"reward {verb} from {reward.first:.3g} to {reward.last:.3g} ({reward.change:+.3g} ± {reward.error:.2g})"
-        yield Claim(text=text, chart="reward", level=level if len(data.evals) < 2 else "note")
+    accuracy, reward = _accuracy(data.evals), _reward(data)
+    doubt = _doubt(data, accuracy) if reward and reward.level == "good" else None
+    claims = list[Claim]()
+    if accuracy:
+        change = f"{100 * accuracy.ends.change:+.1f} ± {100 * accuracy.ends.error:.1f} points"
+        text = f"held-out accuracy {accuracy.text(lambda share: percent(share, 1), change)}"
+        level = "note" if doubt and accuracy.level == "good" else accuracy.level
+        claims.append(Claim(text=text, chart="solve", level=level))
+    if reward is None:
+        text = f"{data.num_steps} steps are too few to say whether it learns"
+        yield from (*claims, Claim(text=text, chart="reward"))
+        return
+    change = f"{reward.ends.change:+.3g} ± {reward.ends.error:.2g}"
+    text = f"reward {reward.text(lambda value: f'{value:.3g}', change)}"
+    if doubt:  # first: what is green below is judged by the same reward
+        yield Claim(text=f"{text} while {doubt}: it may be hacked", chart="reward", level="bad")
+        yield from claims
     else:
-        yield Claim(text=f"{data.num_steps} steps are too few to say whether it learns", chart="reward")
+        is_told = accuracy is not None and reward.level == "good"
+        yield from (*claims, Claim(text=text, chart="reward", level="note" if is_told else reward.level))
 
 
-def _verb(change: float, error: float) -> tuple[str, Literal["good", "note", "bad"]]:
-    if abs(change) <= ERRORS * error:
-        return "did not change beyond its error,", "note"
-    return ("rose", "good") if change > 0 else ("fell", "bad")
+def _doubt(data: RunData, accuracy: Change | None) -> str | None:
+    """What speaks against a reward that rises."""
+    length, truncated = (ends(data.columns.get(name, ())) for name in ("response_tokens_mean", "truncated_share"))
+    if accuracy and accuracy.level == "bad":
+        return "held-out accuracy fell"
+    if length and length.last < SHRUNK_SHARE * length.first:
+        return f"responses shrank from {number(length.first)} to {number(length.last)} tokens"
+    if truncated and _is_cut(truncated):
+        return "more responses end by length"
+    return None
+
+
+def _is_cut(truncated: Ends) -> bool:
+    return truncated.last > TRUNCATED_SHARE and truncated.change > ERRORS * truncated.error
 
 
 def _speed(data: RunData) -> Iterator[Claim]:
@@ -139,16 +242,18 @@ def _wrong(data: RunData) -> Iterator[Claim]:
     ]
     if stale:
         yield Claim(text=f"staleness exceeded its bound in {len(stale)} steps", chart="staleness", level="bad")
-    kl = last("kl_to_behavior")
-    if kl and kl.last > MISMATCH_KL and kl.change > ERRORS * kl.error:
-        text = f"trainer and generators drift apart: KL {number(kl.first)} → {number(kl.last)} nats per token"
-        yield Claim(text=text, chart="kl", level="bad")
+    for name, what in (("kl_to_behavior", "drift apart"), ("extra.kl_mismatch", "compute different numbers")):
+        kl = highest(data.columns.get(name, ()))
+        if kl and kl.value > MISMATCH_KL:
+            step = int(data.columns["step"][kl.place])
+            text = f"trainer and generators {what}: KL up to {number(kl.value)} nats per token (step {step})"
+            yield Claim(text=text, chart="kl", level="bad")
     entropy = last("extra.entropy_mean")
     if entropy and entropy.last < COLLAPSED_SHARE * entropy.first and entropy.last < COLLAPSED_NATS:
         text = f"entropy collapsed: {number(entropy.first)} → {number(entropy.last)} nats per token"
         yield Claim(text=text, chart="entropy", level="bad")
     truncated = last("truncated_share")
-    if truncated and truncated.last > TRUNCATED_SHARE and truncated.change > ERRORS * truncated.error:
+    if truncated and _is_cut(truncated):
         text = f"more responses end by length: {percent(truncated.first)} → {percent(truncated.last)}"
         yield Claim(text=text, chart="truncated", level="bad")
     invalid = last("invalid_share")

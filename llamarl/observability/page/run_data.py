@@ -80,7 +80,8 @@ class RunData:
 
     def _measured(self, row: dict[str, Any]) -> None:
         if row["kind"] == "eval":
-            self.evals.append({name: value for name, value in row.items() if name != "kind"})
+            known = {name: float(row[name]) for name in ("step", "accuracy", "num_prompts")}
+            self.evals.append({name: value for name, value in row.items() if name != "kind"} | known)
             return
         count, step = len(self.columns["step"]), float(row["step"])
         if count and step <= self.columns["step"][-1]:
