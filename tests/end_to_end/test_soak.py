@@ -1,4 +1,4 @@
-"""A long run holds no more memory, descriptors and threads than a short one; `benchmarks/soak` has ten times the steps."""
+"""A long run holds no more memory, descriptors and threads than a short one; `benchmarks/soak` takes more steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.nightly import nightly
 
 STEPS = 1000
 BOUNDS = {"rss_bytes": 1e6, "descriptors": 0.5, "threads": 0.5}
-"""Per 100 steps, after the first half, which fills caches. Monarch keeps about 1 KB of each of the controller's calls."""
+"""Per 100 steps, after the first half, which fills caches; Monarch keeps about 1 KB of each call."""
 
 
 @nightly("a thousand steps")
