@@ -14,7 +14,7 @@ from tests.end_to_end.tiny import ROOT
 from tests.nightly import nightly
 
 PYTHON = Path(os.environ.get("LLAMARL_VERIFIERS_PYTHON", ROOT / ".venv-verifiers/bin/python"))
-TASKS = '''
+TASKS = """
 import verifiers.v1 as vf
 
 
@@ -30,7 +30,7 @@ class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
 
 
 __all__ = ["Sums"]
-'''
+"""
 
 
 @nightly("a server and a client that others wrote")
