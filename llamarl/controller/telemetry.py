@@ -270,7 +270,7 @@ class Telemetry:
         self.staleness_max = max(self.staleness_max, metrics.staleness_max)
         if result.skipped:
             self.skipped(metrics.step, result.cause)
-        self._recorder.record(metrics.step, groups, result.advantages, result.logprobs)
+        self._recorder.record(metrics.step, groups, result.advantages, result.columns)
         ids = [group.group_id for group in groups]
         self.flow.done(metrics.step, ids, mark.ended_s, sync.publish_s, sync.sync_s)
         self._log.log(metrics)  # the last of a step, so whoever reads it finds the rollouts too
@@ -285,7 +285,7 @@ class Telemetry:
         """Records a step that was completed, and not yet on record, when the run ended before; nobody measured it."""
         self._marks.append(self.mark())
         unknown = replace(self.mark(), ended_s=float("nan"))
-        self._recorder.record(result.policy_version, groups, result.advantages, result.logprobs)
+        self._recorder.record(result.policy_version, groups, result.advantages, result.columns)
         self._log.log(self._metrics(groups, result, unknown, SyncReport(), 0))
         self._marks.clear()
 

@@ -23,10 +23,10 @@ class RolloutRecorder(RowLog):
         step: int,
         groups: Sequence[RolloutGroup],
         advantages: Mapping[int, np.ndarray],
-        logprobs: Mapping[int, Mapping[int, np.ndarray]] = MappingProxyType({}),
+        columns: Mapping[str, Mapping[int, Mapping[int, np.ndarray]]] = MappingProxyType({}),
     ) -> None:
-        """The groups that optimizer step `step` consumed, with the advantage of each rollout, and the trainer's
-        log-probabilities of those that it computed."""
+        """The groups that optimizer step `step` consumed, with the advantage of each rollout, and of some, by name,
+        group id and index, a number per token."""
         for group in groups:
             for index, rollout in enumerate(group.rollouts):
                 texts = {
@@ -34,8 +34,9 @@ class RolloutRecorder(RowLog):
                     for name, values_T in rollout.columns.items()
                     if COLUMNS[name].is_recorded and name != "policy_versions"
                 }
-                if (logprobs_T := logprobs.get(group.group_id, {}).get(index)) is not None:
-                    texts["trainer_logprobs"] = _numbers(logprobs_T)
+                for name, of_groups in columns.items():
+                    if (values_T := of_groups.get(group.group_id, {}).get(index)) is not None:
+                        texts[name] = _numbers(values_T)
                 self.write(_row(step, group, index, float(advantages[group.group_id][index])), texts)
 
 

@@ -41,3 +41,10 @@ class PolicyStepResult(StepResult):
     logprobs: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
     """By group id and index, float32 [T]: log-probabilities of the tokens under the weights that the step began with.
     Rollouts that were not computed, as they teach nothing, are missing, and tokens that are no targets NaN."""
+    token_advantages: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
+    """By group id and index, float32 [T], of rollouts whose tokens differ in it."""
+
+    @property
+    def columns(self) -> dict[str, dict[int, dict[int, np.ndarray]]]:
+        """To be recorded by these names, a number per token."""
+        return {"trainer_logprobs": self.logprobs, "advantages": self.token_advantages}

@@ -74,7 +74,7 @@ class Trainer(Optimization[Transformer]):
         Raises:
             NonFiniteStep: loss or gradient is NaN or infinite, and the policy is to stop.
         """
-        batch, advantages = self._batch(groups)
+        batch, advantages, token_advantages = self._batch(groups)
         count = batch.num_loss_tokens if self.loss.MEAN_OVER == "tokens" else batch.num_loss_sequences
         denominator = max(count, 1)
 
@@ -114,6 +114,7 @@ class Trainer(Optimization[Transformer]):
             update=update,
             metrics=metrics,
             advantages=advantages,
+            token_advantages=token_advantages,
             logprobs=self._logprobs(groups, computed, taken.outputs),
         )
 
@@ -132,14 +133,22 @@ class Trainer(Optimization[Transformer]):
             found[group_id].setdefault(index, unknown_T)[start : start + len(part_T)] = part_T
         return found
 
-    def _batch(self, groups: Sequence[RolloutGroup]) -> tuple[TrainBatch, dict[int, np.ndarray]]:
-        """What is learnt from, and the advantage of each rollout."""
+    def _batch(
+        self, groups: Sequence[RolloutGroup]
+    ) -> tuple[TrainBatch, dict[int, np.ndarray], dict[int, dict[int, np.ndarray]]]:
+        """What is learnt from, the mean advantage of each rollout, and those of its tokens where they differ."""
         batch, advantages = self.shaping.batch(groups, self.advantage.of_batch)
         means = {
             group.group_id: np.array([one_T.mean() if len(one_T) else 0.0 for one_T in of_tokens])
             for group, of_tokens in zip(groups, advantages, strict=True)
         }
-        return batch, means
+        differ = {
+            group.group_id: {
+                index: one_T.astype(np.float32) for index, one_T in enumerate(of_tokens) if len(np.unique(one_T)) > 1
+            }
+            for group, of_tokens in zip(groups, advantages, strict=True)
+        }
+        return batch, means, differ
 
     def _forward(self, microbatch: Microbatch, hidden_M_D: Tensor | None) -> Tensor:
         inputs = self.policy.place(microbatch, self.device)

@@ -36,6 +36,16 @@ def test_phases_and_warnings_are_kept_and_shown(path: Path, capsys: pytest.Captu
     assert warning["at_s"] >= phase["at_s"] > 1.6e9
 
 
+def test_a_phase_that_comes_again_is_kept_again(path: Path, make_view) -> None:
+    events = EventLog(path, lambda failure: pytest.fail(str(failure)))
+    screen = RecordedScreen(NullScreen(), events)
+    for _ in range(2):
+        screen.phase("evaluating")
+        screen.show(make_view())
+    events.close()
+    assert [row["text"] for row in rows(path)] == ["evaluating", "evaluating"]
+
+
 def test_spans_come_in_rows_of_a_second(path: Path) -> None:
     events = EventLog(path, lambda failure: pytest.fail(str(failure)))
     for number in range(50):
@@ -79,6 +89,13 @@ def test_a_group_that_starts_again_forgets_what_was(path: Path) -> None:
     flow.done(1, [1], 6.0, 0.1, 0.1)
     events.close()
     assert rows(path)[0]["groups"] == [[1, 5.0]]
+
+
+def test_groups_that_never_get_further_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamarl.observability.events.MAX_GROUPS", 3)
+    flow = Flow(lambda: 0.0)
+    flow.mark("admitted", range(10))
+    assert list(flow._times) == [7, 8, 9]
 
 
 def test_the_machine_says_what_counts_for_speed() -> None:

@@ -36,11 +36,15 @@ def test_the_trainers_view_of_the_tokens(make_group, tmp_path: Path) -> None:
     recorder = RolloutRecorder(tmp_path / "rollouts.jsonl", lambda failure: None)
     group = make_group(3, responses=[(4, 5, 6), (7,)])
     logprobs = {3: {0: np.array([-0.1, float("nan"), -2.5], np.float32)}}
-    recorder.record(6, [group], {3: np.array([0.25, 0.0])}, logprobs)
+    recorder.record(
+        6, [group], {3: np.array([0.25, 0.0])}, {"trainer_logprobs": logprobs, "advantages": {3: {1: np.array([0.5])}}}
+    )
     recorder.close()
     first, second = (json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines())
     assert first["trainer_logprobs"] == [pytest.approx(-0.1), None, -2.5]
     assert "trainer_logprobs" not in second
+    assert "advantages" not in first
+    assert second["advantages"] == [0.5]
 
 
 def test_a_full_disk_is_said_once(make_group, tmp_path: Path) -> None:

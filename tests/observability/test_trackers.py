@@ -190,6 +190,8 @@ def test_prometheus_names_and_the_dashboard(make_metrics, make_eval, tmp_path: P
                 text = answer.read().decode()
         except OSError:
             continue
+    with pytest.raises(ConnectionRefusedError):  # of the addresses of this machine, it listens at one
+        socket.create_connection(("127.0.0.2", port), 5)
     close_all([one])
     assert warnings == []
     assert 'llamarl_steps_total{run="made"} 2.0' in text, "those of this start"

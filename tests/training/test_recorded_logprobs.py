@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from llamarl.algorithms.advantages.gae import Gae
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
@@ -35,6 +36,25 @@ def test_log_probabilities_of_what_was_computed(make_trainer, make_groups, micro
     for group_id, of_group in found.items():
         for index, logprobs_T in of_group.items():
             np.testing.assert_allclose(logprobs_T, expected[group_id][index], atol=1e-5)
+
+
+def test_advantages_of_tokens_where_they_differ(make_trainer, make_groups) -> None:
+    """Of a critic each token has its own; of a group all tokens have that of their rollout, which is told anyway."""
+    groups = make_groups(((2, 3), (5, 1)))
+    assert make_trainer().step(groups).token_advantages == {0: {}, 1: {}}
+    groups = [
+        replace(group, rollouts=tuple(
+            replace(one, columns=one.columns | {"values": np.arange(one.num_tokens, dtype=np.float32)})
+            for one in group.rollouts
+        ))
+        for group in groups
+    ]  # fmt: skip
+    trainer = make_trainer()
+    trainer.advantage = Gae(normalize=False)
+    result = trainer.step(groups)
+    assert {group_id: sorted(of_group) for group_id, of_group in result.token_advantages.items()} == {0: [0, 1], 1: [0]}
+    np.testing.assert_allclose(result.columns["advantages"][0][1], 1.0 - np.arange(3))
+    assert result.advantages[0][1] == 0.0, "their mean"
 
 
 def test_log_probabilities_of_sequences_of_agents(make_trainer, make_groups) -> None:

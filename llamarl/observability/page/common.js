@@ -51,6 +51,8 @@ function seconds(value) {
 
 function theme(name) { return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim(); }
 
+const entry = (color, ...texts) => make("span", { class: "entry" }, make("span", { class: "swatch", background: color }), ...texts);
+
 function table(head, rows) {
   return make("table", {}, make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col", text })))), make("tbody", {}, ...rows));
 }

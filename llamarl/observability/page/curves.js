@@ -1,9 +1,9 @@
 // Curves of all runs, with one cursor. The first metric of a chart is drawn for every run, the others where there is one.
 const CHARTS = [
   ["reward", "Reward", ["reward_mean"]],
-  ["solve", "Solve rate, and held-out accuracy ± standard error", ["solve_rate", "held_out"]],
+  ["solve", "Solve rate, held-out accuracy ± its error", ["solve_rate", "held_out"]],
   ["length", "Response length, tokens", ["response_tokens_mean", "response_tokens_max"]],
-  ["truncated", "Share that ends by length, and of invalid rewards", ["truncated_share", "invalid_share"]],
+  ["truncated", "Shares: cut by length, invalid rewards", ["truncated_share", "invalid_share"]],
   ["staleness", "Staleness and its bound, steps", ["staleness_mean", "staleness_max", "staleness_limit"]],
   ["ratio", "Importance ratio", ["importance_ratio_mean", "extra.importance_ratio_staleness", "extra.importance_ratio_mismatch"]],
   ["ratio-max", "Largest importance ratio", ["importance_ratio_max"]],
@@ -18,7 +18,7 @@ const CHARTS = [
   ["duration", "Seconds per step", ["step_s", "extra.train_s"]],
   ["busy", "Share of time that executors work", ["busy_share.*"]],
   ["sync", "Weight sync, seconds", ["sync_s", "extra.publish_s", "extra.fetch_s", "extra.stall_s"]],
-  ["queue", "Rollouts that wait and run, groups that are ready", ["waiting_rollouts", "running_rollouts", "ready_groups"]],
+  ["queue", "Rollouts that wait, run, groups ready", ["waiting_rollouts", "running_rollouts", "ready_groups"]],
   ["memory", "Memory, bytes", ["extra.rss_bytes.*", "extra.peak_memory_bytes"]],
 ];
 const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]], plots = new Map();
@@ -103,17 +103,17 @@ function drawChart(id, title, patterns) {
   }
   const data = uPlot.join(tables), shape = JSON.stringify(about.map((one) => [one.label, one.color]));
   const key = box.querySelector(".key"), old = plots.get(id);
-  key.replaceChildren(...about.filter((one) => one.label).flatMap((one) => [make("span", { class: "swatch", background: one.color }), one.label, make("span", { class: "value" })]));
+  key.replaceChildren(...about.filter((one) => one.label).map((one) => entry(one.color, one.label, make("span", { class: "value" }))));
   if (old && old.shape === shape) {
     old.about = about;
     old.setData(data);
     return;
   }
   old?.destroy();
-  const axis = { stroke: theme("quiet"), grid: { stroke: theme("line") }, ticks: { stroke: theme("line") }, font: "11px system-ui", values: (_, ticks) => ticks.map(number) };
+  const axis = { stroke: theme("quiet"), grid: { stroke: theme("line"), width: 1 }, ticks: { stroke: theme("line"), width: 1 }, font: "11px system-ui", values: (_, ticks) => ticks.map(number) };
   const plot = new uPlot({
     width: box.clientWidth - 14, height: 170, legend: { show: false }, scales: { x: { time: false }, y: { range: (_, low, high) => low == null ? [0, 1] : low === high ? [Math.min(low, 0), Math.max(high, 0) || 1] : uPlot.rangeNum(low, high, 0.08, true) } },
-    cursor: { sync: { key: "all" }, points: { size: 5 } }, axes: [{ ...axis, size: 28 }, { ...axis, size: 52 }],
+    cursor: { sync: { key: "all" }, points: { size: 5 } }, axes: [{ ...axis, size: 28 }, { ...axis, size: 58 }],
     series: [{}, ...about.map((one) => ({
       stroke: one.color, width: one.label ? 1.6 : 1, dash: one.dash, spanGaps: true,
       points: { show: one.errors || tables[0][0].length < 3 ? true : undefined, size: 5 },

@@ -5,7 +5,7 @@ function drawSummary() {
     make("p", {}, make("span", { class: "swatch", background: RUN_COLORS[index % 6] }), make("b", { text: run.name }), make("span", { class: "state", text: `${run.state}, ${run.steps} steps` }), ". ",
       ...run.claims.flatMap((claim, place) => [make("span", { class: claim.level }, make("a", { href: "#" + claim.chart, text: short(claim.text, 400) })), place + 1 < run.claims.length ? "; " : "."])),
     make("div", { class: "quiet", text: [run.model, run.folder].filter(Boolean).join(", ") }))));
-  byId("legend").replaceChildren(...Object.entries(WORK_COLORS).filter(([kind]) => kind !== "other").flatMap(([kind, color]) => [make("span", { class: "swatch", background: color }), kind.replace("_", " ")]));
+  byId("legend").replaceChildren(...Object.entries(WORK_COLORS).filter(([kind]) => kind !== "other").map(([kind, color]) => entry(color, kind.replace("_", " "))));
   byId("of-run").hidden = runs.length < 2;
   if (!byId("run").options.length) byId("run").replaceChildren(...runs.map((run, index) => make("option", { value: index, text: run.name })));
 }
@@ -20,9 +20,10 @@ function drawSettings() {
     return [row([name, ...values.map((value) => short(value, 200)), differs ? "differs between runs" : isOwn ? "" : "default"], { class: differs ? "differs" : null })];
   });
   byId("table").replaceChildren(table(["setting", ...runs.map((run) => run.name), ""], rows));
+  const fact = (value) => Array.isArray(value) ? short(value.join(", ") || "none", 200) : value > 1e6 ? number(value) : short(plain(value), 200);
   const facts = [...new Set(runs.flatMap((run) => Object.keys(run.machine)))].filter((name) => name !== "versions");
   const versions = [...new Set(runs.flatMap((run) => Object.keys(run.machine.versions || {})))];
-  const lines = [...facts.map((name) => row([name.replace("_", " "), ...runs.map((run) => short(plain(run.machine[name]), 200))])),
+  const lines = [...facts.map((name) => row([name.replace("_", " "), ...runs.map((run) => fact(run.machine[name]))])),
     ...versions.map((name) => row([name, ...runs.map((run) => run.machine.versions?.[name] || "")]))];
   byId("machine").replaceChildren(make("h3", { text: "Machine and versions" }), lines.length ? table(["", ...runs.map((run) => run.name)], lines) : make("p", { class: "quiet", text: "Not recorded." }));
 }

@@ -33,13 +33,15 @@ function versionsOf(one) {
 const mix = (color, share) => `color-mix(in srgb, ${color} ${Math.round(100 * Math.min(Math.max(share, 0), 1))}%, transparent)`;
 const signed = (value, full) => value == null || !value ? "" : mix(value > 0 ? "#d64550" : "#3b7dd8", 0.08 + 0.5 * Math.min(Math.abs(value) / full, 1));
 
+const advantageOf = (one, at) => one.advantages?.[at] ?? one.advantage;
+
 // What colors a token, and what that means.
 const COLORINGS = {
   version: [(one, at, versions) => mix(RUN_COLORS[((versions[at] % 6) + 6) % 6], 0.4), () => "each policy version has a color of its own"],
   "importance ratio": [(one, at) => one.trainer_logprobs?.[at] == null ? "" : signed(one.trainer_logprobs[at] - one.behavior_logprobs[at], 0.3),
     (one) => one.trainer_logprobs ? "red: likelier under the trainer than where it was sampled; blue: less likely; full color from a factor of e^0.3" : "the trainer did not compute this rollout, as it teaches nothing, or its log-probs were not recorded"],
   "log-prob": [(one, at) => mix("#b459c4", 0.55 * Math.min(-one.behavior_logprobs[at] / 4, 1)), () => "the darker, the less likely when it was sampled; full color from -4 nats"],
-  advantage: [(one) => signed(-one.advantage, 1.5), () => "blue: better than its group; red: worse; the mean over the tokens of the rollout"],
+  advantage: [(one, at) => signed(-advantageOf(one, at), 1.5), (one) => "blue: better than expected; red: worse; " + (one.advantages ? "each token has its own" : "all tokens have that of the rollout")],
 };
 
 function tokensOf(one) {
@@ -88,7 +90,7 @@ function point(at) {
   document.querySelectorAll(".token.at").forEach((token) => token.classList.remove("at"));
   document.querySelector(`[data-at="${+at}"]`)?.classList.add("at");
   byId("token").textContent = `token ${+at + 1} of ${one.token_ids.length}, id ${one.token_ids[at]}: ` + (version < 0 ? "written by the environment" :
-    `version ${version}, log-prob ${number(own)}` + (trainer == null ? "" : `, trainer's ${number(trainer)}, importance ratio ${number(Math.exp(trainer - own))}`) + `, advantage ${number(one.advantage)}`);
+    `version ${version}, log-prob ${number(own)}` + (trainer == null ? "" : `, trainer's ${number(trainer)}, importance ratio ${number(Math.exp(trainer - own))}`) + `, advantage ${number(advantageOf(one, at))}${one.advantages ? "" : " (of the rollout)"}`);
 }
 
 byId("find").addEventListener("submit", find);

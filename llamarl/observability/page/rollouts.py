@@ -161,7 +161,7 @@ def _slim(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found = list[dict[str, Any]]()
     for row in rows:
         short = {name: value for name, value in row.items() if name not in _DROPPED}
-        for name in ("behavior_logprobs", "trainer_logprobs", "values", "reward", "advantage"):
+        for name in ("behavior_logprobs", "trainer_logprobs", "advantages", "reward", "advantage"):
             if isinstance(value := row.get(name), list):
                 short[name] = [_short(one) for one in value]
             elif value is not None:

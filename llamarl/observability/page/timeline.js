@@ -15,7 +15,7 @@ function drawTimeline() {
   const work = bestWork(), canvas = byId("work");
   byId("under").textContent = work && Object.keys(work.rows).length ? "" : "No work of executors was recorded.";
   if (!work) return;
-  const names = Object.keys(work.rows), [context, width] = sharp(canvas, Math.max(names.length, 1) * ROW + 26);
+  const names = Object.keys(work.rows).sort((one, other) => one.localeCompare(other, "en", { numeric: true })), [context, width] = sharp(canvas, Math.max(names.length, 1) * ROW + 26);
   const scale = (width - LEFT - 8) / Math.max(view.to - view.from, 1e-6), x = (at) => LEFT + (at - view.from) * scale;
   context.fillStyle = theme("text");
   names.forEach((name, index) => context.fillText(name.slice(0, 16), 4, index * ROW + 16));

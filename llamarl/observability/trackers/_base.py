@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -122,12 +121,10 @@ class Forwarding:
 
 
 def numbers(row: Row) -> dict[str, float]:
-    """The finite ones of a row of `metrics.jsonl`."""
+    """Those of a row of `metrics.jsonl`, where what is not finite is None."""
     prefix = "eval." if row["kind"] == "eval" else ""
     return {
-        prefix + name: float(value)
-        for name, value in row.items()
-        if isinstance(value, (int, float)) and math.isfinite(value) and name != "step"
+        prefix + name: float(value) for name, value in row.items() if isinstance(value, (int, float)) and name != "step"
     }
 
 

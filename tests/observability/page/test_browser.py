@@ -4,6 +4,7 @@ model wrote, and that no request leaves the page."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import threading
@@ -99,6 +100,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "two": [make_run(folder / "first", 60), make_run(folder / "second", 40, rate=1e-3)],
         "failed": [make_run(folder / "failed", 8, end="failed")],
     }
+    by_token = rollout_row(60, 999, 0, prompt="a critic's", advantages=[1.0, -1.0, 0.0, 0.5])
+    write_rows(folder / "one" / "rollouts.jsonl", [by_token])
     for name, of_one in runs.items():
         report.main([*map(str, of_one), "--output", str(folder / f"{name}.html")])
     return {name: (folder / f"{name}.html").as_uri() for name in runs}
@@ -185,6 +188,23 @@ def test_filters_and_colors(visit: Any, files: dict[str, str]) -> None:
     assert one.page.locator("#tokens .turn").count() == 1
     one.page.hover("#tokens .token >> nth=1")
     assert "log-prob -2, trainer's -1, importance ratio 2.718" in one.page.inner_text("#token")
+    assert "advantage 0.5 (of the rollout)" in one.page.inner_text("#token")
+    assert len(set(seen["advantage"][:2])) == 1, "all have that of the rollout"
+
+    def is_blue(color: str) -> bool:
+        red, _, blue, *_ = map(float, re.findall(r"[\d.]+", color))
+        return blue > red
+
+    assert is_blue(seen["advantage"][0]), "better than expected"
+    assert not is_blue(seen["importance ratio"][1]), "likelier by now"
+    one.page.fill("[name=step]", "60")
+    one.page.fill("[name=reward]", "")
+    one.page.fill("[name=prompt]", "critic")
+    one.page.keyboard.press("Enter")
+    assert [is_blue(color) for color in backgrounds()[:2]] == [True, False], "each token has its own"
+    one.page.hover("#tokens .token >> nth=1")
+    assert one.page.inner_text("#token").endswith("advantage -1")
+    assert "each token has its own" in one.page.inner_text("#one .controls")
 
 
 def test_smoothing_axes_and_a_shared_cursor(visit: Any, files: dict[str, str]) -> None:
@@ -270,7 +290,7 @@ def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     opened.close()
 
 
-def test_a_new_step_is_drawn_within_two_seconds(visit: Any, served: tuple[str, Path]) -> None:
+def test_a_new_step_is_drawn_within_two_seconds(served: tuple[str, Path], visit: Any) -> None:
     """On two pages; the best of three steps counts, as others share the machine."""
     url, folder = served
     pages = [visit(url), visit(url, width=390)]

@@ -58,6 +58,14 @@ def test_pieces_are_followed_while_they_are_made(path: Path) -> None:
     assert [row["step"] for row in follower.read(places[3:20:4])] == [4, 8, 12, 16, 20]
 
 
+def test_a_piece_that_a_crash_has_cut_short(path: Path) -> None:
+    append(path.with_name("rollouts-00001.jsonl"), '{"step": 1}\n{"st')
+    append(path, '{"step": 2}\n')
+    follower = Follower(path)
+    assert steps(follower) == [1, 2]
+    assert follower.num_damaged == 1
+
+
 def test_rows_that_are_taken_back_come_again(path: Path) -> None:
     log, follower = RowLog(path, lambda failure: pytest.fail(str(failure))), Follower(path)
     for step in range(1, 6):

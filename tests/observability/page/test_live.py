@@ -119,15 +119,18 @@ def test_the_command_only_reads_and_ends_with_ctrl_c(folder: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     command = [sys.executable, "-m", "llamarl", "watch", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "NO_PROXY": "*"}) as process:
-        assert process.stdout is not None
-        found = re.search(r"http://127\.0\.0\.1:\d+/([\w-]{20,})/", process.stdout.readline())
-        assert found
-        with urllib.request.urlopen(found[0], timeout=START_S) as answer:
-            assert b"llamarl" in answer.read()
-        with pytest.raises(OSError, match="404"):
-            urllib.request.urlopen(found[0].replace(found[1], "x" * 24), timeout=START_S)
-        process.send_signal(signal.SIGINT)
-        process.wait(END_S)
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://127\.0\.0\.1:\d+/([\w-]{20,})/", process.stdout.readline())
+            assert found
+            with urllib.request.urlopen(found[0], timeout=START_S) as answer:
+                assert b"llamarl" in answer.read()
+            with pytest.raises(OSError, match="404"):
+                urllib.request.urlopen(found[0].replace(found[1], "x" * 24), timeout=START_S)
+            process.send_signal(signal.SIGINT)
+            process.wait(END_S)
+        finally:
+            process.kill()
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 

@@ -102,6 +102,13 @@ class TestClaims:
         assert len(read(folder).evals) == 2
         assert any("60.0%" in text for text in claims(folder))
 
+    def test_speed_counts_from_the_first_step_on(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "made")
+        before = claims(folder)
+        spans = {"trainer": [["start", BEGAN_S - 1000, BEGAN_S - 1]]}
+        write_rows(folder / "events.jsonl", [{"kind": "spans", "at_s": BEGAN_S + 41, "spans": spans}])
+        assert claims(folder) == before
+
     def test_every_claim_has_its_picture(self, tmp_path: Path) -> None:
         script, body = (PAGE / "curves.js").read_text(), (PAGE / "page.html").read_text()
         known = set(re.findall(r'^  \["([\w-]+)", ', script, re.MULTILINE)) | set(
@@ -198,6 +205,24 @@ class TestStates:
         state, reason = data.state()
         assert state == "silent"
         assert "may be dead" in reason
+
+    def test_one_that_goes_on_after_its_end(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "made", end="interrupted")
+        (folder / "summary.json").write_text('{"end": "interrupted", "end_reason": "ended by SIGINT"}')
+        data = read(folder)
+        assert data.state() == ("interrupted", "trainer died")
+        write_rows(folder / "events.jsonl", [{"kind": "start", "at_s": BEGAN_S + 200, "resumed": True}])
+        data.read_all()
+        assert data.state() == ("running", "")
+        assert data.began_s == BEGAN_S
+        assert data.texts[-1] == ("phase", BEGAN_S + 200, "resumed")
+
+    def test_a_step_that_is_done_again_counts_once(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "made")
+        write_rows(folder / "metrics.jsonl", [step_row(20, reward_mean=9.0), step_row(21)])
+        data = read(folder)
+        assert list(data.columns["step"]) == list(range(1, 22))
+        assert max(data.columns["reward_mean"]) < 1
 
     def test_an_empty_folder_gives_a_page_that_says_so(self, tmp_path: Path) -> None:
         (run,) = content(page_of(tmp_path))["runs"]
@@ -345,6 +370,18 @@ class TestRollouts:
         write_rows(folder / "rollouts.jsonl", [rollout_row(21, 99, 0, prompt="new")])
         found.refresh()
         assert [row["step"] for row in found.find({"prompt": "new"}, None)["rows"]] == [21]
+
+    def test_the_newest_are_found_and_no_more_than_can_be_shown(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("llamarl.observability.page.rollouts.NUM_FOUND", 6)
+        found = Rollouts(make_run(tmp_path / "made"))
+        found.refresh()
+        assert [row["step"] for row in found.find({}, None)["rows"]] == [19, 19, 20, 20, 20, 20]
+        looked = found.find({"reward": "1"}, None)
+        assert [row["step"] for row in looked["rows"]] == [18, 18, 19, 19, 20, 20]
+        assert looked["said"] == "the newest 6 that fit, of 11 looked at; there are 81"
+        assert [row["step"] for row in found.find({"prompt": "question 2"}, None)["rows"]] == [13, 13, 14, 14, 14, 14]
 
     @pytest.mark.parametrize(
         ("text", "expected"),
