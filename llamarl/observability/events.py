@@ -66,11 +66,11 @@ class RecordedScreen(Screen):
     def __init__(self, screen: Screen, events: EventLog) -> None:
         self._screen, self._events, self._phase = screen, events, ""
 
-    def phase(self, text: str, done: int | None = None, total: int | None = None) -> None:
+    def phase(self, text: str, done: int | None = None, total: int | None = None, waits_for: str = "") -> None:
         if text != self._phase:
             self._phase = text
             self._events.add("phase", text=text)
-        self._screen.phase(text, done, total)
+        self._screen.phase(text, done, total, waits_for)
 
     def show(self, view: RunView) -> None:
         self._phase = ""

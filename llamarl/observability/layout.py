@@ -42,6 +42,8 @@ class PhaseView:
     """Units done; None when it cannot be counted."""
     total: int | None = None
     """Units in all."""
+    waits_for: str = ""
+    """Who has not done it yet."""
     ended_s: float | None = None
     """When it ended; None while it goes on."""
 
@@ -166,6 +168,8 @@ def _phases(phases: Sequence[PhaseView], inner: int, now_s: float) -> list[Text]
             counts = f"  {phase.done:,}/{phase.total:,}".ljust(15)
             thin = _line(phase.done, phase.total, min(inner - label_width - 25, 40))
             lines.append(Text.assemble(("› ", ACCENT), text, took, counts, thin))
+        if phase.ended_s is None and phase.waits_for:
+            lines.append(Text(f"  waits for {phase.waits_for}", DIM))
     return lines
 
 

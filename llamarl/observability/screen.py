@@ -23,8 +23,8 @@ from llamarl.observability.spans import now_s
 from llamarl.observability.view import RunInfo, RunView
 
 REFRESH_PER_S = 2
-PHASE_LINE_S = 10.0
-"""Least time between two lines about the same phase."""
+PHASE_LINE_S, WAIT_LINE_S = 10.0, 1.0
+"""Least time between two lines about the same phase, also of one that waits for somebody."""
 
 
 class Screen:
@@ -36,8 +36,9 @@ class Screen:
     def __exit__(self, *failure: object) -> None:
         return None
 
-    def phase(self, text: str, done: int | None = None, total: int | None = None) -> None:
-        """Work outside the loop. It ends with the next phase of another text, or with `show`."""
+    def phase(self, text: str, done: int | None = None, total: int | None = None, waits_for: str = "") -> None:
+        """Work outside the loop, and who has not done it yet. It ends with the next phase of another text, or with
+        `show`."""
 
     def show(self, view: RunView) -> None:
         """The loop's newest snapshot; replaces the last one."""
@@ -80,9 +81,11 @@ class LineScreen(Screen):
         self._phase_line = ""
         self._phase_line_s = 0.0
 
-    def phase(self, text: str, done: int | None = None, total: int | None = None) -> None:
+    def phase(self, text: str, done: int | None = None, total: int | None = None, waits_for: str = "") -> None:
         line = text if done is None or total is None else f"{text} {done:,}/{total:,}"
-        due = text != self._phase or done == total or now_s() - self._phase_line_s >= PHASE_LINE_S
+        line += f", waits for {waits_for}" if waits_for else ""
+        least_s = WAIT_LINE_S if waits_for else PHASE_LINE_S
+        due = text != self._phase or done == total or now_s() - self._phase_line_s >= least_s
         if due and line != self._phase_line:
             self._phase, self._phase_line, self._phase_line_s = text, line, now_s()
             _print(self._out, line)
@@ -174,13 +177,14 @@ class LiveScreen(Screen):
         if foreign_bytes:
             _print(sys.stderr, f"other output of this run: {self._log}")
 
-    def phase(self, text: str, done: int | None = None, total: int | None = None) -> None:
+    def phase(self, text: str, done: int | None = None, total: int | None = None, waits_for: str = "") -> None:
         with self._lock:
             phases = self._board.phases
             if phases and phases[-1].text == text and phases[-1].ended_s is None:
-                phases = (*phases[:-1], replace(phases[-1], done=done, total=total))
+                phases = (*phases[:-1], replace(phases[-1], done=done, total=total, waits_for=waits_for))
             else:
-                phases = (*_ended(phases), PhaseView(text=text, started_s=now_s(), done=done, total=total))
+                phase = PhaseView(text=text, started_s=now_s(), done=done, total=total, waits_for=waits_for)
+                phases = (*_ended(phases), phase)
             self._board = replace(self._board, phases=phases)
 
     def show(self, view: RunView) -> None:

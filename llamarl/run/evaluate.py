@@ -28,7 +28,7 @@ class _Progress(NullScreen):
     def __init__(self, progress: Callable[[int, int], None]) -> None:
         self._progress = progress
 
-    def phase(self, text: str, done: int | None = None, total: int | None = None) -> None:
+    def phase(self, text: str, done: int | None = None, total: int | None = None, waits_for: str = "") -> None:
         if done is not None and total is not None:
             self._progress(done, total)
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -147,15 +147,36 @@ def vllm_settings(config: RunConfig, logs: Path) -> VllmSettings | None:
     )
 
 
-async def spawn_all(cluster: Cluster, specs: Sequence[ExecutorSpec], timeout_s: float) -> list[ExecutorHandle]:
+async def spawn_all(
+    cluster: Cluster,
+    specs: Sequence[ExecutorSpec],
+    timeout_s: float,
+    tell: Callable[[int, list[str]], None] | None = None,
+) -> list[ExecutorHandle]:
     """All executors, in the order of `specs`.
+
+    Args:
+        tell: hears at first, and whenever one is there, how many are, and the names of the others.
 
     Raises:
         ConfigError: a mistake of the user that only an executor could see, such as damaged weights.
         ExecutorError: one of them did not start.
     """
+    missing = [spec.name for spec in specs]
+
+    def told() -> None:
+        if tell:
+            tell(len(specs) - len(missing), missing)
+
+    async def spawn(spec: ExecutorSpec) -> ExecutorHandle:
+        handle = await cluster.spawn(spec, timeout_s)
+        missing.remove(spec.name)
+        told()
+        return handle
+
+    told()
     try:
-        return await asyncio.gather(*(cluster.spawn(spec, timeout_s) for spec in specs))
+        return await asyncio.gather(*map(spawn, specs))
     except RemoteError as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None

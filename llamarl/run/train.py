@@ -213,7 +213,6 @@ class _Run:
     async def _spawn(self, cluster: Cluster, screen: Screen) -> Executors:
         config, timeout_s = self._config, self._config.cluster.start_timeout_s
         places = await self._places(screen)
-        screen.phase("starting executors")
         generator = GeneratorSpecs(
             config=config, delta=config.weight_sync.delta, vllm=vllm_settings(config, self._folder.logs),
             lora=config.trainer.lora, choices=self._folder.kernels,
@@ -221,8 +220,13 @@ class _Run:
         self._specs = others = RunSpecs(config, self._folder, places, resume=self._resume)
         specs = others.first()
         num_others = len(specs)
+
+        def tell(num_ready: int, missing: list[str]) -> None:
+            names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+            screen.phase("starting executors", num_ready, num_ready + len(missing), names)
+
         specs += (generator(int(name.split("-")[1]), places.place(name)) for name in places.of_role("generator"))
-        trainer, reward, *models = (handles := await spawn_all(cluster, specs, timeout_s))[:num_others]
+        trainer, reward, *models = (handles := await spawn_all(cluster, specs, timeout_s, tell))[:num_others]
         for handle in (generators := handles[num_others:]):
             handle.failed.add_done_callback(lambda _, name=handle.name: places.leave(name))
 
@@ -253,6 +257,7 @@ class _Run:
         """The newest checkpoint, and from there what the journal has. Raises ConfigError."""
         if not self._resume:
             return None
+        screen.phase("loading the checkpoint")
         timeout_s = self._config.cluster.call_timeout_s
         assert executors.trainer is not None
         trainer = port(TrainerPort, executors.trainer, timeout_s)

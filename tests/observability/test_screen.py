@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +20,7 @@ from rich.cells import cell_len
 from llamarl.config import ConfigError
 from llamarl.config.schema import ScreenConfig
 from llamarl.observability.layout import Board, PhaseView, frame
-from llamarl.observability.screen import LineScreen, NullScreen, open_screen
+from llamarl.observability.screen import LineScreen, LiveScreen, NullScreen, open_screen
 from llamarl.observability.view import CompletionView, ExecutorView
 
 SIZES = [(80, 24), (140, 40), (200, 60), (60, 20), (40, 12), (24, 6), (10, 3), (1, 1)]
@@ -114,6 +115,46 @@ def test_phases_before_the_loop(info, now_s):
     screen = draw(Board(info=info, started_s=now_s - 80, phases=phases), 80, 24, now_s)
     assert re.search(r"✓ making the base model +1m 11s", screen)
     assert re.search(r"› evaluating +9.0s +64/256 +━+─+", screen)
+
+
+def test_a_wait_says_for_whom_and_since_when(info, now_s):
+    for names in ("trainer, generator-0", "generator-0, generator-1, generator-2, generator-3 and 60 more"):
+        phase = PhaseView(text="starting executors", started_s=now_s - 102, done=1, total=3, waits_for=names)
+        board = Board(info=info, started_s=now_s - 102, phases=(phase,))
+        for width, height in SIZES[:3]:
+            assert re.search(
+                rf"› starting executors +1m 42s +1/3 +━+─+ *\n +waits for {names}", draw(board, width, height, now_s)
+            )
+        board = replace(board, phases=(replace(phase, ended_s=now_s),))
+        assert "waits for" not in draw(board, 80, 24, now_s)
+
+
+def test_a_phase_goes_on_until_another_begins(info, monkeypatch, tmp_path):
+    screen, now = LiveScreen(replace(info, folder=tmp_path)), [1.0]
+    monkeypatch.setattr("llamarl.observability.screen.now_s", lambda: now[0])
+    for now[0], done, names in ((1.0, 0, "reward, trainer"), (3.0, 1, "trainer"), (9.0, 2, "")):
+        screen.phase("starting executors", done, 2, names)
+        (phase,) = screen._board.phases
+        assert (phase.started_s, phase.ended_s, phase.done, phase.waits_for) == (1.0, None, done, names)
+    now[0] = 12.0
+    screen.phase("loading the checkpoint")
+    first, second = screen._board.phases
+    assert (first.ended_s, second.started_s, second.ended_s) == (12.0, 12.0, None)
+    screen.phase("starting executors")
+    assert len(screen._board.phases) == 3, "it begins anew"
+
+
+def test_lines_of_a_wait(info, monkeypatch):
+    out, now = io.StringIO(), [1.0]
+    monkeypatch.setattr("llamarl.observability.screen.now_s", lambda: now[0])
+    screen = LineScreen(info, out, io.StringIO())
+    for now[0], done, names in ((1.0, 0, "a, b, c"), (1.5, 1, "b, c"), (3.0, 2, "c"), (3.1, 3, "")):
+        screen.phase("starting executors", done, 3, names)
+    assert out.getvalue().splitlines() == [
+        "starting executors 0/3, waits for a, b, c",
+        "starting executors 2/3, waits for c",
+        "starting executors 3/3",
+    ]
 
 
 def test_lines_one_per_step(info, make_view, make_metrics, make_eval):

@@ -1,11 +1,14 @@
-"""What generators are started with."""
+"""What executors are started with, and who is told of it."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 from llamarl.config import RunConfig
-from llamarl.run.executors import GeneratorSpecs, vllm_settings
+from llamarl.run.executors import GeneratorSpecs, spawn_all, vllm_settings
 
 MINIMAL = {"model": {"path": "m"}, "data": {"train": "running_total"}, "cluster": {"start_timeout_s": 50.0}}
 
@@ -29,3 +32,22 @@ def test_a_native_generator_has_no_vllm(tmp_path: Path) -> None:
     config = RunConfig.model_validate(MINIMAL)
     specs = GeneratorSpecs(config=config, vllm=vllm_settings(config, tmp_path))
     assert specs(0).options["vllm"] is None
+
+
+def test_who_is_not_there_yet_is_told() -> None:
+    """Whichever comes first; the handles are in the order of the specifications."""
+
+    class Slow:
+        async def spawn(self, spec: SimpleNamespace, timeout_s: float) -> str:
+            await asyncio.sleep(spec.start_s)
+            return f"{spec.name} in {timeout_s:g} s"
+
+    specs = [SimpleNamespace(name="trainer", start_s=0.02), SimpleNamespace(name="reward", start_s=0.0)]
+    heard = list[tuple[int, list[str]]]()
+    handles = asyncio.run(
+        spawn_all(
+            cast(Any, Slow()), cast(Any, specs), 9.0, lambda num_ready, names: heard.append((num_ready, [*names]))
+        )
+    )
+    assert handles == ["trainer in 9 s", "reward in 9 s"]
+    assert heard == [(0, ["trainer", "reward"]), (1, ["trainer"]), (2, [])]

@@ -27,7 +27,7 @@ class StalenessCounter(RolloutRecorder):
         """In the order of their consumption."""
 
     def record(
-        self, step: int, groups: Sequence[RolloutGroup], advantages: object = None, logprobs: object = None
+        self, step: int, groups: Sequence[RolloutGroup], advantages: object = None, columns: object = None
     ) -> None:
         self._spend(sum(len(group.rollouts) for group in groups))
         for group in groups:
