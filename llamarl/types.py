@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -297,10 +298,9 @@ class Rollout(_PerToken):
     @property
     def turns(self) -> list[tuple[bool, np.ndarray]]:
         """Its tokens in the order of who wrote them: (whether they were sampled, token ids int32)."""
-        if (is_sampled_T := self.is_sampled_T).all():
-            return [(True, self.token_ids_T)] if self.num_tokens else []
-        parts = np.split(self.token_ids_T, cuts := np.flatnonzero(np.diff(is_sampled_T)) + 1)
-        return [(bool(is_sampled_T[start]), part) for start, part in zip((0, *cuts), parts, strict=True)]
+        is_sampled_T, token_ids_T = self.is_sampled_T, self.token_ids_T
+        ends = [*(np.flatnonzero(is_sampled_T[1:] != is_sampled_T[:-1]) + 1).tolist(), self.num_tokens]
+        return [(bool(is_sampled_T[start]), token_ids_T[start:stop]) for start, stop in pairwise([0, *ends]) if stop]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -87,17 +87,15 @@ def _request_error(request: GenerationRequest, context: int, vocab_size: int, ca
 
 def _sampling_error(params: SamplingParams) -> str:
     """What is wrong with sampling parameters; empty when nothing is. Written so that NaN is wrong."""
-    wrong = {
-        f"temperature = {params.temperature}; it must be 0 (greedy) or a positive number": not (
-            0 <= params.temperature < float("inf")
-        ),
-        f"top_p = {params.top_p}; it must be above 0 and at most 1": not 0 < params.top_p <= 1,
-        f"top_k = {params.top_k}; it must be 0 (off) or positive": params.top_k < 0,
-        f"min_p = {params.min_p}; it must be between 0 and 1": not 0 <= params.min_p <= 1,
-        f"max_new_tokens = {params.max_new_tokens}; it must be at least 1": params.max_new_tokens < 1,
-        f"stop_strings = {params.stop_strings}; an empty string stops nothing": "" in params.stop_strings,
-    }
-    return next((error for error, is_wrong in wrong.items() if is_wrong), "")
+    checks = (
+        ("temperature", 0 <= params.temperature < float("inf"), "it must be 0 (greedy) or a positive number"),
+        ("top_p", 0 < params.top_p <= 1, "it must be above 0 and at most 1"),
+        ("top_k", params.top_k >= 0, "it must be 0 (off) or positive"),
+        ("min_p", 0 <= params.min_p <= 1, "it must be between 0 and 1"),
+        ("max_new_tokens", params.max_new_tokens >= 1, "it must be at least 1"),
+        ("stop_strings", "" not in params.stop_strings, "an empty string stops nothing"),
+    )
+    return next((f"{name} = {getattr(params, name)}; {error}" for name, is_right, error in checks if not is_right), "")
 
 
 def _partial_error(request: GenerationRequest, partial: Rollout, context: int, vocab_size: int) -> str:

@@ -35,7 +35,7 @@ class Rows:
             if column.filled_by == "generator"
         }
         self.stop_R_S = np.full((capacity, 1), -1, np.int64)
-        self.has_strings_R = np.zeros(capacity, bool)  # stop strings
+        self.passed: list[set[int] | None] = []  # tokens that end no stop string; None: there are none of those
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -55,7 +55,7 @@ class Rows:
         self.sampling.set(row, request.sampling, noise_key(request.sampling.seed, request.group_id, sequence.index))
         self.stop_R_S[row] = -1
         self.stop_R_S[row, : len(request.sampling.stop_token_ids)] = request.sampling.stop_token_ids
-        self.has_strings_R[row] = group.stop_strings is not None
+        self.passed.append(group.stop_strings.passed if group.stop_strings else None)
         self.blocks_R_M[row] = -1
         self.blocks_R_M[row, : len(own)] = own
         self.prefix_R[row], self.start_R[row], self.table_R_M[row] = group.prefix_tokens, len(prefix), own[0]
@@ -66,19 +66,20 @@ class Rows:
     def remove(self, sequence: Sequence) -> None:
         """A rollout leaves with its tokens; the last row takes its place."""
         row, last = sequence.row, len(self.sequences) - 1
-        start, length = len(sequence.token_ids_T), self.length_R[row]
-        sampled = {name: values_R_T[row, start:length].copy() for name, values_R_T in self.columns_R_T.items()}
-        sequence.columns = continued(sequence.columns, sampled)
+        has_others, length = not sequence.columns.keys() <= self.columns_R_T.keys(), self.length_R[row]
+        start = len(sequence.token_ids_T) if has_others else 0
+        columns = {name: values_R_T[row, start:length].copy() for name, values_R_T in self.columns_R_T.items()}
+        sequence.columns = continued(sequence.columns, columns) if has_others else columns
         sequence.row = -1
-        moved = self.sequences.pop()
+        moved, passed = self.sequences.pop(), self.passed.pop()
         if row == last:
             return
-        self.sequences[row] = moved
+        self.sequences[row], self.passed[row] = moved, passed
         moved.row = row
         length = self.length_R[last]
         for array_R in (
             self.input_R, self.position_R, self.length_R, self.limit_R, self.blocks_R_M, self.stop_R_S,
-            self.has_strings_R, self.prefix_R, self.start_R, self.table_R_M,
+            self.prefix_R, self.start_R, self.table_R_M,
         ):  # fmt: skip
             array_R[row] = array_R[last]
         for values_R_T in self.columns_R_T.values():
@@ -102,12 +103,11 @@ class Rows:
         self.position_R[:count] += 1
         length_B += 1
         stopped_B = (self.stop_R_S[:count] == token_ids_B[:, None]).any(axis=1)
-        newest = token_ids_B.tolist()
-        for row in np.flatnonzero(self.has_strings_R[:count]).tolist():
+        newest = zip(token_ids_B.tolist(), self.passed, strict=True)
+        for row in [row for row, (token, passed) in enumerate(newest) if passed is not None and token not in passed]:
             stop_strings = self.sequences[row].group.stop_strings
             assert stop_strings is not None
-            if stop_strings.may_end(newest[row]):
-                stopped_B[row] |= stop_strings.completed(self.columns_R_T["token_ids"][row, : length_B[row]])
+            stopped_B[row] |= stop_strings.completed(self.columns_R_T["token_ids"][row, : length_B[row]])
         return np.stack((stopped_B, length_B >= self.limit_R[:count]), axis=1)
 
     def _widen(self, limit: int, num_prefix: int, num_stop: int) -> None:

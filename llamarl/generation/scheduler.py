@@ -4,9 +4,10 @@
        ^                   |                   |
        +-------park--------+-------------------+        (no block free: the youngest gives its blocks back)
 
-Rollouts are admitted in the order of their arrival and parked in the reverse order, so `active` is always sorted by
-age, and the oldest is never parked. `add` takes only groups of which one rollout fits alone, hence the oldest always
-gets on, and nothing starves.
+Rollouts are admitted in the order of their arrival and parked in the reverse order of admission, so the first of
+`active` is never parked. `add` takes only groups of which one rollout fits alone, hence the first always gets on. Those
+that their environment has answered come before those that have not begun: their group waits for them, and they may hold
+memory. Only so many have begun, so nothing starves.
 
 A group's prefix stays cached while one of its rollouts is active. Between two of them it may be idle, and is then freed
 when blocks run out.
@@ -88,12 +89,19 @@ class Scheduler:
     def add(self, group: Group) -> None:
         """Queue all rollouts of a group that `fits`."""
         self.groups[group.request.group_id] = group
-        self.waiting.extend(group.unfinished.values())
+        self._queue(group, list(group.unfinished.values()))
 
     def join(self, group: Group, sequences: list[Sequence]) -> None:
         """Queue more rollouts of a group that is here."""
         group.unfinished.update((sequence.index, sequence) for sequence in sequences)
-        self.waiting.extend(sequences)
+        self._queue(group, sequences)
+
+    def _queue(self, group: Group, sequences: list[Sequence]) -> None:
+        answered = [one for one in sequences if one.own_tokens > 1] if group.request.has_turns else []
+        place = next((n for n, one in enumerate(self.waiting) if one.own_tokens == 1), len(self.waiting))
+        for number, sequence in enumerate(answered):
+            self.waiting.insert(place + number, sequence)
+        self.waiting.extend(one for one in sequences if one not in answered)
 
     def remove(self, sequences: Iterable[Sequence], held: Container[Sequence] = ()) -> None:
         """Finished or aborted rollouts give everything back, but for those to be `held`."""

@@ -2,7 +2,7 @@
 
 Only a tail of the tokens is decoded, long enough that a string cannot begin before it: tokens that decode to nothing
 (special tokens) make it longer. Most tokens are not even decoded: their own text lacks the last character of each
-string.
+string, or holds a whole one.
 
 Shape suffix: T tokens of one response.
 """
@@ -28,16 +28,18 @@ class StopStrings:
         self._num_bytes = max(len(string.encode()) for string in strings)
         self._last = {string[-1] for string in strings}
         self._ending_bytes = dict[int, int]()
-
-    def may_end(self, token_id: int) -> bool:
-        """Whether `completed` needs to look, when this token is the newest."""
-        return self._ending(token_id) > 0
+        self._whole = set[int]()
+        self.passed = set[int]()
+        """Tokens that are known to end none of them: `completed` need not look when one of these is the newest."""
 
     def completed(self, token_ids_T: np.ndarray) -> bool:
         """The text of the response holds one of the strings, and its newest token may have completed it."""
-        newest_bytes = self._ending(int(token_ids_T[-1]))
+        newest = int(token_ids_T[-1])
+        newest_bytes = self._ending(newest)
         if not newest_bytes:
-            return False
+            self.passed.add(newest)
+        if not newest_bytes or newest in self._whole:
+            return newest_bytes > 0
         count = self._num_bytes + _MARGIN
         while True:
             text = self._decode(token_ids_T[-count:].tolist())
@@ -56,4 +58,6 @@ class StopStrings:
             text = self._decode((token_id, token_id))
             can_end = _CUT in text or any(last in text for last in self._last)
             self._ending_bytes[token_id] = len(text.encode()) if can_end else 0
+            if can_end and any(string in self._decode((token_id,)) for string in self._strings):
+                self._whole.add(token_id)
         return self._ending_bytes[token_id]

@@ -104,6 +104,18 @@ def test_those_that_have_waited_longest_are_evicted_first(model: Transformer) ->
         assert engine.stats().prefill_tokens - start == 3 + again
 
 
+def test_those_that_are_answered_go_on_before_others_begin(model: Transformer) -> None:
+    engine, requests = make_engine(model, max_running=1), turns_of(has_turns=True, groups=4, size=1)
+    engine.submit(requests)
+    ended = list[Rollout]()
+    while len(ended) < 2:
+        ended += engine.step()
+    engine.submit([replace(requests[one.group_id], partials=(answered(one, 3),)) for one in ended])
+    while len(ended) < 6:
+        ended += engine.step()
+    assert [one.group_id for one in ended] == [0, 1, 0, 1, 2, 3]
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     blocks=st.integers(6, 40), running=st.integers(1, 6), observation=st.integers(1, 6), delay=st.integers(0, 9),
