@@ -79,6 +79,7 @@ class Agents:
         answers = [one for one in finished if one.group_id in self._asking]
         for one in answers:
             self._episodes[self._asking.pop(one.group_id)].since_s = asyncio.get_running_loop().time()
+        self._replicas.dropped.difference_update(one.group_id for one in finished)  # they ended before it was heard
         if holder is not None:
             self._replicas.hold(holder, [one for one in answers if one.finish_reason is FinishReason.STOP])
         if answers:
@@ -112,8 +113,9 @@ class Agents:
             self._replicas.forget(over)
 
     def _forget(self, episode: _Episode) -> None:
-        for call in episode.calls:
-            self._asking.pop(call, None)
+        """Nobody waits for its calls."""
+        under_way = {call for call in episode.calls if self._asking.pop(call, None)}
+        self._replicas.drop(under_way)
 
     async def _restore(self, life: ExecutorHandle) -> str:
         """All episodes begin again."""

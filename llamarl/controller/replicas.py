@@ -148,6 +148,8 @@ class Replicas:
         """A replica came, went, adopted a version or owes less."""
         self._holders = dict[tuple[int, int], Replica]()
         """What has computed the rollouts that wait for their environment, by group and index."""
+        self.dropped = set[int]()
+        """Ids of requests that nobody wants any more, until they come back."""
         self._supervisor = supervisor
         self._survives_deaths = survives_deaths
         self._stats_of_lost = GeneratorStats()
@@ -167,6 +169,9 @@ class Replicas:
         """Gives each request to the replica in service that owes the fewest rollouts; waits while there is none. What
         comes back from its environment goes where it was."""
         await self.changed.until(lambda: any(map(self.serves, self.alive)))
+        gone = self.dropped & {request.group_id for request in requests}
+        self.dropped -= gone
+        requests = [request for request in requests if request.group_id not in gone]
         able = [replica for replica in self.alive if self.serves(replica)]
         at_home, others = defaultdict[Replica, list[GenerationRequest]](list), list[GenerationRequest]()
         for request in requests:
@@ -213,6 +218,14 @@ class Replicas:
         for holder, keys in forgotten.items():
             released = self.unless_dead(holder, holder.port.release(keys))
             self._supervisor.start(released, f"release on {holder.name}")
+
+    def drop(self, group_ids: set[int]) -> None:
+        """These requests end where they are worked on, and do not go on."""
+        self.dropped |= group_ids
+        for replica in self.alive:
+            if owed := group_ids & replica.requests.keys():
+                aborted = self.unless_dead(replica, replica.port.abort(list(owed)))
+                self._supervisor.start(aborted, f"abort on {replica.name}")
 
     def resume(self, requests: Sequence[GenerationRequest]) -> None:
         """Unfinished requests go to whoever is free."""

@@ -8,7 +8,8 @@ only: what is imported here, every worker carries.
     server -> worker  an item on a line; back comes the rest of such an answer
 
 Nothing outlives the pool's process: the server ends at the end of its stream or when its parent changes, and workers
-end with the server (parent-death signal on Linux; killed by name elsewhere).
+end with the server (parent-death signal on Linux; killed by name elsewhere). On Linux, what a worker has started ends
+with it: it becomes a child of the server, which knows its own.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 READY = b"ready\n"
@@ -37,7 +40,9 @@ _IDLE = -1
 _LOOK_AROUND_S = 1.0
 """How often the server looks at its parent."""
 _SEND_TIMEOUT_S = 60.0
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_MAX_SWEEPS = 100
+"""Of processes that fork while they are killed."""
 
 
 class FailureKind(StrEnum):
@@ -116,6 +121,8 @@ class _Server:
 
     def serve(self) -> None:
         """One batch after the other, until the pool's stream ends or its process has gone."""
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:
             self._control.sendall(READY)
             while True:
@@ -213,7 +220,14 @@ class _Server:
         self._workers.remove(worker)
         worker.stream.close()
         os.kill(worker.pid, signal.SIGKILL)
-        return os.waitpid(worker.pid, 0)[1]
+        _, status = os.waitpid(worker.pid, 0)
+        for _ in range(_MAX_SWEEPS):
+            if not (left := _children() - {one.pid for one in self._workers}):
+                break
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        return status
 
     def _fork(self) -> _Worker:
         server, (ours, theirs) = os.getpid(), socket.socketpair()
@@ -230,6 +244,16 @@ class _Server:
         ours.settimeout(self._limits.wall_s)
         self._workers.append(_Worker(pid, ours))
         return self._workers[-1]
+
+
+def _children() -> set[int]:
+    """Of this process; on Linux alone."""
+    found, ours = set[int](), str(os.getpid())
+    for name in os.listdir("/proc") if sys.platform == "linux" else ():
+        with suppress(OSError):  # it has ended
+            if name.isdigit() and Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1] == ours:
+                found.add(int(name))
+    return found
 
 
 def _confine(limits: Limits, server: int) -> None:

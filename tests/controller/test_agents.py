@@ -34,6 +34,10 @@ class Gateway:
 
     calls: Callable[[int, int], int] = lambda group_id, index: 1 + (group_id + index) % 3
     think_s: float = 0.1
+    leaves_s: float | None = None
+    """So long after a last call, which nobody waits for, episodes end."""
+    left: list[int] = field(default_factory=list)
+    """Ids of these calls."""
     begun: list[tuple[int, int, int]] = field(default_factory=list)
     _news: AgentNews = field(default_factory=lambda: AgentNews([], []))
     _answers: dict[int, asyncio.Future[Rollout]] = field(default_factory=dict)
@@ -76,6 +80,13 @@ class Gateway:
             episode.session.record(prompt_T, rollout.columns)
             if number != 1:  # one answer in three is forgotten
                 history = [*prompt_T.tolist(), *rollout.token_ids_T.tolist()]
+        if self.leaves_s is not None:
+            request = episode.request(np.array([9], np.int32), task.sampling, self._answers)
+            self.left.append(request.group_id)
+            self._news.calls.append(AgentCall(task.group_id, task.index, request))
+            if self.leaves_s:
+                self._some.set()
+                await asyncio.sleep(self.leaves_s)
         columns, reason = episode.session.columns(), episode.reason
         whole = Rollout(group_id=task.group_id, index=task.index, columns=columns, finish_reason=reason)
         self._news.ends.append(AgentEnd(whole, right(2.0 + task.index)))
@@ -137,6 +148,22 @@ def test_what_a_conversation_has_computed_is_held_until_it_ends(tmp_path: Path) 
     run = run_of(tmp_path, Gateway()).train()
     audit(run)
     assert not run.generators[0].held, "released when the episode ended"
+
+
+@pytest.mark.parametrize("leaves_s", [0.0, 0.4])
+@pytest.mark.parametrize("dies", [False, True])
+def test_calls_of_episodes_that_are_over_end_with_them(tmp_path: Path, leaves_s: float, dies: bool) -> None:
+    run = run_of(tmp_path, gateway := Gateway(leaves_s=leaves_s), generators=2)
+
+    async def strike(run: Run) -> None:
+        await asyncio.sleep(4.0)
+        if dies:
+            run.handles["generator-1"].die()
+
+    audit(run.train(strike=strike))
+    sampled = [key for generator in run.generators for key in generator.sampled if key[0] in gateway.left]
+    assert len(gateway.left) >= 4 * STEPS and bool(sampled) == bool(leaves_s)
+    assert all(position == 0 for _, _, position in sampled), "the first token is there at once, the second takes 1 s"
 
 
 def test_a_gateway_that_dies_costs_the_episodes_under_way(tmp_path: Path) -> None:

@@ -53,6 +53,19 @@ def _raise(message: str) -> None:
     raise ValueError(message)
 
 
+def _start_others(mark: str) -> None:
+    """A child, and one that has left its session and lost its parent; then waits for its end."""
+    begets = "import subprocess; child = subprocess.Popen(['sleep', '99'], start_new_session=True)"
+    beget = f"{begets}; print(child.pid, file=open({mark!r}, 'a'))"
+    subprocess.run([sys.executable, "-c", beget], check=True)
+    child = subprocess.Popen(["sleep", "99"])
+    with Path(mark).open("a") as file:
+        file.write(f"{child.pid}\n")
+    if mark.endswith("hang"):
+        time.sleep(60)
+    os._exit(3)
+
+
 _VERBS: dict[str, Callable[[Any], Any]] = {
     "echo": lambda value: value,
     "pid": lambda _: os.getpid(),
@@ -64,6 +77,7 @@ _VERBS: dict[str, Callable[[Any], Any]] = {
     "exit": os._exit,
     "parricide": lambda _: os.kill(os.getppid(), signal.SIGKILL) or time.sleep(60),
     "babble": lambda _: [os.write(fd, b"[}\n") for fd in _sockets()] and time.sleep(60),
+    "start others": _start_others,
     "closed": lambda _: os.closerange(3, 256) or _spin(0),
     "environment": lambda _: dict(os.environ),
 }
@@ -283,6 +297,23 @@ def test_close_during_the_start() -> None:
     pool.close()
     thread.join(10)
     assert kinds(results) == [FailureKind.BATCH]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a kernel that hands orphans to the fork server")
+@pytest.mark.parametrize("end", ["exit", "hang", "close"])
+def test_what_a_worker_has_started_ends_with_it(tmp_path: Path, end: str) -> None:
+    mark = tmp_path / ("exit" if end == "exit" else "hang")
+    pool = WorkerPool(FUNCTION, num_workers=1, wall_s=60.0 if end == "close" else 2.0)
+    thread = threading.Thread(target=pool.map, args=([["start others", str(mark)]], 60.0))
+    thread.start()
+    until(lambda: mark.exists() and len(mark.read_text().split()) >= 2, "both to start")
+    if end == "close":
+        pool.close()
+    thread.join()
+    pids = [int(pid) for pid in mark.read_text().split()]
+    assert len(pids) == (4 if end == "exit" else 2), "an item is tried twice where its worker died"
+    until(lambda: not any(map(alive, pids)), "their end")
+    pool.close()
 
 
 def test_a_worker_that_says_what_is_no_json_fails_its_batch_only(pool: WorkerPool) -> None:
