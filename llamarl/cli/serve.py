@@ -24,9 +24,9 @@ from llamarl.types import GenerationRequest, Rollout, SamplingParams
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from llamarl.gateway.endpoint import Endpoint
+    from llamarl.gateway.endpoint import Endpoint, More
     from llamarl.gateway.session import Session
-    from llamarl.generation.backend import GenerationBackend
+    from llamarl.generation.engine import Engine
 
 API_KEY = "LLAMARL_API_KEY"
 
@@ -120,22 +120,34 @@ def _model(given: str, exported: Path) -> str:
 class EngineThread:
     """An engine in a thread of its own; what is asked for meanwhile joins its next step."""
 
-    def __init__(self, engine: GenerationBackend) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._inbox = SimpleQueue[GenerationRequest | None]()
+        self._inbox = SimpleQueue[GenerationRequest | int | None]()
+        """Requests, ids of requests that nobody waits for any more, or the end."""
         self._waiting = dict[int, asyncio.Future[Rollout]]()
+        self._watched: dict[int, More] = {}
+        """Who hears what there is of a rollout while it is sampled."""
         self._count = 0
         self.loop: asyncio.AbstractEventLoop
         """Of those who ask."""
 
-    async def generate(self, prompt_T: np.ndarray, sampling: SamplingParams) -> Rollout:
+    async def generate(self, prompt_T: np.ndarray, sampling: SamplingParams, more: More | None) -> Rollout:
         """What is sampled after a prompt."""
         self._count += 1
-        self._waiting[self._count] = answer = self.loop.create_future()
+        number = self._count
+        self._waiting[number] = answer = self.loop.create_future()
+        if more:
+            self._watched[number] = more
         self._inbox.put(
-            GenerationRequest(group_id=self._count, prompt_token_ids_T=prompt_T, group_size=1, sampling=sampling)
+            GenerationRequest(group_id=number, prompt_token_ids_T=prompt_T, group_size=1, sampling=sampling)
         )
-        return await answer
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._inbox.put(number)
+            raise
+        finally:
+            self._watched.pop(number, None)
 
     def close(self) -> None:
         """`run` comes back."""
@@ -146,14 +158,21 @@ class EngineThread:
         engine = self._engine
         while True:
             while not (engine.has_work and self._inbox.empty()):
-                request = self._inbox.get()
-                if request is None:
+                asked = self._inbox.get()
+                if asked is None:
                     return
-                engine.submit([request])
-            if done := engine.step():
-                self.loop.call_soon_threadsafe(self._deliver, done)
+                if isinstance(asked, int):
+                    self.loop.call_soon_threadsafe(self._deliver, engine.abort([asked]), [])
+                else:
+                    engine.submit([asked])
+            done, so_far = engine.step(), engine.so_far(tuple(self._watched))
+            if done or so_far:
+                self.loop.call_soon_threadsafe(self._deliver, done, so_far)
 
-    def _deliver(self, done: Sequence[Rollout]) -> None:
+    def _deliver(self, done: Sequence[Rollout], so_far: Sequence[Rollout]) -> None:
+        for rollout in so_far:
+            if more := self._watched.get(rollout.group_id):
+                more(rollout)
         for rollout in done:
             answer = self._waiting.pop(rollout.group_id)
             if not answer.done():  # nobody waits any more

@@ -121,7 +121,8 @@ class GatewayExecutor(Executor):
 
     def _answered(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
-            if answer := self._answers.pop(rollout.group_id, None):  # else its episode is over
+            answer = self._answers.pop(rollout.group_id, None)
+            if answer and not answer.done():  # else its episode is over, or the agent did not wait
                 answer.set_result(rollout)
 
     def _session_of(self, key: str) -> tuple[Endpoint, Session]:
@@ -135,8 +136,9 @@ class GatewayExecutor(Executor):
         return endpoint, episode.session
 
     async def _generate(
-        self, task: AgentTask, episode: AgentEpisode, prompt_T: np.ndarray, sampling: SamplingParams
+        self, task: AgentTask, episode: AgentEpisode, prompt_T: np.ndarray, sampling: SamplingParams, more: object
     ) -> Rollout:
+        """Whole: what there is until then is with a generator."""
         request = episode.request(prompt_T, sampling, self._answers)
         answer = self._answers[request.group_id] = self._loop.create_future()
         self._news.calls.append(AgentCall(task.group_id, task.index, request))
@@ -164,7 +166,7 @@ class GatewayExecutor(Executor):
             finally:
                 del self._episodes[key]
                 for one in episode.asked:
-                    if answer := self._answers.pop(one, None):
+                    if (answer := self._answers.pop(one, None)) and not answer.done():
                         answer.set_exception(Refused(409, "the episode of this API key is over"))
             rollout = Rollout(
                 group_id=task.group_id, index=task.index, columns=episode.session.columns(),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from llamarl.config import ConfigError
 from llamarl.gateway.endpoint import Endpoint
-from llamarl.gateway.protocol import Refused, events
+from llamarl.gateway.protocol import Refused
 from llamarl.gateway.session import Session
 
 if TYPE_CHECKING:
@@ -61,23 +61,25 @@ def build_app(session_of: SessionOf) -> Starlette:
     try:
         import uvicorn  # noqa: F401
         from starlette.applications import Starlette
-        from starlette.responses import JSONResponse, Response
+        from starlette.responses import JSONResponse, Response, StreamingResponse
         from starlette.routing import Route
     except ImportError as error:
         raise ConfigError(f"an endpoint needs starlette and uvicorn ({error}): pip install 'llamarl[serve]'") from None
 
-    def answering(call: Callable[[Endpoint, Session, Any], Any]) -> Any:
+    def answering(call: Callable[..., Any]) -> Any:
         async def handle(request: Request) -> Response:
             try:
                 endpoint, session = session_of(_key(request))
                 body = await _body(request)
-                found = await call(endpoint, session, body)
+                if not body.get("stream"):
+                    return JSONResponse(await call(endpoint, session, body))
+                events = asyncio.Queue[bytes]()
+                answer = asyncio.create_task(call(endpoint, session, body, events.put_nowait))
+                answer.add_done_callback(lambda _: events.put_nowait(b""))
+                first = await events.get() or answer.result()
+                return StreamingResponse(_rest(first, events, answer), media_type="text/event-stream")
             except Refused as refused:
                 return JSONResponse(refused.body, refused.status)
-            if not body.get("stream"):
-                return JSONResponse(found)
-            has_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            return Response(b"".join(events(found, has_usage=has_usage)), media_type="text/event-stream")
 
         return handle
 
@@ -99,6 +101,19 @@ def build_app(session_of: SessionOf) -> Starlette:
         ],
         exception_handlers={404: unknown},
     )
+
+
+async def _rest(event: bytes, events: asyncio.Queue[bytes], answer: asyncio.Task[Any]) -> AsyncIterator[bytes]:
+    """Events, from the first one on, as they come. A client that leaves ends its call."""
+    try:
+        while event:
+            yield event
+            event = await events.get()
+        await answer
+    except Refused as refused:
+        yield b"data: " + json.dumps(refused.body).encode() + b"\n\n"
+    finally:
+        answer.cancel()
 
 
 def _key(request: Request) -> str:

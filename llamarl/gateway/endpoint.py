@@ -18,11 +18,14 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.gateway import protocol
 from llamarl.gateway.protocol import Json, Refused
 from llamarl.gateway.session import Session, Written
+from llamarl.gateway.stream import CUT, Stream
 from llamarl.types import FinishReason, Rollout, SamplingParams
 
-Generate = Callable[[np.ndarray, SamplingParams], Awaitable[Rollout]]
-"""Samples after a prompt; what it answers holds the sampled tokens alone."""
-_CUT = "\ufffd"
+More = Callable[[Rollout], None]
+Generate = Callable[[np.ndarray, SamplingParams, More | None], Awaitable[Rollout]]
+"""Samples after a prompt; what it answers holds the sampled tokens alone. It may tell what there is until then."""
+Tell = Callable[[bytes], None]
+"""Takes server-sent events."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,35 +41,36 @@ class Endpoint:
     is_fixed: bool = False
     """Calls may not sample in another way: what they would teach would not be the policy's."""
 
-    async def chat(self, session: Session, body: Any) -> Json:
-        """Raises Refused."""
+    async def chat(self, session: Session, body: Any, tell: Tell | None = None) -> Json:
+        """With `tell`, as events too. Raises Refused."""
         call = protocol.read(protocol.ChatCall, body)
         messages = [protocol.plain(message) for message in call.messages]
         tools = None if call.tool_choice == "none" else call.tools
         prompt_T = self._chat_prompt(session, messages, tools)
-        rollout = await self._sampled(session, call, prompt_T)
+        begun = protocol.head("chat.completion", self.model, prompt_T, has_ids=call.return_token_ids)
+        waits = bool(tools and self.tokenizer.tool_format)
+        stream = Stream(tell, self.tokenizer, call, begun, waits=waits) if tell else None
+        rollout = await self._sampled(session, call, prompt_T, stream)
         message, reason = self._message(rollout, call, tools)
         if rollout.finish_reason is FinishReason.STOP:
             said = protocol.plain(protocol.read(protocol.ChatCall, {"messages": [message]}).messages[0])
             session.remember(protocol.canonical([*messages, said], tools), self._written(prompt_T, rollout))
         choice: Json = {"message": message, "finish_reason": reason, "logprobs": None}
-        if call.logprobs:
-            choice["logprobs"] = protocol.chat_logprobs(self.tokenizer, rollout)
-        return protocol.answer("chat.completion", self.model, choice, prompt_T, rollout, has_ids=call.return_token_ids)
+        return self._answer(call, begun, choice, prompt_T, rollout, stream)
 
-    async def complete(self, session: Session, body: Any) -> Json:
-        """Raises Refused."""
+    async def complete(self, session: Session, body: Any, tell: Tell | None = None) -> Json:
+        """With `tell`, as events too. Raises Refused."""
         call = protocol.read(protocol.CompletionCall, body)
         prompt_T = self._text_prompt(session, call.prompt)
-        rollout = await self._sampled(session, call, prompt_T)
+        begun = protocol.head("text_completion", self.model, prompt_T, has_ids=call.return_token_ids)
+        stream = Stream(tell, self.tokenizer, call, begun, waits=False) if tell else None
+        rollout = await self._sampled(session, call, prompt_T, stream)
         written, text = self._written(prompt_T, rollout), self.tokenizer.decode(rollout.token_ids_T)
-        if isinstance(call.prompt, str) and not written.has_stop_token and not text.endswith(_CUT):
+        if isinstance(call.prompt, str) and not written.has_stop_token and not text.endswith(CUT):
             session.remember(call.prompt + text, written)
         reason = rollout.finish_reason.value
         choice: Json = {"text": self._cut(text, call), "finish_reason": reason, "logprobs": None}
-        if call.logprobs is not None and call.logprobs is not False:
-            choice["logprobs"] = protocol.text_logprobs(self.tokenizer, rollout)
-        return protocol.answer("text_completion", self.model, choice, prompt_T, rollout, has_ids=call.return_token_ids)
+        return self._answer(call, begun, choice, prompt_T, rollout, stream)
 
     def models(self) -> Json:
         """The one that there is."""
@@ -93,8 +97,22 @@ class Endpoint:
             return self.tokenizer.encode(prompt, add_special_tokens=True)
         return np.concatenate([written.token_ids_T, self.tokenizer.encode(prompt.removeprefix(known))])
 
-    async def _sampled(self, session: Session, call: protocol.Call, prompt_T: np.ndarray) -> Rollout:
-        rollout = await self.generate(prompt_T, self._sampling(session, call))
+    def _answer(
+        self, call: protocol.Call, begun: Json, choice: Json, prompt_T: np.ndarray, rollout: Rollout,
+        stream: Stream | None,
+    ) -> Json:  # fmt: skip
+        if protocol.wants_logprobs(call):
+            is_chat = isinstance(call, protocol.ChatCall)
+            choice["logprobs"] = protocol.logprobs(self.tokenizer, rollout, is_chat=is_chat)
+        found = protocol.answer(begun, choice, prompt_T, rollout)
+        if stream:
+            stream.end(found, rollout)
+        return found
+
+    async def _sampled(
+        self, session: Session, call: protocol.Call, prompt_T: np.ndarray, stream: Stream | None
+    ) -> Rollout:
+        rollout = await self.generate(prompt_T, self._sampling(session, call), stream.more if stream else None)
         if rollout.finish_reason is FinishReason.FAILED:
             raise Refused(400, rollout.error)
         session.record(prompt_T, rollout.columns)

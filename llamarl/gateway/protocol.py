@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -152,68 +151,41 @@ def _arguments(arguments: Any) -> Any:
         return arguments
 
 
-def answer(kind: str, model: str, choice: Json, prompt_T: np.ndarray, rollout: Rollout, *, has_ids: bool) -> Json:
-    """The whole of it. `kind`: `chat.completion` or `text_completion`."""
-    num_prompt, num = len(prompt_T), rollout.num_tokens
+def head(kind: str, model: str, prompt_T: np.ndarray, *, has_ids: bool) -> Json:
+    """What an answer begins with. `kind`: `chat.completion` or `text_completion`."""
     found = {
         "id": f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
         "model": model,
-        "choices": [{"index": 0, **choice}],
-        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num, "total_tokens": num_prompt + num},
     }
-    if has_ids:
-        found["prompt_token_ids"] = prompt_T.tolist()
-        found["choices"][0] |= {"token_ids": rollout.token_ids_T.tolist(), "prompt_token_ids": prompt_T.tolist()}
-    return found
+    return found | ({"prompt_token_ids": prompt_T.tolist()} if has_ids else {})
 
 
-def chat_logprobs(tokenizer: Tokenizer, rollout: Rollout) -> Json:
-    """Of each token, as `chat.completion` has them."""
-    return {
-        "content": [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in _tokens(tokenizer, rollout)
-        ]
-    }
+def answer(begun: Json, choice: Json, prompt_T: np.ndarray, rollout: Rollout) -> Json:
+    """The whole of it, which began with `begun`."""
+    num_prompt, num = len(prompt_T), rollout.num_tokens
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": num, "total_tokens": num_prompt + num}
+    if prompt_ids := begun.get("prompt_token_ids"):
+        choice = choice | {"token_ids": rollout.token_ids_T.tolist(), "prompt_token_ids": prompt_ids}
+    return begun | {"choices": [{"index": 0, **choice}], "usage": usage}
 
 
-def text_logprobs(tokenizer: Tokenizer, rollout: Rollout) -> Json:
-    """Of each token, as `text_completion` has them."""
-    tokens = _tokens(tokenizer, rollout)
-    starts = np.cumsum([0, *(len(text) for text, _ in tokens)])[:-1]
-    return {
-        "tokens": [text for text, _ in tokens],
-        "token_logprobs": [logprob for _, logprob in tokens],
-        "top_logprobs": None,
-        "text_offset": starts.tolist(),
-    }
+def wants_logprobs(call: Call) -> bool:
+    """0 asks for those of the tokens alone, which are all that there are."""
+    asked = getattr(call, "logprobs", None)
+    return asked is not None and asked is not False
 
 
-def _tokens(tokenizer: Tokenizer, rollout: Rollout) -> list[tuple[str, float]]:
-    texts = (tokenizer.decode([token], skip_special=False) for token in rollout.token_ids_T)
-    return list(zip(texts, rollout.behavior_logprobs_T.tolist(), strict=True))
-
-
-def events(found: Json, *, has_usage: bool) -> Iterator[bytes]:
-    """An answer as server-sent events: all of it in one piece, its end, and its usage where that is asked for."""
-    (choice,) = found["choices"]
-    is_chat = found["object"] == "chat.completion"
-    head = {name: value for name, value in found.items() if name not in ("choices", "usage")}
-    head["object"] = "chat.completion.chunk" if is_chat else found["object"]
-    ids = {name: choice[name] for name in ("token_ids", "prompt_token_ids") if name in choice}
-    piece: Json = {"index": 0, "finish_reason": None, "logprobs": choice.get("logprobs"), **ids}
-    end: Json = {"index": 0, "finish_reason": choice["finish_reason"], "logprobs": None}
+def logprobs(tokenizer: Tokenizer, rollout: Rollout, *, is_chat: bool, start: int = 0, offset: int = 0) -> Json:
+    """Of each token from `start` on, whose text begins at character `offset`."""
+    ids, logprobs = rollout.token_ids_T[start:].tolist(), rollout.behavior_logprobs_T[start:].tolist()
+    texts = [tokenizer.decode([token], skip_special=False) for token in ids]
     if is_chat:
-        calls = [{"index": n, **call} for n, call in enumerate(choice["message"].get("tool_calls", ()))]
-        piece["delta"] = choice["message"] | ({"tool_calls": calls} if calls else {})
-        end["delta"] = {}
-    else:
-        piece["text"], end["text"] = choice["text"], ""
-    chunks = [head | {"choices": [piece]}, head | {"choices": [end]}]
-    if has_usage:
-        chunks.append(head | {"choices": [], "usage": found["usage"]})
-    for chunk in chunks:
-        yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
-    yield b"data: [DONE]\n\n"
+        tokens = [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in zip(texts, logprobs, strict=True)
+        ]
+        return {"content": tokens}
+    starts = offset + np.cumsum([0, *map(len, texts)])[:-1]
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": starts.tolist()}

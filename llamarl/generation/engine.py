@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ordered
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Literal
 
@@ -133,6 +134,12 @@ class Engine:
         self._scheduler.evict([key for key in self._scheduler.held if key[0] in group_ids])
         aborted = [one for i in group_ids if i in groups for one in groups[i].unfinished.values()]
         return self._leave(dict.fromkeys(aborted, (FinishReason.ABORTED, "")))
+
+    def so_far(self, group_ids: Iterable[int]) -> list[Rollout]:
+        """Those that decode now, of these groups, as they are."""
+        groups = (self._scheduler.groups[i] for i in group_ids if i in self._scheduler.groups)
+        decoding = [one for group in groups for one in group.unfinished.values() if one.row >= 0]
+        return [replace(one.rollout(FinishReason.PARKED), columns=self._rows.so_far(one)) for one in decoding]
 
     def release(self, rollouts: Iterable[tuple[int, int]]) -> None:
         self._scheduler.evict(rollouts)

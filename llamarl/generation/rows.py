@@ -9,7 +9,7 @@ import numpy as np
 
 from llamarl.generation.sampler import SamplingRows, noise_key
 from llamarl.generation.sequence import Sequence
-from llamarl.types import COLUMNS, continued
+from llamarl.types import COLUMNS, Columns, continued
 
 
 class Rows:
@@ -66,9 +66,8 @@ class Rows:
     def remove(self, sequence: Sequence) -> None:
         """A rollout leaves with its tokens; the last row takes its place."""
         row, last = sequence.row, len(self.sequences) - 1
-        has_others, length = not sequence.columns.keys() <= self.columns_R_T.keys(), self.length_R[row]
-        start = len(sequence.token_ids_T) if has_others else 0
-        columns = {name: values_R_T[row, start:length].copy() for name, values_R_T in self.columns_R_T.items()}
+        has_others = not sequence.columns.keys() <= self.columns_R_T.keys()
+        columns = self.so_far(sequence, len(sequence.token_ids_T) if has_others else 0)
         sequence.columns = continued(sequence.columns, columns) if has_others else columns
         sequence.row = -1
         moved, passed = self.sequences.pop(), self.passed.pop()
@@ -85,6 +84,11 @@ class Rows:
         for values_R_T in self.columns_R_T.values():
             values_R_T[row, :length] = values_R_T[last, :length]
         self.sampling.move(last, row)
+
+    def so_far(self, sequence: Sequence, start: int = 0) -> Columns:
+        """A copy of what a rollout has from token `start` on."""
+        row, length = sequence.row, self.length_R[sequence.row]
+        return {name: values_R_T[row, start:length].copy() for name, values_R_T in self.columns_R_T.items()}
 
     def grow(self, sequence: Sequence) -> None:
         """The rollout got one more block."""

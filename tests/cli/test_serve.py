@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -14,8 +15,14 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
+import numpy as np
 import pytest
 
+from llamarl.cli.generate import open_engine
+from llamarl.cli.serve import EngineThread
+from llamarl.config.schema import GeneratorConfig
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.types import Rollout, SamplingParams
 from tests.cli.test_generate import LLAMARL
 from tests.end_to_end.tiny import ROOT, environment, llamarl_here
 from tests.nightly import nightly
@@ -65,6 +72,33 @@ def test_calls_are_answered_side_by_side(model: Path) -> None:
             assert refused.value.code == status and json.loads(refused.value.read())["error"]["message"]
 
 
+def test_a_call_that_nobody_waits_for_gives_its_place_back(model: Path) -> None:
+    engine = open_engine(str(model), GeneratorConfig(max_running=1), Tokenizer(model))
+    serving = EngineThread(engine)
+    sampling, heard = SamplingParams(max_new_tokens=100), list[int]()
+
+    async def leave() -> None:
+        serving.loop = asyncio.get_running_loop()
+        ended = serving.loop.run_in_executor(None, serving.run)
+        some = asyncio.Event()
+
+        def more(rollout: Rollout) -> None:
+            heard.append(rollout.num_tokens)
+            some.set()
+
+        left = asyncio.create_task(serving.generate(np.array([1, 2], np.int32), sampling, more))
+        await some.wait()
+        left.cancel()
+        last = await serving.generate(np.array([1, 3], np.int32), sampling, None)
+        assert last.num_tokens == 100 and engine.stats().decode_tokens < 200
+        assert not serving._waiting and not serving._watched
+        serving.close()
+        await ended
+
+    asyncio.run(asyncio.wait_for(leave(), 60))
+    assert heard[0] < 50 and heard == sorted(heard)
+
+
 def test_mistakes_are_told(model: Path) -> None:
     for arguments, said in (
         ([model, "--host", "0.0.0.0"], "give a key by --api-key"),
@@ -101,10 +135,14 @@ def _ask(client: Any) -> None:
     choice = whole.choices[0]
     assert len(choice.logprobs.content) == whole.usage.completion_tokens == len(choice.token_ids)
     streamed = client.chat.completions.create(
-        model=name, messages=messages, max_tokens=8, temperature=0, stream=True, stream_options={"include_usage": True}
-    )
+        model=name, messages=messages, max_tokens=8, temperature=0, stream=True, logprobs=True,
+        stream_options={"include_usage": True}, extra_body={"return_token_ids": True},
+    )  # fmt: skip
     chunks = list(streamed)
-    text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
-    assert text == choice.message.content and chunks[-1].usage == whole.usage
+    pieces = [one.choices[0] for one in chunks if one.choices]
+    assert "".join(one.delta.content or "" for one in pieces) == choice.message.content and len(pieces) > 3
+    assert chunks[-1].usage == whole.usage and pieces[-1].finish_reason == choice.finish_reason
+    assert [token for one in pieces[:-1] for token in one.token_ids] == choice.token_ids
+    assert [token for one in pieces[:-1] for token in one.logprobs.content] == choice.logprobs.content
     completion = client.completions.create(model=name, prompt=whole.prompt_token_ids, max_tokens=8, temperature=0)
     assert completion.choices[0].text == choice.message.content

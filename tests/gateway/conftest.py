@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class Scripted:
     asked: list[SamplingParams] = field(default_factory=list)
     error: str = ""
 
-    async def __call__(self, prompt_T: np.ndarray, sampling: SamplingParams) -> Rollout:
+    async def __call__(self, prompt_T: np.ndarray, sampling: SamplingParams, more: Any = None) -> Rollout:
         self.prompts.append(prompt_T)
         self.asked.append(sampling)
         if self.error:
@@ -67,7 +67,10 @@ class Scripted:
             "behavior_logprobs": -np.arange(len(ids), dtype=np.float32) - 1,
             "policy_versions": np.full(len(ids), len(self.prompts), np.int32),
         }
-        return Rollout(group_id=len(self.prompts), index=0, columns=columns, finish_reason=reason)
+        whole = Rollout(group_id=len(self.prompts), index=0, columns=columns, finish_reason=reason)
+        for count in range(1, len(ids)) if more else ():
+            more(replace(whole, columns={name: values_T[:count] for name, values_T in columns.items()}))
+        return whole
 
 
 @pytest.fixture

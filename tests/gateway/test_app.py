@@ -44,12 +44,16 @@ def test_answers_and_streams(client: TestClient) -> None:
     assert found.status_code == 200 and found.json()["choices"][0]["text"] == "one"
     streamed = client.post("/v1/chat/completions", json=CHAT | {"stream_options": {"include_usage": True}})
     assert streamed.headers["content-type"].startswith("text/event-stream")
-    first, end, usage = pieces(streamed.text)
-    assert first["object"] == "chat.completion.chunk" and first["choices"][0]["delta"]["content"] == "two"
+    *some, end, usage = pieces(streamed.text)
+    deltas = [one["choices"][0]["delta"] for one in some]
+    assert {one["object"] for one in some} == {"chat.completion.chunk"} and len({one["id"] for one in some}) == 1
+    assert len(some) > 2 and "".join(one["content"] for one in deltas) == "two"
+    assert [one.get("role") for one in deltas] == ["assistant"] + [None] * (len(some) - 1)
     assert end["choices"][0] == {"index": 0, "finish_reason": "stop", "logprobs": None, "delta": {}}
     assert usage["choices"] == [] and usage["usage"]["completion_tokens"] > 1
-    first, end = pieces(client.post("/v1/completions", json={"prompt": "x", "stream": True}).text)
-    assert first["choices"][0]["text"] == "three" and end["choices"][0]["finish_reason"] == "stop"
+    *some, end = pieces(client.post("/v1/completions", json={"prompt": "x", "stream": True}).text)
+    assert "".join(one["choices"][0]["text"] for one in some) == "three" and len(some) > 2
+    assert end["choices"][0]["finish_reason"] == "stop"
     assert client.get("/v1/models").json()["data"][0]["id"] == "m"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -155,3 +156,53 @@ def test_log_probabilities_and_ids_of_chats(scripted: Make, tokenizer: Tokenizer
     assert [(one["token"], one["logprob"], one["bytes"]) for one in content[:2]] == [("1", -1, [49]), ("2", -2, [50])]
     assert content[2]["token"] == "<|endoftext|>"
     assert np.array_equal(found["prompt_token_ids"], tokenizer.encode("[user]hi<|endoftext|>\n[assistant]"))
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize(
+    ("text", "more", "shown"),
+    [
+        ("a é日 b", {}, None),
+        ("one END", {"stop": ["ENDING", "END"]}, "one "),
+        ("one EN two ENDI", {"stop": "ENDING"}, "one EN two ENDI"),
+        ("one END", {"stop": "END", "include_stop_str_in_output": True}, "one END"),
+        ("", {}, ""),
+        ("12345", {"max_tokens": 3}, "123"),
+    ],
+)
+def test_pieces_of_a_stream_are_the_whole_answer(
+    scripted: Make, tokenizer: Tokenizer, is_chat: bool, text: str, more: dict[str, Any], shown: str | None
+) -> None:
+    ids = [token for byte in text for token in tokenizer.encode(byte).tolist()]
+    body = {"logprobs": True, "return_token_ids": True, "stream_options": {"include_usage": True}, **more}
+    body |= {"messages": [user("hi")]} if is_chat else {"prompt": "x"}
+    found = []
+    for tell in (None, (events := list[bytes]()).append):
+        _, endpoint, session = scripted(ids)
+        found.append(asyncio.run((endpoint.chat if is_chat else endpoint.complete)(session, body, tell)))
+    whole, choice = found[1], found[1]["choices"][0]
+    assert found[0] | {"id": 0, "created": 0} == whole | {"id": 0, "created": 0}
+    assert events.pop() == b"data: [DONE]\n\n"
+    *pieces, end, usage = [json.loads(one.removeprefix(b"data: ")) for one in events]
+    assert usage["usage"] == whole["usage"] and end["choices"][0]["finish_reason"] == choice["finish_reason"]
+    pieces = [one["choices"][0] for one in pieces]
+    texts = [one["delta"]["content"] if is_chat else one["text"] for one in pieces]
+    assert "".join(texts) == (choice["message"]["content"] if is_chat else choice["text"]) == (
+        text if shown is None else shown
+    )  # fmt: skip
+    assert not any("\ufffd" in one for one in texts) and len(pieces) >= min(3, len(choice["token_ids"]))
+    assert [token for one in pieces for token in one["token_ids"]] == choice["token_ids"]
+    assert pieces[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+    for name in ("content",) if is_chat else ("tokens", "token_logprobs", "text_offset"):
+        assert [value for one in pieces for value in one["logprobs"][name]] == choice["logprobs"][name]
+
+
+def test_calls_of_tools_are_one_piece(scripted: Make) -> None:
+    called = 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    _, endpoint, session = scripted(called)
+    events = list[bytes]()
+    asyncio.run(endpoint.chat(session, {"messages": [user("1+2")], "tools": [tool_schema()]}, events.append))
+    deltas = [json.loads(one.removeprefix(b"data: "))["choices"][0]["delta"] for one in events[:-2]]
+    assert [one["content"] for one in deltas if one["content"]] == ["so"]
+    ((call,),) = [one["tool_calls"] for one in deltas if "tool_calls" in one]
+    assert call["index"] == 0 and call["function"] == {"name": "add", "arguments": '{"a": 1}'}
