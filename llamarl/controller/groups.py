@@ -188,6 +188,12 @@ class InFlight(dict[int, PendingGroup]):
         return f"{len(pending)} are in flight, the oldest is group {oldest.group_id} with {oldest.arrived} rollouts"
 
 
+def _read(rollout: Rollout) -> Rollout:
+    """What of it is read."""
+    of_agents = ("sequence", "policy_versions") if "sequence" in rollout.columns else ()
+    return rollout.with_only("token_ids", *of_agents)
+
+
 class Scoring:
     """Reward, reward model, and the executors that fill a column of `llamarl.types.COLUMNS`."""
 
@@ -214,7 +220,7 @@ class Scoring:
 
     async def __call__(self, batch: Sequence[PendingGroup]) -> list[RolloutGroup]:
         """Asks everybody at once."""
-        responses = [(item.prompt, [one.with_only("token_ids") for one in item.in_order()]) for item in batch]
+        responses = [(item.prompt, list(map(_read, item.in_order()))) for item in batch]
         to_train = [one for one, item in zip(responses, batch, strict=True) if item.is_trained_on]
         said, by_model, columns = await asyncio.gather(
             self._reward.score(responses), self._by_model(to_train), self._filled(to_train)

@@ -20,6 +20,7 @@ from llamarl.generation.score import packs
 from llamarl.models.attention import causal_attend
 from llamarl.models.scalar import load_scalar_model
 from llamarl.rewards._base import invalid
+from llamarl.training.packing import sequences_of
 from llamarl.types import Outcome, Prompt, RewardResult, Rollout
 
 
@@ -27,7 +28,7 @@ class RewardModelExecutor(Executor):
     """Reads prompt and response and says one number at the last token.
 
     With the policy's tokenizer it reads the very tokens that were sampled, the stop token included; otherwise their
-    text, in its own tokens.
+    text, in its own tokens. Of an agent's episode it reads the longest sequence, and of several the last.
     """
 
     SPANS: ClassVar[dict[str, str]] = {"score": "score"}
@@ -48,6 +49,9 @@ class RewardModelExecutor(Executor):
         return [self._score([self._tokens(prompt, one) for one in rollouts]) for prompt, rollouts in groups]
 
     def _tokens(self, prompt: Prompt, rollout: Rollout) -> np.ndarray:
+        if "sequence" in rollout.columns:
+            ids_T = max((one["token_ids"] for one in reversed(sequences_of(rollout.columns))), key=len)
+            return ids_T if self._has_policys_tokens else self._own.encode(self._policys.decode(ids_T))
         if self._has_policys_tokens:
             return np.concatenate([prompt.token_ids_T, rollout.token_ids_T])
         return self._own.encode(prompt.text + self._policys.decode(rollout.token_ids_T))

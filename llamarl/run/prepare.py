@@ -83,10 +83,10 @@ def _check_agent(config: RunConfig) -> None:
     find_agent(agent.name)
     if config.rollout.environment:
         raise ConfigError("rollout.agent and rollout.environment are both set; an episode has one of them")
-    if scoring := [name for name in ("reference", "critic", "reward-model") if name in models_in_use(config)]:
+    if "critic" in models_in_use(config):
         raise ConfigError(
-            f"rollout.agent with a {scoring[0]}: episodes of agents are several sequences, which it does not read; "
-            "leave one of them out"
+            "rollout.agent with a critic: an agent's episode is several sequences, and which token's value follows "
+            "which is not known; leave the agent out, or choose advantages without a critic"
         )
 
 

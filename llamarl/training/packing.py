@@ -150,12 +150,12 @@ def to_sample_group(
     ]
     prompt_T = group.prompt.token_ids_T
     if any("sequence" in columns for columns in samples):
-        prompt_T, samples = prompt_T[:0], [one for columns in samples for one in _sequences(columns)]
+        prompt_T, samples = prompt_T[:0], [one for columns in samples for one in sequences_of(columns)]
     return SampleGroup(prompt_token_ids_T=prompt_T, samples=tuple(TrainSample(columns=one) for one in samples))
 
 
-def _sequences(columns: Columns) -> list[Columns]:
-    """Those of an episode."""
+def sequences_of(columns: Columns) -> list[Columns]:
+    """Those of an agent's episode."""
     cuts = [0, *np.flatnonzero(np.diff(columns["sequence"])) + 1, len(columns["sequence"])]
     return [
         {name: values_T[start:end] for name, values_T in columns.items() if name != "sequence"}

@@ -5,7 +5,7 @@ Shape suffixes: N packed input tokens, R response tokens, D model dim, T tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llamarl.models.attention import packed_attend
 from llamarl.models.transformer import Attend
-from llamarl.training.packing import Microbatch, pack
+from llamarl.training.packing import Microbatch, pack, sequences_of
 from llamarl.types import FinishReason, Prompt, Rollout, SampleGroup, TrainSample
 
 Forward = Callable[[Tensor, Tensor, Attend], Tensor]
@@ -39,17 +39,34 @@ def per_response(
     """What `compute` says, float32 [R] per microbatch, of each response token: [T] per rollout of each group; 0 for
     failed ones.
 
-    A group has microbatches of its own, so that its bits do not depend on what else has arrived.
+    A group has microbatches of its own, so that its bits do not depend on what else has arrived. Sequences of agents
+    are computed one by one; what they begin with, up to the first token that was sampled, is 0.
     """
     packed = list[Microbatch]()
     for prompt, rollouts in groups:
-        samples = tuple(TrainSample(columns={"token_ids": one.token_ids_T}) for one in rollouts if _is_computed(one))
-        packed += pack([SampleGroup(prompt_token_ids_T=prompt.token_ids_T, samples=samples)], max_tokens)
+        packed += pack(_samples(prompt, list(filter(_is_computed, rollouts))), max_tokens)
     found = chain.from_iterable(map(_split, packed, compute(packed)))
+    return [[_numbers(one, found) for one in rollouts] for _, rollouts in groups]
+
+
+def _samples(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[SampleGroup]:
+    if not any("sequence" in one.columns for one in rollouts):
+        samples = tuple(TrainSample(columns={"token_ids": one.token_ids_T}) for one in rollouts)
+        return [SampleGroup(prompt_token_ids_T=prompt.token_ids_T, samples=samples)]
+    episodes = (sequences_of(one.columns | {"loss_mask": one.is_sampled_T}) for one in rollouts)
     return [
-        [next(found) if _is_computed(one) else np.zeros(one.num_tokens, np.float32) for one in rollouts]
-        for _, rollouts in groups
+        SampleGroup(prompt_token_ids_T=prompt.token_ids_T[:0], samples=(TrainSample(columns=one),))
+        for one in chain.from_iterable(episodes)
     ]
+
+
+def _numbers(rollout: Rollout, found: Iterator[np.ndarray]) -> np.ndarray:
+    if not _is_computed(rollout):
+        return np.zeros(rollout.num_tokens, np.float32)
+    if "sequence" not in rollout.columns:
+        return next(found)
+    parts = ((len(one["token_ids"]), next(found)) for one in sequences_of(rollout.columns))
+    return np.concatenate([np.pad(part, (length - len(part), 0)) for length, part in parts])
 
 
 def _is_computed(rollout: Rollout) -> bool:

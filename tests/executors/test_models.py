@@ -27,7 +27,7 @@ from llamarl.run.folder import RunFolder
 from llamarl.run.prepare import prepare
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.trainer import Trainer
-from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
+from llamarl.types import OBSERVED, FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 from tests.end_to_end.tiny import rows
 from tests.executors.runs import learnt, tiny_config, train
 
@@ -62,6 +62,17 @@ def group(model: Path) -> RolloutGroup:
     return RolloutGroup(group_id=0, prompt=prompt, rollouts=rollouts, results=results, responses=("", "", ""))
 
 
+def rollout_of(ids: np.ndarray, **more: np.ndarray) -> Rollout:
+    columns = {"token_ids": ids.astype(np.int32), "policy_versions": np.zeros(len(ids), np.int32), **more}
+    return Rollout(group_id=0, index=0, columns=columns, finish_reason=FinishReason.STOP)
+
+
+def agents_rollout(ids: np.ndarray) -> Rollout:
+    """Of two sequences: two tokens of the prompt and seven more, of which one was observed; three, and the rest."""
+    versions = np.where(np.isin(np.arange(len(ids)), (0, 1, 4, 9, 10, 11)), OBSERVED, 0)
+    return rollout_of(ids, policy_versions=versions, sequence=(np.arange(len(ids)) >= 9).astype(np.int32))
+
+
 class TestReference:
     def test_it_is_the_trainer_before_its_first_step(self, make_config: MakeConfig, group: RolloutGroup) -> None:
         config = make_config()
@@ -72,6 +83,20 @@ class TestReference:
         (batch,) = pack([to_sample_group(group, [np.zeros(7), np.zeros(3), np.zeros(1)])], 1000)
         np.testing.assert_allclose(np.concatenate([first, last]), trainer.logprobs(batch).detach(), atol=1e-5)
         assert first.dtype == np.float32 and (failed == 0).all() and len(failed) == 3
+
+    def test_each_sequence_of_an_agent_is_read_by_itself(self, make_config: MakeConfig, group: RolloutGroup) -> None:
+        reference, ids = ReferenceExecutor(make_config(trainer={"microbatch_tokens": 12})), np.arange(3, 20)
+        episode = agents_rollout(ids)
+        silent = replace(episode, columns={name: values[:0] for name, values in group.rollouts[0].columns.items()})
+        ((found, nothing, again),) = reference.score([(group.prompt, (episode, silent, episode))])
+        prompts = [replace(group.prompt, token_ids_T=part.astype(np.int32)) for part in (ids[:2], ids[9:12])]
+        rests = [rollout_of(part) for part in (ids[2:9], ids[12:])]
+        ((first,),), ((second,),) = (
+            reference.score([(prompt, (rest,))]) for prompt, rest in zip(prompts, rests, strict=True)
+        )
+        np.testing.assert_allclose(found, np.concatenate([np.zeros(2), first, np.zeros(3), second]), atol=1e-5)
+        np.testing.assert_allclose(again, found, atol=1e-5)
+        assert not len(nothing)
 
     def test_quantized_it_is_close(self, make_config: MakeConfig, group: RolloutGroup) -> None:
         said = [
@@ -129,6 +154,20 @@ class TestRewardModel:
         ((result, *_),) = judge(config).score([(group.prompt, group.rollouts[:1])])
         text = group.prompt.text + Tokenizer(config.model.path).decode(group.rollouts[0].token_ids_T)
         assert result.value == pytest.approx(by_transformers(classifier, own.encode(text)), abs=1e-4)
+
+    @pytest.mark.parametrize("has_own", [False, True])
+    def test_of_an_agent_it_reads_the_longest_sequence(
+        self, make_config: MakeConfig, classifier: Path, group: RolloutGroup, tmp_path: Path, has_own: bool
+    ) -> None:
+        ids = np.arange(70, 87)
+        expected = ids[:9]
+        config = make_config(reward={"model": {"path": str(classifier)}})
+        if has_own:
+            own = train_byte_bpe(["Roy has 2 apples", "Ben has 3 books"], tmp_path / "own", 280)
+            shutil.copyfile(own.folder / "tokenizer.json", classifier / "tokenizer.json")
+            expected = own.encode(Tokenizer(config.model.path).decode(expected))
+        ((result,),) = judge(config).score([(group.prompt, (agents_rollout(ids),))])
+        assert result.value == pytest.approx(by_transformers(classifier, expected), abs=1e-4)
 
     def test_what_it_cannot_read_is_invalid(
         self, make_config: MakeConfig, classifier: Path, group: RolloutGroup
