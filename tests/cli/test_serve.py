@@ -72,6 +72,26 @@ def test_calls_are_answered_side_by_side(model: Path) -> None:
             assert refused.value.code == status and json.loads(refused.value.read())["error"]["message"]
 
 
+def test_the_newest_checkpoint_of_a_run(toml: Path, tmp_path: Path) -> None:
+    """As docs/agents.md has it: `llamarl serve RUN`; what answers has learnt."""
+    done = llamarl_here(
+        "train", toml, "--cluster.kind", "inline", "--screen.kind", "none", "--trainer.learning_rate", 1
+    )
+    assert done.returncode == 0, done.stderr
+    (run,) = (path.parent for path in (tmp_path / "runs").glob("*/checkpoints"))
+    folder = tmp_path / "exported"
+    done = llamarl_here("export", run, folder)
+    assert done.returncode == 0, done.stderr
+    said = list[Any]()
+    body: dict[str, Any] = {"prompt": "Ann has 3", "max_tokens": 9, "temperature": 0, "logprobs": 0}
+    for path, name in ((run, run.name), (folder, "exported")):
+        with served(path) as url:
+            with urllib.request.urlopen(f"{url}/models", timeout=60) as reply:
+                assert [one["id"] for one in json.loads(reply.read())["data"]] == [name]
+            said.append(post(f"{url}/completions", **body)["choices"])
+    assert said[0] == said[1]
+
+
 def test_a_call_that_nobody_waits_for_gives_its_place_back(model: Path) -> None:
     engine = open_engine(str(model), GeneratorConfig(max_running=1), Tokenizer(model))
     serving = EngineThread(engine)

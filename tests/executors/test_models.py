@@ -24,7 +24,7 @@ from llamarl.executors.reference import ReferenceExecutor
 from llamarl.executors.reward_model import RewardModelExecutor
 from llamarl.models.hf import load_model
 from llamarl.run.folder import RunFolder
-from llamarl.run.prepare import prepare
+from llamarl.run.prepare import check_parts, prepare
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.trainer import Trainer
 from llamarl.types import OBSERVED, FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
@@ -271,6 +271,24 @@ def test_a_run_with_all_of_them(
     for plain, row in zip(rows(folder.rollouts), rows(judged.rollouts), strict=False):
         assert plain["token_ids"] == row["token_ids"]
         assert row["reward"] != plain["reward"], "the model's share is missing"
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_an_agent_with_a_reference_and_a_reward_model(make_config: MakeConfig, classifier: Path, kl_in: str) -> None:
+    pytest.importorskip("starlette", reason="the extra `serve` is not installed")
+    agent = {"name": "tests.executors.agents:run", "episode_s": 60.0}
+    config = make_config(
+        steps=2, rollout={"agent": agent, "max_new_tokens": 40}, reference={"kl_in": kl_in, "kl_estimator": "k3"},
+        trainer={"advantage": "group_normalized", "learning_rate": 0.1},
+        reward={"model": {"path": str(classifier), "weight": 0.5}},
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="agent with a critic"):
+        check_parts(make_config(rollout={"agent": agent}))
+    folder = train(config)
+    first, second = (row for row in rows(folder.metrics) if row["kind"] == "step")
+    assert abs(first["extra.kl_to_reference"]) < 1e-5 < abs(second["extra.kl_to_reference"])
+    rewards = [row["reward"] for row in rows(folder.rollouts)]
+    assert len(rewards) == 24 and len(set(rewards)) > 12, "0.5 of the agent, and what the model says of each"
 
 
 def test_resumed_it_is_the_uninterrupted_run(whole_run: tuple[RunConfig, RunFolder], make_config: MakeConfig) -> None:

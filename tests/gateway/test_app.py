@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llamarl.data.tokenizer import Tokenizer
 from llamarl.gateway.endpoint import Endpoint
 from llamarl.gateway.protocol import Refused
 from llamarl.gateway.session import Session
+from llamarl.types import OBSERVED
+from tests.data.test_chat import TEMPLATES
+from tests.gateway.conftest import tool_schema
 
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 from starlette.testclient import TestClient
@@ -78,3 +84,50 @@ def test_errors_are_in_the_shape_that_clients_read(
     assert found.status_code == status, found.text
     error = found.json()["error"]
     assert said in error["message"] and error.keys() == {"message", "type", "param", "code"}
+
+
+CALLS = {
+    "qwen": 'let me see\n<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 5}}\n</tool_call>',
+    "llama": '{"name": "add", "parameters": {"a": 17, "b": 5}}',
+}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("family", CALLS)
+def test_tools_with_the_package_openai(
+    scripted: Callable[..., Any], tokenizer: Tokenizer, tmp_path: Path, family: str, streams: bool
+) -> None:
+    """A whole conversation of a chat model with a tool: one sequence, of the very tokens that were sampled."""
+    openai = pytest.importorskip("openai", reason="the package `openai` is not installed")
+    folder = Path(shutil.copytree(tokenizer.folder, tmp_path / family))
+    template = TEMPLATES[family].replace("<|im_end|>", "<|endoftext|>").replace("<|eot_id|>", "<|endoftext|>")
+    (folder / "chat_template.jinja").write_text(template)
+    _, endpoint, session = scripted(CALLS[family], "it is 22", of=(of := Tokenizer(folder)))
+    client = TestClient(build_app(lambda key: (endpoint, session)))
+    ask = openai.OpenAI(base_url="http://testserver/v1", api_key="k", http_client=client).chat.completions
+    tools = [tool_schema("add")]
+    history: list[Any] = [{"role": "user", "content": "17+5"}]
+    if streams:
+        chunks = [one.choices[0] for one in ask.create(model="m", messages=history, tools=tools, stream=True)]
+        (call,) = [call for one in chunks for call in one.delta.tool_calls or []]
+        text = "".join(one.delta.content or "" for one in chunks) or None
+        assert chunks[-1].finish_reason == "tool_calls"
+    else:
+        (choice,) = ask.create(model="m", messages=history, tools=tools).choices
+        (call,), text = choice.message.tool_calls, choice.message.content
+        assert choice.finish_reason == "tool_calls"
+    assert json.loads(call.function.arguments) == {"a": 17, "b": 5} and call.function.name == "add"
+    assert text == ("let me see" if family == "qwen" else None)
+    called = {"id": call.id, "type": "function", "function": call.function.model_dump()}
+    history += [
+        {"role": "assistant", "content": text, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": call.id, "content": "22"},
+    ]
+    (choice,) = ask.create(model="m", messages=history, tools=tools).choices
+    assert choice.message.content == "it is 22" and choice.finish_reason == "stop"
+    columns = session.columns()
+    assert set(columns["sequence"]) == {0} and session.num_calls == 2
+    whole = of.decode(columns["token_ids"], skip_special=False)
+    observed = of.after_turn([{"role": "tool", "content": "22"}], without_stop=False, tools=tools)
+    assert whole.endswith(f"{CALLS[family]}{observed}it is 22<|endoftext|>") and "22" in observed
+    assert (columns["policy_versions"] != OBSERVED).sum() == session.num_sampled
