@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import shutil
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from llamarl.observability.page import findings
 from tests.architecture.repository import PACKAGE, ROOT, python_files, tree
-from tests.end_to_end.tiny import llamarl, make_model
+from tests.end_to_end.tiny import LLAMARL, environment, llamarl, make_model
+from tests.nightly import nightly
 
 DOCS = ROOT / "docs"
 
@@ -37,6 +44,58 @@ def test_your_task_runs_as_it_stands(tmp_path: Path) -> None:
     page = (tmp_path / "runs" / "mine" / "report.html").read_text(encoding="utf-8")
     assert "Repeat the word" in page
     assert "does not say it" in page
+
+
+@pytest.mark.timeout(900)
+@nightly("a minute or two of training")
+def test_the_first_run_goes_as_it_stands(tmp_path: Path) -> None:
+    """Every command of the page, in its order; the demo itself with fewer steps, and without installing it."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    if (ROOT / "runs" / "base" / "demo").exists():  # else it is made here
+        shutil.copytree(ROOT / "runs" / "base" / "demo", tmp_path / "runs" / "base" / "demo")
+    commands = [line for block in blocks("first_run.md", "bash") for line in block.splitlines()]
+    assert commands[0] == "make demo"
+    (venv := tmp_path / "venv").mkdir()
+    (venv / ".llamarl-runtime").touch()
+    made = subprocess.run(
+        ["make", "-s", "-n", "demo", f"VENV={venv}"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert made.stdout.startswith(f"{venv}/bin/llamarl train configs/demo.toml")
+    commands[0] = made.stdout.strip().removeprefix(f"{venv}/bin/") + " --steps 4 --eval.max_prompts 32"
+    done = set[str]()
+    for command in commands:
+        program, *words = command.split()
+        assert program == "llamarl"
+        done.add(words[0])
+        if words[0] == "watch":
+            assert "first" in watched(words, tmp_path)
+            continue
+        found = llamarl(*words, cwd=tmp_path, timeout_s=400.0)
+        assert found.returncode == 0, f"{command}\n{found.stdout[-2000:]}{found.stderr}"
+    assert done == {"train", "watch", "report", "export", "eval"}
+    first = tmp_path / "runs" / "first"
+    assert json.loads((first / "summary.json").read_text())["steps"] == 40
+    named = re.findall(r"`([a-z]+\.(?:jsonl|json|toml|html)|checkpoints/)`", (DOCS / "first_run.md").read_text("utf-8"))
+    assert len(named) > 5
+    assert [name for name in named if not (first / name).exists()] == []
+    assert "accuracy" in found.stdout
+
+
+def watched(words: Sequence[str], folder: Path) -> str:
+    """The page that a command serves until it is ended, as Ctrl-C does."""
+    with subprocess.Popen(
+        [*LLAMARL, *words], cwd=folder, stdout=subprocess.PIPE, text=True, env=environment()
+    ) as command:
+        try:
+            assert command.stdout is not None
+            address = command.stdout.readline().split()[-1]
+            with urllib.request.urlopen(address, timeout=30) as answer:
+                page: str = answer.read().decode()
+            command.send_signal(signal.SIGINT)
+            assert command.wait(10) == 130
+        finally:
+            command.kill()
+    return page
 
 
 def _texts() -> list[str]:

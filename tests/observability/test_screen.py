@@ -107,6 +107,14 @@ def test_many_executors_are_counted(info, make_view, now_s):
     assert int(re.search(r"and (\d+) more", screen)[1]) + screen.count("decoding") == 64
 
 
+def test_who_is_silent_is_seen(info, make_view, now_s):
+    for age_s, style in ((2, "dim"), (15, "yellow"), (45, "red")):
+        executor = ExecutorView(name="trainer", state="step", busy_share=0.5, heartbeat_s=now_s - age_s)
+        text = frame(Board(info=info, started_s=now_s, view=make_view(executors=(executor,))), 80, 24, now_s)
+        at = text.plain.index(f"seen {age_s}")
+        assert style in {str(span.style) for span in text.spans if span.start <= at < span.end}
+
+
 def test_phases_before_the_loop(info, now_s):
     phases = (
         PhaseView(text="making the base model", started_s=now_s - 80, done=700, total=700, ended_s=now_s - 9),
