@@ -9,7 +9,7 @@ import tomllib
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -246,11 +246,12 @@ def _joined(spans: Sequence[Span], gap_s: float) -> Iterator[tuple[float, float,
 
 
 def _thinned(values: Sequence[float], every: int) -> list[float | None]:
-    found = list[float | None]()
-    for start in range(0, len(values), every):
-        known = [value for value in values[start : start + every] if math.isfinite(value)]
-        found.append(float(f"{sum(known) / len(known):.6g}") if known else None)
-    return found
+    means: Iterable[float] = values
+    if every > 1:
+        parts = (values[start : start + every] for start in range(0, len(values), every))
+        known = ([value for value in part if math.isfinite(value)] for part in parts)
+        means = (sum(one) / len(one) if one else math.nan for one in known)
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in means]
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
