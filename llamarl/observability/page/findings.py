@@ -138,10 +138,12 @@ class Change:
         return f"{text}, below its best of {best}" if self.is_lower else text
 
 
-def _change(found: Ends, best: float, best_step: int, best_error: float) -> Change:
-    """Args: `best_error`: of the difference between the best and the last."""
-    lost, is_same = best - found.last, abs(found.change) <= ERRORS * found.error
-    is_lower = best > found.first and lost > BEST_ERRORS * best_error
+def _change(found: Ends, best: float, best_step: int, lost: float, lost_error: float) -> Change:
+    """Args: `lost`: how much less the end is than the best, with its error."""
+    is_same, is_lower = (
+        abs(found.change) <= ERRORS * found.error,
+        best > found.first and lost > BEST_ERRORS * lost_error,
+    )
     return Change(
         verb="did not change beyond its error," if is_same else "rose" if found.change > 0 else "fell",
         ends=found,
@@ -157,8 +159,8 @@ def _accuracy(evals: Sequence[dict[str, Any]]) -> Change | None:
         return None
     first, last, best = evals[0], evals[-1], max(evals, key=lambda one: float(one["accuracy"]))
     errors = [math.hypot(accuracy_error(one), accuracy_error(last)) for one in (first, best)]
-    found = Ends(first=float(first["accuracy"]), last=float(last["accuracy"]), error=errors[0])
-    return _change(found, float(best["accuracy"]), int(best["step"]), errors[1])
+    found = Ends(first=first["accuracy"], last=last["accuracy"], error=errors[0])
+    return _change(found, best["accuracy"], int(best["step"]), best["accuracy"] - found.last, errors[1])
 
 
 def _reward(data: RunData) -> Change | None:
@@ -169,10 +171,9 @@ def _reward(data: RunData) -> Change | None:
     known = [value for value in rewards if math.isfinite(value)]
     jumps = [(after - before) ** 2 for before, after in pairwise(known)]
     noise = math.sqrt(sum(jumps) / len(jumps) / 2)  # of one step, whatever the trend (von Neumann 1941)
-    last = max(2, int(PART * len(known)))
-    return _change(
-        found, best.value, int(data.columns["step"][best.place]), noise * math.sqrt(1 / best.size + 1 / last)
-    )
+    # Of a reward that still rises, the very end is the best.
+    lost = best.value - max(found.last, sum(known[-best.size :]) / best.size)
+    return _change(found, best.value, int(data.columns["step"][best.place]), lost, noise * math.sqrt(2 / best.size))
 
 
 def _learnt(data: RunData) -> Iterator[Claim]:

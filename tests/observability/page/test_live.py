@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +19,11 @@ pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 from starlette.testclient import TestClient
 
 from llamarl.observability.page.live import Looking, Watched, build_app
+from tests.nightly import nightly
 from tests.observability.page.runs import add_step, flow_row, make_run, rollout_row, span_rows, step_row, write_rows
 
 START_S, END_S = 30.0, 5.0
+MAX_MIB, ANSWER_S = 256, 0.2
 
 
 @pytest.fixture
@@ -132,6 +136,46 @@ def test_the_command_only_reads_and_ends_with_ctrl_c(folder: Path) -> None:
         finally:
             process.kill()
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+@nightly("160,000 rollouts are written and read")
+def test_a_long_run_takes_little_memory(tmp_path: Path) -> None:
+    """10,000 steps of 16 rollouts and a run that goes on, in a process of its own that two pages ask."""
+    folder, many = (
+        make_run(tmp_path / "long", steps=0, end=None),
+        {f"extra.metric_{one}": 0.1 * one for one in range(50)},
+    )
+    write_rows(folder / "metrics.jsonl", [step_row(step, **many) for step in range(1, 10_001)])
+    for step in range(1, 10_001):
+        write_rows(folder / "events.jsonl", [span_rows(step), flow_row(step)])
+        write_rows(folder / "rollouts.jsonl", [rollout_row(step, step, index) for index in range(16)])
+    command = [sys.executable, "-m", "llamarl", "watch", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "NO_PROXY": "*"}) as process:
+        try:
+            assert process.stdout is not None
+            address, taken_s, changes = process.stdout.readline().split()[-1], list[float](), ["-1", "-1"]
+            until_s = time.monotonic() + 180
+            while "there are 160,000" not in ask(address, "rollouts?run=0&step=1")["said"]:
+                assert time.monotonic() < until_s, "it does not catch up"
+                time.sleep(0.5)
+            for step in range(10_001, 10_021):
+                write_rows(folder / "metrics.jsonl", [step_row(step, **many)])
+                for page, change in enumerate(changes):
+                    start_s = time.monotonic()
+                    changes[page] = ask(address, f"news?run=0&change={change}&after={step - 1}")["change"]
+                    taken_s.append(time.monotonic() - start_s)
+                time.sleep(0.2)
+            status = Path(f"/proc/{process.pid}/status").read_text()
+        finally:
+            process.kill()
+    (peak_kib,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
+    assert int(peak_kib) < MAX_MIB << 10
+    assert sorted(taken_s)[len(taken_s) // 2] < ANSWER_S
+
+
+def ask(address: str, path: str) -> Any:
+    with urllib.request.urlopen(address + path, timeout=60) as answer:
+        return json.load(answer)
 
 
 def test_two_pages_see_the_same(run: Watched, folder: Path) -> None:

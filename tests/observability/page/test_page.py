@@ -181,6 +181,14 @@ class TestRecordedRuns:
         assert re.fullmatch(r"reward rose from .*, below its best of 0\.90\d \(step \d+\)", claim["text"]), claim
         assert claim["level"] == "good"
 
+    @pytest.mark.parametrize("steps", [6, 40, 1000])
+    def test_one_that_still_rises_has_lost_nothing(self, tmp_path: Path, steps: int) -> None:
+        folder = make_run(tmp_path / "made", steps=0, end=None)
+        write_rows(folder / "metrics.jsonl", [step_row(step, reward_mean=0.005 * step) for step in range(1, steps + 1)])
+        (claim,) = (claim for claim in findings(read(folder)) if claim["chart"] == "reward")
+        assert claim["text"].startswith("reward rose from 0.")
+        assert "best" not in claim["text"]
+
     @pytest.mark.parametrize("seed", range(20))
     def test_noise_has_no_best(self, tmp_path: Path, seed: int) -> None:
         folder, chance = make_run(tmp_path / "made", steps=0, end=None), random.Random(seed)
