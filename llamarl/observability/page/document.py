@@ -64,7 +64,8 @@ def whole(data: RunData, decode: Decode | None, num_runs: int) -> dict[str, Any]
         flow = data.flows[step]
         begin_s = min((group[1] for group in flow["groups"] if len(group) > 1), default=flow["trained_s"])
         end_s = flow.get("adopted_s", flow["trained_s"])
-        fine.append(window(data, begin_s, end_s, 250))
+        margin_s = 0.05 * (end_s - begin_s)  # the page shows a little more than the step
+        fine.append(window(data, begin_s - margin_s, end_s + margin_s, 250))
     return described(data, findings(data)) | {
         "settings": data.settings(),
         "series": data.series(max_points=MAX_POINTS),

@@ -100,8 +100,8 @@ def findings(data: RunData) -> list[dict[str, str]]:
     claims = list[Claim]()
     if state in ("failed", "interrupted", "silent", "empty"):
         what = {"failed": "the run failed", "interrupted": "the run was interrupted"}.get(state, "")
-        text = ": ".join(filter(None, [what, reason]))
-        claims.append(Claim(text=text, chart="messages", level="note" if state == "interrupted" else "bad"))
+        level: Level = "note" if state == "interrupted" else "bad"
+        claims.append(Claim(text=": ".join(filter(None, [what, reason])), chart="messages", level=level))
     if data.num_damaged:
         claims.append(Claim(text=f"{data.num_damaged} rows are torn or damaged", chart="messages", level="bad"))
     if data.num_steps:
@@ -234,15 +234,9 @@ def _wrong(data: RunData) -> Iterator[Claim]:
     def last(name: str) -> Ends | None:
         return ends(data.columns.get(name, ()))
 
-    stale = [
-        (now, limit)
-        for now, limit in zip(
-            data.columns.get("staleness_max", ()), data.columns.get("staleness_limit", ()), strict=False
-        )
-        if now > limit
-    ]
-    if stale:
-        yield Claim(text=f"staleness exceeded its bound in {len(stale)} steps", chart="staleness", level="bad")
+    ages, limits = (data.columns.get(name, ()) for name in ("staleness_max", "staleness_limit"))
+    if over := sum(now > limit for now, limit in zip(ages, limits, strict=False)):
+        yield Claim(text=f"staleness exceeded its bound in {over} steps", chart="staleness", level="bad")
     for name, what in (("kl_to_behavior", "drift apart"), ("extra.kl_mismatch", "compute different numbers")):
         kl = highest(data.columns.get(name, ()))
         if kl and kl.value > MISMATCH_KL:

@@ -221,6 +221,66 @@ def test_smoothing_axes_and_a_shared_cursor(visit: Any, files: dict[str, str]) -
     assert sum(bool(value.strip()) for value in values) > 10, "other charts tell their values at the cursor, too"
 
 
+def test_what_curves_are_made_of(visit: Any, files: dict[str, str]) -> None:
+    """A mean that forgets, and is right from its first value on; where a run stands in samples; the ends of errors."""
+    one = visit(files["one"])
+    assert one.page.evaluate("smoothed([2, null, 2, 4], 0.5)") == pytest.approx([2, None, 2, 22 / 7])
+    assert one.page.evaluate("along(runs[0], 'samples').slice(0, 3)") == [8, 16, 24], "4 per second, 2 seconds each"
+    assert one.page.evaluate("along(runs[0], 'wall_s').slice(0, 2)") == [2, 4]
+    ends = one.page.evaluate("""() => {
+        const plot = plots.get("solve"), found = [], context = { beginPath() {}, stroke() {},
+            moveTo: (x, y) => found.push(y), lineTo: (x, y) => found.push(y) };
+        drawErrors({ ctx: context, data: plot.data, valToPos: (value) => value }, plot.about);
+        return found;
+    }""")
+    assert ends == pytest.approx([0.16, 0.24, 0.6 - 0.049, 0.6 + 0.049], abs=1e-3)
+
+
+def test_a_step_is_seen_in_the_finest_detail_there_is(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["one"])
+    one.page.fill("#step", "11")
+    one.page.keyboard.press("Enter")
+    one.until("document.querySelector('#flow-text').textContent.startsWith('Step 11,')")
+    wide, used = one.page.evaluate("[timed().work[0], bestWork()].map((one) => one.to - one.from)")
+    assert used < wide / 5
+    text = one.page.inner_text("#flow-text")
+    assert "generated after 1 s on average" in text
+    assert "scored after another 0.1 s" in text
+    assert "waited 0.9 s for the step" in text
+
+
+def test_settings_that_are_shown(visit: Any, files: dict[str, str]) -> None:
+    """What differs from the defaults or between runs; all of them, with a mark, when asked."""
+    one = visit(files["two"])
+    (row,) = one.page.locator("#table tr", has_text="trainer.learning_rate").all_inner_texts()
+    assert "differs between runs" in row
+    assert one.page.locator("#table tr", has_text="rollout.temperature").count() == 0
+    one.page.uncheck("#differ")
+    (row,) = one.page.locator("#table tr", has_text="rollout.temperature").all_inner_texts()
+    assert row.endswith("default")
+
+
+def test_a_group_is_of_one_step(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["one"])
+    one.page.fill("[name=step]", "7")
+    one.page.keyboard.press("Enter")
+    assert one.page.locator("#list tbody tr").count() == 4
+    assert one.page.inner_text("#one h3") == "Its group (2 here)"
+    assert one.page.evaluate("[inBounds('3', 3), inBounds('3..', 3), inBounds('..3', 3), inBounds('3..4', 5)]") == [
+        True, True, True, False,
+    ]  # fmt: skip
+
+
+def test_a_metric_that_begins_later_stays_in_its_place(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["one"])
+    series = one.page.evaluate("""() => {
+        const run = { series: { step: [1, 2], a: [5, 6] } };
+        take(run, { series: { step: [3], b: [7] }, flows: {} });
+        return run.series;
+    }""")
+    assert series == {"step": [1, 2, 3], "a": [5, 6, None], "b": [None, None, 7]}
+
+
 def test_runs_beside_each_other(visit: Any, files: dict[str, str]) -> None:
     one = visit(files["two"])
     assert one.page.locator("#summary .run").count() == 2
