@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from llamarl.observability.page.live import Looking, Watched, build_app
 
 EPILOG = """It only reads the folders, of a run that goes on, has ended, or is on another machine whose disk is mounted
 here. Who knows the address, with the random part in it, may look. Ctrl-C ends it."""
-START_S = 10.0
+NICENESS = 10
+"""Above that of the run: where both want a core, the run has it."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,6 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="port to listen at; 0: any that is free (0)")
     options = parser.parse_args(arguments)
+    os.nice(NICENESS)
     folders, token = [Path(name) for name in options.runs], secrets.token_urlsafe(18)
     runs = [Watched(folder, decoder(folder)) for folder in folders]
     app = build_app(runs, token)

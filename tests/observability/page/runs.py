@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from llamarl.observability.page.run_data import RunData
+
 BEGAN_S = 1.7e9
 CONFIG = """
 name = "made"
@@ -20,6 +22,13 @@ train = {{name = "running_total", count = 300}}
 learning_rate = {rate}
 """
 NASTY = '<script>window.hacked = 1</script><img src=x onerror="window.hacked=1">\u202e\u0007</script>@DATA@'
+
+
+def read(folder: Path) -> RunData:
+    """All that is in the folder of a run."""
+    data = RunData(folder)
+    data.read_all()
+    return data
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

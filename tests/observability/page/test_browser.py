@@ -151,6 +151,8 @@ def test_what_a_model_wrote_is_shown_and_never_run(visit: Any, files: dict[str, 
     shown = one.page.inner_text("#prompt")
     assert "<script>window.hacked = 1</script>" in shown
     assert "⟨U+202E⟩␇" in shown, "letters that turn the text around, or that are no letters, are named"
+    turning = "".join(map(chr, (0x200F, 0x202A, 0x2066, 0x2069, 0xFEFF, 0x85)))
+    assert one.page.evaluate("text => shown(text)", turning) == "⟨U+200F⟩⟨U+202A⟩⟨U+2066⟩⟨U+2069⟩⟨U+FEFF⟩⟨U+0085⟩"
     assert one.page.evaluate("window.hacked") is None
     assert one.page.locator("main img, main script").count() == 0
 

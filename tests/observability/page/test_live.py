@@ -127,6 +127,8 @@ def test_the_command_only_reads_and_ends_with_ctrl_c(folder: Path) -> None:
             assert process.stdout is not None
             found = re.search(r"http://127\.0\.0\.1:\d+/([\w-]{20,})/", process.stdout.readline())
             assert found
+            own, others = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, process.pid))
+            assert others == min(own + 10, 19), "a run goes first"
             with urllib.request.urlopen(found[0], timeout=START_S) as answer:
                 assert b"llamarl" in answer.read()
             with pytest.raises(OSError, match="404"):

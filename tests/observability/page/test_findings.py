@@ -1,0 +1,173 @@
+"""What a page says first, of runs that are made up and of real ones whose curves were kept."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from llamarl.cli import report
+from llamarl.observability.page.findings import ends, findings
+from tests.observability.page.runs import (
+    BEGAN_S,
+    eval_row,
+    make_run,
+    read,
+    step_row,
+    write_rows,
+)
+
+PAGE = Path(report.__file__).parents[1] / "observability" / "page"
+
+
+def claims(folder: Path) -> dict[str, str]:
+    return {claim["text"]: claim["chart"] for claim in findings(read(folder))}
+
+
+class TestClaims:
+    def test_what_was_learnt_with_its_error(self, tmp_path: Path) -> None:
+        found = claims(make_run(tmp_path / "made"))
+        text = "held-out accuracy rose from 20.0% to 60.0% (+40.0 ± 6.3 points)"
+        assert found[text] == "solve", found
+        assert any(text.startswith("reward ") and chart == "reward" for text, chart in found.items())
+        assert any(chart == "timeline" for chart in found.values()), "what bounds the speed"
+
+    def test_noise_is_no_change(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "made", end=None)
+        write_rows(folder / "metrics.jsonl", [eval_row(20, 0.22)])
+        assert any("did not change beyond its error" in text for text in claims(folder))
+
+    @pytest.mark.parametrize(
+        ("metric", "first", "last", "chart"),
+        [
+            ("kl_to_behavior", 0.001, 0.2, "kl"),
+            ("extra.entropy_mean", 0.8, 0.01, "entropy"),
+            ("truncated_share", 0.01, 0.5, "truncated"),
+            ("invalid_share", 0.0, 0.1, "truncated"),
+            ("grad_norm", 0.1, 9.0, "grad"),
+            ("staleness_max", 1, 3, "staleness"),
+        ],
+    )
+    def test_what_looks_wrong(self, tmp_path: Path, metric: str, first: float, last: float, chart: str) -> None:
+        folder = make_run(tmp_path / "made", steps=0, end=None)
+        write_rows(folder / "metrics.jsonl", [step_row(step, **{metric: first}) for step in range(1, 21)])
+        assert chart not in {claim["chart"] for claim in findings(read(folder)) if claim["level"] == "bad"}
+        rows = [step_row(step, **{metric: last + 1e-3 * (step % 2)}) for step in range(21, 41)]
+        write_rows(folder / "metrics.jsonl", rows)
+        assert chart in {claim["chart"] for claim in findings(read(folder)) if claim["level"] == "bad"}
+
+    def test_the_bound_itself_may_be_reached(self, tmp_path: Path) -> None:
+        assert not any(
+            "bound" in text and "stale" in text for text in claims(make_run(tmp_path / "a", staleness_max=2))
+        )
+
+    def test_who_is_idle(self, tmp_path: Path) -> None:
+        """Each generator that works less than half of the time from the first step on, and no other executor."""
+        folder = make_run(tmp_path / "made")
+        assert not any("idle" in text for text in claims(folder))
+        spans = {"generator-1": [["generate", BEGAN_S, BEGAN_S + 19]], "reward": [["score", BEGAN_S, BEGAN_S + 1]]}
+        write_rows(folder / "events.jsonl", [{"kind": "spans", "at_s": BEGAN_S + 40, "spans": spans}])
+        assert claims(folder)["generator-1 idle more than half of the time"] == "timeline"
+
+    def test_an_evaluation_that_is_damaged_is_left_out(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "made")
+        write_rows(folder / "metrics.jsonl", [eval_row(21, 0.1) | {"accuracy": None}, {"kind": "eval", "step": 22}])
+        assert len(read(folder).evals) == 2
+        assert any("60.0%" in text for text in claims(folder))
+
+    def test_speed_counts_from_the_first_step_on(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "made")
+        before = claims(folder)
+        spans = {"trainer": [["start", BEGAN_S - 1000, BEGAN_S - 1]]}
+        write_rows(folder / "events.jsonl", [{"kind": "spans", "at_s": BEGAN_S + 41, "spans": spans}])
+        assert claims(folder) == before
+
+    def test_every_claim_has_its_picture(self, tmp_path: Path) -> None:
+        script, body = (PAGE / "curves.js").read_text(), (PAGE / "page.html").read_text()
+        known = set(re.findall(r'^  \["([\w-]+)", ', script, re.MULTILINE)) | set(
+            re.findall(r'<section id="(\w+)"', body)
+        )
+        named = set(re.findall(r'chart="(\w+)"', (PAGE / "findings.py").read_text()))
+        assert named <= known, named - known
+
+    def test_too_few_values_say_nothing(self) -> None:
+        assert ends([1.0, 2.0, float("nan")]) is None
+
+
+def recorded(folder: Path, name: str, steps: int | None = None) -> list[dict[str, str]]:
+    """The claims about a real run of the demo, whose curves were kept, or about its first steps."""
+    curves = json.loads(Path(__file__).with_name("curves.json").read_text())[name]
+    evals = curves.pop("evals")
+    folder = make_run(folder / name, steps=0, end=None)
+    rows = [
+        step_row(step, **dict(zip(curves, values, strict=True)))
+        for step, values in enumerate(zip(*curves.values(), strict=True), start=1)
+    ]
+    write_rows(folder / "metrics.jsonl", [eval_row(*one) for one in evals if one[0] <= (steps or len(rows))])
+    write_rows(folder / "metrics.jsonl", rows[:steps])
+    return findings(read(folder))
+
+
+class TestRecordedRuns:
+    """`curves.json`: made by `benchmarks/pictures.py`."""
+
+    def test_one_that_learns(self, tmp_path: Path) -> None:
+        accuracy, reward, *_ = found = recorded(tmp_path, "good")
+        assert accuracy["text"] == "held-out accuracy rose from 19.1% to 85.2% (+66.0 ± 3.3 points)"
+        assert reward["text"] == "reward rose from 0.416 to 0.818 (+0.402 ± 0.052)"
+        assert "bad" not in {claim["level"] for claim in found}
+
+    @pytest.mark.parametrize(
+        ("name", "doubt"),
+        [("hacked", "held-out accuracy fell"), ("brief", "responses shrank from 40.0 to 15.0 tokens")],
+    )
+    def test_a_hacked_reward_is_no_success(self, tmp_path: Path, name: str, doubt: str) -> None:
+        first, *others = recorded(tmp_path, name)
+        assert first["text"].startswith("reward rose from 0.6")
+        assert first["text"].endswith(f" while {doubt}: it may be hacked")
+        assert first["level"] == "bad"
+        assert "good" not in {claim["level"] for claim in others}, "held-out accuracy is judged by the same reward"
+
+    def test_one_that_learnt_before_it_was_hacked(self, tmp_path: Path) -> None:
+        texts = [claim["text"] for claim in recorded(tmp_path, "hacked")]
+        assert "held-out accuracy fell from its best of 79.7% (step 20) to 21.9%" in texts
+        assert recorded(tmp_path / "early", "hacked", 30)[0]["level"] == "good", "until then nothing is wrong"
+
+    def test_a_collapse_within_the_first_steps(self, tmp_path: Path) -> None:
+        """The first fifth of the steps, which the end is compared with, is mostly after it."""
+        texts = {claim["text"]: claim["level"] for claim in recorded(tmp_path, "too_fast")}
+        assert texts["reward fell from its best of 0.367 (step 2) to 0"] == "bad"
+        assert texts["held-out accuracy fell from 19.1% to 0.0% (-19.1 ± 2.5 points)"] == "bad"
+        assert texts["trainer and generators drift apart: KL up to 1.37 nats per token (step 3)"] == "bad"
+
+    def test_too_old_rollouts(self, tmp_path: Path) -> None:
+        texts = {claim["text"]: claim["level"] for claim in recorded(tmp_path, "stale")}
+        assert texts["reward fell from its best of 0.5 (step 14) to 0.0702"] == "bad"
+        assert texts["trainer and generators drift apart: KL up to 0.413 nats per token (step 26)"] == "bad"
+
+    def test_what_is_partly_lost_rose_all_the_same(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "made", steps=0, end=None)
+        levels = [0.3] * 20 + [0.9] * 40 + [0.7] * 40
+        rows = [step_row(step, reward_mean=level + 0.01 * (step % 2)) for step, level in enumerate(levels, start=1)]
+        write_rows(folder / "metrics.jsonl", rows)
+        (claim,) = (claim for claim in findings(read(folder)) if claim["chart"] == "reward")
+        assert re.fullmatch(r"reward rose from .*, below its best of 0\.90\d \(step \d+\)", claim["text"]), claim
+        assert claim["level"] == "good"
+
+    @pytest.mark.parametrize("steps", [6, 40, 1000])
+    def test_one_that_still_rises_has_lost_nothing(self, tmp_path: Path, steps: int) -> None:
+        folder = make_run(tmp_path / "made", steps=0, end=None)
+        write_rows(folder / "metrics.jsonl", [step_row(step, reward_mean=0.005 * step) for step in range(1, steps + 1)])
+        (claim,) = (claim for claim in findings(read(folder)) if claim["chart"] == "reward")
+        assert claim["text"].startswith("reward rose from 0.")
+        assert "best" not in claim["text"]
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_noise_has_no_best(self, tmp_path: Path, seed: int) -> None:
+        folder, chance = make_run(tmp_path / "made", steps=0, end=None), random.Random(seed)
+        rows = [step_row(step, reward_mean=chance.gauss(0.5, 0.1)) for step in range(1, 301)]
+        write_rows(folder / "metrics.jsonl", rows)
+        assert not any("its best" in claim["text"] for claim in findings(read(folder)))
