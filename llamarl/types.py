@@ -156,8 +156,7 @@ class _PerToken(Protocol):
         return len(self.columns["token_ids"])
 
     @property
-    def is_sampled_T(self) -> np.ndarray:
-        """bool; False for tokens that an environment wrote."""
+    def is_sampled_T(self) -> np.ndarray:  # bool; False for tokens that an environment wrote
         return self.columns["policy_versions"] != OBSERVED
 
 
@@ -268,6 +267,9 @@ class Rollout(_PerToken):
     finish_reason: FinishReason
     error: str = ""
     """Set when `finish_reason` is FAILED."""
+    prefills: tuple[tuple[int, int, int, int], ...] = ()
+    """(tokens by then, first position, position after the last, policy version) of each prefill, in order. One from
+    position 0 begins the cache anew. Empty: not known."""
 
     @classmethod
     def empty(cls, group_id: int, index: int, reason: FinishReason = FinishReason.PARKED, error: str = "") -> Rollout:
@@ -364,13 +366,11 @@ class TrainSample(_PerToken):
     """With `advantages` and `loss_mask`."""
 
     @property
-    def advantages_T(self) -> np.ndarray:
-        """float32."""
+    def advantages_T(self) -> np.ndarray:  # float32
         return self.columns["advantages"]
 
     @property
-    def loss_mask_T(self) -> np.ndarray:
-        """bool."""
+    def loss_mask_T(self) -> np.ndarray:  # bool
         return self.columns["loss_mask"]
 
 

@@ -16,6 +16,7 @@ from llamarl.config import ConfigError
 
 COMMANDS = {
     "train": "run reinforcement learning from a TOML file",
+    "explain": "say what each setting of a run does, and what follows from all of them",
     "sft": "fine-tune a checkpoint on worked solutions, or make a small base model from scratch",
     "generate": "answer the prompts of a file",
     "serve": "answer other programs over OpenAI's protocol",
@@ -24,6 +25,7 @@ COMMANDS = {
     "plan": "predict step time and find the best layout for a cluster",
     "profile": "turn a short run into measured constants for plan and simulate",
     "report": "show a run, or several beside each other, as one HTML file",
+    "replay": "repeat a run from its record, and compare",
     "watch": "show a run while it goes on, in a browser",
     "simulate": "run the real controller in virtual time on a simulated cluster",
     "launch": "hand a run on several hosts to Slurm or Kubernetes",

@@ -28,11 +28,12 @@ WORK = ("prompt_tokens", "prompts_per_step", "group_size", "max_staleness")
 """Options that replace what a run file says of a step's work."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser(
+def parser() -> argparse.ArgumentParser:
+    """Of the command's options."""
+    found = command_parser(
         "plan", "Find the best layout, split and staleness for a model on a cluster, before renting it.", EXAMPLE
     )
-    add = parser.add_argument
+    add = found.add_argument
     add("--config", metavar="RUN.toml", help="take model, lengths and batch from a run file; options here win")
     add("--model", help="llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, qwen3-235b-a22b or a Hugging Face folder")
     add("--gpus", type=int, required=True, metavar="N", help="GPUs in the cluster")
@@ -58,14 +59,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", metavar="RUN.toml", help="write the better plan as a run file")
     add("--data", default="train.jsonl", metavar="FILE", help="training prompts, for --output (train.jsonl)")
     add("--plot", metavar="FOLDER", help="draw the split sweep and the staleness curve (needs matplotlib)")
-    return parser
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     base = load_config(options.config) if options.config else None
-    request = _request(options, base)
+    request = asked(options, base)
     synchronous, asynchronous = plans(request)
     print(render_plans(request, synchronous, asynchronous))
     plan = choose(synchronous, asynchronous)
@@ -80,7 +81,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _request(options: argparse.Namespace, base: RunConfig | None) -> Request:
+def asked(options: argparse.Namespace, base: RunConfig | None) -> Request:
+    """What is to be planned. Raises ConfigError."""
     model = options.model or (base.model.path if base else None)
     if not model:
         raise ConfigError("no model to plan for; give --model NAME or --config RUN.toml")

@@ -94,22 +94,9 @@ def _say_last(text: str, instead: str) -> None:
 
 
 def _dry_run(config: RunConfig) -> int:
-    """Who would compute where, as a comment, and all settings."""
-    from llamarl.run.hosting import imagined
-    from llamarl.run.placement import place
-    from llamarl.run.prepare import check_layout
+    """What follows from the settings, as comments, and all settings."""
+    from llamarl.cli.explain import consequences
 
-    if config.cluster.kind == "hosts":
-        hosting, gpus = imagined(config)
-        each = f"with {gpus} GPUs each" if gpus else "without GPUs"
-        table = [f"on hosts {each}; `llamarl doctor --hosts` says it of those that call", *hosting.table()]
-    else:
-        placement = place(config)
-        table = placement.table()
-        if placement.lack:
-            print(f"llamarl train: {placement.lack}", file=sys.stderr)
-    if Path(config.model.path).exists() or not config.model.warm_start:  # the warm start makes it on first use
-        for warning in check_layout(config)[1]:
-            print(f"llamarl train: {warning}", file=sys.stderr)
-    print("".join(f"# {line}\n" for line in table), dump_toml(config), sep="\n", end="")
+    lines = [line for name, found in consequences(config).items() for line in (f"{name}:", *found)]
+    print("".join(f"# {line}\n" for line in lines), dump_toml(config), sep="\n", end="")
     return 0

@@ -42,6 +42,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
+def given(path: str | Path, overrides: Sequence[str] = ()) -> tuple[set[str], set[str]]:
+    """Dotted names of what stands in the file, and on the command line. Raises ConfigError."""
+
+    def names(data: dict[str, Any], where: str = "") -> Iterator[str]:
+        for name, value in data.items():
+            yield from names(value, f"{where}{name}.") if isinstance(value, dict) else (where + name,)
+
+    return set(names(_parsed(path, ()))), {key for key, _ in _pairs(overrides)}
+
+
 def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
     """The warm start that `path` describes. Raises ConfigError."""
     return validated(_parsed(path, overrides), SftConfig)

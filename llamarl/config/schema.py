@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from llamarl.config.cluster import ClusterConfig
 from llamarl.config.device import Device
 from llamarl.config.launch import LaunchConfig
-from llamarl.config.metrics import MetricsConfig
+from llamarl.config.metrics import MetricsConfig, RecordConfig
 from llamarl.config.ref import Ref
 from llamarl.config.roles import AgentConfig, CriticConfig, ReferenceConfig, RewardModelConfig
 from llamarl.config.section import Section
@@ -210,13 +210,6 @@ class CheckpointConfig(Section):
     copy_to: str = ""
     """A mounted folder, or `scheme://bucket/path` that fsspec opens: what is saved is copied to `<copy_to>/<name>`
     beside the run, kept there by the same rules, and brought back by `--resume` where none is here; empty: nowhere."""
-
-
-class RecordConfig(Section):
-    max_bytes: int = Field(default=1 << 28, ge=1 << 16)
-    """Size from which `metrics.jsonl` and `rollouts.jsonl` become pieces, `rollouts-00001.jsonl.gz`; all are kept."""
-    journal: Literal["needed", "all"] = "needed"
-    """What was generated is kept while a kept checkpoint needs it to go on without losing anything, or for good."""
 
 
 class ScreenConfig(Section):

@@ -310,7 +310,7 @@ class Controller:
         for replica in awaited:
             if replica.version >= version and replica.answer:
                 report.add(*replica.answer)
-        if before := self._journal.published(version, report.fingerprint):
+        if before := self._journal.published(version, report.fingerprint, report.tensors):
             self._telemetry.warn_of_others(version, before, report.fingerprint)
         report.sync_s = clock.time() - start_s
         report.num_late = sum(not replicas.serves(one) for one in replicas.alive)

@@ -58,7 +58,7 @@ class Journal:
         settings: Mapping[str, Any] | None = None,
         keep: int = 1,
         saved: Sequence[int] = (),
-        keeps: Literal["needed", "all"] = "needed",
+        keeps: Literal["resume", "all"] = "resume",
     ) -> None:
         """
         Args:
@@ -74,8 +74,8 @@ class Journal:
         self._keep, self._saved, self._keeps = keep, list(saved)[-keep:], keeps
         self.seconds = 0.0
         """Spent on writing."""
-        lines = folder / "journal.jsonl" if folder else None
-        self._lines = RowLog(lines, lambda failure: warn(str(failure)))
+        self._lines = RowLog(None, lambda failure: warn(str(failure)))
+        """Opened by `begin`: who only reads changes nothing."""
         self._file: IO[bytes] | None = None
         """None before `begin`, and from a failure to the next checkpoint."""
         self._segment = self._size = 0
@@ -88,7 +88,7 @@ class Journal:
         """Since the oldest kept checkpoint; with the controller's states, those that were read."""
         self._firsts = dict[int, int]()
         """The first file that it takes to go on after a step."""
-        self._fingerprints = dict[int, str]()
+        self._fingerprints, self._tensors = dict[int, str](), dict[int, str]()
         self._unwritten, self._unwritten_since_s = list[tuple[RolloutGroup, int]](), 0.0
         """Scored groups with the indices of their prompts."""
         self._scored = dict[int, _Place]()
@@ -103,6 +103,7 @@ class Journal:
         """The run starts, or goes on after so many steps. Raises ConfigError: `journal.jsonl` is damaged."""
         if self._folder is not None:
             self._forget_after(version)
+            self._lines = RowLog(self._folder / "journal.jsonl", lambda failure: self._warn(str(failure)))
             self._lines.drop_after(version)
             self.next_segment()
 
@@ -162,12 +163,12 @@ class Journal:
         for group_id in group_ids:
             self._live.pop(group_id, None)
 
-    def published(self, step: int, fingerprint: str) -> str:
+    def published(self, step: int, fingerprint: str, tensors: str = "") -> str:
         """The weights after this step, as generators serve them. What they were in the same step before, if others."""
         before = self._fingerprints.get(step, "")
         if fingerprint and fingerprint != before:
             self._fingerprints[step] = fingerprint
-            row: Row = {"step": step, "fingerprint": fingerprint}
+            row: Row = {"step": step, "fingerprint": fingerprint, "tensors": tensors}
             if self._append(lambda: encode({"kind": "published"} | row)):
                 self._lines.write(row)
             return before
@@ -196,7 +197,7 @@ class Journal:
             for old in [one for one in by_step if one < self._saved[0]]:
                 del by_step[old]
         self._scored = {group_id: place for group_id, place in self._scored.items() if place.segment >= first}
-        for number in self._segments() if self._keeps == "needed" else ():
+        for number in self._segments() if self._keeps == "resume" else ():
             if number < first:
                 with suppress(OSError):
                     self._path(number).unlink()
@@ -285,6 +286,10 @@ class Journal:
             step += 1
             yield step, [self._read_group(self._scored[group_id]) for group_id in self._steps[step]["groups"]]
 
+    def weights(self, version: int) -> tuple[str, str]:
+        """Fingerprint, and those of the tensors, of a version as generators served it; empty: not on record."""
+        return self._fingerprints.get(version, ""), self._tensors.get(version, "")
+
     def has(self, step: int) -> bool:
         """`steps_after` will give this step, where it gives those before it."""
         return self._file is not None and not self._lacks(step)
@@ -350,11 +355,12 @@ class Journal:
             self._firsts[header["step"]] = header["state"]["journal"]["first"]
         elif header["kind"] == "published":
             self._fingerprints[header["step"]] = header["fingerprint"]
+            self._tensors[header["step"]] = header.get("tensors", "")
 
     def _forget_after(self, version: int) -> None:
         """Later steps, and what weights sampled that came of them, are not part of the run."""
         self.version = max(version, 0)
-        for by_step in (self._steps, self._firsts, self._fingerprints):
+        for by_step in (self._steps, self._firsts, self._fingerprints, self._tensors):
             for step in [one for one in by_step if one > version]:
                 del by_step[step]
         self._scored = {one: place for one, place in self._scored.items() if place.newest_version <= version}

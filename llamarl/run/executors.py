@@ -70,14 +70,15 @@ class RunSpecs:
     def first(self) -> list[ExecutorSpec]:
         """Trainer, reward, and the models that the config asks for."""
         also = ("environment",) if self._config.rollout.has_episodes else ()
-        return [self._spec(name, self._places.place(name)) for name in ("trainer", "reward", *self._models, *also)]
+        return [self.spec(name, self._places.place(name)) for name in ("trainer", "reward", *self._models, *also)]
 
     def again(self, name: str) -> ExecutorSpec:
         """In the place of one that died; it has learnt nothing yet."""
         self._resume = False
-        return self._spec(name, self._places.again(name))
+        return self.spec(name, self._places.again(name))
 
-    def _spec(self, name: str, place: Place) -> ExecutorSpec:
+    def spec(self, name: str, place: Place) -> ExecutorSpec:
+        """Of one executor."""
         config = self._config
         if name == "reward":
             return executor_spec(

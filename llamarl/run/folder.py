@@ -57,6 +57,21 @@ class RunFolder:
         """Which code multiplies weights here, as it was measured."""
         self._lock: IO[str] | None = None
 
+    @property
+    def files(self) -> dict[Path, str]:
+        """For people: what a run writes, and what it is."""
+        return {
+            self.metrics: "one line per step and evaluation",
+            self.rollouts: "every rollout that was trained on",
+            self.summary: "the numbers at the end",
+            self.events: "phases, warnings, who worked when; `llamarl report` shows them",
+            self.trace: "who worked when; open it in ui.perfetto.dev",
+            self.journal: "what it takes to go on after a crash, and to replay the run",
+            self.config: "the fully resolved settings",
+            self.checkpoints: "weights and optimizer; `llamarl export` makes a Hugging Face folder of them",
+            self.logs: "output of each executor",
+        }
+
     def __enter__(self) -> Self:
         return self
 

@@ -29,7 +29,7 @@ def open_journal(config: RunConfig, problems: Problems, folder: RunFolder, warn:
         settings=settings,
         keep=config.checkpoint.keep,
         saved=folder.saved_steps(),
-        keeps=config.record.journal,
+        keeps=config.record.kind,
     )
 
 

@@ -165,9 +165,9 @@ def check_microbatch(config: RunConfig, shape: ModelShape, longest_prompt: int) 
         )
 
 
-def check_host_memory(config: RunConfig, shape: ModelShape) -> None:
-    """Raises ConfigError when what computes on this host's processors takes more memory than there is, by the least
-    that it can be: weights, gradients and moments, and caches whose size is given. GPUs say it when they start."""
+def least_memory(config: RunConfig, shape: ModelShape) -> dict[str, float]:
+    """Bytes that what computes on this host's processors takes at least: weights, gradients and moments, and caches
+    whose size is given. GPUs say it when they start."""
     trainer, generator, sizes = config.trainer, config.generator, {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
     taken = dict[str, float]()
     if trainer.device == "cpu":
@@ -179,6 +179,12 @@ def check_host_memory(config: RunConfig, shape: ModelShape) -> None:
         if settings.device == "cpu":
             other = load_shape(settings.path) if settings.path else shape
             taken[f"the {name}"] = other.num_parameters * (16 if isinstance(settings, CriticConfig) else 1)
+    return taken
+
+
+def check_host_memory(config: RunConfig, shape: ModelShape) -> None:
+    """Raises ConfigError when there is less than `least_memory`."""
+    taken = least_memory(config, shape)
     if sum(taken.values()) > (free := available_bytes()):
         parts = ", ".join(f"{size / 2**30:.1f} for {name}" for name, size in taken.items())
         raise ConfigError(

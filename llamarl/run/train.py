@@ -324,16 +324,6 @@ class _Run:
         accounts = telemetry.accounts(started_s, outcome.loop_ended_s)
         stalls = sorted(telemetry.stalls_s) or [0.0]
         first_step_s = telemetry.first_step_ended_s - self._command_started_s
-        files = {
-            folder.metrics: "one line per step and evaluation",
-            folder.rollouts: "every rollout that was trained on",
-            folder.summary: "the numbers above",
-            folder.events: "phases, warnings, who worked when; `llamarl report` shows them",
-            folder.trace: "who worked when; open it in ui.perfetto.dev",
-            folder.config: "the fully resolved settings",
-            folder.checkpoints: "weights and optimizer; `llamarl export` makes a Hugging Face folder of them",
-            folder.logs: "output of each executor",
-        }
         return RunSummary(
             name=self._config.name,
             end=outcome.end,
@@ -352,7 +342,7 @@ class _Run:
             before=outcome.before.metrics if outcome.before else None,
             after=outcome.after.metrics if outcome.after else None,
             completions=telemetry.completions,
-            files=tuple(RunFile(path=path, meaning=meaning) for path, meaning in files.items()),
+            files=tuple(RunFile(path=path, meaning=meaning) for path, meaning in folder.files.items()),
             warnings=(*outcome.warnings, *telemetry.warnings),
             extra={
                 "stall_p99_s": stalls[math.ceil(0.99 * len(stalls)) - 1],

@@ -191,6 +191,8 @@ class Subscriber(ABC):
         self._delta = delta
         self.fingerprint = ""
         """Of the version last fetched, over all tensors of this rank, in hexadecimal digits."""
+        self.tensors = ""
+        """Of the same, the last eight digits of each tensor's, in the order of `layout.specs`."""
         self.received_bytes = sum(spec.num_bytes for spec in self.layout.specs)
         """By the last fetch, what was sent twice included; this is what all tensors take."""
 
@@ -227,12 +229,12 @@ class Subscriber(ABC):
         """Compares what was fetched with what the writers published (their `proofs`: [writers, 2, tensors])."""
         digest, given = xxhash.xxh3_64(), [tensors[spec.key] for spec in self.layout.specs]
         on_gpu = any(tensor.device.type == "cuda" for tensor in given)
-        at_once = read([fingerprint(tensor) for tensor in given]) if on_gpu else None
+        at_once, proved = read([fingerprint(tensor) for tensor in given]) if on_gpu else None, list[int]()
         for index, tensor in enumerate(given):
             await_tensor(index)
-            found = at_once[index] if at_once else None
-            digest.update(self.prove_tensor(index, tensor, version, proofs, found).to_bytes(8, "little"))
-        self.fingerprint = digest.hexdigest()
+            proved.append(self.prove_tensor(index, tensor, version, proofs, at_once[index] if at_once else None))
+            digest.update(proved[-1].to_bytes(8, "little"))
+        self.fingerprint, self.tensors = digest.hexdigest(), "".join(f"{one & 0xFFFFFFFF:08x}" for one in proved)
 
     def prove_tensor(
         self, index: int, tensor: Tensor, version: int, proofs: np.ndarray, found: int | None = None

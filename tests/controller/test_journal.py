@@ -295,7 +295,7 @@ def test_a_run_that_goes_back_leaves_nothing_of_what_it_took_back(tmp_path: Path
 
 def test_files_are_kept_for_each_checkpoint_and_all_where_asked_for(tmp_path: Path) -> None:
     every = {}
-    for keeps in ("needed", "all"):
+    for keeps in ("resume", "all"):
         author, _ = written(tmp_path / keeps, 4, 200, num_checkpoints=5, keep=2, keeps=keeps)
         every[keeps] = len(list((tmp_path / keeps / "journal").iterdir()))
         oldest = author.journal._saved[0]
@@ -303,7 +303,7 @@ def test_files_are_kept_for_each_checkpoint_and_all_where_asked_for(tmp_path: Pa
         state = next(row["state"] for row in rows if row["step"] == oldest and "groups" in row)
         _, reached, said = read(tmp_path / keeps, state, keep=2, saved=author.journal._saved)
         assert reached["step"] == author.version > oldest and said == ""
-    assert every == {"needed": every["needed"], "all": 6} and every["needed"] < 5
+    assert every == {"resume": every["resume"], "all": 6} and every["resume"] < 5
 
 
 def test_scored_groups_are_written_with_the_next_rollouts_after_a_second(

@@ -1,0 +1,50 @@
+"""`llamarl explain`: every setting with its value, its origin and its meaning, and what follows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from llamarl.config import RunConfig
+from tests.architecture.test_settings import _settings
+from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
+
+
+def test_every_setting_with_its_origin(tmp_path: Path) -> None:
+    toml = write_toml(tmp_path, make_model(tmp_path / "model"))
+    overrides = ("--recipe", "ppo", "--trainer.learning_rate", 2e-4, "--seed=3")
+    overrides += ("--trainer.loss", "aipo", "--trainer.loss.rho", 8.0)
+    done = llamarl_here("explain", toml, *overrides, "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    rows = {row["name"]: row for row in said["settings"]}
+    named = {name for name, _ in _settings(RunConfig)}
+    assert {name for name in named if name not in rows and not any(name.startswith(f"{one}.") for one in rows)} == set()
+    assert all(row["meaning"] for row in rows.values())
+    origins = {
+        "rollout.group_size": "file", "model.path": "file", "trainer.learning_rate": "command line",
+        "trainer.loss": "command line", "seed": "command line", "trainer.advantage": "recipe ppo",
+        "reference.kl_coefficient": "recipe ppo", "rollout.max_staleness": "default", "trainer.beta1": "default",
+    }  # fmt: skip
+    assert {name: rows[name]["origin"] for name in origins} == origins
+    assert rows["trainer.learning_rate"]["value"] == 2e-4 and rows["seed"]["value"] == 3
+    assert rows["weight_sync.patience_s"]["unit"] == "seconds" and rows["rollout.max_new_tokens"]["unit"] == "tokens"
+    follows = said["consequences"]
+    assert follows["staleness"] == ["tokens are at most 2 optimizer steps old when they are learnt from"]
+    assert [line.split()[0] for line in follows["executors"]] == [
+        "executor", "trainer", "critic", "generator-0", "reward", "reference",
+    ]  # fmt: skip
+    assert " s at best for prompts of 244 and responses of" in follows["step time"][0]
+    assert any(line.startswith("the critic takes at least") for line in follows["memory"])
+
+
+def test_as_text_and_as_a_dry_run(tmp_path: Path) -> None:
+    toml = write_toml(tmp_path, make_model(tmp_path / "model"))
+    done = llamarl_here("explain", toml, "--rollout.max_staleness", 0, "--rollout.window", 1)
+    assert done.returncode == 0, done.stderr
+    assert "rollout.max_staleness = 0 optimizer steps  (command line)\n    S, in optimizer steps" in done.stdout
+    assert "\nstaleness:\n  tokens are at most 0 optimizer steps old" in done.stdout
+    dry = llamarl_here("train", toml, "--dry-run")
+    assert dry.returncode == 0 and "# tokens are at most 2 optimizer steps old" in dry.stdout
+    wrong = llamarl_here("explain", toml, "--trainer.decay_floor", 0.1)
+    assert wrong.returncode == 2 and "do nothing with trainer.decay = 'constant'" in wrong.stderr

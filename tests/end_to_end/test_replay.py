@@ -1,0 +1,283 @@
+"""What a run has recorded happens again, bit for bit; what was changed is found and named."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llamarl.controller.records import records
+from llamarl.executors.trainer import TrainerExecutor
+from llamarl.training.trainer import Trainer
+from llamarl.types import Outcome, RewardResult, Rollout, RolloutGroup
+from tests.end_to_end.tiny import llamarl, llamarl_here, rows
+from tests.executors.rewards import EvenLength
+
+OPTIONS = (
+    "--steps", 6, "--eval.every_steps", 0, "--trainer.learning_rate", 3e-3, "--rollout.max_new_tokens", 40,
+    "--reward.parts", "[{name = 'tests.executors.rewards:EvenLength'}]",
+)  # fmt: skip
+INLINE = (*OPTIONS, "--cluster.kind", "inline")
+KINDS = {
+    "several_generators_segments_and_little_memory": (
+        "--generator.replicas", 2, "--rollout.segment_tokens", 7, "--rollout.max_staleness", 3,
+        "--generator.kv_cache_bytes", 50_000, "--generator.prefill_tokens", 11,
+    ),
+    "synchronous_with_critic_and_reference": ("--recipe", "ppo", "--rollout.max_staleness", 0, "--rollout.window", 1),
+    "8_bit_adapters_recomputed": (
+        "--generator.dtype", "int8", "--trainer.lora.rank", 4, "--generator.kv_on_update", "recompute",
+        "--rollout.max_staleness", 2,
+    ),
+}  # fmt: skip
+
+
+def trained(folder: Path, toml: Path, *options: object) -> Path:
+    done = llamarl_here("train", toml, "--output", folder, *INLINE, *options)
+    assert done.returncode == 0, done.stderr
+    return folder / "tiny"
+
+
+def recorded(run: Path) -> list[Rollout]:
+    files = sorted((run / "journal").glob("*.groups"))
+    found = [record for file in files for _, record in records(file) if record.header["kind"] == "group"]
+    return [rollout for record in found for _, rollout in record.parts]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_happens_again(tmp_path: Path, toml: Path, kind: str) -> None:
+    run = trained(tmp_path, toml, *KINDS[kind])
+    rollouts = recorded(run)
+    if "synchronous" not in kind:  # else the replay has nothing to get wrong
+        assert sum(len(set(one.policy_versions_T.tolist())) > 1 for one in rollouts) > 2
+        assert sum(start == 0 for one in rollouts for _, start, *_ in one.prefills) > len(rollouts)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    done = llamarl_here("replay", run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    num_tokens = sum(one.num_tokens for one in rollouts)
+    assert (
+        done.stdout.splitlines()[-1] == f"replayed 6 steps, 36 rollouts, {num_tokens:,} tokens, 36 rewards: all equal"
+    )
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before, "it only reads"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    from tests.end_to_end.tiny import write_toml
+
+    folder = tmp_path_factory.mktemp("replay")
+    return trained(folder, write_toml(folder, model), "--checkpoint.every_steps", 2, "--checkpoint.keep", 9)
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(run, tmp_path / "copy")
+
+
+@pytest.mark.parametrize("only", ["train", "generate", "reward"])
+def test_a_part_from_the_nearest_checkpoint(run: Path, only: str) -> None:
+    done = llamarl_here("replay", run, "--steps", "5:6", "--only", only)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"replayed 2 steps, 12 rollouts.*: all equal$", done.stdout.splitlines()[-1])
+    assert ("tokens" in done.stdout) == (only == "generate") and ("rewards" in done.stdout) == (only == "reward")
+
+
+def test_the_record_is_small(run: Path) -> None:
+    rollouts, lines = recorded(run), (run / "journal.jsonl").stat().st_size
+    assert len(rollouts) == 36
+    assert sum(len(json.dumps(one.prefills)) for one in rollouts) < 60 * len(rollouts)
+    assert lines < 200 * len(rollouts), "digests of tensors, order of groups"
+
+
+def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    found = rows(path)
+    change(found)
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+
+
+def differs(run: Path, *options: object) -> str:
+    done = llamarl_here("replay", run, *options)
+    assert done.returncode == 1 and "all equal" not in done.stdout
+    return done.stderr.splitlines()[-1]
+
+
+def test_a_changed_token_is_named(copy: Path) -> None:
+    def change(found: list[dict[str, Any]]) -> None:
+        found[20]["token_ids"][3] += 1
+
+    rewrite(copy / "rollouts.jsonl", change)
+    row = rows(copy / "rollouts.jsonl")[20]
+    token = row["token_ids"][3]
+    assert differs(copy).startswith(
+        f"llamarl replay: step {row['step']}, rollout {row['index']} of group {row['group_id']}, token_ids[3]: "
+        f"recorded {token}, replayed {token - 1}. Likely cause: rollouts.jsonl was changed"
+    )
+
+
+def test_a_changed_reward_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the file, and by a grader that says something else now."""
+
+    def change(found: list[dict[str, Any]]) -> None:
+        found[7]["reward"] = 0.25
+
+    rewrite(copy / "rollouts.jsonl", change)
+    row = rows(copy / "rollouts.jsonl")[7]
+    assert f"rollout {row['index']} of group {row['group_id']}, reward: recorded 0.25, replayed" in differs(copy)
+    score, seen = EvenLength.score, []
+
+    def other(self: EvenLength, items: Sequence[Any]) -> list[RewardResult]:
+        results = score(self, items)
+        if not seen:
+            seen.append(results[0])
+            results[0] = RewardResult(outcome=Outcome.SCORE, value=0.75)
+        return results
+
+    monkeypatch.setattr(EvenLength, "score", other)
+    done = llamarl_here("replay", copy, "--only", "reward")
+    assert done.returncode == 1 and done.stdout.splitlines()[-1].endswith("1 rewards differ, all else is equal")
+    assert re.search(r"step 1, rollout 0 of group \d+: recorded \w+ [\d.]+, judged score 0.75 now", done.stderr)
+
+
+def test_a_truncated_record_is_named(copy: Path) -> None:
+    last = max(path for path in (copy / "journal").glob("*.groups") if path.stat().st_size > 2_000)
+    with last.open("r+b") as file:
+        file.truncate(last.stat().st_size - 700)
+    said = differs(copy)
+    assert "the journal: recorded steps to 6, replayed steps to 5" in said and "damaged after byte" in said
+    lines = (copy / "rollouts.jsonl").read_text().splitlines(keepends=True)
+    (copy / "rollouts.jsonl").write_text("".join(lines[:9]))
+    assert "step 2, rollouts.jsonl, its rows: recorded 3, replayed 6" in differs(copy, "--steps", "1:3")
+
+
+def test_a_flipped_weight_is_named(tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between steps 3 and 4 of the run, in one tensor."""
+    step = Trainer.step
+
+    def flipping(self: Trainer, groups: Sequence[RolloutGroup]) -> Any:
+        if self.policy_version == 3:
+            weight = dict(self.model.named_parameters())["model.layers.1.mlp.down_proj.weight"]
+            with torch.no_grad():
+                weight.view(torch.int32)[5, 7] ^= 1 << 20
+        return step(self, groups)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "step", flipping)
+        run = trained(tmp_path, toml)
+    said = differs(run)
+    assert re.search(r"step 4, (loss|grad_norm): recorded \S+, replayed \S+. Likely cause", said)
+    assert llamarl_here("replay", run, "--steps", "1:3").returncode == 0
+    said = differs(run, "--only", "generate")
+    assert re.search(r"step 4, weights of version 4, tensor [\w.]+: recorded [0-9a-f]{16}, replayed [0-9a-f]{16}", said)
+
+
+def test_a_reordered_step_is_named(tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer took its groups in another order than is on record."""
+    take = TrainerExecutor._take
+
+    def reordered(self: TrainerExecutor, group_ids: Sequence[int]) -> list[RolloutGroup]:
+        return take(self, group_ids if self._trainer.policy_version != 2 else group_ids[::-1])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainerExecutor, "_take", reordered)
+        run = trained(tmp_path, toml, "--rollout.max_staleness", 0, "--rollout.prompts_per_step", 7, "--steps", 3)
+    assert "step 3, " in differs(run)
+
+
+def test_on_another_processor_it_compares_closely_and_says_so(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMARL_KERNELS", "avx2")
+    done = llamarl_here("replay", copy)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"instructions was .+ and is avx2: numbers are compared within 0.001, fingerprints", done.stderr)
+
+    def change(found: list[dict[str, Any]]) -> None:
+        found[20]["trainer_logprobs"][3] += 0.01
+
+    rewrite(copy / "rollouts.jsonl", change)
+    assert ", trainer_logprobs[3]: recorded " in differs(copy)
+
+
+def test_parts_of_the_steps_in_processes_of_their_own(run: Path) -> None:
+    done = llamarl("replay", run, "--jobs", 2)
+    assert done.returncode == 0, done.stderr
+    assert re.match(
+        r"replayed 6 steps, 36 rollouts, [\d,]+ tokens, 36 rewards: all equal", done.stdout.splitlines()[-1]
+    )
+
+
+def test_others_learn_from_what_is_on_record(copy: Path) -> None:
+    """From the base model, or a checkpoint; the page shows both, and the folder says what it is."""
+    what = ("--trainer.loss", "grpo", "--shaping.length_penalty", 0.5)
+    done = llamarl_here("replay", copy, *what)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"trained on 6 recorded steps with .*loss.name = 'grpo' \(was 'aipo'\).*ratios up to", done.stdout)
+    other = copy.with_name("copy-replay")
+    assert 'name = "grpo"' in (other / "config.toml").read_text()
+    of_both = [[row for row in rows(one / "metrics.jsonl") if row["kind"] == "step"] for one in (copy, other)]
+    assert [row["step"] for row in of_both[1]] == [1, 2, 3, 4, 5, 6]
+    for name, is_same in (("reward_mean", True), ("loss", False), ("learning_rate", True), ("staleness_max", True)):
+        assert ([row[name] for row in of_both[0]] == [row[name] for row in of_both[1]]) is is_same, name
+    for name, is_same in (("token_ids", True), ("advantage", False)):
+        columns = [[row[name] for row in rows(one / "rollouts.jsonl")] for one in (copy, other)]
+        assert (columns[0] == columns[1]) is is_same
+    done = llamarl_here("report", copy, other)
+    assert done.returncode == 0 and "off-policy replay of" in (copy / "report.html").read_text()
+    done = llamarl_here("replay", copy, *what)
+    assert done.returncode == 2 and "replace it (--overwrite) or choose another --name" in done.stderr
+    done = llamarl_here("replay", copy, *what, "--overwrite", "--steps", "5:6")
+    assert done.returncode == 0 and [row["step"] for row in rows(other / "metrics.jsonl")] == [5, 6]
+    for more, said in (
+        (("--rollout.top_k", 3), "--rollout.top_k: rollouts are as they were recorded"),
+        (("--trainer.advantage", "gae"), "needs a critic, of which the run has nothing on record"),
+        (("--trainer.loss", "grpo", "--only", "train"), "not with --against, --only or --jobs"),
+        (("--trainer.loss", "grpo", "--steps", "4:6"), "where there is a checkpoint: 1, 3, 5, 7"),
+    ):
+        done = llamarl_here("replay", copy, *more, "--overwrite")
+        assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+def test_same_settings_learn_the_same(run: Path) -> None:
+    """What others learn differs by their settings alone."""
+    done = llamarl_here("replay", run, "--shaping.overlong_share", 0.3, "--name", "same")
+    assert done.returncode == 0, done.stderr
+    names = ("step", "loss", "grad_norm", "kl_to_behavior", "importance_ratio_max")
+    found = [
+        [[row[name] for name in names] for row in rows(one / "metrics.jsonl") if row["kind"] == "step"]
+        for one in (run, run.with_name("same"))
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("token_ids", lambda row: row["token_ids"].__setitem__(3, 1), "token 3, token_ids: .* Why: noise, or keys"),
+        (
+            "policy_versions",
+            lambda row: row.update(policy_versions=[[9, len(row["token_ids"])]]),
+            "Why: order: another",
+        ),
+        ("reward", lambda row: row.update(reward=0.125), "reward: .* and 0.125. Why: reward"),
+        ("index", lambda row: row.update(index=7), "rollout .* of the step: .* Why: order: other groups"),
+    ],
+)
+def test_where_two_runs_part(run: Path, copy: Path, name: str, change: Callable[[Any], None], why: str) -> None:
+    rewrite(copy / "rollouts.jsonl", lambda found: change(found[14]))
+    done = llamarl_here("replay", run, "--against", copy)
+    assert done.returncode == 1 and re.search(rf"2 steps are equal; the runs part at step 3, .*{why}", done.stdout)
+
+
+def test_two_runs_that_are_one(run: Path, copy: Path) -> None:
+    done = llamarl_here("replay", run, "--against", copy)
+    assert done.returncode == 0 and done.stdout == "6 steps are equal\n"
+
+    def change(found: list[dict[str, Any]]) -> None:
+        next(row for row in found if row["step"] == 4 and "fingerprint" in row)["fingerprint"] = "0" * 16
+
+    rewrite(copy / "journal.jsonl", change)
+    done = llamarl_here("replay", run, "--against", copy)
+    assert done.returncode == 1 and "4 steps are equal; the runs part at step 4, weights of version 4" in done.stdout
