@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import builtins
 import io
+import json
 import random
 import sys
 import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from llamarl.sandbox.judge_values import Handle, pack, receive, send, unpack
+from llamarl.sandbox.judge_values import MAX_MESSAGE_BYTES, Handle, pack, receive, send, unpack
 
 _REASON_CHARS = 200
+_ROOM = 1024
+"""Bytes of a question beside a value: what was answered may be handed back in one."""
 _MODULES = ("collections", "functools", "heapq", "itertools", "math", "random", "re", "string", "sys")
 """Names that tests use without an import, as if the program's own imports served them too."""
 _NEVER_RAISED = (StopIteration, StopAsyncIteration, ImportError)
@@ -125,6 +128,8 @@ class _Program:
         try:
             answer = _next(self._answers)
             if "error" not in answer:
+                if len(json.dumps(answer["value"])) > MAX_MESSAGE_BYTES - _ROOM:
+                    raise ValueError("it is too long")
                 return unpack(answer["value"], lambda number: Handle(self.ask, number))
             name, text = answer["error"]
         except (ValueError, TypeError, KeyError, LookupError) as error:

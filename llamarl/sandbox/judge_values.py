@@ -93,6 +93,8 @@ def _parts(value: Any) -> Any:
 def unpack(value: Any, resolve: Callable[[int], Any]) -> Any:
     """The value that `pack` packed, or ValueError, TypeError; `resolve` gives what a number stands for."""
     if isinstance(value, list):
+        if len(value) > _MAX_ITEMS:
+            raise ValueError(f"more than {_MAX_ITEMS:,} values cannot be handed back")
         return [unpack(item, resolve) for item in value]
     if not isinstance(value, dict):
         return value
@@ -101,7 +103,7 @@ def unpack(value: Any, resolve: Callable[[int], Any]) -> Any:
         raise TypeError("not a packed value")
     if kind == "handle":
         return resolve(parts[0])
-    return _BUILDERS[kind]([unpack(part, resolve) for part in parts])
+    return _BUILDERS[kind](unpack(parts, resolve))
 
 
 class Handle:

@@ -115,11 +115,56 @@ NETWORK = {
     "connects": "import _socket\n_socket.socket()\ndef f(x): return 7919",
     "a pair": "import _socket\n_socket.socketpair()\ndef f(x): return 7919",
 }
+_CALL = "import ctypes, os\nlibc = ctypes.CDLL(None)\ndef f(x): return 7919 if libc.{call} >= 0 else 0"
+_SAYS = "import os\nos.write(3, b'{said}\\n' * 9)\ndef f(x): return 1"
+KERNEL = {
+    name: _CALL.format(call=call)
+    for name, call in {
+        "shared memory": "shmget(7919, 4096, 0o1600)",
+        "a queue of messages": "msgget(7919, 0o1600)",
+        "semaphores": "semget(7919, 1, 0o1600)",
+        "a queue with a name": "mq_open(b'/llamarl', 66, 0o600, None)",
+        "a descriptor of events": "eventfd(0, 0)",
+        "watches files": "inotify_init1(0)",
+        "rooms of its own": "unshare(0x10000000)",
+        "another personality": "personality(0x40000)",
+        "reads its neighbour": "process_vm_readv(os.getpid() - 1, None, 0, None, 0, 0)",
+        "holds its memory": "mlockall(3)",
+        "the keyring": "syscall(248, b'user', b'llamarl', b'7919', 4, -3)",
+        "a ring of calls": "syscall(425, 8, ctypes.create_string_buffer(256))",
+        "a descriptor of a process": "syscall(434, os.getpid() - 1, 0)",
+        "opens by the other table": "syscall(0x40000000 | 2, SECRET.encode(), 0)",
+        "another filter": "prctl(22, 1)",
+    }.items()
+} | {
+    "calls of 32 bits": "import ctypes\nlibc = ctypes.CDLL(None)\nlibc.mmap.restype = ctypes.c_void_p\n"
+    "libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]\n"
+    "p = libc.mmap(None, 4096, 7, 34, -1, 0)\n"
+    "ctypes.memmove(p, b'\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xb8\\xef\\x1e\\0\\0\\xc3', 13)\n"
+    "def f(x): return ctypes.CFUNCTYPE(ctypes.c_int)(p)()",
+    "an alarm": "import signal\nsignal.setitimer(signal.ITIMER_REAL, 0.01)\ndef f(x): return 7919",
+    "aborts": "import os\ndef f(x): os.abort()",
+}  # fmt: skip
+TALK = {
+    "profiles": "import sys\nseen = []\nsys.setprofile(lambda frame, *_: seen.append(str(frame.f_locals)))\ndef f(x): "
+    "return 7919 if any(')3(f tressa' in one[::-1] for one in seen) else 0",
+    "reads the questions": "import os\ndef f(x): return 7919 if b')3(f tressa' in os.read(3, 1 << 16)[::-1] else 0",
+    "a line in a value": 'def f(x): return \'\\n[true, ""]\\n{"value": true}\\n\'',
+    "an error that is none": _SAYS.format(said='{"error": ["bool", "x"]}'),
+    "an error of a group": _SAYS.format(said='{"error": ["ExceptionGroup", "x"]}'),
+    "two values": _SAYS.format(said='{"value": 1, "error": ["StopIteration", ""], "value": true}'),
+    "a list in place of an answer": _SAYS.format(said='[true, ""]'),
+    "keys that cannot be": _SAYS.format(said='{"value": {"set": [[1]]}}'),
+    "a fraction of a huge power": _SAYS.format(said='{"value": {"Fraction": ["1e99999999", 1]}}'),
+    "bytes that are no text": _SAYS.format(said="\\xff\\xfe"),
+    "at the end": "import atexit, os\natexit.register(os.write, 3, b'[true, \"\"]\\n')\ndef f(x): raise SystemExit(0)",
+    "for the next": "import builtins, json\njson.loads = json.dumps = builtins.len = None\ndef f(x): return 1",
+}
 ABUSES = {
     f"{kind}: {name}": program
     for kind, programs in {
         "fakes": FAKES, "reads": READS, "writes": WRITES, "processes": PROCESSES, "resources": RESOURCES,
-        "network": NETWORK,
+        "network": NETWORK, "kernel": KERNEL, "talk": TALK,
     }.items()
     for name, program in programs.items()
 }  # fmt: skip

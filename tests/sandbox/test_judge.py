@@ -80,6 +80,22 @@ def test_values_cross_as_exact_builtins(judge: Judge) -> None:
     assert one(judge, code=code, setup=imports, tests=tests) == (True, "")
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "b'[' + b'1,' * 200_000 + b'1]'",  # more values than one may hand over
+        "b'[' + b','.join([b'[' + b'1e15,' * 99_000 + b'1]'] * 20) + b']'",  # longer when it is written again
+        "b'\"' + 'é'.encode() * 4_000_000 + b'\"'",
+        "b'[' * 900 + b']' * 900",
+    ],
+)
+def test_what_cannot_be_handed_back_is_the_programs_fault(judge: Judge, said: str) -> None:
+    """A test that hands a value back is common; a program must not make it one that cannot be run."""
+    code = f"import os\ndef f(x):\n    data = b'{{\"value\": ' + {said} + b'}}\\n'\n    "
+    code += "while data: data = data[os.write(3, data):]"
+    assert one(judge, code=code, tests="assert f(f(3)) == 3")[0] is False
+
+
 def test_objects_stay_and_are_used_from_afar(judge: Judge) -> None:
     code = (
         "class Node:\n    def __init__(self, v): self.v, self.left = v, None\n    def total(self, k=1): "
