@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from llamarl.cli.options import command_parser
@@ -18,8 +20,17 @@ from llamarl.observability.page.live import Looking, Watched, build_app
 
 EPILOG = """It only reads the folders, of a run that goes on, has ended, or is on another machine whose disk is mounted
 here. Who knows the address, with the random part in it, may look. Ctrl-C ends it."""
+START_S, END_S = 20.0, 5.0
+"""Longest waits for what a run has begun and ends."""
 NICENESS = 10
 """Above that of the run: where both want a core, the run has it."""
+
+_PROGRAM = f"""
+import ctypes, sys
+ctypes.CDLL(None).prctl(1, {signal.SIGTERM:d})  # PR_SET_PDEATHSIG
+from llamarl.cli.watch import main
+main(sys.argv[1:])
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,11 +66,16 @@ def watching(folder: Path) -> Iterator[str]:
 
     if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
         raise ConfigError("--watch needs starlette and uvicorn: pip install 'llamarl[serve]'")
-    command = [sys.executable, "-m", "llamarl", "watch", str(folder)]
-    # A group of its own: Ctrl-C is for the run, which ends this.
+    # A group of its own: Ctrl-C is for the run, which ends this, however it ends itself.
+    command = [sys.executable, "-c", _PROGRAM, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         try:
             assert process.stdout is not None
-            yield process.stdout.readline().strip()
+            has_said, _, _ = select.select([process.stdout], [], [], START_S)
+            said = process.stdout.readline().strip() if has_said else ""
+            yield said or f"--watch does not answer, and the run goes on without; try llamarl watch {folder}"
         finally:
             process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            process.kill()

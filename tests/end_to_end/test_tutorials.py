@@ -38,9 +38,11 @@ def test_your_task_runs_as_it_stands(tmp_path: Path) -> None:
     for command in commands.splitlines():
         words = command.removeprefix("llamarl ").split()
         if words[0] == "train":  # processes of their own take ten times as long, and are tested elsewhere
-            words += ["--cluster.kind", "inline", "--screen.kind", "lines"]
+            words += ["--cluster.kind", "inline", "--screen.kind", "lines", "--watch"]
         done = llamarl(*words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
+        if words[0] == "train" and "--dry-run" not in words:
+            assert "llamarl train: watch at http://127.0.0.1:" in done.stderr
     page = (tmp_path / "runs" / "mine" / "report.html").read_text(encoding="utf-8")
     assert "Repeat the word" in page
     assert "does not say it" in page

@@ -18,6 +18,8 @@ import pytest
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 from starlette.testclient import TestClient
 
+from llamarl.cli import watch
+from llamarl.cli.watch import watching
 from llamarl.observability.page.live import Looking, Watched, build_app
 from tests.nightly import nightly
 from tests.observability.page.runs import add_step, flow_row, make_run, rollout_row, span_rows, step_row, write_rows
@@ -138,6 +140,50 @@ def test_the_command_only_reads_and_ends_with_ctrl_c(folder: Path) -> None:
         finally:
             process.kill()
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_a_page_lives_as_long_as_its_run(folder: Path) -> None:
+    """Also of one that is killed, and can say nothing any more."""
+    with watching(folder) as said:
+        address = said.split()[-1]
+        with urllib.request.urlopen(address, timeout=START_S) as answer:
+            assert b"llamarl" in answer.read()
+    assert not is_answered(address)
+    program = f"""if True:
+        import signal, sys
+        from pathlib import Path
+        from llamarl.cli.watch import watching
+        with watching(Path({str(folder)!r})) as said:
+            print(said, flush=True)
+            signal.pause()"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        address = run.stdout.readline().split()[-1]
+        with urllib.request.urlopen(address, timeout=START_S) as answer:
+            assert answer.status == 200
+        run.kill()
+    until_s = time.monotonic() + END_S
+    while is_answered(address):
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+
+
+def is_answered(address: str) -> bool:
+    try:
+        urllib.request.urlopen(address, timeout=START_S).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("program", ["raise SystemExit(1)", "import time; time.sleep(60)"])
+def test_a_page_that_does_not_begin_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    monkeypatch.setattr(watch, "_PROGRAM", program)
+    monkeypatch.setattr(watch, "START_S", 0.5)
+    start_s = time.monotonic()
+    with watching(folder) as said:
+        assert f"does not answer, and the run goes on without; try llamarl watch {folder}" in said
+    assert time.monotonic() - start_s < END_S
 
 
 @nightly("160,000 rollouts are written and read")
