@@ -13,6 +13,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple, Protocol, cast
 
 from llamarl.cluster.api import ExecutorHandle, ExecutorSpec
@@ -164,13 +166,14 @@ class _Replay:
 
     async def run(self) -> None:
         config, tally = self._config, self._tally
-        cluster = open_cluster(config.cluster)
-        try:
-            specs = self._specs()
-            handles = await spawn_all(cluster, list(specs.values()), config.cluster.start_timeout_s)
-            await self._replayed(dict(zip(specs, handles, strict=True)))
-        finally:
-            await cluster.shutdown(config.cluster.shutdown_timeout_s)
+        with TemporaryDirectory() as logs:
+            cluster = open_cluster(config.cluster, Path(logs))
+            try:
+                specs = self._specs()
+                handles = await spawn_all(cluster, list(specs.values()), config.cluster.start_timeout_s)
+                await self._replayed(dict(zip(specs, handles, strict=True)))
+            finally:
+                await cluster.shutdown(config.cluster.shutdown_timeout_s)
         if self._tokens != tally.tokens:
             raise Diverged(
                 self._request.last, "tokens in all", self._tokens, tally.tokens, "a record that is not whole"

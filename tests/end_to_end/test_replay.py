@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ from llamarl.controller.records import records
 from llamarl.executors.trainer import TrainerExecutor
 from llamarl.training.trainer import Trainer
 from llamarl.types import Outcome, RewardResult, Rollout, RolloutGroup
-from tests.end_to_end.tiny import llamarl, llamarl_here, rows
+from tests.end_to_end.tiny import Command, llamarl, llamarl_here, rows
 from tests.executors.rewards import EvenLength
+from tests.nightly import nightly
 
 OPTIONS = (
     "--steps", 6, "--eval.every_steps", 0, "--trainer.learning_rate", 3e-3, "--rollout.max_new_tokens", 40,
@@ -64,6 +67,52 @@ def test_a_run_happens_again(tmp_path: Path, toml: Path, kind: str) -> None:
         done.stdout.splitlines()[-1] == f"replayed 6 steps, 36 rollouts, {num_tokens:,} tokens, 36 rewards: all equal"
     )
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before, "it only reads"
+
+
+def test_turns_and_a_run_that_went_on(tmp_path: Path, toml: Path) -> None:
+    """What waited for its environment goes on over its cache, or a new one; a resumed run is one run."""
+    options = (
+        "--rollout.environment", "tests.environments.worlds:Chatty",
+        "--rollout.stop_strings", "['e', 'a', '1', '2', 'o']",
+        "--rollout.max_staleness", 3, "--generator.replicas", 2, "--checkpoint.every_steps", 3,
+    )  # fmt: skip
+    run = trained(tmp_path, toml, *options, "--steps", 3)
+    trained(tmp_path, toml, *options, "--steps", 6, "--resume")
+    rollouts = recorded(run)
+    assert max(one.num_turns for one in rollouts) > 2
+    done = llamarl_here("replay", run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    num_tokens = sum(int(one.is_sampled_T.sum()) for one in rollouts)
+    assert done.stdout.splitlines()[-1] == f"replayed 6 steps, 36 rollouts, {num_tokens:,} tokens: all equal"
+    assert "rewards are not judged again" in done.stderr
+
+
+@nightly("processes")
+@pytest.mark.parametrize("layout", [("fsdp", 2), ("tp", 2)])
+def test_layouts_of_several_ranks(tmp_path: Path, toml: Path, layout: tuple[str, int]) -> None:
+    """In processes like those of the run: bit for bit."""
+    options = (*OPTIONS, f"--trainer.parallelism.{layout[0]}", layout[1])
+    assert llamarl("train", toml, "--output", tmp_path, *options).returncode == 0
+    done = llamarl("replay", tmp_path / "tiny")
+    assert done.returncode == 0, done.stderr
+    assert re.match(
+        r"replayed 6 steps, 36 rollouts, [\d,]+ tokens, 36 rewards: all equal", done.stdout.splitlines()[-1]
+    )
+
+
+@nightly("processes")
+def test_a_generator_that_was_killed(tmp_path: Path, toml: Path) -> None:
+    """What it had begun goes on elsewhere, and another one takes its place."""
+    options = ("--steps", 120, *OPTIONS[2:], "--generator.replicas", 2, "--rollout.segment_tokens", 9)
+    command = Command.start(tmp_path, "train", toml, "--output", tmp_path, *options)
+    run = tmp_path / "tiny"
+    command.until(lambda: (run / "journal.jsonl").exists() and len(rows(run / "journal.jsonl")) > 12, 120.0)
+    os.kill(command.children()["generator-1"], signal.SIGKILL)
+    code, said = command.wait(200.0)
+    assert code == 0, said
+    done = llamarl("replay", run)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"replayed 120 steps, 720 rollouts, .*: all equal", done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

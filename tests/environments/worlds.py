@@ -58,3 +58,11 @@ class Counting(Environment):
         self.file.unlink()
         if "stuck" in self.said:
             raise RuntimeError("it does not close")
+
+
+@dataclass
+class Chatty(Environment):
+    """Says something three times, whatever it hears."""
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Any:
+        return "1+2\n" if len(turns) < 4 else None
