@@ -62,6 +62,16 @@ def test_a_turn_that_was_cut_or_changed_is_written_by_the_template(scripted: Mak
     assert sorted(set(session.columns()["sequence"])) == [0, 1]  # the template wrote the very tokens that were cut
 
 
+def test_a_turn_that_was_cut_is_not_gone_on_with(scripted: Make, tokenizer: Tokenizer) -> None:
+    """Nobody sampled its end."""
+    odd = [token for byte in "Roy has" for token in tokenizer.encode(byte).tolist()]
+    _, endpoint, session = scripted(odd, "x")
+    cut = say(endpoint, session, messages=[user("hi")], max_tokens=len(odd) - 1)["choices"][0]
+    assert cut["finish_reason"] == "length" and len(tokenizer.encode(cut["message"]["content"])) < len(odd) - 1
+    say(endpoint, session, messages=[user("hi"), cut["message"], user("more")])
+    assert sorted(set(session.columns()["sequence"])) == [0, 1]
+
+
 def test_tools_are_called_and_what_they_say_follows(scripted: Make, tokenizer: Tokenizer) -> None:
     called = 'so <tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
     policy, endpoint, session = scripted(called, "3", "<tool_call>{oops</tool_call>")
@@ -77,6 +87,23 @@ def test_tools_are_called_and_what_they_say_follows(scripted: Make, tokenizer: T
     assert set(session.columns()["sequence"]) == {0}
     bad = say(endpoint, session, messages=[user("?")], tools=[tool_schema()])["choices"][0]
     assert bad["message"] == {"role": "assistant", "content": "<tool_call>{oops</tool_call>"}
+
+
+def test_other_tools_are_another_conversation(scripted: Make, tokenizer: Tokenizer) -> None:
+    """The policy would else answer a prompt that tells of the tools before."""
+    odd = [token for byte in "Roy has" for token in tokenizer.encode(byte).tolist()]
+    policy, endpoint, session = scripted(odd, "x", "y")
+    said = say(endpoint, session, messages=[user("hi")], tools=[tool_schema()])["choices"][0]["message"]
+    for name, is_same in (("subtract", False), ("add", True)):
+        say(endpoint, session, messages=[user("hi"), said, user("more")], tools=[tool_schema(name)])
+        assert (policy.prompts[-1].tolist()[: len(policy.prompts[0]) + len(odd)][-len(odd) :] == odd) is is_same
+
+
+def test_one_malformed_call_makes_all_of_a_turn_text(scripted: Make) -> None:
+    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call><tool_call>{oops</tool_call>'
+    _, endpoint, session = scripted(text)
+    choice = say(endpoint, session, messages=[user("?")], tools=[tool_schema()])["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": text} and choice["finish_reason"] == "stop"
 
 
 def test_text_goes_on_from_what_was_written(scripted: Make, without_template: Tokenizer) -> None:

@@ -63,6 +63,28 @@ def play(actions: list[tuple[str, int, int, int]], policy: Policy) -> Session:
     return session
 
 
+def test_a_call_goes_on_with_the_longest_sequence_that_its_prompt_begins_with() -> None:
+    session, policy = Session(), Policy()
+    for prompt, number in (
+        ([1, 2], 0),  # then 0 is 1 2 1000
+        ([1, 2], 1),  # again: 1 is 1 2 1001
+        ([1, 2, 1001], 1),  # no more than what it has: 1 is 1 2 1001 1002
+        ([1, 2, 1001, 1002, 5], 1),
+        ([1], 2),  # 2 is 1 1004
+        ([1, 2, 1000, 7], 0),
+        ([1, 1004, 2], 2),
+        ([1, 3], 3),
+    ):
+        assert session.record(np.array(prompt, np.int32), policy(prompt, 1)) == number
+    sampled = policy([], 3)
+    short, long = (
+        {name: values[:num] for name, values in sampled.items()} | {"token_ids": np.array([1, 9, 9][:num], np.int32)}
+        for num in (2, 3)
+    )
+    session._sequences = [short, long, short]
+    assert session.fitting(np.array([1, 9, 9, 9], np.int32))[0] == 1
+
+
 def group_of(*episodes: Columns) -> RolloutGroup:
     return RolloutGroup(
         group_id=0,
