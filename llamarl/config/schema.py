@@ -148,8 +148,8 @@ class WeightSyncConfig(Section):
     """With `delta` and 8-bit weights: round scales up to powers of two, which seldom move, so that less changes; values
     lose up to one bit."""
     patience_s: float = Field(default=10.0, gt=0)
-    """A generator that has not adopted a version after so long is left behind: the run goes on without it, and it gets
-    no new requests until it has caught up."""
+    """A generator that has not adopted a version after so long, or four times as long as half of the others and 4 s, is
+    left behind: the run goes on without it, and it gets no new requests until it has caught up."""
     on_mismatch: Literal["stop", "resync"] = "stop"
     """Weights that arrive otherwise than they were sent end the run, or are sent again (and counted)."""
     probe_every_steps: int = Field(default=1, ge=0)

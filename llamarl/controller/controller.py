@@ -297,13 +297,9 @@ class Controller:
         start_s = clock.time()
         await self._publish(version)
         report = SyncReport(publish_s=clock.time() - start_s)
-        patience_s = patience_s or self._config.weight_sync.patience_s
+        hurries, patience_s = patience_s is None, patience_s or self._config.weight_sync.patience_s
         awaited = [one for one in replicas.alive if one.version < version and replicas.can_follow(one, patience_s)]
-        try:
-            async with asyncio.timeout(patience_s):
-                await replicas.changed.until(lambda: all(one.version >= version or one.is_gone for one in awaited))
-        except TimeoutError:
-            late = {one for one in awaited if one.version < version and not one.is_gone} - self._told_of_late
+        if late := await replicas.adoption(version, awaited, patience_s, hurries=hurries) - self._told_of_late:
             self._told_of_late |= late
             self._telemetry.warn_of_late([one.name for one in late], version)
         replicas.release(version)

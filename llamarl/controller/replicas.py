@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 from operator import attrgetter
+from statistics import median_low
 from typing import TypeVar
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, MeshFailed
@@ -27,6 +28,12 @@ from llamarl.types import GenerationRequest, Rollout
 
 NO_VERSION = -1
 """Older than every version."""
+SLOW = 4.0
+"""A replica whose tokens take so many times longer than the median's gets a request only to see whether it still is."""
+REST = 4.0
+"""Before that it has owed nothing for so many times as long as its last requests took."""
+LEAST_PATIENCE_S = 1.0
+"""Times `SLOW`, for the adoption of weights."""
 ABORT_INTERVAL_S = 1.0
 """A replica that is about to leave is asked so often for what it still decodes."""
 T = TypeVar("T")
@@ -64,6 +71,12 @@ class Replica:
         """The rollouts that it owes, by group and index, as they began."""
         self._parked = dict[int, list[Rollout]]()
         """Partial rollouts of groups that it still works on."""
+        self._asked_s = dict[tuple[int, int], float]()
+        """When it was asked for what it owes, by group and index."""
+        self.token_s = 0.0
+        """Seconds from request to answer for each token of a rollout, lately; 0 before the first."""
+        self._busy_since_s = self._idle_since_s = 0.0
+        """When it last began, or ceased, to owe something."""
         self.num_outstanding = 0
         """Rollouts that it owes."""
         self.withdrawn = set[tuple[int, int]]()
@@ -74,10 +87,14 @@ class Replica:
 
     def owe(self, requests: Sequence[GenerationRequest]) -> None:
         """It is about to be asked for these."""
+        now_s = asyncio.get_running_loop().time()
+        if not self.num_outstanding:
+            self._busy_since_s = now_s
         for request in requests:
             missing = {start.index: start for start in request.starts()}
             self.requests.setdefault(request.group_id, request)
             self._missing.setdefault(request.group_id, {}).update(missing)  # it may work on others of the group
+            self._asked_s.update(((request.group_id, index), now_s) for index in missing)
             self.num_outstanding += len(missing)
         self.busy.set()
 
@@ -88,6 +105,7 @@ class Replica:
         """
         self.stats = collected.stats
         finished, to_go_on = list[Rollout](), list[GenerationRequest]()
+        now_s, seconds, num_tokens = asyncio.get_running_loop().time(), 0.0, 0
         for rollout in collected.rollouts:
             group_id = rollout.group_id
             if (group_id, rollout.index) in self.withdrawn:
@@ -95,7 +113,8 @@ class Replica:
                 continue
             self.num_outstanding -= 1
             missing = self._missing[group_id]
-            del missing[rollout.index]
+            num_tokens += rollout.num_tokens - missing.pop(rollout.index).num_tokens
+            seconds += now_s - self._asked_s.pop((group_id, rollout.index))
             if rollout.finish_reason.is_final:
                 finished.append(rollout)
             else:
@@ -105,8 +124,14 @@ class Replica:
                 request, parked = self.requests.pop(group_id), self._parked.pop(group_id, None)
                 if parked:
                     to_go_on.append(replace(request, partials=tuple(parked)))
-        if not self.num_outstanding and not self.withdrawn:
-            self.busy.clear()
+        if num_tokens:
+            token_s = seconds / num_tokens
+            later_s = (self.token_s + token_s) / 2 if self.token_s else token_s
+            self.token_s = min(token_s, later_s)  # what is better counts at once
+        if not self.num_outstanding:
+            self._idle_since_s = now_s
+            if not self.withdrawn:
+                self.busy.clear()
         return finished, to_go_on
 
     def unanswered(self) -> list[GenerationRequest]:
@@ -121,9 +146,15 @@ class Replica:
         requests = self.unanswered()
         self.withdrawn |= {(group_id, index) for group_id, missing in self._missing.items() for index in missing}
         self.num_outstanding = 0
-        for owed in (self.requests, self._missing, self._parked):
+        for owed in (self.requests, self._missing, self._parked, self._asked_s):
             owed.clear()
         return requests
+
+    @property
+    def is_rested(self) -> bool:
+        """It may be tried again, if it is slow."""
+        rest_s = asyncio.get_running_loop().time() - self._idle_since_s
+        return not self.num_outstanding and rest_s > REST * (self._idle_since_s - self._busy_since_s)
 
 
 class Replicas:
@@ -167,18 +198,18 @@ class Replicas:
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Gives each request to the replica in service that owes the fewest rollouts; waits while there is none. What
-        comes back from its environment goes where it was."""
+        comes back from its environment goes where it was, and what is slow gets nothing while others are there."""
         await self.changed.until(lambda: any(map(self.serves, self.alive)))
         gone = self.dropped & {request.group_id for request in requests}
         self.dropped -= gone
         requests = [request for request in requests if request.group_id not in gone]
-        able = [replica for replica in self.alive if self.serves(replica)]
         at_home, others = defaultdict[Replica, list[GenerationRequest]](list), list[GenerationRequest]()
         for request in requests:
             home = self._home(request)
             (others if home is None else at_home[home]).append(request)
         for home, part in at_home.items():
             self._send(home, part)
+        able = self._quick(others)
         if len(others) == 1:
             self._send(min(able, key=attrgetter("num_outstanding")), others)
         elif others:
@@ -186,6 +217,16 @@ class Replicas:
             for replica, part in zip(able, deal(others, [one.num_outstanding for one in able], size), strict=True):
                 if part:
                     self._send(replica, part)
+
+    def _quick(self, requests: list[GenerationRequest]) -> list[Replica]:
+        """Those in service that are not slow; of the others each that is to be tried takes the last of `requests`."""
+        able = [replica for replica in self.alive if self.serves(replica)]
+        usual_s = median_low([one.token_s for one in able if one.token_s] or [math.inf])
+        slow = {replica for replica in able if replica.token_s > SLOW * usual_s}
+        for replica in slow:
+            if requests and replica.is_rested:
+                self._send(replica, [requests.pop()])
+        return [replica for replica in able if replica not in slow]
 
     def _send(self, replica: Replica, requests: list[GenerationRequest]) -> None:
         """What is owed is what `lose` gives back, whatever becomes of the call."""
@@ -252,6 +293,25 @@ class Replicas:
         """`replica` serves `version` from now on."""
         replica.version = version
         self.changed.notify()
+
+    async def adoption(
+        self, version: int, awaited: Sequence[Replica], patience_s: float, *, hurries: bool
+    ) -> set[Replica]:
+        """Waits until these serve `version` or are gone; who has not by the deadline. With `hurries` that comes early
+        when half of them took much less."""
+        loop = asyncio.get_running_loop()
+        start_s, late = loop.time(), set(awaited)
+
+        def waits_for_at_most(number: int) -> bool:
+            late.difference_update([one for one in late if one.version >= version or one.is_gone])
+            return len(late) <= number
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s) as limit:
+                await self.changed.until(lambda: waits_for_at_most(len(awaited) // 2 if hurries else 0))
+                limit.reschedule(start_s + min(patience_s, SLOW * max(loop.time() - start_s, LEAST_PATIENCE_S)))
+                await self.changed.until(lambda: waits_for_at_most(0))
+        return late
 
     def release(self, version: int) -> None:
         """Replicas that serve an older version are left behind from now on."""

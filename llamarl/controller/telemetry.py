@@ -236,8 +236,9 @@ class Telemetry:
         """These generators are left behind."""
         for name in sorted(names):
             self.warn(
-                f"{name} has not adopted version {version} after {self._config.weight_sync.patience_s:g} s "
-                "(weight_sync.patience_s); the run goes on without it until it has caught up"
+                f"{name} has not adopted version {version} in time (weight_sync.patience_s = "
+                f"{self._config.weight_sync.patience_s:g}, less where others are quicker); the run goes on without it "
+                "until it has caught up"
             )
 
     def warn_of_others(self, version: int, before: str, now: str) -> None:

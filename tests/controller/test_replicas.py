@@ -213,3 +213,19 @@ def test_one_on_another_host_gets_the_weights_that_were_published_before_it_came
     assert run.version == 6 and trainer.chosen == [("memory", True), ("dove", False)]
     versions = [version for version, _ in trainer.published]
     assert sorted(set(versions)) == list(range(7)) and len(versions) == 8, "one was published again"
+
+
+def test_a_slow_one_is_spared_and_is_back_soon_after_it_is_quick(tmp_path: Path) -> None:
+    """One of three takes ten times as long from 20 to 200 s: meanwhile it holds up next to nothing."""
+
+    def now_s() -> float:
+        return asyncio.get_running_loop().time()
+
+    slow = Generator(duration_s=lambda *_: 20.0 if 20.0 < now_s() < 200.0 else 2.0)
+    generators = [slow, *(Generator(duration_s=lambda *_: 2.0) for _ in range(2))]
+    run = Run(config(tmp_path, steps=150, rollout={"max_staleness": 1}), tmp_path, generators).train()
+    begun_s = [begin for begin, _ in slow.spans]
+    meanwhile, later = [n for n in begun_s if 25.0 < n < 200.0], [n for n in begun_s if n > 200.0]
+    assert run.version == 150
+    assert len(meanwhile) <= 6 < 100 < sum(25.0 < begin < 200.0 for begin, _ in generators[1].spans)
+    assert len(later) >= 10, "quick again"

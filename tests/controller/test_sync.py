@@ -152,7 +152,7 @@ def test_a_generator_that_hangs_is_left_behind_until_it_has_the_newest_version(t
     assert not any(stuck_s + 4.0 < begin < caught_up_s for begin in begun_s), "no requests while it is behind"
     assert any(begin > caught_up_s for begin in begun_s)
     (said,) = run.warnings
-    assert "generator-1 has not adopted version 5 after 4 s (weight_sync.patience_s)" in said
+    assert "generator-1 has not adopted version 5 in time (weight_sync.patience_s = 4, less where others" in said
 
 
 @pytest.mark.parametrize("segment_tokens", [0, 3])
@@ -268,7 +268,7 @@ def test_a_generator_works_on_until_the_new_version_is_released(tmp_path: Path) 
 
 
 def test_nobody_waits_for_weights_of_a_generator_that_dies(tmp_path: Path) -> None:
-    """The version is released when the others have it, and not when patience is over."""
+    """The version is released when the others have it, and not when patience is over, which is 4 s here."""
     dying = Generator(adopt_s=lambda version: 500.0 if version == 2 else 0.1)
     wanted = config(tmp_path, cluster={"on_failure": {"generator": "drop"}}, weight_sync={"patience_s": 900.0})
     run = Run(wanted, tmp_path, [Generator(), dying])
@@ -276,11 +276,11 @@ def test_nobody_waits_for_weights_of_a_generator_that_dies(tmp_path: Path) -> No
     async def strike(run: Run) -> None:
         while run.controller.replicas.alive[1].fetching != 2:
             await run.controller.replicas.changed.wait()
-        await asyncio.sleep(20.0)
+        await asyncio.sleep(2.0)
         run.handles["generator-1"].die()
 
     run.train(strike=strike)
-    assert run.steps[1]["sync_s"] == pytest.approx(20.0, abs=5.0)
+    assert run.steps[1]["sync_s"] == pytest.approx(2.0, abs=0.5)
 
 
 @pytest.mark.parametrize("policy", ["drop", "stop"])

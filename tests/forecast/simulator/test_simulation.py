@@ -83,19 +83,19 @@ def test_a_slow_generator_costs_nothing_while_the_others_have_time(simulated: Si
     assert slow == pytest.approx(clean, rel=0.01), "the slow one also adopts weights more slowly"
 
 
-def test_a_generator_that_is_ten_times_slower_makes_nothing_older(simulated: Simulate) -> None:
-    """It decides the pace of generator-bound steps, as each group must be consumed in time; less with segments."""
-    costs = Costs(train_token_gpu_s=1e-7, response_sigma=0.0)
-    whole, cut = (
-        simulated(
-            run_config(steps=60, segment_tokens=tokens, **LARGE), costs=costs, replicas=8,
-            faults=Faults(slow_share=0.125, slow_factor=10.0),
-        )
-        for tokens in (0, 50)
-    )  # fmt: skip
-    assert mean_step_s(cut) < 0.75 * mean_step_s(whole)
-    for found in (whole, cut):
-        assert 0 < max(step.staleness_max for step in found.steps) <= found.steps[0].staleness_limit
+@pytest.mark.parametrize(("adopt_s", "segment_tokens"), [(0.6, 0), (0.01, 0), (0.01, 50)])
+def test_a_generator_that_is_ten_times_slower_costs_its_share(
+    simulated: Simulate, adopt_s: float, segment_tokens: int
+) -> None:
+    """Generator-bound, one of eight: whether it is the weights that come late, or each token. Nothing gets too old."""
+    costs = Costs(train_token_gpu_s=1e-7, response_sigma=0.0, adopt_s=adopt_s)
+    config = run_config(steps=60, segment_tokens=segment_tokens, **LARGE)
+    clean, slow = (
+        simulated(config, costs=costs, replicas=8, faults=faults)
+        for faults in (Faults(), Faults(slow_share=0.125, slow_factor=10.0))
+    )
+    assert mean_step_s(slow) < 1.05 * 8 / 7 * mean_step_s(clean)
+    assert 0 < max(step.staleness_max for step in slow.steps) <= slow.steps[0].staleness_limit
 
 
 def test_asynchrony_hides_stragglers(simulated: Simulate) -> None:
@@ -209,9 +209,10 @@ def test_a_stalled_run_says_who_waits(simulated: Simulate) -> None:
 
 
 def test_segments_change_who_decodes_but_not_what(simulated: Simulate) -> None:
-    """One of two generators is five times slower: parked rollouts go to the other, and the slow one decides no more."""
+    """One of two generators is slower, not so much that it is spared: parked rollouts go to the other, and the slow one
+    decides no more."""
     costs = replace(EXACT, response_lengths=(100, 900), prefill_token_s=1e-6)
-    slow = Faults(slow_share=0.5, slow_factor=5.0)
+    slow = Faults(slow_share=0.5, slow_factor=3.5)
     found = {
         tokens: simulated(run_config(steps=20, max_staleness=0, segment_tokens=tokens), costs=costs, faults=slow)
         for tokens in (0, 60)
