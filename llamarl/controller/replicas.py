@@ -61,8 +61,7 @@ class Replica:
         """What it said of its last adoption, and what its probe showed."""
         self.num_failures = 0
         """Fetches in a row that ended with a failure or a mismatch."""
-        self.is_leaving = False
-        self.is_gone = False
+        self.is_leaving = self.is_gone = False
         self.adopting: asyncio.Task[None] | None = None
         """Keeps its weights up to date."""
         self.requests = dict[int, GenerationRequest]()
