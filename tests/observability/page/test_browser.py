@@ -245,6 +245,10 @@ def test_a_step_is_seen_in_the_finest_detail_there_is(visit: Any, files: dict[st
     one.until("document.querySelector('#flow-text').textContent.startsWith('Step 11,')")
     wide, used = one.page.evaluate("[timed().work[0], bestWork()].map((one) => one.to - one.from)")
     assert used < wide / 5
+    drawn = one.page.eval_on_selector(
+        "#flow", "canvas => canvas.getContext('2d').getImageData(0, 0, 9999, 9).data.join()"
+    )
+    assert "84,162,75,255" in drawn, "scoring is seen beside generating and waiting"
     text = one.page.inner_text("#flow-text")
     assert "generated after 1 s on average" in text
     assert "scored after another 0.1 s" in text
