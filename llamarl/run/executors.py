@@ -152,12 +152,12 @@ async def spawn_all(
     cluster: Cluster,
     specs: Sequence[ExecutorSpec],
     timeout_s: float,
-    tell: Callable[[int, list[str]], None] | None = None,
+    tell: Callable[[list[str]], None] = lambda missing: None,
 ) -> list[ExecutorHandle]:
     """All executors, in the order of `specs`.
 
     Args:
-        tell: hears at first, and whenever one is there, how many are, and the names of the others.
+        tell: hears at first, and whenever one is there, the names of those that are not.
 
     Raises:
         ConfigError: a mistake of the user that only an executor could see, such as damaged weights.
@@ -165,17 +165,13 @@ async def spawn_all(
     """
     missing = [spec.name for spec in specs]
 
-    def told() -> None:
-        if tell:
-            tell(len(specs) - len(missing), missing)
-
     async def spawn(spec: ExecutorSpec) -> ExecutorHandle:
         handle = await cluster.spawn(spec, timeout_s)
         missing.remove(spec.name)
-        told()
+        tell(missing)
         return handle
 
-    told()
+    tell(missing)
     try:
         return await asyncio.gather(*map(spawn, specs))
     except RemoteError as error:

@@ -221,9 +221,9 @@ class _Run:
         specs = others.first()
         num_others = len(specs)
 
-        def tell(num_ready: int, missing: list[str]) -> None:
+        def tell(missing: list[str]) -> None:
             names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
-            screen.phase("starting executors", num_ready, num_ready + len(missing), names)
+            screen.phase("starting executors", len(specs) - len(missing), len(specs), names)
 
         specs += (generator(int(name.split("-")[1]), places.place(name)) for name in places.of_role("generator"))
         trainer, reward, *models = (handles := await spawn_all(cluster, specs, timeout_s, tell))[:num_others]

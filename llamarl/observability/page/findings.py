@@ -221,9 +221,8 @@ def _speed(data: RunData) -> Iterator[Claim]:
     if work:  # from the first step on: what comes before is starting up
         start_s, end_s = min(span.start_s for span in work), max(span.end_s for span in work)
         found = account(spans, start_s, end_s)
-        text = str(verdict(found))
         idle = [name for name, share in found.busy_share.items() if share < IDLE_SHARE and name.startswith("generator")]
-        yield Claim(text=text, chart="timeline")
+        yield Claim(text=str(verdict(found)), chart="timeline")
         if idle:
             yield Claim(text=f"{', '.join(idle[:4])} idle more than half of the time", chart="timeline", level="bad")
     elif bound := data.summary.get("verdict"):
