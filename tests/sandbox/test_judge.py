@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from llamarl.config import ConfigError
 from llamarl.sandbox import seccomp
 from llamarl.sandbox.judge import Job, Judge, Verdict
-from llamarl.sandbox.pool import Failure
+from llamarl.sandbox.pool import Failure, WorkerPool
 from llamarl.sandbox.pool_server import FailureKind
 from tests.sandbox.abuse import ABUSES
 from tests.sandbox.test_pool import alive, children, until
@@ -94,6 +95,24 @@ def test_what_cannot_be_handed_back_is_the_programs_fault(judge: Judge, said: st
     code = f"import os\ndef f(x):\n    data = b'{{\"value\": ' + {said} + b'}}\\n'\n    "
     code += "while data: data = data[os.write(3, data):]"
     assert one(judge, code=code, tests="assert f(f(3)) == 3")[0] is False
+
+
+def test_chance_in_tests_is_not_foreseen_and_repeats(judge: Judge) -> None:
+    foreseen = [random.Random(seed).random() for seed in (0, 1, None)]
+    tests = f"assert f(1) == 2 and random.random() not in {foreseen}, random.random()"
+    assert one(judge, code=HONEST.code, tests=tests) == (True, "")
+    said = [one(judge, code=HONEST.code, tests=f"f(1)\nassert 0, random.random() # {n}") for n in (0, 0, 1)]
+    assert said[0] == said[1] != said[2]
+
+
+def test_what_cannot_be_confined_is_not_run() -> None:
+    pool = WorkerPool("llamarl.sandbox.judge:judge", num_workers=1, wall_s=60.0)
+    limits = {"cpu_s": -1, "memory_bytes": 1 << 28}  # which the kernel refuses
+    try:
+        (failure,) = pool.map([{"limits": limits, "wall_s": 6.0, "job": dataclasses.asdict(HONEST)}], 60.0)
+    finally:
+        pool.close()
+    assert isinstance(failure, Failure) and "could not be confined" in failure.reason
 
 
 def test_objects_stay_and_are_used_from_afar(judge: Judge) -> None:
