@@ -193,7 +193,7 @@ class Journal:
             return
         self._saved = sorted({*(one for one in self._saved if one < step), step})[-self._keep :]
         first = min((self._firsts[one] for one in self._saved if one in self._firsts), default=0)
-        for by_step in (self._steps, self._firsts, self._fingerprints):
+        for by_step in (self._steps, self._firsts, self._fingerprints, self._tensors):
             for old in [one for one in by_step if one < self._saved[0]]:
                 del by_step[old]
         self._scored = {group_id: place for group_id, place in self._scored.items() if place.segment >= first}

@@ -7,15 +7,19 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Several
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from llamarl.controller.records import records
 from llamarl.executors.trainer import TrainerExecutor
+from llamarl.generation.rows import Rows
+from llamarl.generation.sequence import Sequence
 from llamarl.training.trainer import Trainer
 from llamarl.types import Outcome, RewardResult, Rollout, RolloutGroup
 from tests.end_to_end.tiny import Command, llamarl, llamarl_here, rows
@@ -179,7 +183,7 @@ def test_a_changed_reward_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) 
     assert f"rollout {row['index']} of group {row['group_id']}, reward: recorded 0.25, replayed" in differs(copy)
     score, seen = EvenLength.score, []
 
-    def other(self: EvenLength, items: Sequence[Any]) -> list[RewardResult]:
+    def other(self: EvenLength, items: Several[Any]) -> list[RewardResult]:
         results = score(self, items)
         if not seen:
             seen.append(results[0])
@@ -207,7 +211,7 @@ def test_a_flipped_weight_is_named(tmp_path: Path, toml: Path, monkeypatch: pyte
     """Between steps 3 and 4 of the run, in one tensor."""
     step = Trainer.step
 
-    def flipping(self: Trainer, groups: Sequence[RolloutGroup]) -> Any:
+    def flipping(self: Trainer, groups: Several[RolloutGroup]) -> Any:
         if self.policy_version == 3:
             weight = dict(self.model.named_parameters())["model.layers.1.mlp.down_proj.weight"]
             with torch.no_grad():
@@ -224,11 +228,51 @@ def test_a_flipped_weight_is_named(tmp_path: Path, toml: Path, monkeypatch: pyte
     assert re.search(r"step 4, weights of version 4, tensor [\w.]+: recorded [0-9a-f]{16}, replayed [0-9a-f]{16}", said)
 
 
+def test_a_token_that_came_otherwise_is_named(tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One log-probability of the run is one bit off."""
+    append, changed = Rows.append, list[tuple[int, int, int]]()
+
+    def off(self: Rows, tokens_B: np.ndarray, logprobs_B: np.ndarray, version: int) -> np.ndarray:
+        if version == 3 and not changed:
+            sequence = self.sequences[0]
+            changed.append((sequence.group.request.group_id, sequence.index, int(self.length_R[0])))
+            logprobs_B[0] = np.nextafter(logprobs_B[0], np.float32(-1e9))
+        return append(self, tokens_B, logprobs_B, version)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Rows, "append", off)
+        run = trained(tmp_path, toml)
+    ((group_id, index, token),) = changed
+    what = f"step 3, rollout {index} of group {group_id}, token {token} (version 3): recorded token "
+    assert what in differs(run, "--only", "generate")
+    assert llamarl_here("replay", run, "--only", "train").returncode == 0
+
+
+def test_keys_and_values_of_another_version_are_seen(
+    tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollout was parked and resumed, and the record does not say so."""
+    note, left_out = Sequence.note_prefills, list[int]()
+
+    def silent(self: Sequence, version: int) -> None:
+        before = self.prefills
+        note(self, version)
+        if before and before[-1][3] < version:
+            self.prefills = before
+            left_out.append(version)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Sequence, "note_prefills", silent)
+        run = trained(tmp_path, toml, "--rollout.segment_tokens", 7, "--rollout.max_staleness", 3)
+    assert left_out
+    assert re.search(r"step \d, rollout \d of group \d+, token \d+ \(version \d\): recorded token", differs(run))
+
+
 def test_a_reordered_step_is_named(tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer took its groups in another order than is on record."""
     take = TrainerExecutor._take
 
-    def reordered(self: TrainerExecutor, group_ids: Sequence[int]) -> list[RolloutGroup]:
+    def reordered(self: TrainerExecutor, group_ids: Several[int]) -> list[RolloutGroup]:
         return take(self, group_ids if self._trainer.policy_version != 2 else group_ids[::-1])
 
     with monkeypatch.context() as patched:
