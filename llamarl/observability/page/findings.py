@@ -21,7 +21,7 @@ BEST_ERRORS, LOST_SHARE = 4.0, 0.5
 gone for it to be lost."""
 SHRUNK_SHARE = 0.5
 """Of the first responses' length, below which a reward that rises is doubted."""
-MISMATCH_KL, TRUNCATED_SHARE, INVALID_SHARE, FLAT_SHARE, IDLE_SHARE = 0.05, 0.2, 0.05, 0.6, 0.5
+MISMATCH_KL, TRUNCATED_SHARE, INVALID_SHARE, IDLE_SHARE = 0.05, 0.2, 0.05, 0.5
 COLLAPSED_SHARE, COLLAPSED_NATS = 0.2, 0.05
 """Of its first entropy, and in nats per token, below which little is left to explore."""
 GRADIENT_GROWTH = 20.0

@@ -44,6 +44,7 @@ class TestClaims:
         ("metric", "first", "last", "chart"),
         [
             ("kl_to_behavior", 0.001, 0.2, "kl"),
+            ("extra.kl_mismatch", 0.001, 0.2, "kl"),
             ("extra.entropy_mean", 0.8, 0.01, "entropy"),
             ("truncated_share", 0.01, 0.5, "truncated"),
             ("invalid_share", 0.0, 0.1, "truncated"),
@@ -147,6 +148,22 @@ class TestRecordedRuns:
         texts = {claim["text"]: claim["level"] for claim in recorded(tmp_path, "stale")}
         assert texts["reward fell from its best of 0.5 (step 14) to 0.0702"] == "bad"
         assert texts["trainer and generators drift apart: KL up to 0.413 nats per token (step 26)"] == "bad"
+
+    def test_a_reward_that_rises_with_responses_that_are_cut_is_doubted(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "made", steps=0, end=None)
+        rows = [step_row(step, reward_mean=0.01 * step, truncated_share=0.02 * step) for step in range(1, 41)]
+        write_rows(folder / "metrics.jsonl", rows)
+        assert findings(read(folder))[0]["text"].endswith(" while more responses end by length: it may be hacked")
+
+    def test_a_reward_that_rises_alone_is_no_success_and_no_fraud(self, tmp_path: Path) -> None:
+        """Learnt by heart, perhaps: held-out accuracy stays."""
+        folder = make_run(tmp_path / "made", steps=0, end=None)
+        write_rows(folder / "metrics.jsonl", [eval_row(0, 0.2), eval_row(40, 0.21)])
+        write_rows(folder / "metrics.jsonl", [step_row(step, reward_mean=0.01 * step) for step in range(1, 41)])
+        accuracy, reward, *_ = findings(read(folder))
+        assert accuracy["text"].startswith("held-out accuracy did not change beyond its error")
+        assert reward["text"].startswith("reward rose")
+        assert (accuracy["level"], reward["level"]) == ("note", "note")
 
     def test_what_is_partly_lost_rose_all_the_same(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "made", steps=0, end=None)
