@@ -29,7 +29,8 @@ class Bad(Environment):
             while True:
                 pass
         answers = {
-            "flood": "x" * (1 << 21), "long": "word " * 100, "empty": "", "number": 7, "reward": right(0.5),
+            "flood": "x" * (1 << 21), "long": "word " * 100, "fits": "7" * 60, "empty": "", "number": 7,
+            "reward": right(0.5),
             "messages": [{"role": "user", "content": "and now?"}], "history": f"{len(turns)} {turns[0].observation}",
             "task": f"{task.prompt}|{task.answer}|{task.metadata['level']}",
         }  # fmt: skip

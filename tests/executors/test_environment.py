@@ -45,12 +45,13 @@ def replies(executor: EnvironmentExecutor, count: int) -> dict[int, Replied]:
 
 def test_each_episode_gets_its_own_reply(model: Path, executor: EnvironmentExecutor) -> None:
     tokenizer = Tokenizer(model)
-    said = ["task", "nothing", "reward", "number", "raise", "exit", "flood", "long", "empty"]
+    said = ["task", "nothing", "reward", "number", "raise", "exit", "flood", "long", "empty", "fits"]
     executor.submit([episode(model, n, text) for n, text in enumerate(said)])
     executor.submit([episode(model, 20, "first", "seen", "history")])
     found = replies(executor, len(said) + 1)
     texts = {n: tokenizer.decode(one.observation_T) for n, one in found.items() if one.observation_T is not None}
-    assert texts == {0: "Leo has|4|2", 20: "2 seen"}
+    assert texts == {0: "Leo has|4|2", 20: "2 seen", 9: "7" * 60}
+    assert found[9].observation_T is not None and len(found[9].observation_T) == 60
     assert found[1].result is None, "the reward judges it"
     assert found[2].result is not None and found[2].result.value == 0.5
     reasons = {n: found[n].result.reason for n in (3, 4, 5, 6, 7, 8)}
