@@ -18,6 +18,7 @@ import torch
 
 from llamarl.controller.records import records
 from llamarl.executors.trainer import TrainerExecutor
+from llamarl.generation.replay import Replayer
 from llamarl.generation.rows import Rows
 from llamarl.generation.sequence import Sequence
 from llamarl.training.trainer import Trainer
@@ -266,6 +267,13 @@ def test_keys_and_values_of_another_version_are_seen(
         run = trained(tmp_path, toml, "--rollout.segment_tokens", 7, "--rollout.max_staleness", 3)
     assert left_out
     assert re.search(r"step \d, rollout \d of group \d+, token \d+ \(version \d\): recorded token", differs(run))
+
+
+def test_tokens_that_nobody_sampled_again_are_missed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is equal is all of it."""
+    add = Replayer.add
+    monkeypatch.setattr(Replayer, "add", lambda self, items: add(self, list(items)[:-1]))
+    assert re.search(r"step 6, tokens in all: recorded \d+, replayed \d+", differs(run, "--only", "generate"))
 
 
 def test_a_reordered_step_is_named(tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
