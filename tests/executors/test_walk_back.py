@@ -69,15 +69,20 @@ def test_it_goes_back_to_what_trainer_and_critic_both_have(
         assert step_folder(folder, one, 4).exists(), "saved again"
 
 
+@pytest.mark.parametrize("has_journal", [True, False])
 def test_a_critic_s_first_checkpoint_alone_is_none(
-    saved_run: tuple[RunConfig, RunFolder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saved_run: tuple[RunConfig, RunFolder], tmp_path: Path, capsys: pytest.CaptureFixture[str], has_journal: bool
 ) -> None:
-    """It is written first, so a run may have been killed right behind it."""
+    """It is written first, so a run may have been killed right behind it: all steps are taken again, on what is on
+    record, or else from the beginning."""
     config, folder = copied(saved_run, tmp_path)
     for step in (3, 4):
         damage(step_folder(folder, "trainer", step), "missing")
+    if not has_journal:
+        shutil.rmtree(folder.path / "journal")
     train(config, resume=True)
-    assert "no checkpoint was saved yet; the run starts from the beginning" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert ("no checkpoint was saved yet; the run starts from the beginning" in said) == (not has_journal)
     assert learnt(folder) == learnt(saved_run[1])
 
 
