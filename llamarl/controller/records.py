@@ -141,13 +141,11 @@ def decoded_group(record: Record, prompt: Prompt) -> RolloutGroup:
     )
 
 
-def _plain(result: RewardResult | None) -> dict[str, Any] | None:
-    if result is None:
-        return None
-    first_part = _plain(result.first_part)
-    return {"outcome": result.outcome, "value": result.value, "reason": result.reason, "first_part": first_part}
+def _plain(result: RewardResult | None) -> tuple[Any, ...] | None:
+    return result and (result.outcome, result.value, result.reason, _plain(result.first_part))
 
 
-def _result(plain: dict[str, Any]) -> RewardResult:
-    first = plain["first_part"] and _result(plain["first_part"])
-    return RewardResult(**plain | {"outcome": Outcome(plain["outcome"]), "first_part": first})
+def _result(plain: Sequence[Any]) -> RewardResult:
+    outcome, value, reason, first_part = plain
+    first = first_part and _result(first_part)
+    return RewardResult(outcome=Outcome(outcome), value=value, reason=reason, first_part=first)
