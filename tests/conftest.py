@@ -14,9 +14,12 @@ from hypothesis import settings
 
 from tests.groups import make_group  # noqa: F401, a fixture for all folders
 from tests.leftovers import left_behind, own_folders
+from tests.nightly import NIGHTLY
 
-settings.register_profile("untimed", deadline=None)  # how long an example takes says more about the machine's load
-settings.load_profile("untimed")
+# How long an example takes says more about the machine's load; `make test` takes the same ones each time, and
+# `make test-all` looks for others.
+settings.register_profile("here", deadline=None, derandomize=not NIGHTLY)
+settings.load_profile("here")
 
 MAX_PROCESS_BYTES = 8 * 2**30
 """A test that allocates without end gets a MemoryError; without this the machine's other processes pay for it."""

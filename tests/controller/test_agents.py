@@ -42,16 +42,20 @@ class Gateway:
     _news: AgentNews = field(default_factory=lambda: AgentNews([], []))
     _answers: dict[int, asyncio.Future[Rollout]] = field(default_factory=dict)
     _some: asyncio.Event = field(default_factory=asyncio.Event)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def another(self) -> Gateway:
-        """A new one in place of this one, which is dead."""
+        """A new one in place of this one, which is dead, and its agents with it."""
         self._some.set()
-        return replace(self, _news=AgentNews([], []), _answers={}, _some=asyncio.Event())
+        for task in self._tasks:
+            task.cancel()
+        return replace(self, _news=AgentNews([], []), _answers={}, _some=asyncio.Event(), _tasks=set())
 
     async def submit(self, tasks: list[AgentTask]) -> None:
         for task in tasks:
             self.begun.append((task.group_id, task.index, task.attempt))
-            asyncio.get_running_loop().create_task(self._run(task)).add_done_callback(_checked)
+            self._tasks.add(running := asyncio.get_running_loop().create_task(self._run(task)))
+            running.add_done_callback(_checked)
 
     async def answer(self, rollouts: list[Rollout]) -> None:
         for rollout in rollouts:
