@@ -142,7 +142,9 @@ def decoded_group(record: Record, prompt: Prompt) -> RolloutGroup:
 
 
 def _plain(result: RewardResult | None) -> tuple[Any, ...] | None:
-    return result and (result.outcome, result.value, result.reason, _plain(result.first_part))
+    if result is None:
+        return None
+    return result.outcome, result.value, result.reason, _plain(result.first_part)
 
 
 def _result(plain: Sequence[Any]) -> RewardResult:
