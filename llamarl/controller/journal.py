@@ -119,7 +119,7 @@ class Journal:
         header = {"kind": "rollouts", "groups": [group_id for group_id, _, _ in new]}
         if new and (place := self._append(lambda: encode(header, [(start, one) for _, start, one in new]))):
             for group_id, _, one in new:
-                _, num_tokens = self._live.setdefault(group_id, (place.segment, {}))
+                _, num_tokens = self._live.setdefault(group_id, (place[0], {}))
                 num_tokens[one.group_id, one.index] = one.num_tokens
 
     def groups(self, groups: Iterable[RolloutGroup], prompt_of: Callable[[int], int]) -> None:
@@ -140,9 +140,10 @@ class Journal:
             return b"".join(parts)
 
         if groups and (place := self._append(encoded)):
+            segment, start = place
             for (group, _), version, offset in zip(groups, newest, ends, strict=False):
-                self._scored[group.group_id] = _Place(place.segment, place.offset + offset, version)
-                self._live[group.group_id] = place.segment, {}
+                self._scored[group.group_id] = _Place(segment, start + offset, version)
+                self._live[group.group_id] = segment, {}
 
     def located(self, state: ControllerState) -> ControllerState:
         """`state` with what it takes to go on from there."""
@@ -202,11 +203,12 @@ class Journal:
                 with suppress(OSError):
                     self._path(number).unlink()
 
-    def _append(self, encoded: Callable[[], bytes]) -> _Place | None:
+    def _append(self, encoded: Callable[[], bytes]) -> tuple[int, int] | None:
+        """File and byte where it begins; None: it is not there."""
         if self._file is None:
             return None
         start_s, data = perf_counter(), encoded()
-        place = _Place(self._segment, self._size, _NOTHING)
+        place = self._segment, self._size
         try:
             rest = memoryview(data)
             while rest:
