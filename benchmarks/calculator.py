@@ -1,16 +1,19 @@
 """The calculator as an environment and as an outside agent, seed by seed; and the synchronous run, repeated.
 
-    python benchmarks/calculator.py [--seeds 0 1 2] [--steps 100]
+    python benchmarks/calculator.py [--seeds 0 1 2] [--steps 200] [--ways environment agent] [--more RESULT]
 
-Each run is a command of its own (`llamarl train`), of `configs/calculator.toml` or `configs/calculator_agent.toml`,
-with the same base model, steps and seed, and its figures are those that it reports itself. With one generator and
-staleness 0 a run is repeated with the first seed, and what its rollouts hold is compared bit for bit.
+First all runs of the environment, then those of the agent, which are slower; `--more` takes over the runs of a result
+that was made before. Each run is a command of its own (`llamarl train`), of `configs/calculator.toml` or
+`configs/calculator_agent.toml`, with the same base model, steps and seed, and its figures are those that it reports
+itself. With one generator and staleness 0 a run is repeated with the first seed, and what its rollouts hold is compared
+bit for bit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,6 +27,7 @@ WAYS = {"environment": "configs/calculator.toml", "agent": "configs/calculator_a
 SYNCHRONOUS = ["--rollout.max_staleness", "0", "--eval.every_steps", "0"]
 BARS = {"accuracy_before": 0.3, "accuracy_after": 0.85, "wall_s": 180.0}
 NOTES = [
+    "load_average: of the machine after a run; the run itself has five processes, an agent's six.",
     "accuracy: greedy on 256 held-out problems before and after the steps; bars: below, above, and at most.",
     (
         "agent_within_spread: the agent's accuracies after training lie within the lowest and the highest of the "
@@ -57,6 +61,7 @@ def figures_of(folder: Path, way: str, seed: int) -> dict[str, Any]:
         "turns_first": steps[0]["extra.turns_mean"],
         "turns_last": steps[-1]["extra.turns_mean"],
         "invalid_share_max": max(row["invalid_share"] for row in steps),
+        "load_average": os.getloadavg()[0],
     }  # fmt: skip
 
 
@@ -75,18 +80,21 @@ def repeats(seed: int, steps: int, output: Path) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--more", type=Path, help="a result whose runs are taken over")
     parser.add_argument("--synchronous-steps", type=int, default=20, help="of the two runs that must be equal; 0: none")
     options = parser.parse_args()
-    runs = list[dict[str, Any]]()
+    before: dict[str, Any] = json.loads(options.more.read_text()) if options.more else {"runs": [], "repeats": None}
+    runs = list(before["runs"])
     with tempfile.TemporaryDirectory() as folder:
-        for seed in options.seeds:
-            for way, config in WAYS.items():
-                run = train(config, f"{way}-{seed}", seed, options.steps, Path(folder))
+        steps, first = options.synchronous_steps, [*options.seeds, 0][0]
+        is_repeated = repeats(first, steps, Path(folder)) if steps else before["repeats"]
+        for way in options.ways:
+            for seed in options.seeds:
+                run = train(WAYS[way], f"{way}-{seed}", seed, options.steps, Path(folder))
                 runs.append(figures_of(run, way, seed))
                 print(json.dumps(runs[-1]), flush=True)
-        steps, first = options.synchronous_steps, [*options.seeds, 0][0]
-        is_repeated = repeats(first, steps, Path(folder)) if steps else None
     after = {way: [run["accuracy_after"] for run in runs if run["way"] == way] for way in WAYS}
     low, high = (pick(after["environment"], default=0.0) for pick in (min, max))
     spread = high - low
@@ -98,7 +106,7 @@ def main() -> None:
         "runs": runs,
     }
     print(json.dumps({name: figures[name] for name in ("repeats", "agent_within_spread", "accuracy_after")}))
-    print(write_result("calculator", vars(options), figures, NOTES))
+    print(write_result("calculator", vars(options) | {"more": str(options.more or "")}, figures, NOTES))
 
 
 if __name__ == "__main__":
