@@ -120,14 +120,18 @@ class Engine:
         requests = list(requests)
         self._check_new(requests)
         for request in requests:
+            siblings = self._siblings(request)
             starts, refused = accept(
                 request,
                 context=self._context,
                 vocab_size=self.model.shape.vocab_size,
                 can_decode=self._stop_strings is not None,
+                is_known=siblings is not None,
             )
             self._refused += refused
-            if starts:
+            if siblings:
+                self._scheduler.join(siblings, [Sequence.of(siblings, start) for start in starts])
+            elif starts:
                 self._enqueue(request, starts)
 
     def abort(self, group_ids: Iterable[int]) -> list[Rollout]:
@@ -202,15 +206,16 @@ class Engine:
                 raise ValueError(f"rollouts {twice} of group {group_id} are submitted twice")
             taken[group_id] |= indices
 
-    def _enqueue(self, request: GenerationRequest, starts: list[Rollout]) -> None:
-        """Queue a request's rollouts, if one of them fits into the KV cache; others of their group may decode."""
+    def _siblings(self, request: GenerationRequest) -> Group | None:
+        """Rollouts of the group that decode, or are held for it."""
         siblings = self._scheduler.groups.get(request.group_id)
-        if siblings and not siblings.unfinished and not same(siblings.request, request):  # it is all held
+        if siblings and not siblings.unfinished and not same(siblings.request, request):
             self.abort([request.group_id])
-            siblings = None
-        if siblings:
-            self._scheduler.join(siblings, [Sequence.of(siblings, start) for start in starts])
-            return
+            return None
+        return siblings
+
+    def _enqueue(self, request: GenerationRequest, starts: list[Rollout]) -> None:
+        """Queue the rollouts of a new group, if one of them fits into the KV cache."""
         prompt_T = np.array(request.prompt_token_ids_T, np.int32)
         strings = request.sampling.stop_strings
         group = Group(

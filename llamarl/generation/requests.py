@@ -5,11 +5,13 @@ Shape suffix: T tokens of one sequence.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
+
+_OF_ALL_ROLLOUTS = {one.name for one in fields(GenerationRequest)} - {"prompt_token_ids_T", "partials"}
 
 
 def response_limit(request: GenerationRequest, context: int) -> int:
@@ -19,7 +21,7 @@ def response_limit(request: GenerationRequest, context: int) -> int:
 
 def same(one: GenerationRequest, other: GenerationRequest) -> bool:
     """Rollouts of one can go on in the other."""
-    alike = replace(one, prompt_token_ids_T=other.prompt_token_ids_T, partials=other.partials) == other
+    alike = all(getattr(one, name) == getattr(other, name) for name in _OF_ALL_ROLLOUTS)
     return alike and np.array_equal(one.prompt_token_ids_T, other.prompt_token_ids_T)
 
 
@@ -29,12 +31,13 @@ def failed(request: GenerationRequest, index: int, error: str) -> Rollout:
 
 
 def accept(
-    request: GenerationRequest, *, context: int, vocab_size: int, can_decode: bool
+    request: GenerationRequest, *, context: int, vocab_size: int, can_decode: bool, is_known: bool = False
 ) -> tuple[list[Rollout], list[Rollout]]:
     """Sort a request's rollouts.
 
     Args:
         can_decode: the engine can turn tokens into text, which stop strings need.
+        is_known: rollouts of the group are here, so that prompt and sampling have been looked at.
 
     Returns:
         Rollouts to go on with: the partials, or without any, empty ones. And those refused, as FAILED; or as LENGTH,
@@ -42,18 +45,18 @@ def accept(
     """
     partials = request.starts()
     indices = {partial.index for partial in partials} or {0}
-    error = _request_error(request, context, vocab_size, can_decode)
+    error = "" if is_known else _request_error(request, context, vocab_size, can_decode)
     if len(indices) < len(partials):
         error = f"partials hold index {sorted(partial.index for partial in partials)}; give each index once"
     if error:
         return [], [failed(request, index, error) for index in sorted(indices)]
     if not request.partials:
         return list(partials), []
-    going, refused = list[Rollout](), list[Rollout]()
+    going, refused, limit = list[Rollout](), list[Rollout](), response_limit(request, context)
     for partial in partials:
-        if error := _partial_error(request, partial, context, vocab_size):
+        if error := _partial_error(request, partial, limit, vocab_size):
             refused.append(failed(request, partial.index, error))
-        elif partial.num_tokens >= response_limit(request, context):
+        elif partial.num_tokens >= limit:
             refused.append(_full(partial))
         else:
             going.append(partial)
@@ -98,20 +101,20 @@ def _sampling_error(params: SamplingParams) -> str:
     return next((f"{name} = {getattr(params, name)}; {error}" for name, is_right, error in checks if not is_right), "")
 
 
-def _partial_error(request: GenerationRequest, partial: Rollout, context: int, vocab_size: int) -> str:
+def _partial_error(request: GenerationRequest, partial: Rollout, limit: int, vocab_size: int) -> str:
     """Why a partial rollout cannot go on; empty when it can."""
-    name, limit = f"partial rollout {partial.index}", response_limit(request, context)
+    name, num_tokens = f"partial rollout {partial.index}", partial.num_tokens
     if partial.group_id != request.group_id:
         return f"{name} is of group {partial.group_id}, not {request.group_id}"
     if not 0 <= partial.index < request.group_size:
         return f"{name} is not in a group of {request.group_size}"
     if partial.finish_reason.is_final:
         return f"{name} ended with {partial.finish_reason}; only parked and aborted ones go on"
-    if any(len(values_T) != partial.num_tokens for values_T in partial.columns.values()):
+    if any(len(values_T) != num_tokens for values_T in partial.columns.values()):
         lengths = ", ".join(f"{len(values_T)} {column}" for column, values_T in partial.columns.items())
         return f"{name} has columns of different lengths: {lengths}"
-    if partial.num_tokens >= limit and partial.is_sampled_T[-1]:
-        return f"{name} has {partial.num_tokens} tokens already, and {limit} is the limit"
+    if num_tokens >= limit and partial.is_sampled_T[-1]:
+        return f"{name} has {num_tokens} tokens already, and {limit} is the limit"
     if error := unknown_id(partial.token_ids_T, vocab_size):
         return f"{name} has {error}"
     return ""

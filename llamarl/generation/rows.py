@@ -18,14 +18,12 @@ class Rows:
     def __init__(self, capacity: int, block_size: int) -> None:
         self.block_size = block_size
         self.sequences: list[Sequence] = []
-        self.input_R = np.zeros(capacity, np.int64)  # the token that the next step feeds
-        self.position_R = np.zeros(capacity, np.int64)  # its position in the context
-        self.length_R = np.zeros(capacity, np.int64)  # response tokens so far
-        self.limit_R = np.zeros(capacity, np.int64)
+        # The token that the next step feeds, its position in the context, response tokens so far and at most; tokens
+        # and blocks of the prefix.
+        self._numbers_6_R = np.zeros((6, capacity), np.int64)
+        self.input_R, self.position_R, self.length_R, self.limit_R, self.prefix_R, self.start_R = self._numbers_6_R
         self.sampling = SamplingRows(capacity)
         self.blocks_R_M = np.full((capacity, 1), -1, np.int64)
-        self.prefix_R = np.zeros(capacity, np.int64)  # tokens of the prefix
-        self.start_R = np.zeros(capacity, np.int64)  # blocks of the prefix
         # Blocks of the prefix and then of its own; what lies behind names one of its own, which is masked, yet may be
         # multiplied by 0, and that leaves NaN of others.
         self.table_R_M = np.zeros((capacity, 1), np.int32)
@@ -48,17 +46,17 @@ class Rows:
         self._widen(sequence.limit, len(prefix), len(request.sampling.stop_token_ids))
         sequence.row = row
         self.sequences.append(sequence)
-        self.input_R[row] = sequence.token_ids_T[-1] if length else group.prompt_T[-1]
-        self.position_R[row] = group.prefix_tokens + length
-        self.length_R[row] = length
-        self.limit_R[row] = sequence.limit
+        newest = sequence.token_ids_T[-1] if length else group.prompt_T[-1]
+        prefix_tokens = group.prefix_tokens
+        numbers = newest, prefix_tokens + length, length, sequence.limit, prefix_tokens, len(prefix)
+        self._numbers_6_R[:, row] = numbers
         self.sampling.set(row, request.sampling, noise_key(request.sampling.seed, request.group_id, sequence.index))
         self.stop_R_S[row] = -1
         self.stop_R_S[row, : len(request.sampling.stop_token_ids)] = request.sampling.stop_token_ids
         self.passed.append(group.stop_strings.passed if group.stop_strings else None)
         self.blocks_R_M[row] = -1
         self.blocks_R_M[row, : len(own)] = own
-        self.prefix_R[row], self.start_R[row], self.table_R_M[row] = group.prefix_tokens, len(prefix), own[0]
+        self.table_R_M[row] = own[0]
         self.table_R_M[row, : len(prefix) + len(own)] = prefix + own
         for name, values_R_T in self.columns_R_T.items():
             values_R_T[row, :length] = sequence.columns[name]
@@ -76,11 +74,9 @@ class Rows:
         self.sequences[row], self.passed[row] = moved, passed
         moved.row = row
         length = self.length_R[last]
-        for array_R in (
-            self.input_R, self.position_R, self.length_R, self.limit_R, self.blocks_R_M, self.stop_R_S,
-            self.prefix_R, self.start_R, self.table_R_M,
-        ):  # fmt: skip
-            array_R[row] = array_R[last]
+        self._numbers_6_R[:, row] = self._numbers_6_R[:, last]
+        for array_R_M in (self.blocks_R_M, self.stop_R_S, self.table_R_M):
+            array_R_M[row] = array_R_M[last]
         for values_R_T in self.columns_R_T.values():
             values_R_T[row, :length] = values_R_T[last, :length]
         self.sampling.move(last, row)

@@ -13,6 +13,8 @@ Shape suffixes: R rows (capacity), B rows of this step, V vocabulary, U truncate
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
+@lru_cache(maxsize=4096)  # a rollout joins once per turn
 def noise_key(seed: int, group_id: int, index: int) -> int:
     """64 bits that start the noise of one rollout."""
     key = 0

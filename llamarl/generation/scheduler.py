@@ -28,8 +28,6 @@ from collections import deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from llamarl.generation.blocks import BlockPool
 from llamarl.generation.sequence import Group, Segment, Sequence
 
@@ -257,7 +255,7 @@ class Scheduler:
         key = sequence.group.request.group_id, sequence.index
         if (held := self.held.get(key)) is None:
             return None
-        if np.array_equal(held.token_ids_T, sequence.token_ids_T[: held.own_tokens - 1]):
+        if held.token_ids_T.tobytes() == sequence.token_ids_T[: held.own_tokens - 1].tobytes():  # 10 times as fast
             return held
         self.evict([key])
         return None
