@@ -17,7 +17,8 @@ from llamarl.controller.groups import PendingGroup
 from llamarl.controller.journal import Key
 from llamarl.controller.lives import Lasting
 from llamarl.controller.ports import GatewayPort
-from llamarl.controller.replicas import Replica, Replicas
+from llamarl.controller.replica import Replica
+from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.gateway.news import AgentTask
 from llamarl.types import FinishReason, GenerationRequest, Rollout

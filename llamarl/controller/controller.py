@@ -30,7 +30,8 @@ from llamarl.controller.learners import Learners
 from llamarl.controller.lives import Deaths, lasting
 from llamarl.controller.ports import Executors, TrainerPort
 from llamarl.controller.recovery import Recovery, policy_of_generators
-from llamarl.controller.replicas import NO_VERSION, Replica, Replicas
+from llamarl.controller.replica import NO_VERSION, Replica
+from llamarl.controller.replicas import Replicas
 from llamarl.controller.steps import Step
 from llamarl.controller.supervision import Signal, StallWatch, Supervisor
 from llamarl.controller.sync import (

@@ -20,7 +20,8 @@ from llamarl.controller.groups import PendingGroup
 from llamarl.controller.journal import Key
 from llamarl.controller.lives import Lasting
 from llamarl.controller.ports import EnvironmentPort, Executors
-from llamarl.controller.replicas import Replica, Replicas
+from llamarl.controller.replica import Replica
+from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.environments._base import Environment
 from llamarl.environments._worker import build_environment

@@ -17,7 +17,8 @@ from llamarl.config.cluster import ClusterConfig
 from llamarl.config.errors import ConfigError
 from llamarl.controller.lives import Deaths, TooManyDeaths
 from llamarl.controller.ports import Executors
-from llamarl.controller.replicas import Replica, Replicas
+from llamarl.controller.replica import Replica
+from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
 

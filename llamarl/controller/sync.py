@@ -18,7 +18,7 @@ import numpy as np
 from llamarl.config import RunConfig
 from llamarl.controller.lives import Restarted
 from llamarl.controller.ports import TrainerPort
-from llamarl.controller.replicas import Replica
+from llamarl.controller.replica import Replica
 from llamarl.executors.replies import Adoption, Mismatch, Probe, Published
 from llamarl.training.result import NonFiniteStep
 from llamarl.weight_sync.layout import TensorSpec
