@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 from starlette.testclient import TestClient
 
 from llamarl.gateway import app as module
-from llamarl.gateway.app import build_app
+from llamarl.gateway.app import build_app, listening
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 
@@ -43,6 +45,26 @@ def pieces(text: str) -> list[Any]:
     lines = text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def test_answers_leave_at_once() -> None:
+    """Of two writes, headers and body, Nagle's algorithm would hold the second for 40 ms."""
+
+    async def main() -> int:
+        found = asyncio.get_running_loop().create_future()
+
+        def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            opened = writer.get_extra_info("socket")
+            found.set_result(opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        opened = listening("127.0.0.1", 0)
+        async with await asyncio.start_server(connected, sock=opened):
+            _, writer = await asyncio.open_connection(*opened.getsockname())
+            writer.close()
+            return await found
+
+    assert asyncio.run(main()) == 1
 
 
 def test_answers_and_streams(client: TestClient) -> None:
