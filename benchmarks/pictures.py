@@ -42,7 +42,7 @@ PICTURES = {
     "generator_bound": (["generator_bound"], "timeline"),
 }
 """Which runs, and which part of their page."""
-CURVES = ("reward_mean", "response_tokens_mean", "truncated_share", "kl_to_behavior")
+CURVES = ("reward_mean", "solve_rate", "response_tokens_mean", "truncated_share", "kl_to_behavior")
 
 
 def make(name: str, folder: Path) -> None:

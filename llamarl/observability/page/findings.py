@@ -20,7 +20,7 @@ BEST_ERRORS, LOST_SHARE = 4.0, 0.5
 """The best of many is good by chance, too: standard errors that it must be above the end, and what share of it is to be
 gone for it to be lost."""
 SHRUNK_SHARE = 0.5
-"""Of the first responses' length, below which a reward that rises is doubted."""
+"""Of the first responses' length, below which that is said. It is no fraud: brevity may be what was asked for."""
 MISMATCH_KL, TRUNCATED_SHARE, INVALID_SHARE, IDLE_SHARE = 0.05, 0.2, 0.05, 0.5
 COLLAPSED_SHARE, COLLAPSED_NATS = 0.2, 0.05
 """Of its first entropy, and in nats per token, below which little is left to explore."""
@@ -183,31 +183,37 @@ def _learnt(data: RunData) -> Iterator[Claim]:
     if accuracy:
         change = f"{100 * accuracy.ends.change:+.1f} ± {100 * accuracy.ends.error:.1f} points"
         text = f"held-out accuracy {accuracy.text(lambda share: percent(share, 1), change)}"
-        level = "note" if doubt and accuracy.level == "good" else accuracy.level
-        claims.append(Claim(text=text, chart="solve", level=level))
+        claims.append(Claim(text=text, chart="solve", level=accuracy.level))
     if reward is None:
         text = f"{data.num_steps} steps are too few to say whether it learns"
         yield from (*claims, Claim(text=text, chart="reward"))
         return
     change = f"{reward.ends.change:+.3g} ± {reward.ends.error:.2g}"
     text = f"reward {reward.text(lambda value: f'{value:.3g}', change)}"
-    if doubt:  # first: what is green below is judged by the same reward
-        yield Claim(text=f"{text} while {doubt}: it may be hacked", chart="reward", level="bad")
+    if doubt:
+        yield Claim(text=f"{text} while {doubt}", chart="reward", level="bad")
         yield from claims
     else:
         is_told = accuracy is not None and reward.level == "good"
         yield from (*claims, Claim(text=text, chart="reward", level="note" if is_told else reward.level))
+    length = ends(data.columns.get("response_tokens_mean", ()))
+    if length and length.last < SHRUNK_SHARE * length.first:
+        shrank = f"responses shrank from {number(length.first)} to {number(length.last)} tokens"
+        yield Claim(text=shrank, chart="length")
 
 
 def _doubt(data: RunData, accuracy: Change | None) -> str | None:
-    """What speaks against a reward that rises."""
-    length, truncated = (ends(data.columns.get(name, ())) for name in ("response_tokens_mean", "truncated_share"))
-    if accuracy and accuracy.level == "bad":
-        return "held-out accuracy fell"
-    if length and length.last < SHRUNK_SHARE * length.first:
-        return f"responses shrank from {number(length.first)} to {number(length.last)} tokens"
-    if truncated and _is_cut(truncated):
-        return "more responses end by length"
+    """What speaks against a reward that rises: right answers, which its first part judges, are fewer than before,
+    held-out ones where there are some; or they are more in training alone."""
+    solved = ends(data.columns.get("solve_rate", ()))
+    if accuracy is None:
+        fell = solved and solved.change < -ERRORS * solved.error
+        return "fewer answers are right: it may be hacked" if fell else None
+    if accuracy.level == "bad":
+        return "held-out accuracy fell: it may be hacked"
+    if accuracy.level == "note" and solved and solved.change > ERRORS * solved.error:
+        gap, error = solved.last - accuracy.ends.last, math.hypot(solved.error, accuracy.ends.error)
+        return "held-out accuracy does not follow: it may be learnt by heart" if gap > ERRORS * error else None
     return None
 
 

@@ -121,16 +121,18 @@ class TestRecordedRuns:
         assert reward["text"] == "reward rose from 0.416 to 0.818 (+0.402 ± 0.052)"
         assert "bad" not in {claim["level"] for claim in found}
 
-    @pytest.mark.parametrize(
-        ("name", "doubt"),
-        [("hacked", "held-out accuracy fell"), ("brief", "responses shrank from 40.0 to 15.0 tokens")],
-    )
-    def test_a_hacked_reward_is_no_success(self, tmp_path: Path, name: str, doubt: str) -> None:
-        first, *others = recorded(tmp_path, name)
+    def test_a_hacked_reward_is_no_success(self, tmp_path: Path) -> None:
+        first, *others = recorded(tmp_path, "hacked")
         assert first["text"].startswith("reward rose from 0.6")
-        assert first["text"].endswith(f" while {doubt}: it may be hacked")
+        assert first["text"].endswith(" while held-out accuracy fell: it may be hacked")
         assert first["level"] == "bad"
-        assert "good" not in {claim["level"] for claim in others}, "held-out accuracy is judged by the same reward"
+        assert "good" not in {claim["level"] for claim in others}
+
+    def test_brevity_that_was_asked_for_is_no_fraud(self, tmp_path: Path) -> None:
+        """Nothing but brevity is judged, held-out responses too: what happened is said, and nobody is accused."""
+        found = {claim["text"]: claim["level"] for claim in recorded(tmp_path, "brief")}
+        assert not any("hacked" in text for text in found)
+        assert found["responses shrank from 40.0 to 15.0 tokens"] == "note"
 
     def test_one_that_learnt_before_it_was_hacked(self, tmp_path: Path) -> None:
         texts = [claim["text"] for claim in recorded(tmp_path, "hacked")]
@@ -149,14 +151,45 @@ class TestRecordedRuns:
         assert texts["reward fell from its best of 0.5 (step 14) to 0.0702"] == "bad"
         assert texts["trainer and generators drift apart: KL up to 0.413 nats per token (step 26)"] == "bad"
 
-    def test_a_reward_that_rises_with_responses_that_are_cut_is_doubted(self, tmp_path: Path) -> None:
-        folder = make_run(tmp_path / "made", steps=0, end=None)
-        rows = [step_row(step, reward_mean=0.01 * step, truncated_share=0.02 * step) for step in range(1, 41)]
+    @pytest.mark.parametrize(
+        ("solved", "held_out", "doubt"),
+        [
+            ((0.8, 0.2), None, "while fewer answers are right: it may be hacked"),
+            ((0.2, 0.8), None, None),
+            ((0.5, 0.5), None, None),
+            ((0.8, 0.2), (0.5, 0.52), None),
+            ((0.8, 0.9), (0.9, 0.5), "while held-out accuracy fell: it may be hacked"),
+            ((0.2, 0.8), (0.2, 0.22), "while held-out accuracy does not follow: it may be learnt by heart"),
+            ((0.2, 0.8), (0.8, 0.82), None),
+            ((0.2, 0.8), (0.2, 0.8), None),
+        ],
+    )
+    def test_what_speaks_against_a_reward_that_rises(
+        self, tmp_path: Path, solved: tuple[float, float], held_out: tuple[float, float] | None, doubt: str | None
+    ) -> None:
+        """Right answers; not how long responses are, nor how they end, which is said beside it."""
+        folder, (first, last) = make_run(tmp_path / "made", steps=0, end=None), solved
+        rows = [
+            step_row(
+                step, reward_mean=0.02 * step, response_tokens_mean=100 - 2 * step, truncated_share=0.02 * step,
+                solve_rate=first + (last - first) * step / 40 + 0.01 * (step % 2),
+            )
+            for step in range(1, 41)
+        ]  # fmt: skip
         write_rows(folder / "metrics.jsonl", rows)
-        assert findings(read(folder))[0]["text"].endswith(" while more responses end by length: it may be hacked")
+        if held_out:
+            write_rows(folder / "metrics.jsonl", [eval_row(0, held_out[0]), eval_row(40, held_out[1])])
+        found = findings(read(folder))
+        doubted = [claim for claim in found if " while " in claim["text"]]
+        if doubt is None:
+            assert not doubted
+        else:
+            assert doubted == found[:1], "first"
+            assert found[0]["text"].endswith(doubt) and (found[0]["chart"], found[0]["level"]) == ("reward", "bad")
+        assert {"length", "truncated"} <= {claim["chart"] for claim in found}
 
     def test_a_reward_that_rises_alone_is_no_success_and_no_fraud(self, tmp_path: Path) -> None:
-        """Learnt by heart, perhaps: held-out accuracy stays."""
+        """By something else than right answers, which stay what they were, in training as well."""
         folder = make_run(tmp_path / "made", steps=0, end=None)
         write_rows(folder / "metrics.jsonl", [eval_row(0, 0.2), eval_row(40, 0.21)])
         write_rows(folder / "metrics.jsonl", [step_row(step, reward_mean=0.01 * step) for step in range(1, 41)])
