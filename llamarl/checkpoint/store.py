@@ -36,6 +36,7 @@ from llamarl.checkpoint.folder import (
     superfluous,
 )
 from llamarl.observability.files import sync
+from llamarl.observability.stages import stage
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import Exchange
 from llamarl.weight_sync.layout import TensorSpec
@@ -194,6 +195,7 @@ class CheckpointStore:
         num_ranks = len(self._names)
         return CheckpointStore(self._folder / name, self._keep, self._rank, num_ranks, self._exchange, self._keep_every)
 
+    @stage("loads the checkpoint")
     def load_newest(
         self, beside: Sequence[CheckpointStore] = (), newest: float = math.inf
     ) -> tuple[Checkpoint | None, list[str]]:

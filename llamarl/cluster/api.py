@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -17,6 +18,8 @@ from llamarl.observability.usage import NOTHING, Usage
 
 MAX_PAYLOAD_BYTES = 256 << 20
 """Cap on the pickled arguments, and on the pickled result, of one call: weights do not pass through calls."""
+
+Tell = Callable[[str], None]
 
 
 class HostShare(NamedTuple):
@@ -131,6 +134,8 @@ class HostStatus:
     """Calls that wait for the executor's thread."""
     spans: list[Span]
     """Finished stretches of work since the last status."""
+    stage: str = ""
+    """What that is at, where it takes long and says so, such as `loads the model`."""
     usage: Usage = NOTHING
     """Of the process; of one that is not there, nothing."""
 
@@ -186,8 +191,11 @@ class Cluster(ABC):
     """A place where executors run."""
 
     @abstractmethod
-    async def spawn(self, spec: ExecutorSpec, timeout_s: float) -> ExecutorHandle:
+    async def spawn(self, spec: ExecutorSpec, timeout_s: float, tell: Tell | None = None) -> ExecutorHandle:
         """Starts an executor and waits until it is built. Several spawns may run concurrently.
+
+        Args:
+            tell: hears meanwhile what its rank 0 is at, as `HostStatus.stage` does.
 
         Raises RemoteError when its constructor raises, MeshFailed when its process dies, CallTimeout.
         """

@@ -7,7 +7,8 @@ import copy
 import logging
 import pickle
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ _log = logging.getLogger(__name__)
 _NO_ARGUMENTS = pickle.dumps(((), {}))
 _PEEK_S = 1.0
 """Longest wait for what a timed-out executor is doing."""
+_STAGE_S = 0.5
+"""Between two questions what an executor that is not ready is at."""
 _MARGIN_S = 0.5
 """At most this much before the caller leaves, the host gives a call up: a late result is then not lost on its way."""
 _ABANDON_S = 2.0
@@ -46,8 +49,8 @@ class BaseHandle(ExecutorHandle):
     def _watch(self) -> None:
         """Begins to notice the executor's death; `pids` are known."""
 
-    async def ready(self, timeout_s: float) -> None:
-        """Waits until every rank is built; an executor that does not get there is stopped.
+    async def ready(self, timeout_s: float, tell: Callable[[str], None] | None = None) -> None:
+        """Waits until every rank is built, and tells what rank 0 is at; an executor that does not get there is stopped.
 
         Raises RemoteError, MeshFailed or CallTimeout.
         """
@@ -55,14 +58,26 @@ class BaseHandle(ExecutorHandle):
         try:
             self.pids = [status.pid for status in await self._statuses(PEEK, timeout_s)]
             self._watch()
-            for reply in await self._ask(READY, _NO_ARGUMENTS, max(0.0, deadline_s - _now_s())):
-                value_of(reply, self.name)
+            telling = asyncio.create_task(self._tell_stages(tell)) if tell else None
+            try:
+                for reply in await self._ask(READY, _NO_ARGUMENTS, max(0.0, deadline_s - _now_s())):
+                    value_of(reply, self.name)
+            finally:
+                if telling:
+                    telling.cancel()
         except CallTimeout as error:
             await self.stop(timeout_s=_ABANDON_S)
             raise CallTimeout(self.name, "start", timeout_s, error.doing) from None
         except (ExecutorError, asyncio.CancelledError):
             await self.stop(timeout_s=_ABANDON_S)
             raise
+
+    async def _tell_stages(self, tell: Callable[[str], None]) -> None:
+        """Until it is canceled; an executor that is too busy to answer is asked again."""
+        while True:
+            with suppress(ExecutorError):
+                tell((await self._statuses(PEEK, _PEEK_S))[0].stage)
+            await asyncio.sleep(_STAGE_S)
 
     async def give_up(self, error: MeshFailed, timeout_s: float) -> None:
         self._fail(error)
@@ -176,6 +191,7 @@ def _now_s() -> float:
 
 def _sentence(status: HostStatus) -> str:
     doing = "is idle" if status.doing == "idle" else f"is in {status.doing}"
+    doing += f" ({status.stage})" if status.stage else ""
     return f"{doing} for {status.doing_age_s:.1f} s, {status.queued_calls} calls queued"
 
 

@@ -16,6 +16,7 @@ from llamarl.cluster.api import ExecutorSpec, HostStatus
 from llamarl.cluster.executor import Executor
 from llamarl.cluster.payload import Reply, error_reply, parts, pickled
 from llamarl.observability.spans import Span, SpanLog, now_s
+from llamarl.observability.stages import stage, stage_of
 from llamarl.observability.usage import usage
 
 READY = "@ready"
@@ -76,7 +77,8 @@ class ExecutorHost:
         self._span_names: dict[str, str] = {}
         self._busy_s: dict[str, float] = {}
         self._doing = ("start", now_s())
-        threading.Thread(target=self._run, name=spec.name, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=spec.name, daemon=True)
+        self._thread.start()
 
     def submit(self, method: str, payload: bytes, timeout_s: float) -> Future[Reply]:
         """Queues a call, or answers one of the host's own (`READY`, `STATUS`, ...). Any thread may submit."""
@@ -140,7 +142,8 @@ class ExecutorHost:
         """The executor, or None when its constructor (or the import of its module) raised."""
         module_name, _, class_name = self._spec.target.partition(":")
         try:
-            executor_class: type[Executor] = getattr(importlib.import_module(module_name), class_name)
+            with stage("imports modules"):
+                executor_class: type[Executor] = getattr(importlib.import_module(module_name), class_name)
             self._span_names = executor_class.SPANS
             executor = executor_class(**self._spec.options)
         except BaseException as error:
@@ -285,6 +288,7 @@ class ExecutorHost:
         return HostStatus(
             pid=os.getpid(),
             doing=doing,
+            stage=stage_of(self._thread.ident),
             doing_age_s=age_s,
             busy_s=busy_s,
             queued_calls=self._queue.qsize(),

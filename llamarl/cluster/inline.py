@@ -7,7 +7,7 @@ import logging
 import pickle
 import sys
 
-from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec
+from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, Tell
 from llamarl.cluster.handle import BaseHandle, stop_all
 from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
 from llamarl.cluster.payload import Reply, error_of, pickled, value_of
@@ -49,7 +49,7 @@ class InlineCluster(Cluster):
     def __init__(self) -> None:
         self._handles: list[InlineHandle] = []
 
-    async def spawn(self, spec: ExecutorSpec, timeout_s: float) -> ExecutorHandle:
+    async def spawn(self, spec: ExecutorSpec, timeout_s: float, tell: Tell | None = None) -> ExecutorHandle:
         if spec.num_ranks > 1:
             raise ConfigError(
                 f"cluster.kind = 'inline' runs one rank per executor, and {spec.name} asks for {spec.num_ranks}; "
@@ -58,7 +58,7 @@ class InlineCluster(Cluster):
         sys.path[:0] = [path for path in spec.code_paths if path not in sys.path]
         handle = InlineHandle(spec, pickled(spec, spec.name, "the specification"))
         self._handles.append(handle)
-        await handle.ready(timeout_s)
+        await handle.ready(timeout_s, tell)
         return handle
 
     async def shutdown(self, timeout_s: float) -> None:

@@ -31,6 +31,7 @@ from llamarl.cluster.api import (
     HostShare,
     HostStatus,
     MeshFailed,
+    Tell,
 )
 from llamarl.cluster.deaths import cause_of, cause_of_reaped, kill_group, killed_by
 from llamarl.cluster.handle import BaseHandle, stop_all
@@ -91,8 +92,7 @@ def serve_host(address: str) -> None:
     with socket.create_server((address, 0)) as probe:
         port = probe.getsockname()[1]
     url = service_proc_addr(f"tls://{address}:{port}", new_service_proc_id())
-    sys.stdout.write(json.dumps({"url": url}) + "\n")
-    sys.stdout.flush()
+    os.write(sys.stdout.fileno(), json.dumps({"url": url}).encode() + b"\n")
     run_worker_loop_forever(address=url, ca=_TRUST)
 
 
@@ -248,9 +248,9 @@ class MonarchCluster(Cluster):
             monarch.actor.enable_transport(transport)
             self._machine = this_host()
 
-    async def spawn(self, spec: ExecutorSpec, timeout_s: float) -> ExecutorHandle:
+    async def spawn(self, spec: ExecutorSpec, timeout_s: float, tell: Tell | None = None) -> ExecutorHandle:
         handle = MonarchHandle(spec, [self._start(spec, self._machine, spec.num_ranks, self._bootstrap_command)])
-        return await self._ready(handle, timeout_s)
+        return await self._ready(handle, timeout_s, tell)
 
     async def shutdown(self, timeout_s: float) -> None:
         handles, self._handles = self._handles, []
@@ -272,9 +272,9 @@ class MonarchCluster(Cluster):
         )
         return mesh, mesh.spawn("rank", _Rank, packed_spec)
 
-    async def _ready(self, handle: MonarchHandle, timeout_s: float) -> ExecutorHandle:
+    async def _ready(self, handle: MonarchHandle, timeout_s: float, tell: Tell | None) -> ExecutorHandle:
         self._handles.append(handle)
-        await handle.ready(timeout_s)
+        await handle.ready(timeout_s, tell)
         warn_if_open()
         return handle
 
@@ -344,7 +344,7 @@ class HostsCluster(MonarchCluster):
         super().__init__(None, f"tls://{address}:0")
         self._registry = registry
 
-    async def spawn(self, spec: ExecutorSpec, timeout_s: float) -> ExecutorHandle:
+    async def spawn(self, spec: ExecutorSpec, timeout_s: float, tell: Tell | None = None) -> ExecutorHandle:
         try:
             hosts = [self._registry.hosts[share.name] for share in spec.hosts]
         except KeyError as error:
@@ -355,7 +355,7 @@ class HostsCluster(MonarchCluster):
             meshes.append(self._start(spec, machine, share.num_ranks, partial(_command_at, host, share, first)))
             first += share.num_ranks
         assert first == spec.num_ranks, "hosts have all ranks together"
-        return await self._ready(HostedHandle(spec, meshes, hosts), timeout_s)
+        return await self._ready(HostedHandle(spec, meshes, hosts), timeout_s, tell)
 
     async def shutdown(self, timeout_s: float) -> None:
         await super().shutdown(timeout_s)

@@ -25,6 +25,7 @@ from llamarl.distributed.links import BROKEN, Links, RanksLost, interface_of, lo
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.distributed.store import TorchStore
 from llamarl.distributed.watch import Watch
+from llamarl.observability.stages import stage
 
 CPU = torch.device("cpu")
 AXES = ("pp", "fsdp", "cp", "tp")
@@ -147,6 +148,7 @@ class RankMesh:
 ALONE = RankMesh()
 
 
+@stage("meets its other ranks")
 def join_mesh(
     sizes: Mapping[str, int],
     rendezvous: Rendezvous | None,

@@ -33,6 +33,7 @@ from llamarl.models.hf import EMBEDDING, HEAD, Read, open_model
 from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Attend, Rope, Transformer
+from llamarl.observability.stages import stage
 from llamarl.sharding.box import Box
 from llamarl.sharding.tensor_parallel import tensor_parallel_box
 from llamarl.weight_sync.base import views
@@ -370,6 +371,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@stage("loads the model")
 def load_generator_model(
     folder: str | Path,
     precision: Precision,

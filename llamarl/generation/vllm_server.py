@@ -22,6 +22,7 @@ from llamarl.config import ConfigError
 from llamarl.config.device import PLACED, named_devices
 from llamarl.generation import vllm_plugin
 from llamarl.models.folder import load_shape
+from llamarl.observability.stages import stage
 
 CONTROL_TIMEOUT_S = 120.0
 """Longest wait for an answer that no rollout is part of."""
@@ -100,6 +101,7 @@ class VllmServer:
             self.close()
             raise
 
+    @stage("starts vLLM")
     def _wait_until_healthy(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         while True:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config.errors import ConfigError
+from llamarl.observability.stages import stage
 
 VARIABLE, FORMER_VARIABLE = "LLAMARL_KERNELS", "LLAMARL_NO_KERNELS"
 _NEEDS = {
@@ -107,6 +108,7 @@ def source_text(name: str) -> str:
     return "\0".join(path.read_text() for path in (folder / f"{name}.cpp", *sorted(folder.glob("*.h"))))
 
 
+@stage("compiles kernels")
 def _compiled(compiler: str, source: Path, limits: tuple[str, ...]) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=10).stdout
     flags = (*FLAGS, *limits)
@@ -161,6 +163,7 @@ def remembered(name: str, parts: Iterable[str], measure: Callable[[], dict[str, 
     return _kept(_run_folder[0] / f"{name}-{key}.json", ever) if _run_folder else ever()
 
 
+@stage("measures which kernels are quickest")
 def _kept(file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The file's content; the first of several processes makes it."""
     if not file.exists():

@@ -43,7 +43,7 @@ class PhaseView:
     total: int | None = None
     """Units in all."""
     waits_for: str = ""
-    """Who has not done it yet."""
+    """Who has not done it yet, and what each is at."""
     ended_s: float | None = None
     """When it ended; None while it goes on."""
 
@@ -169,7 +169,8 @@ def _phases(phases: Sequence[PhaseView], inner: int, now_s: float) -> list[Text]
             thin = _line(phase.done, phase.total, min(inner - label_width - 25, 40))
             lines.append(Text.assemble(("› ", ACCENT), text, took, counts, thin))
         if phase.ended_s is None and phase.waits_for:
-            lines.append(Text(f"  waits for {phase.waits_for}", DIM))
+            waits_for = wrap(f"waits for {phase.waits_for}", max(inner - 4, 20), max_lines=3, placeholder="…")
+            lines += [Text(f"  {line}" if place == 0 else f"    {line}", DIM) for place, line in enumerate(waits_for)]
     return lines
 
 

@@ -30,6 +30,8 @@ TARGETS = {
     "critic": "critic:CriticExecutor",
 }
 """Modules and classes below `llamarl.executors` that have a model."""
+PROCESS = "starts its process"
+"""What an executor is at until it answers."""
 VLLM_START_SHARE = 0.8
 """Of the longest wait for an executor; the rest is for its process, and to hear why vLLM did not start."""
 
@@ -152,22 +154,26 @@ async def spawn_all(
     cluster: Cluster,
     specs: Sequence[ExecutorSpec],
     timeout_s: float,
-    tell: Callable[[list[str]], None] = lambda missing: None,
+    tell: Callable[[dict[str, str]], None] = lambda missing: None,
 ) -> list[ExecutorHandle]:
     """All executors, in the order of `specs`.
 
     Args:
-        tell: hears at first, and whenever one is there, the names of those that are not.
+        tell: hears who is not there yet, and what each is at, at first and whenever that may have changed.
 
     Raises:
         ConfigError: a mistake of the user that only an executor could see, such as damaged weights.
         ExecutorError: one of them did not start.
     """
-    missing = [spec.name for spec in specs]
+    missing = {spec.name: PROCESS for spec in specs}
 
     async def spawn(spec: ExecutorSpec) -> ExecutorHandle:
-        handle = await cluster.spawn(spec, timeout_s)
-        missing.remove(spec.name)
+        def told(stage: str) -> None:
+            missing[spec.name] = stage
+            tell(missing)
+
+        handle = await cluster.spawn(spec, timeout_s, told)
+        del missing[spec.name]
         tell(missing)
         return handle
 

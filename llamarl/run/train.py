@@ -221,9 +221,10 @@ class _Run:
         specs = others.first()
         num_others = len(specs)
 
-        def tell(missing: list[str]) -> None:
-            names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
-            screen.phase("starting executors", len(specs) - len(missing), len(specs), names)
+        def tell(missing: dict[str, str]) -> None:
+            names = [f"{name} ({stage})" if stage else name for name, stage in missing.items()]
+            text = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            screen.phase("starting executors", len(specs) - len(missing), len(specs), text)
 
         specs += (generator(int(name.split("-")[1]), places.place(name)) for name in places.of_role("generator"))
         trainer, reward, *models = (handles := await spawn_all(cluster, specs, timeout_s, tell))[:num_others]

@@ -26,6 +26,7 @@ from llamarl.distributed.mesh import Axis, RankMesh
 from llamarl.models.hf import EMBEDDING, Read
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Decoder, Transformer
+from llamarl.observability.stages import stage
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import stage_layers
 from llamarl.sharding.tensor_parallel import sharded_dim, tensor_parallel_box
@@ -181,6 +182,7 @@ def _shard(
             part.set_force_sum_reduction_for_comms(True)
 
 
+@stage("loads the model")
 @torch.no_grad()
 def _place(module: nn.Module, boxes: Mapping[str, Box], device: torch.device, read: Read | None) -> None:
     """Brings all weights to the device; those that are nowhere yet, trainable or not, are read."""

@@ -12,6 +12,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from llamarl.cluster.executor import Executor
+from llamarl.observability.stages import stage
+
+
+class Patient(Executor):
+    """Is there when a file is."""
+
+    def __init__(self, *, file: str) -> None:
+        with stage("waits for a file"):
+            while not Path(file).exists():
+                time.sleep(0.01)
 
 
 class Echo(Executor):

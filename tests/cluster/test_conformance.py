@@ -197,6 +197,23 @@ def test_stop_closes_and_later_calls_are_refused(kind: Kind, tmp_path: Path) -> 
     run(main, kind)
 
 
+def test_a_start_tells_what_it_is_at(kind: Kind, tmp_path: Path) -> None:
+    """While it is at it: it goes on once that was heard."""
+    heard, go = list[str](), tmp_path / "go"
+
+    def tell(stage: str) -> None:
+        heard.append(stage)
+        if stage == "waits for a file":
+            go.touch()
+
+    async def main(cluster: Cluster) -> None:
+        handle = await cluster.spawn(echo(target="executors:Patient", file=str(go)), SPAWN_S, tell)
+        assert "waits for a file" in heard
+        assert (await handle.status(CALL_S)).stage == "", "that is over"
+
+    run(main, kind)
+
+
 def test_spawn_reports_what_went_wrong(kind: Kind) -> None:
     async def main(cluster: Cluster) -> None:
         results = await asyncio.gather(

@@ -137,6 +137,15 @@ def test_a_wait_says_for_whom_and_since_when(info, now_s):
         assert "waits for" not in draw(board, 80, 24, now_s)
 
 
+@pytest.mark.parametrize("size", [(80, 24), (140, 40)])
+def test_what_those_are_at_who_are_waited_for(info, now_s, size):
+    at = "trainer (loads the model), reward (imports), generator-0 (compiles kernels), generator-1 (starts vLLM)"
+    phase = PhaseView(text="starting executors", started_s=now_s - 20, done=1, total=5, waits_for=at)
+    screen = draw(Board(info=info, started_s=now_s - 20, phases=(phase,)), *size, now_s)
+    assert f"waits for {at}" in " ".join(screen.split()), "nothing of it is cut"
+    assert max(map(len, screen.splitlines())) <= size[0]
+
+
 def test_a_phase_goes_on_until_another_begins(info, monkeypatch, tmp_path):
     screen, now = LiveScreen(replace(info, folder=tmp_path)), [1.0]
     monkeypatch.setattr("llamarl.observability.screen.now_s", lambda: now[0])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 from llamarl.config import RunConfig
-from llamarl.run.executors import GeneratorSpecs, spawn_all, vllm_settings
+from llamarl.run.executors import PROCESS, GeneratorSpecs, spawn_all, vllm_settings
 
 MINIMAL = {"model": {"path": "m"}, "data": {"train": "running_total"}, "cluster": {"start_timeout_s": 50.0}}
 
@@ -38,12 +39,18 @@ def test_who_is_not_there_yet_is_told() -> None:
     """Whichever comes first; the handles are in the order of the specifications."""
 
     class Slow:
-        async def spawn(self, spec: SimpleNamespace, timeout_s: float) -> str:
+        async def spawn(self, spec: SimpleNamespace, timeout_s: float, tell: Callable[[str], None]) -> str:
+            tell(f"stage of {spec.name}")
             await asyncio.sleep(spec.start_s)
             return f"{spec.name} in {timeout_s:g} s"
 
     specs = [SimpleNamespace(name="trainer", start_s=0.02), SimpleNamespace(name="reward", start_s=0.0)]
-    heard = list[list[str]]()
-    handles = asyncio.run(spawn_all(cast(Any, Slow()), cast(Any, specs), 9.0, lambda missing: heard.append([*missing])))
+    heard = list[dict[str, str]]()
+    handles = asyncio.run(
+        spawn_all(cast(Any, Slow()), cast(Any, specs), 9.0, lambda missing: heard.append({**missing}))
+    )
     assert handles == ["trainer in 9 s", "reward in 9 s"]
-    assert heard == [["trainer", "reward"], ["trainer"], []]
+    both = {"trainer": "stage of trainer", "reward": "stage of reward"}
+    assert heard == [
+        {"trainer": PROCESS, "reward": PROCESS}, {**both, "reward": PROCESS}, both, {"trainer": "stage of trainer"}, {},
+    ]  # fmt: skip

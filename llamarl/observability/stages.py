@@ -1,0 +1,25 @@
+"""What a thread is at that takes long, in a few words, for those who ask another thread of its process meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_stages = dict[int, str]()
+
+
+@contextmanager
+def stage(text: str) -> Iterator[None]:
+    """Meanwhile this thread is at `text`, such as `loads the model`; also a decorator."""
+    thread, outer = threading.get_ident(), stage_of(threading.get_ident())
+    _stages[thread] = text
+    try:
+        yield
+    finally:
+        _stages[thread] = outer
+
+
+def stage_of(thread: int | None) -> str:
+    """Of the thread with this identifier; empty: nothing that has a name."""
+    return _stages.get(thread or 0, "")
