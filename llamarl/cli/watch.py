@@ -16,13 +16,13 @@ from pathlib import Path
 from llamarl.cli.options import command_parser
 from llamarl.cli.report import decoder
 from llamarl.config import ConfigError
-from llamarl.observability.page.live import Looking, Watched, build_app
+from llamarl.observability.page.live import Watched, build_app
 
 EPILOG = """It only reads the folders, of a run that goes on, has ended, or is on another machine whose disk is mounted
 here. Who knows the address, with the random part in it, may look. Ctrl-C ends it."""
 START_S, END_S = 20.0, 5.0
 """Longest waits for what a run has begun and ends."""
-NICENESS = 10
+NICENESS = 19
 """Above that of the run: where both want a core, the run has it."""
 
 _PROGRAM = f"""
@@ -42,20 +42,14 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     os.nice(NICENESS)
     folders, token = [Path(name) for name in options.runs], secrets.token_urlsafe(18)
-    runs = [Watched(folder, decoder(folder)) for folder in folders]
-    app = build_app(runs, token)
+    app = build_app([Watched(folder, decoder(folder)) for folder in folders], token)
 
     from llamarl.gateway.app import listening, serving
 
-    looking = Looking(runs)
     with listening(options.host, options.port) as opened:
         host, port = opened.getsockname()[:2]
         print(f"watch at http://{f'[{host}]' if ':' in host else host}:{port}/{token}/", flush=True)
-        looking.start()
-        try:
-            asyncio.run(serving(app).serve(sockets=[opened]))
-        finally:
-            looking.close()
+        asyncio.run(serving(app).serve(sockets=[opened]))
     return 0
 
 

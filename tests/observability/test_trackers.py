@@ -84,8 +84,11 @@ def test_every_row_arrives_in_order(forward, make_metrics, make_eval, tmp_path: 
 def test_one_that_fails_is_said_once(forward, make_metrics) -> None:
     warnings = list[str]()
     one = forward(Failing, warnings.append)
+    one.put(make_metrics(1).to_json())
+    one.wait(5.0)
     for step in range(5):
         one.put(make_metrics(step).to_json())
+    assert one._rows.empty(), "nobody would take them"
     close_all([one])
     (text,) = warnings
     assert "kept failed and is left out from here on: OSError: the server is gone;" in text

@@ -24,7 +24,7 @@ ROLLOUT_BYTES, NUM_FLOWS, FINE_STEPS = 2_200_000, 120, 12
 detail are in it."""
 
 
-def described(data: RunData, claims: Sequence[dict[str, str]]) -> dict[str, Any]:
+def described(data: RunData) -> dict[str, Any]:
     """What is small, and changes as a whole."""
     state, reason = data.state()
     return {
@@ -33,7 +33,6 @@ def described(data: RunData, claims: Sequence[dict[str, str]]) -> dict[str, Any]
         "state": state,
         "reason": reason,
         "steps": data.num_steps,
-        "claims": claims,
         "evals": [one | {"error": accuracy_error(one)} for one in data.evals],
         "machine": data.start.get("machine", {}),
         "model": data.start.get("model", ""),
@@ -66,7 +65,8 @@ def whole(data: RunData, decode: Decode | None, num_runs: int) -> dict[str, Any]
         end_s = flow.get("adopted_s", flow["trained_s"])
         margin_s = 0.05 * (end_s - begin_s)  # the page shows a little more than the step
         fine.append(window(data, begin_s - margin_s, end_s + margin_s, 250))
-    return described(data, findings(data)) | {
+    return described(data) | {
+        "claims": findings(data),
         "settings": data.settings(),
         "series": data.series(max_points=MAX_POINTS),
         "every": -(-data.num_steps // MAX_POINTS),

@@ -41,16 +41,22 @@ class Follower:
 
     def was_replaced(self) -> bool:
         """The run has taken rows back or begun anew; all rows come again."""
+        if self._newest_size() >= self._offset:
+            return False
         full = pieces(self._path)[:-1]
-        is_shorter = len(full) < len(self._full)
-        with suppress(OSError):
-            if self._file is not None and self._piece == len(self._full) == len(full):
-                now, ours = os.stat(self._path), os.fstat(self._file.fileno())
-                is_shorter |= now.st_ino != ours.st_ino or now.st_size < self._offset
-        if is_shorter:
+        is_another = self._file is not None and self._piece == len(self._full) == len(full) and self._path.exists()
+        if is_another or len(full) < len(self._full):
             self.close()
             self._restart()
-        return is_shorter
+            return True
+        return False
+
+    def _newest_size(self) -> int:
+        """Of the file that is open, if it is still the one that is written, else -1: mostly all that a look needs."""
+        with suppress(OSError):
+            if self._file is not None and os.path.samestat(now := os.stat(self._path), os.fstat(self._file.fileno())):
+                return now.st_size
+        return -1
 
     def raw(self) -> Iterator[tuple[Place, bytes]]:
         """Whole lines that nobody has had yet, `CHUNK_ROWS` at most, and where they are."""
@@ -70,10 +76,12 @@ class Follower:
                     num += 1
                     yield place, whole
                 continue
+            if self._newest_size() >= 0:
+                return  # more may come
             full, before = pieces(self._path)[:-1], self._full
             self._full = full
             if self._piece >= len(full):
-                return  # the newest file: more may come
+                return
             if len(full) != len(before):
                 continue  # it became a piece just now, perhaps with more rows than were there
             self.num_damaged += bool(self._rest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,52 +19,51 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-LOOK_S = 0.3
-"""Between two looks at the files."""
-RARE_S, RARE_SHARE = 2.0, 0.05
+LOOK_S = 0.5
+"""Of reading, before a page is answered: there may be more."""
+RARE_S, RARE_SHARE = 2.0, 0.003
 """What looks at all spans is done again after so long, and takes at most about this share of the time."""
 
 
 class Watched:
-    """One run: `look` reads its files in a thread of its own, the rest answers."""
+    """One run. It is read when a page asks, as far as nobody has read it before: without pages nothing is done."""
 
     def __init__(self, folder: Path, decode: Decode | None) -> None:
         """Raises ConfigError: there is no folder."""
         self.data, self._rollouts, self._decode = RunData(folder), Rollouts(folder), decode
         self._lock = threading.Lock()
         self._rare: dict[str, Any] = {}
-        self._num_rare, self._rare_at_s, self._rare_changes = 0, 0.0, -1
-
-    def look(self) -> bool:
-        """Reads a part of what is new; whether there was anything."""
-        with self._lock:
-            is_news = self.data.refresh()
-        with self._lock:
-            return self._rollouts.refresh() or is_news
+        self._num_rare, self._rare_at_s, self._rare_of = 0, 0.0, (-1, False)
 
     def news(self, wanted: Mapping[str, str]) -> dict[str, Any]:
         """All that has changed since a page has asked; `change` alone, when nothing has."""
         data = self.data
         with self._lock:
-            self._look_rarely()
-            change = f"{data.generation}.{data.num_changes}.{self._num_rare}.{data.state()[0]}"
+            is_more = _read(data.refresh)
+            if not is_more:
+                self._look_rarely()
+            change = f"{data.generation}.{self._num_rare}.{data.num_changes}.{data.state()[0]}"
             if wanted.get("change") == change:
                 return {"change": change}
-            is_whole = wanted.get("change", "").partition(".")[0] != str(data.generation)
-            found = described(data, self._rare["claims"]) | {
+            generation, _, rest = wanted.get("change", "").partition(".")
+            is_whole = generation != str(data.generation)
+            found = described(data) | {
                 "change": change,
+                "more": is_more,
                 "whole": is_whole,
                 "series": data.series(0 if is_whole else int(float(wanted.get("after", 0)))),
-                "work": self._rare["work"],
                 "flows": flows(data, list(data.flows)[-1:]),
             }
+            if is_whole or rest.partition(".")[0] != str(self._num_rare):
+                found |= self._rare
             return found | ({"settings": data.settings()} if is_whole else {})
 
     def _look_rarely(self) -> None:
         start_s, data = time.monotonic(), self.data
-        if start_s >= self._rare_at_s and data.num_changes != self._rare_changes:
+        now, (then, was_over) = (data.num_changes, bool(data.end)), self._rare_of
+        if now[0] != then and (start_s >= self._rare_at_s or now[1] != was_over):
             self._rare = {"claims": findings(data), "work": window(data, max_spans=900)}
-            self._num_rare, self._rare_changes = self._num_rare + 1, data.num_changes
+            self._num_rare, self._rare_of = self._num_rare + 1, now
             took_s = time.monotonic() - start_s
             self._rare_at_s = start_s + max(RARE_S, took_s / RARE_SHARE)
 
@@ -79,26 +78,19 @@ class Watched:
             return flows(self.data, [int(wanted["step"])])
 
     def rollouts(self, wanted: Mapping[str, str]) -> dict[str, Any]:
+        """Those that fit; `more`: not all have been read."""
         with self._lock:
-            return self._rollouts.find(wanted, self._decode)
+            is_more = _read(self._rollouts.refresh)
+            return self._rollouts.find(wanted, self._decode) | {"more": is_more}
 
 
-class Looking(threading.Thread):
-    """Follows runs until it is closed."""
-
-    def __init__(self, runs: Sequence[Watched]) -> None:
-        super().__init__(name="look", daemon=True)
-        self._runs, self._is_over = runs, threading.Event()
-
-    def run(self) -> None:
-        while not self._is_over.is_set():
-            news = [run.look() for run in self._runs]
-            if not any(news):
-                self._is_over.wait(LOOK_S)
-
-    def close(self) -> None:
-        self._is_over.set()
-        self.join()
+def _read(refresh: Callable[[], bool]) -> bool:
+    """All that is there, or as much as a page can wait for; whether there may be more."""
+    until_s = time.monotonic() + LOOK_S
+    while is_more := refresh():
+        if time.monotonic() >= until_s:
+            break
+    return is_more
 
 
 def build_app(runs: Sequence[Watched], token: str) -> Starlette:
@@ -113,7 +105,7 @@ def build_app(runs: Sequence[Watched], token: str) -> Starlette:
     page = document([{"name": run.data.folder.name, "folder": str(run.data.folder)} for run in runs], live=base)
     headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
-    def answer(request: Request) -> Response:
+    async def answer(request: Request) -> Response:
         wanted = request.query_params
         try:
             run = runs[int(wanted["run"])]

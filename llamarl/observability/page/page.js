@@ -60,19 +60,22 @@ function take(run, news) {
   Object.assign(run, rest, { flows: { ...run.flows, ...rest.flows } });
 }
 
+// Whoever does not look asks nothing. A step that is new is drawn within two seconds.
 async function follow() {
+  let isMore = false;
   try {
-    for (const [index, run] of runs.entries()) {
-      const wasAll = run.work && view.run === index && view.to >= run.work[0].to - 1 && view.from <= run.work[0].from + 1, isFirst = !run.series;
+    for (const [index, run] of document.hidden ? [] : runs.entries()) {
+      const wasAll = view.run === index && (!run.work || (view.to >= run.work[0].to - 1 && view.from <= run.work[0].from + 1)), isFirst = !run.series;
       const news = await ask("news", { run: index, change: run.change ?? -1, after: run.series?.step.at(-1) ?? 0 });
       if (!news.change || news.change === run.change) continue;
+      isMore ||= news.more;
       take(run, news);
       drawSummary();
       listMetrics();
       drawCurves();
       drawMessages();
-      if (isFirst) { drawSettings(); await find(); }
-      if (isFirst || wasAll) lookAtAll();
+      if (isFirst) { drawSettings(); find(); }
+      if (wasAll) lookAtAll();
       if (view.step == null && view.run === index && Object.keys(run.flows).length) { view.step = +Object.keys(run.flows).at(-1); byId("step").value = view.step; drawFlow(); }
     }
     byId("title").classList.remove("bad");
@@ -80,7 +83,7 @@ async function follow() {
     byId("title").textContent = `${document.title} (not live: ${error.message})`;
     byId("title").classList.add("bad");
   }
-  setTimeout(follow, 700);
+  setTimeout(follow, isMore ? 50 : 1200);
 }
 
 byId("theme").addEventListener("click", () => setTheme(!document.documentElement.classList.contains("dark")));

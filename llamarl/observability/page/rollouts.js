@@ -8,11 +8,17 @@ function inBounds(text, value) {
   return Number.isNaN(from) || Number.isNaN(to) || (from <= value && value <= to);
 }
 
+let finding = 0;
 async function find(event) {
   event?.preventDefault();
-  const wanted = Object.fromEntries(new FormData(byId("find"))), run = timed();
+  const wanted = Object.fromEntries(new FormData(byId("find"))), run = timed(), mine = ++finding;
   let found = run.rollouts;
-  if (page.live) found = run.rollouts = await ask("rollouts", { run: view.run, ...wanted });
+  while (page.live) {
+    found = run.rollouts = await ask("rollouts", { run: view.run, ...wanted });
+    if (mine !== finding) return;
+    if (!found.more) break;
+    byId("said").textContent = `still reading: ${found.said}`;
+  }
   const text = wanted.prompt.toLowerCase();
   looked.rows = (found?.rows || []).filter((one) => inBounds(wanted.step, one.step) && inBounds(wanted.reward, one.reward)
     && inBounds(wanted.tokens, one.token_ids.length) && inBounds(wanted.staleness, one.staleness)

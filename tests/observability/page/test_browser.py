@@ -5,29 +5,15 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import socket
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llamarl.cli import report
-from llamarl.observability.page.live import Looking, Watched, build_app
-from tests.nightly import nightly
-from tests.observability.page.runs import add_step, make_run, rollout_row, write_rows
+from tests.observability.page.browser import in_a_browser
+from tests.observability.page.runs import make_run, rollout_row, write_rows
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-INK = """canvas => {
-  const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
-  let num = 0;
-  for (let at = 3; at < data.length; at += 4) num += data[at] > 0;
-  return num;
-}"""
 FAINT = """() => {
   const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const over = (color, under) => {
@@ -50,45 +36,9 @@ FAINT = """() => {
 }"""
 """Elements with text of their own whose contrast is below WCAG's 4.5."""
 BACKGROUNDS = "all => all.map(one => getComputedStyle(one).backgroundColor)"
-LIVE_S, START_S = 2.0, 20.0
 WIDTHS = (1280, 390)
 
-pytestmark = [
-    nightly("a browser takes a second to start"),
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (apt-get install chromium)"),
-]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-class Visit:
-    """A page that was opened, and what it asked for and complained of."""
-
-    def __init__(self, browser: Any, url: str, width: int = 1280, scheme: str = "light") -> None:
-        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        self.page, self.asked, self.errors = self.context.new_page(), list[str](), list[str]()
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.goto(url)
-        self.page.wait_for_selector("#list tbody tr")
-
-    def until(self, expression: str) -> None:
-        """Waits for it to be true; the page's own rules forbid to have it waited for in there."""
-        until_s = time.monotonic() + START_S
-        while not self.page.evaluate(expression):
-            assert time.monotonic() < until_s, expression
-            self.page.wait_for_timeout(50)
-
-    def ink(self, selector: str) -> int:
-        """Pixels of a canvas that are not empty."""
-        return int(self.page.eval_on_selector(selector, INK))
+pytestmark = in_a_browser
 
 
 @pytest.fixture(scope="module")
@@ -105,20 +55,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, of_one in runs.items():
         report.main([*map(str, of_one), "--output", str(folder / f"{name}.html")])
     return {name: (folder / f"{name}.html").as_uri() for name in runs}
-
-
-@pytest.fixture
-def visit(browser: Any) -> Iterator[Any]:
-    opened = list[Visit]()
-
-    def visit(*arguments: Any, **options: Any) -> Visit:
-        opened.append(Visit(browser, *arguments, **options))
-        return opened[-1]
-
-    yield visit
-    for one in opened:
-        assert one.errors == []
-        one.context.close()
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -249,6 +185,7 @@ def test_a_step_is_seen_in_the_finest_detail_there_is(visit: Any, files: dict[st
         "#flow", "canvas => canvas.getContext('2d').getImageData(0, 0, 9999, 9).data.join()"
     )
     assert "84,162,75,255" in drawn, "scoring is seen beside generating and waiting"
+    assert "217,220,225,255" in drawn, "waiting for the step is gray"
     text = one.page.inner_text("#flow-text")
     assert "generated after 1 s on average" in text
     assert "scored after another 0.1 s" in text
@@ -335,50 +272,6 @@ def test_zoom_by_keyboard_alone(visit: Any, files: dict[str, str]) -> None:
     one.page.keyboard.press("ArrowRight")
     one.page.keyboard.press("ArrowRight")
     assert one.page.inner_text("#token").startswith("token 2 of 4")
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    uvicorn = pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
-    folder = make_run(tmp_path / "live", end=None)
-    run = Watched(folder, str)
-    looking, opened = Looking([run]), socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(
-        uvicorn.Config(build_app([run], "secret"), log_level="warning", timeout_graceful_shutdown=1)
-    )
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
-    looking.start()
-    thread.start()
-    yield f"http://127.0.0.1:{opened.getsockname()[1]}/secret/", folder
-    server.should_exit = True
-    thread.join(10)
-    looking.close()
-    opened.close()
-
-
-def test_a_new_step_is_drawn_within_two_seconds(served: tuple[str, Path], visit: Any) -> None:
-    """On two pages; the best of three steps counts, as others share the machine."""
-    url, folder = served
-    pages = [visit(url), visit(url, width=390)]
-    taken_s = list[float]()
-    for step in (21, 22, 23):
-        start_s = time.monotonic()
-        add_step(folder, step)
-        for one in pages:
-            one.until(f"document.querySelector('.state').textContent.includes('{step} steps')")
-            assert one.page.evaluate("runs[0].series.step.at(-1)") == step
-        taken_s.append(time.monotonic() - start_s)
-    assert min(taken_s) < LIVE_S, taken_s
-    write_rows(folder / "rollouts.jsonl", [rollout_row(24, 400, 0, prompt="the newest one")])
-    pages[0].page.wait_for_timeout(1000)
-    pages[0].page.fill("[name=prompt]", "newest")
-    pages[0].page.keyboard.press("Enter")
-    pages[0].until("document.querySelectorAll('#list tbody tr').length === 1")
-    pages[0].page.fill("#step", "7")
-    pages[0].page.keyboard.press("Enter")
-    pages[0].until("document.querySelector('#flow-text').textContent.startsWith('Step 7')")
-    for one in pages:
-        assert [address for address in one.asked if not address.startswith((url, "data:"))] == []
 
 
 @pytest.mark.skipif("LLAMARL_PICTURES" not in os.environ, reason="`make pictures` asks for them")

@@ -66,6 +66,24 @@ def test_a_piece_that_a_crash_has_cut_short(path: Path) -> None:
     assert follower.num_damaged == 1
 
 
+def test_a_file_in_the_place_of_another_comes_whole(path: Path) -> None:
+    """Also a longer one, and one that was cut in its place."""
+    follower = Follower(path)
+    append(path, '{"step": 1}\n')
+    assert steps(follower) == [1]
+    append(other := path.with_name("other"), '{"step": 7}\n{"step": 8}\n')
+    other.replace(path)
+    assert follower.was_replaced()
+    assert steps(follower) == [7, 8]
+    path.write_text('{"step": 9}\n')
+    assert follower.was_replaced()
+    assert steps(follower) == [9]
+    assert not follower.was_replaced()
+    path.unlink()
+    assert not follower.was_replaced()
+    assert steps(follower) == [], "what comes in its place is not there yet"
+
+
 def test_rows_that_are_taken_back_come_again(path: Path) -> None:
     log, follower = RowLog(path, lambda failure: pytest.fail(str(failure))), Follower(path)
     for step in range(1, 6):
