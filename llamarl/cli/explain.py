@@ -34,17 +34,22 @@ def main(arguments: Sequence[str]) -> int:
     options, overrides = parser.parse_known_args(arguments)
     config = load_config(options.config, overrides)
     with told_of_delay("explain"):
-        check_parts(config)
-        rows = list(settings(config, *given(options.config, overrides)))
-        follows = consequences(config)
+        found = explained(config, options.config, overrides)
     if options.json:
-        print(json.dumps({"settings": rows, "consequences": follows}, indent=2))
+        print(json.dumps(found, indent=2))
         return 0
-    for row in rows:
+    for row in found["settings"]:
         unit = f" {row['unit']}" if row["unit"] and row["value"] is not None else ""
         print(f"{row['name']} = {json.dumps(row['value'])}{unit}  ({row['origin']})\n    {row['meaning']}")
-    print(*(f"\n{name}:\n" + "\n".join(f"  {line}" for line in lines) for name, lines in follows.items()), sep="")
+    follows = found["consequences"].items()
+    print(*(f"\n{name}:\n" + "\n".join(f"  {line}" for line in lines) for name, lines in follows), sep="")
     return 0
+
+
+def explained(config: RunConfig, path: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """All that is to be said of a run, as one object. Raises ConfigError: it cannot work."""
+    check_parts(config)
+    return {"settings": list(settings(config, *given(path, overrides))), "consequences": consequences(config)}
 
 
 def settings(config: Section, file: set[str], line: set[str], where: str = "", recipe: str = "") -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -31,13 +32,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--dry-run", action="store_true", help="check the settings, print who computes where and them, stop"
     )
+    parser.add_argument("--json", action="store_true", help="with --dry-run: as one JSON object, as `llamarl explain`")
     parser.add_argument(
         "--restarts", type=int, metavar="N", help="when the run dies, go on with --resume, so many times at most"
     )
     parser.add_argument("--watch", action="store_true", help="show the run in a browser meanwhile, as `llamarl watch`")
     options, overrides = parser.parse_known_args(arguments)
     config = load_config(options.config, overrides)
-    if options.restarts and not options.dry_run:
+    if options.dry_run:
+        return _dry_run(config, options, overrides)
+    if options.json:
+        parser.error("--json is for --dry-run; a run's numbers are in its metrics.jsonl")
+    if options.restarts:
         return run_with_restarts(arguments, options.restarts, Path(config.output, config.name))
     return _run(config, options, started_s)
 
@@ -59,8 +65,6 @@ def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> in
 
     with told_of_delay("train"):
         check_parts(config)
-        if options.dry_run:
-            return _dry_run(config)
         check_run_folder(config, resume=options.resume, overwrite=options.overwrite)
     ensure_base_model(config)
     with told_of_delay("train"):
@@ -93,10 +97,15 @@ def _say_last(text: str, instead: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _dry_run(config: RunConfig) -> int:
+def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """What follows from the settings, as comments, and all settings."""
-    from llamarl.cli.explain import consequences
+    from llamarl.cli.explain import explained
 
-    lines = [line for name, found in consequences(config).items() for line in (f"{name}:", *found)]
+    with told_of_delay("train"):
+        found = explained(config, options.config, overrides)
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    lines = [line for name, said in found["consequences"].items() for line in (f"{name}:", *said)]
     print("".join(f"# {line}\n" for line in lines), dump_toml(config), sep="\n", end="")
     return 0

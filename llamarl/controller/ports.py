@@ -22,7 +22,7 @@ from llamarl.executors.replies import (
 )
 from llamarl.gateway.news import AgentNews, AgentTask
 from llamarl.training.result import PolicyStepResult, StepResult
-from llamarl.types import GenerationRequest, Prompt, RewardResult, Rollout, RolloutGroup, SampleGroup
+from llamarl.types import GenerationRequest, Prompt, RewardResult, Rollout, RolloutGroup, SampleGroup, SamplingParams
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 Responses = Sequence[tuple[Prompt, Sequence[Rollout]]]
@@ -44,7 +44,9 @@ class GeneratorPort(Protocol):
     async def release(self, rollouts: Sequence[tuple[int, int]]) -> None: ...
     async def collect(self) -> Collected: ...
     async def adopt(self, version: int, address: Address) -> Adoption: ...
-    async def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]: ...
+    async def score(
+        self, sequences: Sequence[np.ndarray], sampling: SamplingParams | None = None
+    ) -> list[np.ndarray]: ...
 
 
 class RewardPort(Protocol):

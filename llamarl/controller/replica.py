@@ -7,10 +7,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.controller.ports import GeneratorPort
-from llamarl.executors.replies import Adoption, Collected, GeneratorStats, Mismatch, Published
+from llamarl.executors.probes import CauseProbe, Mismatch
+from llamarl.executors.replies import Adoption, Collected, GeneratorStats, Published
 from llamarl.types import GenerationRequest, Rollout
 
 NO_VERSION = -1
@@ -21,6 +24,9 @@ REST = 4.0
 
 class Replica:
     """One generator and what the controller knows of it."""
+
+    causes: tuple[CauseProbe, np.ndarray] | None = None
+    """The last such probe that it has scored, and what it said, [3, N]."""
 
     def __init__(self, handle: ExecutorHandle, timeout_s: float) -> None:
         self.handle = handle

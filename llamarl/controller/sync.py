@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llamarl.config import RunConfig
+from llamarl.controller.causes import by_cause
 from llamarl.controller.lives import Restarted
 from llamarl.controller.ports import TrainerPort
 from llamarl.controller.replica import Replica
-from llamarl.executors.replies import Adoption, Mismatch, Probe, Published
+from llamarl.executors.probes import Mismatch, Probe
+from llamarl.executors.replies import Adoption, Published
 from llamarl.training.result import NonFiniteStep
 from llamarl.weight_sync.layout import TensorSpec
 from llamarl.weight_sync.select import Selection, sample, select
@@ -70,7 +72,9 @@ class SyncReport:
         """For the metrics of the step that made the version."""
         found = self.mismatch
         probed = {"mismatch_kl": found.kl, "mismatch_max": found.largest, "mismatch_mean": found.mean} if found else {}
-        return probed | {
+        return {
+            **probed,
+            **(found.by_cause if found else {}),
             "publish_s": self.publish_s,
             "fetch_s": self.fetch_s,
             "stall_s": self.stall_s,
@@ -181,7 +185,7 @@ async def adopted_and_probed(
             f"{replica.name} serves version {published.version}, yet its log-probabilities are {found.mean:.3g} nats "
             f"from the trainer's on average (weight_sync.max_mismatch = {max_mismatch:g})"
         )
-    return adoption, found
+    return adoption, replace(found, by_cause=await by_cause(replica, published.probe))
 
 
 def mismatch_of(probe: Probe, scored: Sequence[np.ndarray]) -> Mismatch:

@@ -22,7 +22,7 @@ from llamarl.executors.backends import open_native, open_vllm
 from llamarl.executors.replies import REPLY_INTERVAL_S, Adoption, Collected, GeneratorStats
 from llamarl.generation.vllm_server import VllmSettings
 from llamarl.kernels.build import keep_choices_in
-from llamarl.types import GenerationRequest, Rollout
+from llamarl.types import GenerationRequest, Rollout, SamplingParams
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 REPLY_TOKENS = 1 << 20
@@ -112,9 +112,9 @@ class GeneratorExecutor(Executor):
         """
         return self._adoptions.begin(version, address)
 
-    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[np.ndarray], sampling: SamplingParams | None = None) -> list[np.ndarray]:
         """Log-probabilities of given tokens by the weights that serve."""
-        return self._engine.score(sequences)
+        return self._engine.score(sequences, sampling)
 
     def work(self) -> bool:
         # What this thread did since its last forward (calls, the loop around them) is part of the next one's time.
@@ -187,7 +187,7 @@ class GeneratorFollower(GeneratorExecutor):
         """Fetches this rank's part; rank 0 tells when to use it."""
         self._adopter.begin(version, address)
 
-    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[np.ndarray], sampling: SamplingParams | None = None) -> list[np.ndarray]:
         """Rank 0 answers."""
         return []
 

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
+from llamarl.executors.probes import Probe
 from llamarl.types import Prompt, RewardResult, Rollout
 from llamarl.weight_sync.layout import Address
 
@@ -108,16 +109,6 @@ class Collected:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Probe:
-    """A few sequences and what the trainer's weights say of them, for generators to compare with."""
-
-    sequences: list[np.ndarray]
-    """Token ids, int32 [T] each."""
-    logprobs: list[np.ndarray]
-    """Of all tokens but the first at temperature 1, float32 [T - 1] each."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
     """A version that generators may fetch."""
 
@@ -148,18 +139,6 @@ class Adoption:
     fingerprint: str = ""
     """Of the weights that serve now, over all tensors and ranks, in hexadecimal digits."""
     tensors: str = ""  # last eight digits of each tensor's, rank by rank, in the order of `weight_specs`
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mismatch:
-    """Distance between a generator's and the trainer's log-probabilities of the same tokens by the same weights."""
-
-    kl: float
-    """Estimate of KL(generator || trainer) per token, in nats."""
-    largest: float
-    """Largest absolute difference, in nats."""
-    mean: float
-    """Mean absolute difference, in nats."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,17 +8,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.algorithms.kl import penalty
 from llamarl.checkpoint.folder import CRITIC
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.executors.optimizing import Optimizing
-from llamarl.executors.replies import ControllerState, Probe, Published
+from llamarl.executors.probes import Probes
+from llamarl.executors.replies import ControllerState, Published
 from llamarl.training.meter import check_memory, device_seconds, peak_flops, peak_memory_bytes, rates
-from llamarl.training.probe import probe_sequences
 from llamarl.training.result import NonFiniteStep, PolicyStepResult
 from llamarl.training.shaping import shaping
 from llamarl.training.state import training_state
@@ -77,9 +75,7 @@ class TrainerExecutor(Optimizing):
         sync = config.weight_sync
         self._delta, self._power_of_two = sync.delta, sync.power_of_two_scales
         self._weights_folder = folder.parent / "weights"
-        self._probe_every_steps = sync.probe_every_steps
-        self._probed = list[np.ndarray]()
-        """Sequences of the last step."""
+        self._probes = Probes(self._trainer, config)
         self._resumed: tuple[ControllerState | None, list[str]] = (None, [])
         if resume:
             beside = [self._store.beside(CRITIC)] if isinstance(self._trainer.advantage, ValueAdvantage) else []
@@ -99,7 +95,7 @@ class TrainerExecutor(Optimizing):
         device = self._device
         start_s = device_seconds(device)
         groups = self._take(group_ids)
-        self._probed = probe_sequences(groups)
+        self._probes.step(groups)
         with self._mesh.together(NonFiniteStep):
             result = self._trainer.step(groups)
             result.metrics["mirror_s"] = self._mirrored(self._trainer)
@@ -161,12 +157,9 @@ class TrainerExecutor(Optimizing):
     def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
         """Makes the current weights available as `version`, in the generators' types; versions `in_use` stay."""
         assert self._publishers, "`choose` comes first"
-        probe = None
         with self._mesh.together():
             addresses = {name: one.publish(version, self._weights, in_use) for name, one in self._publishers.items()}
-            if self._probed and self._probe_every_steps and version % self._probe_every_steps == 0:
-                probe = Probe(sequences=self._probed, logprobs=self._trainer.score(self._probed))
-        return Published(version=version, addresses=addresses, probe=probe)
+            return Published(version=version, addresses=addresses, probe=self._probes.of(version))
 
     def close(self) -> None:
         self._end_sample()

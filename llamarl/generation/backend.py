@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from llamarl.models.shape import ModelShape
-from llamarl.types import GenerationRequest, Rollout
+from llamarl.types import GenerationRequest, Rollout, SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -111,16 +111,19 @@ class GenerationBackend(Protocol):
         """The weights were replaced, between two steps; tokens sampled from now on carry `version`."""
         ...
 
-    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[np.ndarray], sampling: SamplingParams | None = None) -> list[np.ndarray]:
         """Natural log-probability of each token given those before, at temperature 1, by the current weights.
 
         Running rollouts are not disturbed.
 
         Args:
             sequences: token ids, int [T] each, T >= 1.
+            sampling: tells log-probabilities by their causes, if this is the native engine.
 
         Returns:
-            float32 [T - 1] each: of all tokens but the first.
+            float32 [T - 1] each: of all tokens but the first. With `sampling` [3, T - 1], at its temperature: by these
+            weights in float32 arithmetic (NaN: not known here), by the engine's own, and under the truncated
+            distribution that rollouts are drawn from (-inf: it leaves the token out).
 
         Raises:
             ValueError: a sequence is empty, longer than the context, or has unknown ids.

@@ -41,7 +41,7 @@ from llamarl.generation.sequence import Group, Sequence
 from llamarl.generation.stop import StopStrings
 from llamarl.generation.torch_attention import TorchAttention
 from llamarl.kernels import gpu
-from llamarl.types import FinishReason, GenerationRequest, Rollout
+from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 
 _WORK_SHARE = 0.05
 """Of a GPU's memory, left to activations, CUDA graphs and libraries."""
@@ -154,8 +154,8 @@ class Engine:
         for sequence in self._scheduler.outdate(self._recompute):
             self._rows.remove(sequence)
 
-    def score(self, sequences: Ordered[np.ndarray]) -> list[np.ndarray]:
-        return score(self.model, sequences)
+    def score(self, sequences: Ordered[np.ndarray], sampling: SamplingParams | None = None) -> list[np.ndarray]:
+        return score(self.model, sequences, sampling)
 
     @torch.inference_mode()
     def step(self) -> list[Rollout]:

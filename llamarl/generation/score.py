@@ -13,7 +13,11 @@ from torch import Tensor
 
 from llamarl.generation.backend import EngineModel
 from llamarl.generation.requests import unknown_id
+from llamarl.generation.sampler import truncate
+from llamarl.kernels.linear import exactly
 from llamarl.models.attention import causal_attend
+from llamarl.models.transformer import Attend
+from llamarl.types import SamplingParams
 
 _PACK_TOKENS = 2048
 """Tokens of one forward; a longer sequence is one by itself."""
@@ -22,7 +26,9 @@ _LOGITS = 2**22
 
 
 @torch.inference_mode()
-def score(model: EngineModel, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+def score(
+    model: EngineModel, sequences: Sequence[np.ndarray], sampling: SamplingParams | None = None
+) -> list[np.ndarray]:
     """See `GenerationBackend.score`."""
     context, vocab_size = model.shape.max_position_embeddings, model.shape.vocab_size
     for i, token_ids_T in enumerate(sequences):
@@ -38,21 +44,51 @@ def score(model: EngineModel, sequences: Sequence[np.ndarray]) -> list[np.ndarra
             for parts in ([ids[:-1] for ids in pack], [np.arange(n) for n in lengths], [ids[1:] for ids in pack])
         )
         if not sum(lengths):
-            scores += [np.empty(0, np.float32) for _ in pack]
+            scores += [np.empty((3, 0) if sampling else 0, np.float32) for _ in pack]
             continue
-        logprobs_N = logprobs_of(model, model(fed, positions, causal_attend(lengths)), targets)
-        scores += [part.numpy() for part in logprobs_N.cpu().split(lengths)]
+        feed = fed, positions, causal_attend(lengths)
+        logprobs = _by_cause(model, feed, targets, sampling) if sampling else logprobs_of(model, model(*feed), targets)
+        scores += [part.numpy() for part in logprobs.cpu().split(lengths, -1)]
     return scores
 
 
-def logprobs_of(model: EngineModel, hidden_N_D: Tensor, targets_N: Tensor, temperature: float = 1.0) -> Tensor:
+def _by_cause(
+    model: EngineModel, feed: tuple[Tensor, Tensor, Attend], targets_N: Tensor, sampling: SamplingParams
+) -> Tensor:
+    """[3, N], see `GenerationBackend.score`."""
+    hidden_N_D = model(*feed)
+    own_N = logprobs_of(model, hidden_N_D, targets_N, sampling.temperature)
+    exact_N, drawn_N = torch.full_like(own_N, torch.nan), own_N
+    if model.device.type == "cpu":  # other devices have no second arithmetic
+        with exactly():
+            exact_N = logprobs_of(model, model(*feed), targets_N, sampling.temperature)
+    if sampling.top_p < 1 or sampling.top_k or sampling.min_p:
+        drawn_N = logprobs_of(model, hidden_N_D, targets_N, sampling.temperature, sampling)
+    return torch.stack((exact_N, own_N, drawn_N))
+
+
+def logprobs_of(
+    model: EngineModel,
+    hidden_N_D: Tensor,
+    targets_N: Tensor,
+    temperature: float = 1.0,
+    truncated: SamplingParams | None = None,
+) -> Tensor:
     """Log-probabilities of given tokens by the model's own head, float32 [N], without gradients; few logits are held
-    at once."""
+    at once. Where `truncated`, of what the sampler draws from."""
     rows = max(1, _LOGITS // model.shape.vocab_size)
     return torch.cat([
-        (model.logits(hidden_C_D).float() / temperature).log_softmax(-1).gather(1, targets_C[:, None])[:, 0]
+        _log_softmax(model.logits(hidden_C_D).float() / temperature, truncated).gather(1, targets_C[:, None])[:, 0]
         for hidden_C_D, targets_C in zip(hidden_N_D.split(rows), targets_N.split(rows), strict=True)
     ])  # fmt: skip
+
+
+def _log_softmax(logits_C_V: Tensor, truncated: SamplingParams | None) -> Tensor:
+    if truncated is None:
+        return logits_C_V.log_softmax(-1)
+    limits_3 = logits_C_V.new_tensor((truncated.top_p, truncated.top_k, truncated.min_p))
+    probs_C_V = truncate(logits_C_V.softmax(-1), *limits_3[:, None].expand(-1, len(logits_C_V)))
+    return (probs_C_V / probs_C_V.sum(-1, keepdim=True)).log()
 
 
 def packs(sequences: Iterable[np.ndarray], max_tokens: int) -> Iterator[list[np.ndarray]]:

@@ -27,7 +27,7 @@ from llamarl.distributed.links import RanksLost
 from llamarl.distributed.mesh import Axis, RankMesh
 from llamarl.generation.backend import EngineStats
 from llamarl.generation.engine import Engine
-from llamarl.types import GenerationRequest, Rollout
+from llamarl.types import GenerationRequest, Rollout, SamplingParams
 
 
 class ModelRanks:
@@ -111,10 +111,10 @@ class TensorParallelEngine:
         self._engine.set_version(version)
         self._reports = {other: outcomes for other, outcomes in self._reports.items() if other > version}
 
-    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[np.ndarray], sampling: SamplingParams | None = None) -> list[np.ndarray]:
         with self._mesh.together(ValueError):  # every rank refuses alike, before any forward
-            self._send("score", list(sequences))
-            return self._engine.score(sequences)
+            self._send("score", (list(sequences), sampling))
+            return self._engine.score(sequences, sampling)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -205,6 +205,6 @@ class Follower:
                 engine.set_version(argument)
             case "score":
                 with suppress(ValueError):  # rank 0 tells its caller
-                    engine.score(argument)
+                    engine.score(*argument)
             case "stop":
                 self.stopped = True

@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +47,17 @@ def kernels() -> Kernel:
             error = paths.error_of(paths.row_major_path(loaded, kind)[0], kind)
             return Kernel(library=None, reason=f"linear.cpp is off by {error:.1g} in {kind} on this processor")
     return loaded
+
+
+_EXACT = ContextVar("_EXACT", default=False)
+
+
+@contextmanager
+def exactly() -> Iterator[None]:
+    """Meanwhile, on the CPU, products of this thread are torch's, of widened weights: nothing but those is rounded."""
+    token = _EXACT.set(True)
+    yield
+    _EXACT.reset(token)
 
 
 class Room:
@@ -124,7 +138,7 @@ class Linear:
             return y_M_N if self._bias_N is None else y_M_N + self._bias_N
         if self.takes and (fused := gpu.fused(x_M_K.device).ops):
             return self(fused.quantize(x_M_K, self.takes))
-        if self._path is None:
+        if self._path is None or _EXACT.get():
             y_M_N = _torch_linear(x_M_K, self._values_N_K, self._scales_N, self._bias_N)
             return y_M_N if add_to_M_N is None else add_to_M_N.add_(y_M_N)
         if self._packed is not None and self._values_N_K._version != self._version:

@@ -183,9 +183,11 @@ class Trainer(Optimization[Transformer]):
         """Log-probabilities of the response tokens at the sampling temperature, float32 [R]; with one stage."""
         return self._forward(microbatch, None)
 
-    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Log-probabilities of all tokens but the first at temperature 1, float32 [T - 1] each; on every rank. Computed
-        in float32, but where weights are gathered in bfloat16."""
+    def score(
+        self, sequences: Sequence[np.ndarray], temperature: float = 1.0, as_in_steps: bool = False
+    ) -> list[np.ndarray]:
+        """Log-probabilities of all tokens but the first, float32 [T - 1] each; on every rank. Computed in float32, but
+        where weights are gathered in bfloat16, or `as_in_steps`."""
         groups = [
             SampleGroup(prompt_token_ids_T=ids_T[:1], samples=(TrainSample(columns={"token_ids": ids_T[1:]}),))
             for ids_T in sequences
@@ -193,9 +195,10 @@ class Trainer(Optimization[Transformer]):
         ]
         (microbatch,) = pack(groups, sum(map(len, sequences))) or [EMPTY]
         inputs = self.policy.place(microbatch, self.device)
-        half = self.mesh.shards is not None and self.config.dtype == "bfloat16"
+        half = (as_in_steps or self.mesh.shards is not None) and self.config.dtype == "bfloat16"
         result = self.pipeline.infer(
-            self.policy.hidden_shape(microbatch), lambda _, hidden_M_D: self.policy(inputs, hidden_M_D, 1.0, half)
+            self.policy.hidden_shape(microbatch),
+            lambda _, hidden_M_D: self.policy(inputs, hidden_M_D, temperature, half),
         )
         self.reshard()
         logprobs_R = self.mesh.exchange(result.cpu().numpy() if self.mesh.pp.is_last else None)[-1]

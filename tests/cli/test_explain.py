@@ -46,5 +46,9 @@ def test_as_text_and_as_a_dry_run(tmp_path: Path) -> None:
     assert "\nstaleness:\n  tokens are at most 0 optimizer steps old" in done.stdout
     dry = llamarl_here("train", toml, "--dry-run")
     assert dry.returncode == 0 and "# tokens are at most 2 optimizer steps old" in dry.stdout
+    both = [llamarl_here(*one, "--json") for one in (("explain", toml), ("train", toml, "--dry-run"))]
+    assert both[0].stdout == both[1].stdout and json.loads(both[1].stdout)["settings"]
+    alone = llamarl_here("train", toml, "--json")
+    assert alone.returncode == 2 and "--json is for --dry-run" in alone.stderr
     wrong = llamarl_here("explain", toml, "--trainer.decay_floor", 0.1)
     assert wrong.returncode == 2 and "do nothing with trainer.decay = 'constant'" in wrong.stderr

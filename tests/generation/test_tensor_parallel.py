@@ -148,6 +148,10 @@ def assert_equals_one_rank(served: Served) -> None:
     sequences = [one.prompt_token_ids_T for one in requests[:3]]
     for found_T, expected_T in zip(served.backend.score(sequences), engine.score(sequences), strict=True):
         np.testing.assert_allclose(found_T, expected_T, atol=1e-5)
+    for found_3_T, expected_3_T in zip(
+        *(one.score(sequences, sampled) for one in (served.backend, engine)), strict=True
+    ):
+        np.testing.assert_allclose(found_3_T[:2], expected_3_T[:2], atol=1e-5)
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])

@@ -8,6 +8,7 @@ const CHARTS = [
   ["ratio", "Importance ratio", ["importance_ratio_mean", "extra.importance_ratio_staleness", "extra.importance_ratio_mismatch"]],
   ["ratio-max", "Largest importance ratio", ["importance_ratio_max"]],
   ["kl", "KL to the behavior policy by cause, nats", ["kl_to_behavior", "extra.kl_staleness", "extra.kl_mismatch", "extra.mismatch_kl"]],
+  ["kl-causes", "KL of some sequences, what causes it, nats", ["extra.kl_from_staleness", "extra.kl_from_quantization", "extra.kl_from_kernels", "extra.kl_from_truncation", "extra.kl_from_precision"]],
   ["entropy", "Entropy, nats per token", ["extra.entropy_mean"]],
   ["grad", "Gradient norm", ["grad_norm"]],
   ["loss", "Loss", ["loss"]],

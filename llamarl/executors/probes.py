@@ -1,0 +1,122 @@
+"""What trainer and generators compare after a weight sync, and what the trainer says of it. No torch here.
+
+Shape suffixes: T tokens of one sequence, N tokens but the first of each of several sequences.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llamarl.config import RunConfig
+from llamarl.training.probe import CAUSES_EVERY, FIRST_CAUSES, NUM_SEQUENCES, probe_sequences, whole_sequences
+from llamarl.types import OBSERVED, RolloutGroup, SamplingParams
+
+if TYPE_CHECKING:
+    from llamarl.training.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CauseProbe:
+    """Sequences as a step learnt from them, to tell what makes the importance ratio (`controller/causes.py`)."""
+
+    version: int
+    """Whose weights score them here."""
+    sequences: list[np.ndarray]
+    """Token ids, int32 [T] each."""
+    is_sampled_N: np.ndarray
+    """bool; False for prompts and what environments wrote."""
+    sampling: SamplingParams
+    """How rollouts are drawn."""
+    logprobs_N: np.ndarray
+    """At the temperature of sampling, computed as steps do; float32."""
+    exact_logprobs_N: np.ndarray
+    """The same in float32 arithmetic."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """A few sequences and what the trainer's weights say of them, for generators to compare with."""
+
+    sequences: list[np.ndarray]
+    """Token ids, int32 [T] each."""
+    logprobs: list[np.ndarray]
+    """Of all tokens but the first at temperature 1, float32 [T - 1] each."""
+    causes: CauseProbe | None = None
+    """To be scored by this version, too; None: not now."""
+    later: tuple[int, np.ndarray] | None = None
+    """Version of a `CauseProbe`, maybe of an earlier one, and its `logprobs_N` by the weights of this version."""
+    causes_s: float = 0.0
+    """Seconds that the trainer took for the last two."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch:
+    """Distance between a generator's and the trainer's log-probabilities of the same tokens by the same weights."""
+
+    kl: float
+    """Estimate of KL(generator || trainer) per token, in nats."""
+    largest: float
+    """Largest absolute difference, in nats."""
+    mean: float
+    """Mean absolute difference, in nats."""
+    by_cause: Mapping[str, float] = field(default_factory=dict)
+    """For the metrics, where a `CauseProbe` has ended."""
+
+
+class Probes:
+    """The trainer's. Which versions are probed depends on their number alone, so that all ranks do the same."""
+
+    def __init__(self, trainer: Trainer, config: RunConfig) -> None:
+        self._trainer = trainer
+        self._every_steps = config.weight_sync.probe_every_steps
+        drawn = config.rollout.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
+        self._sampling = SamplingParams(**drawn)
+        self._is_by_cause = config.generator.backend == "native"  # others compute in one way only
+        self._groups: Sequence[RolloutGroup] = ()
+        """A few of the last step."""
+        self._begun: CauseProbe | None = None
+        self._ends = -1
+        """Version that scores the tokens of `_begun` once more."""
+
+    def step(self, groups: Sequence[RolloutGroup]) -> None:
+        """The trainer is about to learn from these."""
+        self._groups = groups[:NUM_SEQUENCES]
+
+    def of(self, version: int) -> Probe | None:
+        """By the trainer's weights, which are this version; None where it is not to be probed."""
+        number, between = divmod(version, self._every_steps) if self._every_steps and self._groups else (0, 1)
+        start_s, causes, later = time.monotonic(), None, None
+        if self._is_by_cause and not between and number % CAUSES_EVERY == FIRST_CAUSES:
+            self._begun = causes = self._causes(version)
+        if self._begun and version == self._ends:
+            now_N = causes.logprobs_N if causes else self._scored(self._begun.sequences, as_in_steps=True)
+            later = self._begun.version, now_N
+        causes_s = time.monotonic() - start_s
+        if between and later is None:
+            return None
+        sequences = probe_sequences(self._groups)
+        return Probe(
+            sequences=sequences, logprobs=self._trainer.score(sequences), causes=causes, later=later, causes_s=causes_s
+        )
+
+    def _causes(self, version: int) -> CauseProbe | None:
+        sequences, versions_N = whole_sequences(self._groups)
+        is_sampled_N = versions_N != OBSERVED
+        if not is_sampled_N.any():
+            return None
+        age = round(version - 1 - float(versions_N[is_sampled_N].mean()))  # of what the step has learnt from
+        self._ends = version + min(age, CAUSES_EVERY * self._every_steps - 1)
+        logprobs_N = self._scored(sequences, as_in_steps=True)
+        is_exact = self._trainer.config.dtype == "float32"
+        return CauseProbe(
+            version=version, sequences=sequences, is_sampled_N=is_sampled_N, sampling=self._sampling,
+            logprobs_N=logprobs_N, exact_logprobs_N=logprobs_N if is_exact else self._scored(sequences),
+        )  # fmt: skip
+
+    def _scored(self, sequences: list[np.ndarray], as_in_steps: bool = False) -> np.ndarray:
+        return np.concatenate(self._trainer.score(sequences, self._sampling.temperature, as_in_steps))

@@ -1,0 +1,70 @@
+"""Log-probabilities by cause: the weights as they came in float32, the engine's own, and of what is drawn."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from llamarl.generation.engine import Engine
+from llamarl.generation.model import GeneratorModel
+from llamarl.generation.score import score
+from llamarl.models.quantize import dequantize_rows, quantize_rows
+from llamarl.models.transformer import Transformer
+from llamarl.types import GenerationRequest, SamplingParams
+
+SAMPLING = SamplingParams(temperature=0.7, top_p=0.6, top_k=9, min_p=0.02, max_new_tokens=30, seed=4)
+
+
+def rounded(model: Transformer) -> Transformer:
+    """With the weights that an int8 generator has, in float64."""
+    exact = Transformer(model.shape).double()
+    given = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in exact.named_parameters():
+            weight = given[name]
+            if name.endswith("_proj.weight"):
+                parameter.copy_(dequantize_rows(*quantize_rows(weight, "int8")))
+            else:
+                parameter.copy_(weight.bfloat16() if weight.ndim == 2 else weight)
+    return exact
+
+
+def engine_of(model: Transformer, precision: str) -> Engine:
+    served = GeneratorModel(model.shape, precision, "cpu")
+    served.load(model)
+    return Engine(served, max_running=4, prefill_tokens=64, kv_bytes=None)
+
+
+def test_weights_without_the_engine_s_arithmetic(model: Transformer) -> None:
+    sequences = [np.arange(2, 30, dtype=np.int32), np.array([7], np.int32), np.arange(9, 1, -1, dtype=np.int32)]
+    plain = replace(SAMPLING, top_p=1.0, top_k=0, min_p=0.0)
+    engine = engine_of(model, "int8")
+    found, own = engine.score(sequences, plain), engine.score(sequences)
+    cold = score(rounded(model), sequences, plain)
+    for found_3_T, expected_3_T, own_T in zip(found, cold, own, strict=True):
+        assert found_3_T.shape == (3, len(own_T))
+        np.testing.assert_allclose(found_3_T[0], expected_3_T[1], atol=2e-5)
+        np.testing.assert_array_equal(found_3_T[1], found_3_T[2], "nothing is left out")
+    np.testing.assert_allclose(score(engine.model, sequences, replace(plain, temperature=1.0))[0][1], own[0], rtol=0)
+    if engine.model._network.layers[0].o.path != "torch":
+        assert np.abs(found[0][0] - found[0][1]).max() > 1e-4, "the kernels round activations"
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, replace(SAMPLING, top_p=1.0, top_k=0, min_p=0.2)])
+def test_what_is_drawn_is_what_the_sampler_says(model: Transformer, sampling: SamplingParams) -> None:
+    engine = engine_of(model, "float32")
+    prompt_T = np.arange(5, 15, dtype=np.int32)
+    engine.submit([GenerationRequest(group_id=1, prompt_token_ids_T=prompt_T, group_size=1, sampling=sampling)])
+    rollouts = []
+    while engine.has_work:
+        rollouts += engine.step()
+    (rollout,) = rollouts
+    whole_T = np.concatenate([prompt_T, rollout.token_ids_T])
+    (found_3_T,) = engine.score([whole_T], sampling)
+    np.testing.assert_allclose(found_3_T[2, -30:], rollout.behavior_logprobs_T, atol=1e-5)
+    assert (found_3_T[2, -30:] > found_3_T[1, -30:]).any()
+    assert math.isinf(found_3_T[2].min()), "the prompt has tokens that are never drawn"
