@@ -44,8 +44,9 @@ def test_weights_without_the_engine_s_arithmetic(model: Transformer) -> None:
     plain = replace(SAMPLING, top_p=1.0, top_k=0, min_p=0.0)
     engine = engine_of(model, "int8")
     found, own = engine.score(sequences, plain), engine.score(sequences)
-    cold = score(rounded(model), sequences, plain)
-    for found_3_T, expected_3_T, own_T in zip(found, cold, own, strict=True):
+    cold, again = score(rounded(model), sequences, plain), engine.score(sequences, plain)
+    for found_3_T, expected_3_T, own_T, again_3_T in zip(found, cold, own, again, strict=True):
+        np.testing.assert_array_equal(found_3_T, again_3_T, "the engine's arithmetic is back")
         assert found_3_T.shape == (3, len(own_T))
         np.testing.assert_allclose(found_3_T[0], expected_3_T[1], atol=2e-5)
         np.testing.assert_array_equal(found_3_T[1], found_3_T[2], "nothing is left out")
