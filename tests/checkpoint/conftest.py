@@ -1,8 +1,7 @@
-"""Processes for the tests. A fork server has torch loaded, so that each starts in milliseconds."""
+"""Processes for the tests."""
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -12,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.fork_server import fork_server
+
 sys.path.insert(0, str(Path(__file__).parent))  # so that a child finds the functions that it is to run by name
 
 Start = Callable[..., tuple[ForkServerProcess, Connection]]
@@ -20,9 +21,7 @@ Start = Callable[..., tuple[ForkServerProcess, Connection]]
 @pytest.fixture
 def start() -> Iterator[Start]:
     """start(function, *args) runs function(connection, *args) in a process that is killed at the end of the test."""
-    context = multiprocessing.get_context("forkserver")
-    # FSDP2 imports torch's compiler, which takes seconds.
-    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "llamarl.checkpoint.store"])
+    context = fork_server()
     started = list[ForkServerProcess]()
 
     def start_one(function: Callable[..., None], *args: Any) -> tuple[ForkServerProcess, Connection]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -12,6 +11,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
+from tests.fork_server import fork_server
 
 if TYPE_CHECKING:
     from llamarl.distributed.mesh import RankMesh
@@ -24,7 +24,7 @@ class Worker:
 
     def __init__(self) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
-        context = multiprocessing.get_context("spawn")
+        context = fork_server()
         self._connection, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
@@ -61,7 +61,7 @@ def _serve(connection: Connection) -> None:
 
 
 class Workers:
-    """Processes that tests share: each costs an import of torch."""
+    """Processes that tests share: what they have imported, compiled and connected stays."""
 
     def __init__(self) -> None:
         self._idle: list[Worker] = []

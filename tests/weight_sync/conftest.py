@@ -1,13 +1,12 @@
-"""Processes for the tests. A fork server has torch loaded, so that each starts in milliseconds."""
+"""Processes for the tests."""
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import weight_processes as processes
 
 from llamarl.weight_sync.base import plan_writers
 from llamarl.weight_sync.layout import Address, lay_out
+from tests.fork_server import fork_server
 
 Worker = tuple[ForkServerProcess, Connection]
 Start = Callable[..., Worker]
@@ -31,14 +31,11 @@ def receive(connection: Connection) -> Any:
 
 
 @pytest.fixture(scope="session")
-def context() -> multiprocessing.context.ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    modules = [f"llamarl.weight_sync.{name}" for name in ("shared_memory", "p2p", "file", "select")]
-    context.set_forkserver_preload(["pytest", "torch", *modules, "llamarl.checkpoint.store"])
-    return context
+def context() -> ForkServerContext:
+    return fork_server()
 
 
-def begin(context: multiprocessing.context.ForkServerContext, function: Callable[..., None], *args: Any) -> Worker:
+def begin(context: ForkServerContext, function: Callable[..., None], *args: Any) -> Worker:
     ours, theirs = context.Pipe()
     process = context.Process(target=function, args=(theirs, *args))
     process.start()
@@ -54,7 +51,7 @@ def end(workers: Sequence[Worker]) -> None:
 
 
 @pytest.fixture
-def start(context: multiprocessing.context.ForkServerContext) -> Iterator[Start]:
+def start(context: ForkServerContext) -> Iterator[Start]:
     """start(function, *args) runs function(connection, *args) in a process that is killed at the end of the test."""
     started = list[Worker]()
 
@@ -67,7 +64,7 @@ def start(context: multiprocessing.context.ForkServerContext) -> Iterator[Start]
 
 
 @pytest.fixture(scope="session")
-def idle(context: multiprocessing.context.ForkServerContext) -> Iterator[list[Worker]]:
+def idle(context: ForkServerContext) -> Iterator[list[Worker]]:
     """Processes that wait for work; whoever takes one puts it back."""
     workers = [begin(context, processes.work) for _ in range(6)]
     yield list(workers)

@@ -1,0 +1,19 @@
+"""Processes for the tests. A fork server has torch loaded, so that each starts in milliseconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.context import ForkServerContext
+
+PRELOADED = (
+    # FSDP2 imports torch's compiler, which takes seconds.
+    "pytest", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "llamarl.checkpoint.store", *(f"llamarl.weight_sync.{name}" for name in ("shared_memory", "p2p", "file", "select")),
+)  # fmt: skip
+
+
+def fork_server() -> ForkServerContext:
+    """There is one in a process, which loads what the first to ask has named: so all name the same."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
