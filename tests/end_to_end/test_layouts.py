@@ -17,6 +17,7 @@ import pytest
 
 from llamarl.checkpoint.store import CheckpointStore
 from tests.end_to_end.tiny import Command, descendants, gone, llamarl, llamarl_here, rows
+from tests.nightly import nightly
 
 SYNCHRONOUS = (
     "--rollout.max_staleness", 0, "--rollout.window", 1, "--trainer.learning_rate", 1e-3,
@@ -71,6 +72,7 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path, toml: Path) -> None:
     assert CheckpointStore(checkpoints, keep=2).load_newest()[0] is not None
 
 
+@nightly("the trainer does it above, and a critic of two ranks is that of one in tests/training")
 def test_a_critic_of_two_processes(tmp_path: Path, toml: Path) -> None:
     """It learns what one does. A killed rank ends the run at once; one process goes on from what two have saved."""
     options = (*SYNCHRONOUS, "--trainer.advantage", "gae", "--critic.learning_rate_scale", 1)

@@ -13,9 +13,9 @@ from llamarl.models.folder import load_shape
 from llamarl.models.lora import adapted_weights
 from tests.end_to_end.learning import Trained
 from tests.end_to_end.tiny import llamarl, llamarl_here, rows
-from tests.nightly import nightly
+from tests.nightly import NIGHTLY, nightly
 
-RANK, STEPS = 8, 25
+RANK, STEPS = 8, 25 if NIGHTLY else 2
 LORA = ("--trainer.lora.rank", RANK, "--trainer.lora.alpha", 16.0, "--trainer.learning_rate", 3e-3)
 
 
@@ -32,6 +32,7 @@ def learnt(trained: Trained) -> Path:
     return trained.folder.with_name("adapters")
 
 
+@nightly("full weights do in test_learning.py")
 def test_it_learns(learnt: Path) -> None:
     summary = json.loads((learnt / "summary.json").read_text())
     assert summary["accuracy_before"] < 0.4

@@ -87,6 +87,7 @@ def test_whoever_dies_the_run_learns_the_same(tmp_path: Path, toml: Path, whole:
     assert 3 <= again[0][1] <= 7
 
 
+@nightly("what a mirror keeps, and what goes on from it, is in tests/checkpoint and tests/controller")
 def test_with_a_mirror_one_step_is_taken_again(tmp_path: Path, toml: Path, whole: Path) -> None:
     run = Faulty(tmp_path, toml, "--checkpoint.mirror", "true")
     run.strike("trainer", 5)
