@@ -31,13 +31,20 @@ function short(text, length) {
   return plain.length > length ? plain.slice(0, length) + "…" : plain;
 }
 
-function number(value) {
+function number(value, digits = 4) {
   if (value == null || !isFinite(value)) return "–";
   const size = Math.abs(value);
-  if (size >= 1e9) return (value / 1e9).toPrecision(3) + "G";
-  if (size >= 1e6) return (value / 1e6).toPrecision(3) + "M";
-  if (size >= 1e5) return (value / 1e3).toPrecision(3) + "k";
-  return size && size < 1e-3 ? value.toExponential(1) : String(+value.toPrecision(4));
+  if (size >= 1e9) return (value / 1e9).toPrecision(digits - 1) + "G";
+  if (size >= 1e6) return (value / 1e6).toPrecision(digits - 1) + "M";
+  if (size >= 1e5) return (value / 1e3).toPrecision(digits - 1) + "k";
+  return size && size < 1e-3 ? value.toExponential(1) : String(+value.toPrecision(digits));
+}
+
+// Of an axis: with as many digits as tell neighbors apart.
+function labels(ticks) {
+  const gap = Math.abs(ticks[1] - ticks[0]), top = Math.max(...ticks.map(Math.abs));
+  const digits = gap ? Math.max(4, Math.ceil(Math.log10(top / gap)) + 1) : 4;
+  return ticks.map((tick) => number(tick, digits));
 }
 
 function seconds(value) {

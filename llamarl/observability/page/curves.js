@@ -111,7 +111,7 @@ function drawChart(id, title, patterns) {
     return;
   }
   old?.destroy();
-  const axis = { stroke: theme("quiet"), grid: { stroke: theme("line"), width: 1 }, ticks: { stroke: theme("line"), width: 1 }, font: "11px system-ui", values: (_, ticks) => ticks.map(number) };
+  const axis = { stroke: theme("quiet"), grid: { stroke: theme("line"), width: 1 }, ticks: { stroke: theme("line"), width: 1 }, font: "11px system-ui", values: (_, ticks) => labels(ticks) };
   const plot = new uPlot({
     width: box.clientWidth - 14, height: 170, legend: { show: false }, scales: { x: { time: false }, y: { range: (_, low, high) => low == null ? [0, 1] : low === high ? [Math.min(low, 0), Math.max(high, 0) || 1] : uPlot.rangeNum(low, high, 0.08, true) } },
     cursor: { sync: { key: "all" }, points: { size: 5 } }, axes: [{ ...axis, size: 28 }, { ...axis, size: 58 }],

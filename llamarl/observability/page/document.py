@@ -48,6 +48,11 @@ def flows(data: RunData, steps: Sequence[int]) -> dict[int, Any]:
     return {step: _shifted(data.flows[step], data.began_s) for step in steps if step in data.flows}
 
 
+def spread(steps: Sequence[int], about: int) -> list[int]:
+    """About so many of them, evenly, and the last one."""
+    return [*steps[:: max(1, len(steps) // max(about, 1))], *steps[-1:]]
+
+
 def _shifted(flow: dict[str, Any], origin_s: float) -> dict[str, Any]:
     ends = {name: round(value - origin_s, 4) for name, value in flow.items() if name.endswith("ed_s")}
     groups = [[group[0], *(round(at_s - origin_s, 4) for at_s in group[1:])] for group in flow["groups"]]
@@ -56,8 +61,7 @@ def _shifted(flow: dict[str, Any], origin_s: float) -> dict[str, Any]:
 
 def whole(data: RunData, decode: Decode | None, num_runs: int) -> dict[str, Any]:
     """All of a run that a file of so many runs holds."""
-    known = list(data.flows)
-    some = known[:: max(1, len(known) * num_runs // NUM_FLOWS)] + known[-1:]
+    some = spread(list(data.flows), NUM_FLOWS // num_runs)
     fine = list[dict[str, Any]]()
     for step in some[:: max(1, len(some) * num_runs // FINE_STEPS)]:
         flow = data.flows[step]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.config import ConfigError
-from llamarl.observability.page.document import described, document, flows, window
+from llamarl.observability.page.document import NUM_FLOWS, described, document, flows, spread, window
 from llamarl.observability.page.findings import findings
 from llamarl.observability.page.rollouts import Decode, Rollouts
 from llamarl.observability.page.run_data import RunData
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.5
 """Of reading, before a page is answered: there may be more."""
+LATE_STEPS = 4
+"""So much later than its metrics may come what became of a step's groups."""
 RARE_S, RARE_SHARE = 2.0, 0.003
 """What looks at all spans is done again after so long, and takes at most about this share of the time."""
 
@@ -33,7 +35,7 @@ class Watched:
         self.data, self._rollouts, self._decode = RunData(folder), Rollouts(folder), decode
         self._lock = threading.Lock()
         self._rare: dict[str, Any] = {}
-        self._num_rare, self._rare_at_s, self._rare_of = 0, 0.0, (-1, False)
+        self._num_rare, self._rare_at_s, self._rare_of = 0, 0.0, (-1, (-1, False))
 
     def news(self, wanted: Mapping[str, str]) -> dict[str, Any]:
         """All that has changed since a page has asked; `change` alone, when nothing has."""
@@ -47,21 +49,22 @@ class Watched:
                 return {"change": change}
             generation, _, rest = wanted.get("change", "").partition(".")
             is_whole = generation != str(data.generation)
+            after = 0 if is_whole else int(float(wanted.get("after", 0)))
             found = described(data) | {
                 "change": change,
                 "more": is_more,
                 "whole": is_whole,
-                "series": data.series(0 if is_whole else int(float(wanted.get("after", 0)))),
-                "flows": flows(data, list(data.flows)[-1:]),
+                "series": data.series(after),
+                "flows": flows(data, spread([step for step in data.flows if step > after - LATE_STEPS], NUM_FLOWS)),
             }
-            if is_whole or rest.partition(".")[0] != str(self._num_rare):
+            if rest.partition(".")[0] != str(self._num_rare):
                 found |= self._rare
             return found | ({"settings": data.settings()} if is_whole else {})
 
     def _look_rarely(self) -> None:
         start_s, data = time.monotonic(), self.data
-        now, (then, was_over) = (data.num_changes, bool(data.end)), self._rare_of
-        if now[0] != then and (start_s >= self._rare_at_s or now[1] != was_over):
+        now, then = (data.num_changes, (data.generation, bool(data.end))), self._rare_of
+        if now[0] != then[0] and (start_s >= self._rare_at_s or now[1] != then[1]):
             self._rare = {"claims": findings(data), "work": window(data, max_spans=900)}
             self._num_rare, self._rare_of = self._num_rare + 1, now
             took_s = time.monotonic() - start_s

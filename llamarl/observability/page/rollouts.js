@@ -23,6 +23,7 @@ async function find(event) {
   looked.rows = (found?.rows || []).filter((one) => inBounds(wanted.step, one.step) && inBounds(wanted.reward, one.reward)
     && inBounds(wanted.tokens, one.token_ids.length) && inBounds(wanted.staleness, one.staleness)
     && (!wanted.outcome || one.outcome === wanted.outcome) && String(one.prompt).toLowerCase().includes(text));
+  if (page.live) looked.rows.sort((one, other) => other.step - one.step || other.group_id - one.group_id || one.index - other.index);
   byId("said").textContent = `${looked.rows.length} fit${looked.rows.length > 400 ? ", the first 400 are listed" : ""}; in this page: ${found?.said || "none"}.`;
   const rows = looked.rows.slice(0, 400).map((one, index) => row(
     [one.step, one.group_id, one.reward, one.advantage, one.token_ids.length, one.staleness, one.outcome, short(one.prompt, 60)],

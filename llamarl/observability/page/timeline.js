@@ -30,10 +30,10 @@ function drawTimeline() {
     context.fillRect(x(start), index * ROW + 3, Math.max(length * scale, 0.6), ROW - 6);
   }));
   context.globalAlpha = 1;
-  drawTicks(context, x, names.length * ROW);
+  drawTicks(context, x, names.length * ROW, width - 8);
   context.restore();
   const about = `${seconds(view.from / 1000)} to ${seconds(view.to / 1000)} after the start`, isWhole = work === timed().work[0];
-  byId("under").textContent = about + ". White is waiting" +
+  byId("under").textContent = about + ". Where nothing is drawn, it waits" +
     (isWhole ? "; paler is work with gaps that are too short to draw" + (page.live ? "." : ". Some steps are in this file in full detail.") : ".");
   const all = work.to - work.from, share = (time) => `${(100 * time / all).toFixed(0)}%`;
   const lines = names.map((name) => {
@@ -43,7 +43,7 @@ function drawTimeline() {
   byId("waits").replaceChildren(table(["executor", "works", `waits for, ${seconds(work.from / 1000)} to ${seconds(work.to / 1000)}`], lines));
 }
 
-function drawTicks(context, x, top) {
+function drawTicks(context, x, top, right) {
   const target = (view.to - view.from) / 6, power = 10 ** Math.floor(Math.log10(Math.max(target, 1e-3)));
   const gap = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= target);
   context.fillStyle = theme("quiet");
@@ -55,8 +55,9 @@ function drawTicks(context, x, top) {
   for (const [step, flow] of Object.entries(timed().flows || {})) {
     const at = flow.trained_s * 1000;
     if (at < view.from || at > view.to || x(at) < last + 34) continue;
-    last = x(at);
-    context.fillText(`▲${step}`, last, top + 25);
+    const mark = `▲${step}`;
+    last = Math.min(x(at), right - context.measureText(mark).width);
+    context.fillText(mark, last, top + 25);
   }
 }
 

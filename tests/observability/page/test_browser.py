@@ -165,6 +165,9 @@ def test_what_curves_are_made_of(visit: Any, files: dict[str, str]) -> None:
     assert one.page.evaluate("smoothed([2, null, 2, 4], 0.5)") == pytest.approx([2, None, 2, 22 / 7])
     assert one.page.evaluate("along(runs[0], 'samples').slice(0, 3)") == [8, 16, 24], "4 per second, 2 seconds each"
     assert one.page.evaluate("along(runs[0], 'wall_s').slice(0, 2)") == [2, 4]
+    for ticks in (["0.9995", "1", "1.0005"], ["0", "0.25", "0.5"], ["100.00k", "100.01k"], ["0", "400M"], ["7"]):
+        values = [float(tick.replace("k", "e3").replace("M", "e6")) for tick in ticks]
+        assert one.page.evaluate("labels", values) == ticks
     ends = one.page.evaluate("""() => {
         const plot = plots.get("solve"), found = [], context = { beginPath() {}, stroke() {},
             moveTo: (x, y) => found.push(y), lineTo: (x, y) => found.push(y) };
@@ -190,6 +193,19 @@ def test_a_step_is_seen_in_the_finest_detail_there_is(visit: Any, files: dict[st
     assert "generated after 1 s on average" in text
     assert "scored after another 0.1 s" in text
     assert "waited 0.9 s for the step" in text
+
+
+def test_marks_of_steps_are_whole(visit: Any, files: dict[str, str]) -> None:
+    """Also the last one, at the edge."""
+    one = visit(files["one"])
+    marks, width = one.page.evaluate("""() => {
+        const canvas = document.querySelector("#work"), context = canvas.getContext("2d"), found = [];
+        context.fillText = (text, x) => found.push([text, x + context.measureText(text).width]);
+        look(0, 1000 * timed().flows[20].trained_s);
+        return [found.filter(([text]) => text.startsWith("▲")), canvas.clientWidth];
+    }""")
+    assert len(marks) > 10 and marks[-1][0] == "▲20"
+    assert width - 100 < marks[-1][1] <= width
 
 
 def test_settings_that_are_shown(visit: Any, files: dict[str, str]) -> None:

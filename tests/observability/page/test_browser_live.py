@@ -54,6 +54,9 @@ def test_a_new_step_is_drawn_within_two_seconds(served: tuple[str, Path], visit:
     pages[0].page.fill("#step", "7")
     pages[0].page.keyboard.press("Enter")
     pages[0].until("document.querySelector('#flow-text').textContent.startsWith('Step 7')")
+    newest = pages[1].page.locator("#list tbody tr").first.locator("td").all_inner_texts()[:2]
+    assert newest == ["20", "41"], "the first that is shown is of the newest group, which is whole"
+    assert pages[1].page.inner_text("#one h3") == "Its group (2 here)"
     for one in pages:
         assert [address for address in one.asked if not address.startswith((url, "data:"))] == []
 
