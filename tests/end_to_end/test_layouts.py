@@ -52,6 +52,7 @@ def test_a_run_changes_its_layout(tmp_path: Path, toml: Path) -> None:
     assert all("preflight of fsdp 1, tp 2, pp 1, cp 1: " in text for text in preflights)
 
 
+@nightly("tests/executors/test_ranks.py has it of a cluster, test_processes.py of one rank and a run")
 def test_a_killed_rank_ends_the_run(tmp_path: Path, toml: Path) -> None:
     """At once, with its name, and nobody is left; the last checkpoint is there to go on from."""
     command = Command.start(
