@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,3 +40,12 @@ class ProblemSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> ProblemRow: ...
+
+
+def distinct(draw: Callable[[], tuple[str, T]], first: int, count: int) -> list[tuple[int, str, T]]:
+    """Index, question and making of questions `first` to `first + count - 1`, of the distinct ones in the order in
+    which they are drawn. Does not end where there are fewer."""
+    drawn = dict[str, T]()
+    while len(drawn) < first + count:
+        drawn.setdefault(*draw())
+    return [(first + n, *one) for n, one in enumerate(list(drawn.items())[first:])]

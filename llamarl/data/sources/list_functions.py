@@ -22,7 +22,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from llamarl.data.sources._base import ProblemRow
+from llamarl.data.sources._base import ProblemRow, distinct
 
 Numbers = list[int]
 
@@ -74,13 +74,13 @@ class ListFunctions:
     @cached_property
     def _rows(self) -> list[ProblemRow]:
         rng = random.Random(self.seed)
-        drawn: dict[str, list[tuple[str, int]]] = {}
-        while len(drawn) < self.first + self.count:
+
+        def draw() -> tuple[str, list[tuple[str, int]]]:
             names = rng.sample(list(STEPS), rng.randint(1, MOST_STEPS))
             steps = [(name, rng.randint(1, 9)) for name in names]
-            drawn.setdefault(", ".join(name.format(n=n) for name, n in steps), steps)
-        problems = list(drawn.items())[self.first :]
-        return [self._row(self.first + i, question, steps) for i, (question, steps) in enumerate(problems)]
+            return ", ".join(name.format(n=n) for name, n in steps), steps
+
+        return [self._row(*one) for one in distinct(draw, self.first, self.count)]
 
     def _row(self, index: int, question: str, steps: list[tuple[str, int]]) -> ProblemRow:
         rng = random.Random(f"{self.seed}/{index}")

@@ -18,7 +18,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from llamarl.data.sources._base import ProblemRow
+from llamarl.data.sources._base import ProblemRow, distinct
 
 NAMES = ("Leo", "Mia", "Ann", "Ben", "Eva", "Tom", "Zoe", "Max", "Ida", "Sam", "Kim", "Roy", "Amy", "Dan", "Liv", "Jon")
 ITEMS = ("coins", "cards", "books", "shells", "apples", "stamps", "stones", "pens")
@@ -58,16 +58,17 @@ class RunningTotal:
     @cached_property
     def _rows(self) -> list[ProblemRow]:
         rng = random.Random(self.seed)
-        drawn: dict[str, tuple[int, list[int]]] = {}
-        while len(drawn) < self.first + self.count:
+
+        def draw() -> tuple[str, tuple[int, list[int]]]:
             start, gains = _draw_numbers(rng, self.largest_gain)
             name, item = rng.choice(NAMES), rng.choice(ITEMS)
             steps = " ".join(f"{label}+{gain}" for label, gain in zip(LABELS, gains, strict=False))
-            drawn.setdefault(f"{name} has {start} {item}: {steps}. How many {item} now?", (start, gains))
-        questions = list(drawn.items())[self.first :]
-        return [self._row(self.first + i, question, *numbers) for i, (question, numbers) in enumerate(questions)]
+            return f"{name} has {start} {item}: {steps}. How many {item} now?", (start, gains)
 
-    def _row(self, index: int, question: str, start: int, gains: list[int]) -> ProblemRow:
+        return [self._row(*one) for one in distinct(draw, self.first, self.count)]
+
+    def _row(self, index: int, question: str, numbers: tuple[int, list[int]]) -> ProblemRow:
+        start, gains = numbers
         teacher = random.Random(f"{self.seed}/{index}")
         return ProblemRow(
             problem_id=f"running_total-{self.seed}-{index}",
