@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from llamarl.cli import plan
@@ -14,6 +16,10 @@ from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.load import given
 from llamarl.config.section import Section
 from llamarl.controller.buffer import RolloutBuffer
+from llamarl.data.prompts import load_prompts
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.environments._worker import tools_of
+from llamarl.forecast.constants import OF_CORES
 from llamarl.forecast.feasibility import plans
 from llamarl.forecast.hardware import CPU
 from llamarl.run.folder import RunFolder
@@ -22,6 +28,8 @@ from llamarl.run.placement import place
 from llamarl.run.prepare import check_layout, check_parts, least_memory
 
 EPILOG = "Settings that do nothing beside the others are refused, as by `llamarl train`."
+SAMPLED = 256
+"""Prompts that are read to know how long they are."""
 _UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "steps": "optimizer steps", "_mismatch": "nats",
           "staleness": "optimizer steps", "tflops": "TFLOP/s"}  # fmt: skip
 
@@ -101,18 +109,26 @@ def consequences(config: RunConfig) -> dict[str, list[str]]:
 
 
 def _step_time(config: RunConfig, context: int) -> str:
-    trainer, generator, limit = config.trainer, config.generator, config.rollout.max_new_tokens
-    is_cpu, longest = trainer.device == "cpu", max(1, min(config.data.max_prompt_tokens, context - limit))
-    count = trainer.parallelism.num_ranks * (trainer.threads if is_cpu else 1)
-    count += generator.replicas * generator.tensor_parallel * (generator.threads if is_cpu else 1)
-    words = {"--gpus": count, "--gpu": CPU if is_cpu else "h100-80g", "--prompt-tokens": longest}
+    """With prompts as the first ones of the data are, by the profile of the run that was here before, if it has one."""
+    trainer, generator, kind = config.trainer, config.generator, CPU if config.trainer.device == "cpu" else "h100-80g"
+    count = trainer.parallelism.num_ranks * (trainer.threads if kind == CPU else 1)
+    count += generator.replicas * generator.tensor_parallel * (generator.threads if kind == CPU else 1)
+    profile = Path(config.output, config.name, "profile.json")
     try:
+        tokenizer, tools = Tokenizer(config.model.path), tools_of(config.rollout.environment)
+        prompts = load_prompts(config.data, tokenizer, context, tools=tools, most=SAMPLED).prompts
+        mean = round(fmean(len(prompt.token_ids_T) for prompt in prompts))
+        words = {"--gpus": count, "--gpu": kind, "--prompt-tokens": mean}
+        words |= {"--profile": profile} if profile.exists() else {}
         request = plan.asked(plan.parser().parse_args([str(word) for pair in words.items() for word in pair]), config)
+        if not profile.exists():
+            constants = OF_CORES if kind == CPU else request.constants
+            constants = replace(constants, recompute=float(trainer.activation_checkpointing))
+            request = replace(request, constants=constants)
         found = plans(request)[config.rollout.max_staleness > 0]
     except ConfigError as error:
         return f"not known: {error}"
-    work = (
-        f"prompts of {longest} and responses of {request.lengths.mean_tokens:.0f} tokens on {count} x {words['--gpu']}"
-    )
+    work = f"prompts of {mean} and responses of {request.lengths.mean_tokens:.0f} tokens on {count} x {kind}"
     seconds = f"{found.step_s:.3g} s at best" if found else "no layout"
-    return f"{seconds} for {work}, by the tables of `llamarl plan`, not measured here"
+    source = f"by {profile}" if profile.exists() else "by the tables of `llamarl plan`, not measured here"
+    return f"{seconds} for {work}, {source}"

@@ -39,6 +39,7 @@ def load_prompts(
     context_tokens: int,
     which: Literal["train", "eval"] = "train",
     tools: Sequence[Mapping[str, Any]] = (),
+    most: int | None = None,
 ) -> PromptSet:
     """Prompts of `config.train` or `config.eval`.
 
@@ -48,6 +49,7 @@ def load_prompts(
         context_tokens: the model's longest sequence; a prompt leaves room for at least one more token.
         which: the source to load.
         tools: JSON schemas of what the policy may call, for the chat template.
+        most: rows that are read, the first; None: all.
 
     Raises:
         ConfigError: the source or the template is wrong, a prompt is overlong under `refuse`, or every prompt is.
@@ -58,7 +60,7 @@ def load_prompts(
             "data.eval is not set; name a held-out source, for example {name = 'jsonl', path = 'test.jsonl'}"
         )
     source: ProblemSource = build(ref, SOURCES, f"data.{which}")
-    rows = [source[i] for i in range(len(source))]
+    rows = [source[i] for i in range(len(source))[:most]]
     if tools:
         _check_tools(config, tokenizer)
     texts = [render(row, config.template, tokenizer, tools) for row in rows]

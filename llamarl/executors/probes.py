@@ -74,8 +74,7 @@ class Probes:
     def __init__(self, trainer: Trainer, config: RunConfig) -> None:
         self._trainer = trainer
         self._every_steps = config.weight_sync.probe_every_steps
-        drawn = config.rollout.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
-        self._sampling = SamplingParams(**drawn)
+        self._sampling = SamplingParams(**config.rollout.model_dump(include={"temperature", "top_p", "top_k", "min_p"}))
         self._is_by_cause = config.generator.backend == "native"  # others compute in one way only
         self._groups: Sequence[RolloutGroup] = ()
         """A few of the last step."""
@@ -94,7 +93,7 @@ class Probes:
         if self._is_by_cause and not between and number % CAUSES_EVERY == FIRST_CAUSES:
             self._begun = causes = self._causes(version)
         if self._begun and version == self._ends:
-            now_N = causes.logprobs_N if causes else self._scored(self._begun.sequences, as_in_steps=True)
+            now_N = causes.logprobs_N if causes else self._scored(self._begun.sequences, half=True)
             later = self._begun.version, now_N
         causes_s = time.monotonic() - start_s
         if between and later is None:
@@ -111,12 +110,12 @@ class Probes:
             return None
         age = round(version - 1 - float(versions_N[is_sampled_N].mean()))  # of what the step has learnt from
         self._ends = version + min(age, CAUSES_EVERY * self._every_steps - 1)
-        logprobs_N = self._scored(sequences, as_in_steps=True)
+        logprobs_N = self._scored(sequences, half=True)
         is_exact = self._trainer.config.dtype == "float32"
         return CauseProbe(
             version=version, sequences=sequences, is_sampled_N=is_sampled_N, sampling=self._sampling,
             logprobs_N=logprobs_N, exact_logprobs_N=logprobs_N if is_exact else self._scored(sequences),
         )  # fmt: skip
 
-    def _scored(self, sequences: list[np.ndarray], as_in_steps: bool = False) -> np.ndarray:
-        return np.concatenate(self._trainer.score(sequences, self._sampling.temperature, as_in_steps))
+    def _scored(self, sequences: list[np.ndarray], half: bool = False) -> np.ndarray:
+        return np.concatenate(self._trainer.score(sequences, self._sampling.temperature, half))

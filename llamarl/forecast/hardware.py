@@ -59,8 +59,9 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     ("l40s-48g", 48e9, 0.864e12, 362e12, 733e12, 32e9, 6.25e9, 1.0),
     # NVIDIA DGX B200 data sheet (per GPU); NVLink 5: 1.8 TB/s both ways; ConnectX-7: 400 Gb/s per GPU.
     ("b200", 180e9, 8.0e12, 2250e12, 4500e12, 900e9, 50e9, 5.5),
-    # One core of a server CPU with AVX2 and its share of the memory: orders of magnitude, for a profile to replace.
-    ("cpu-core", 4e9, 10e9, 50e9, 0.0, 5e9, 5e9, 0.05),
+    # One core of a server CPU with AVX2 (two units of 8 lanes, 3 GHz) and its share of the memory: orders of magnitude,
+    # for a profile to replace.
+    ("cpu-core", 4e9, 10e9, 96e9, 0.0, 5e9, 5e9, 0.05),
 )
 GPUS = {row[0]: Gpu(**dict(zip(_COLUMNS, row, strict=True))) for row in _TABLE}
 """Known devices."""

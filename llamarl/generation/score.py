@@ -47,47 +47,43 @@ def score(
             scores += [np.empty((3, 0) if sampling else 0, np.float32) for _ in pack]
             continue
         feed = fed, positions, causal_attend(lengths)
-        logprobs = _by_cause(model, feed, targets, sampling) if sampling else logprobs_of(model, model(*feed), targets)
-        scores += [part.numpy() for part in logprobs.cpu().split(lengths, -1)]
+        scores += [part.numpy() for part in _scored(model, feed, targets, sampling).cpu().split(lengths, -1)]
     return scores
 
 
-def _by_cause(
-    model: EngineModel, feed: tuple[Tensor, Tensor, Attend], targets_N: Tensor, sampling: SamplingParams
+def _scored(
+    model: EngineModel, feed: tuple[Tensor, Tensor, Attend], targets_N: Tensor, sampling: SamplingParams | None
 ) -> Tensor:
-    """[3, N], see `GenerationBackend.score`."""
-    hidden_N_D = model(*feed)
-    own_N = logprobs_of(model, hidden_N_D, targets_N, sampling.temperature)
-    exact_N, drawn_N = torch.full_like(own_N, torch.nan), own_N
+    """[N], or [3, N], see `GenerationBackend.score`."""
+    whole, hidden_N_D = SamplingParams(temperature=sampling.temperature if sampling else 1.0), model(*feed)
+    own_N = logprobs_of(model, hidden_N_D, targets_N, whole)
+    if sampling is None:
+        return own_N
+    exact_N = torch.full_like(own_N, torch.nan)
     if model.device.type == "cpu":  # other devices have no second arithmetic
         with exactly():
-            exact_N = logprobs_of(model, model(*feed), targets_N, sampling.temperature)
-    if sampling.top_p < 1 or sampling.top_k or sampling.min_p:
-        drawn_N = logprobs_of(model, hidden_N_D, targets_N, sampling.temperature, sampling)
-    return torch.stack((exact_N, own_N, drawn_N))
+            exact_N = logprobs_of(model, model(*feed), targets_N, whole)
+    return torch.stack((exact_N, own_N, logprobs_of(model, hidden_N_D, targets_N, sampling)))
 
 
-def logprobs_of(
-    model: EngineModel,
-    hidden_N_D: Tensor,
-    targets_N: Tensor,
-    temperature: float = 1.0,
-    truncated: SamplingParams | None = None,
-) -> Tensor:
-    """Log-probabilities of given tokens by the model's own head, float32 [N], without gradients; few logits are held
-    at once. Where `truncated`, of what the sampler draws from."""
+def logprobs_of(model: EngineModel, hidden_N_D: Tensor, targets_N: Tensor, sampling: SamplingParams) -> Tensor:
+    """Log-probabilities of given tokens, drawn so, by the model's own head, float32 [N], without gradients; few logits
+    are held at once."""
     rows = max(1, _LOGITS // model.shape.vocab_size)
     return torch.cat([
-        _log_softmax(model.logits(hidden_C_D).float() / temperature, truncated).gather(1, targets_C[:, None])[:, 0]
+        _log_softmax(model.logits(hidden_C_D).float(), sampling).gather(1, targets_C[:, None])[:, 0]
         for hidden_C_D, targets_C in zip(hidden_N_D.split(rows), targets_N.split(rows), strict=True)
     ])  # fmt: skip
 
 
-def _log_softmax(logits_C_V: Tensor, truncated: SamplingParams | None) -> Tensor:
-    if truncated is None:
+def _log_softmax(logits_C_V: Tensor, sampling: SamplingParams) -> Tensor:
+    """Of the distribution that is left."""
+    logits_C_V = logits_C_V / sampling.temperature
+    limits = sampling.top_p, sampling.top_k, sampling.min_p
+    if limits == (1, 0, 0):
         return logits_C_V.log_softmax(-1)
-    limits_3 = logits_C_V.new_tensor((truncated.top_p, truncated.top_k, truncated.min_p))
-    probs_C_V = truncate(logits_C_V.softmax(-1), *limits_3[:, None].expand(-1, len(logits_C_V)))
+    limits_3_1 = logits_C_V.new_tensor(limits)[:, None]
+    probs_C_V = truncate(logits_C_V.softmax(-1), *limits_3_1.expand(-1, len(logits_C_V)))
     return (probs_C_V / probs_C_V.sum(-1, keepdim=True)).log()
 
 

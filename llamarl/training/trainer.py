@@ -183,11 +183,9 @@ class Trainer(Optimization[Transformer]):
         """Log-probabilities of the response tokens at the sampling temperature, float32 [R]; with one stage."""
         return self._forward(microbatch, None)
 
-    def score(
-        self, sequences: Sequence[np.ndarray], temperature: float = 1.0, as_in_steps: bool = False
-    ) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[np.ndarray], temperature: float = 1.0, half: bool = False) -> list[np.ndarray]:
         """Log-probabilities of all tokens but the first, float32 [T - 1] each; on every rank. Computed in float32, but
-        where weights are gathered in bfloat16, or `as_in_steps`."""
+        where weights are gathered in bfloat16; with `half` as in steps, which `trainer.dtype` may round."""
         groups = [
             SampleGroup(prompt_token_ids_T=ids_T[:1], samples=(TrainSample(columns={"token_ids": ids_T[1:]}),))
             for ids_T in sequences
@@ -195,7 +193,7 @@ class Trainer(Optimization[Transformer]):
         ]
         (microbatch,) = pack(groups, sum(map(len, sequences))) or [EMPTY]
         inputs = self.policy.place(microbatch, self.device)
-        half = (as_in_steps or self.mesh.shards is not None) and self.config.dtype == "bfloat16"
+        half = (half or self.mesh.shards is not None) and self.config.dtype == "bfloat16"
         result = self.pipeline.infer(
             self.policy.hidden_shape(microbatch),
             lambda _, hidden_M_D: self.policy(inputs, hidden_M_D, temperature, half),

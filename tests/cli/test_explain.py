@@ -34,7 +34,7 @@ def test_every_setting_with_its_origin(tmp_path: Path) -> None:
     assert [line.split()[0] for line in follows["executors"]] == [
         "executor", "trainer", "critic", "generator-0", "reward", "reference",
     ]  # fmt: skip
-    assert " s at best for prompts of 244 and responses of" in follows["step time"][0]
+    assert " s at best for prompts of 29 and responses of" in follows["step time"][0]
     assert any(line.startswith("the critic takes at least") for line in follows["memory"])
 
 
@@ -52,3 +52,28 @@ def test_as_text_and_as_a_dry_run(tmp_path: Path) -> None:
     assert alone.returncode == 2 and "--json is for --dry-run" in alone.stderr
     wrong = llamarl_here("explain", toml, "--trainer.decay_floor", 0.1)
     assert wrong.returncode == 2 and "do nothing with trainer.decay = 'constant'" in wrong.stderr
+
+
+def _step_s(toml: Path, *options: object) -> tuple[float, str]:
+    done = llamarl_here("explain", toml, "--json", *options)
+    (line,) = json.loads(done.stdout)["consequences"]["step time"]
+    return float(line.split()[0]), line
+
+
+def test_the_step_time_is_that_of_the_run_s_work(tmp_path: Path) -> None:
+    """Of its prompts and not the longest that may come, with what a CPU takes for a call, or by what was measured."""
+    model, runs = make_model(tmp_path / "model"), tmp_path / "runs"
+    toml, output = write_toml(tmp_path, model), ("--output", runs, "--rollout.prompts_per_step", 64)
+    plain, line = _step_s(toml, *output)
+    assert line.endswith("by the tables of `llamarl plan`, not measured here")
+    assert _step_s(toml, *output, "--data.max_prompt_tokens", 200) == (plain, line)
+    assert _step_s(toml, *output, "--data.template", "{question}" * 5)[0] > 2 * plain
+    assert _step_s(toml, *output, "--trainer.activation_checkpointing", "true")[0] > 1.1 * plain
+    assert 0.02 < _step_s(toml, "--output", runs)[0] < 0.2, "no half second beside the work"
+    (runs / "tiny").mkdir(parents=True)
+    (runs / "tiny" / "profile.json").write_text(json.dumps({"constants": {"step_overhead_s": 70.0}}))
+    seconds, line = _step_s(toml, *output)
+    assert seconds > 70 and line.endswith(f"by {runs}/tiny/profile.json")
+    missing = llamarl_here("explain", toml, "--data.train", "{name = 'jsonl', path = 'nowhere.jsonl'}", "--json")
+    (line,) = json.loads(missing.stdout)["consequences"]["step time"]
+    assert line.startswith("not known: ") and "nowhere.jsonl" in line

@@ -26,9 +26,9 @@ class Trainer:
     version: int = 0
     calls: int = 0
 
-    def score(self, sequences: list[np.ndarray], temperature: float = 1.0, as_in_steps: bool = False) -> list[Any]:
+    def score(self, sequences: list[np.ndarray], temperature: float = 1.0, half: bool = False) -> list[Any]:
         self.calls += 1
-        says = self.version + 0.5 * (as_in_steps and self.config.dtype == "bfloat16")
+        says = self.version + 0.5 * (half and self.config.dtype == "bfloat16")
         return [np.full(len(sequence) - 1, says, np.float32) for sequence in sequences]
 
 
