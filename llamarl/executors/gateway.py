@@ -23,7 +23,7 @@ from llamarl.gateway.news import AgentCall, AgentEnd, AgentNews, AgentTask
 from llamarl.gateway.protocol import Refused
 from llamarl.gateway.session import Session
 from llamarl.gateway.workers import AgentWorkers
-from llamarl.types import Rollout, SamplingParams
+from llamarl.types import FinishReason, Rollout, SamplingParams
 
 HOST, MODEL = "127.0.0.1", "policy"
 HAND_OVER_S, STOP_S = 20.0, 5.0
@@ -170,7 +170,7 @@ class GatewayExecutor(Executor):
                         answer.set_exception(Refused(409, "the episode of this API key is over"))
             rollout = Rollout(
                 group_id=task.group_id, index=task.index, columns=episode.session.columns(),
-                finish_reason=episode.reason,
+                finish_reason=FinishReason.LENGTH if episode.session.is_full else episode.reason,
             )  # fmt: skip
             self._news.ends.append(AgentEnd(rollout, episode.result(said)))
             break

@@ -112,7 +112,11 @@ class Endpoint:
     async def _sampled(
         self, session: Session, call: protocol.Call, prompt_T: np.ndarray, stream: Stream | None
     ) -> Rollout:
-        rollout = await self.generate(prompt_T, self._sampling(session, call), stream.more if stream else None)
+        try:
+            rollout = await self.generate(prompt_T, self._sampling(session, call), stream.more if stream else None)
+        except protocol.OutOfTokens:
+            session.is_full = True
+            raise
         if rollout.finish_reason is FinishReason.FAILED:
             raise Refused(400, rollout.error)
         session.record(prompt_T, rollout.columns)
@@ -127,7 +131,9 @@ class Endpoint:
                 )
         left = ours.max_new_tokens - session.num_sampled
         if left <= 0:
-            raise Refused(400, f"this session has sampled its {ours.max_new_tokens} tokens (rollout.max_new_tokens)")
+            raise protocol.OutOfTokens(
+                f"this session has sampled its {ours.max_new_tokens} tokens (rollout.max_new_tokens)"
+            )
         return replace(
             ours,
             **call.drawn_by,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from llamarl.gateway.protocol import Refused
+from llamarl.gateway.protocol import OutOfTokens, Refused
 from llamarl.gateway.session import Session
 from llamarl.rewards._base import invalid
 from llamarl.types import FinishReason, GenerationRequest, Outcome, RewardResult, Rollout, SamplingParams
@@ -46,7 +46,7 @@ class AgentEpisode:
         start = replace(Rollout.empty(request_id, 0), columns=columns)
         total = min(start.num_tokens + sampling.max_new_tokens, self.sampling.max_new_tokens)
         if total <= start.num_tokens:
-            raise Refused(400, f"this conversation has its {total} tokens (rollout.max_new_tokens)")
+            raise OutOfTokens(f"this conversation has its {total} tokens (rollout.max_new_tokens)")
         return GenerationRequest(
             group_id=request_id, prompt_token_ids_T=first_T, group_size=1,
             sampling=replace(sampling, max_new_tokens=total), segment_tokens=self.segment_tokens,
@@ -57,15 +57,16 @@ class AgentEpisode:
         """What was sampled, alone. Raises Refused."""
         before = request.starts()[0].num_tokens
         if rollout.num_tokens <= before:
-            raise Refused(400, rollout.error or "the context is full")
+            raise Refused(400, rollout.error) if rollout.error else OutOfTokens("the context is full")
         self.reason = rollout.finish_reason
         number, _ = self.session.fitting(prompt_T)
         self._sequences.setdefault(number, (request.group_id, request.prompt_token_ids_T))
         return replace(rollout, columns={name: values_T[before:] for name, values_T in rollout.columns.items()})
 
     def result(self, said: dict[str, Any]) -> RewardResult | None:
-        """Of what its worker said; None: the reward of the run judges."""
-        if "error" in said:
+        """Of what its worker said; None: the reward of the run judges, also what an agent left when it gave up because
+        the policy had no tokens left: that was the policy's doing."""
+        if "error" in said and not (self.session.is_full and self.session.num_calls):
             return invalid(said["error"])
         if not self.session.num_calls:
             return invalid("the agent got no answer of the policy")

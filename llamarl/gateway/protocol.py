@@ -27,13 +27,24 @@ Json = dict[str, Any]
 class Refused(Exception):
     """A call that is not answered, as OpenAI's clients read it."""
 
+    code: str | None = None
+
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
         super().__init__(message)
         self.status, self.kind = status, kind
 
     @property
     def body(self) -> Json:
-        return {"error": {"message": str(self), "type": self.kind, "param": None, "code": None}}
+        return {"error": {"message": str(self), "type": self.kind, "param": None, "code": self.code}}
+
+
+class OutOfTokens(Refused):
+    """There is no room for an answer; the code is the one by which OpenAI's clients know that."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(400, message)
 
 
 class Call(BaseModel):

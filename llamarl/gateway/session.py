@@ -39,6 +39,8 @@ class Session:
     """Answered."""
     num_sampled: int = 0
     """Tokens."""
+    is_full: bool = False
+    """A call was refused, as there was no room for an answer."""
     _sequences: list[Columns] = field(default_factory=list)
     _written: dict[str, Written] = field(default_factory=dict)
 

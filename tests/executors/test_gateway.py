@@ -47,7 +47,7 @@ def sampled(call: AgentCall, text_T: np.ndarray) -> Rollout:
     }
     return Rollout(
         group_id=call.request.group_id, index=0, columns=continued(start.columns, columns),
-        finish_reason=FinishReason.LENGTH,
+        finish_reason=FinishReason.STOP,
     )  # fmt: skip
 
 
@@ -77,8 +77,9 @@ def test_each_episode_ends_in_its_own_way(model: Path, executor: GatewayExecutor
         "nothing",
         "nan",
         "text",
+        "endless",
     ]
-    executor.submit([task(n, what, calls=2) for n, what in enumerate(said)])
+    executor.submit([task(n, what, calls=50 if what == "endless" else 2) for n, what in enumerate(said)])
     tokenizer = Tokenizer(model)
     ends = play(executor, tokenizer, len(said))
     found = {what: ends[n].result for n, what in enumerate(said)}
@@ -98,6 +99,9 @@ def test_each_episode_ends_in_its_own_way(model: Path, executor: GatewayExecutor
     assert found["number"] and (found["number"].outcome, found["number"].value) == (Outcome.SCORE, 0.5)
     assert found["leaves"] and found["leaves"].value == 0.5 and found["nothing"] is None
     assert found["result"] and (found["result"].value, found["result"].reason) == (-1.0, "as it says")
+    assert found["endless"] is None, "it raised as the policy had no tokens left: the reward of the run judges"
+    reasons_of = [end.rollout.finish_reason for _, end in sorted(ends.items())]
+    assert [said[n] for n, one in enumerate(reasons_of) if one is FinishReason.LENGTH] == ["endless"]
     columns = ends[0].rollout.columns
     first, more = tokenizer.encode("a0:", add_special_tokens=True).tolist(), tokenizer.encode("!").tolist()
     text = tokenizer.encode("12").tolist()

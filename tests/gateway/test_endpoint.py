@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.gateway.protocol import Refused
+from llamarl.gateway.protocol import OutOfTokens, Refused
 from llamarl.types import OBSERVED
 from tests.gateway.conftest import tool_schema
 
@@ -167,12 +167,15 @@ def test_all_calls_together_are_bounded_and_failures_teach_nothing(scripted: Mak
     say(endpoint, session, prompt="x")
     assert say(endpoint, session, prompt="y")["choices"][0]["finish_reason"] == "length"
     assert session.num_sampled == 5
-    with pytest.raises(Refused, match=r"has sampled its 5 tokens \(rollout.max_new_tokens\)"):
+    assert not session.is_full
+    with pytest.raises(OutOfTokens, match=r"has sampled its 5 tokens \(rollout.max_new_tokens\)") as refused:
         say(endpoint, session, prompt="x")
+    assert session.is_full and refused.value.body["error"]["code"] == "context_length_exceeded"
     policy, endpoint, session = scripted("x")
     policy.error = "the prompt has 500 tokens and the context 256; no token can be generated"
     with pytest.raises(Refused, match="context 256"):
         say(endpoint, session, prompt="x")
+    assert not session.is_full
     assert not session.num_calls and not len(session.columns()["token_ids"])
 
 
