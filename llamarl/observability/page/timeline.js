@@ -44,20 +44,21 @@ function drawTimeline() {
 }
 
 function drawTicks(context, x, top, right) {
-  const target = (view.to - view.from) / 6, power = 10 ** Math.floor(Math.log10(Math.max(target, 1e-3)));
+  const target = (view.to - view.from) / Math.max(2, Math.min(6, (right - LEFT) / 90)), power = 10 ** Math.floor(Math.log10(Math.max(target, 1e-3)));
   const gap = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= target);
   context.fillStyle = theme("quiet");
   for (let at = Math.ceil(view.from / gap) * gap; at <= view.to; at += gap) {
     context.fillRect(x(at), 0, 0.5, top);
-    context.fillText(seconds(at / 1000), x(at) + 2, top + 14);
+    const text = seconds(at / 1000);
+    if (x(at) + 2 + context.measureText(text).width <= right) context.fillText(text, x(at) + 2, top + 14);
   }
   let last = -1e9;
   for (const [step, flow] of Object.entries(timed().flows || {})) {
     const at = flow.trained_s * 1000;
-    if (at < view.from || at > view.to || x(at) < last + 34) continue;
-    const mark = `▲${step}`;
-    last = Math.min(x(at), right - context.measureText(mark).width);
-    context.fillText(mark, last, top + 25);
+    const mark = `▲${step}`, size = context.measureText(mark).width, place = Math.min(x(at), right - size);
+    if (at < view.from || at > view.to || place < last) continue;
+    last = place + size + 6;
+    context.fillText(mark, place, top + 25);
   }
 }
 

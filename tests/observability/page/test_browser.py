@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -195,17 +196,23 @@ def test_a_step_is_seen_in_the_finest_detail_there_is(visit: Any, files: dict[st
     assert "waited 0.9 s for the step" in text
 
 
-def test_marks_of_steps_are_whole(visit: Any, files: dict[str, str]) -> None:
-    """Also the last one, at the edge."""
-    one = visit(files["one"])
-    marks, width = one.page.evaluate("""() => {
-        const canvas = document.querySelector("#work"), context = canvas.getContext("2d"), found = [];
-        context.fillText = (text, x) => found.push([text, x + context.measureText(text).width]);
-        look(0, 1000 * timed().flows[20].trained_s);
-        return [found.filter(([text]) => text.startsWith("▲")), canvas.clientWidth];
-    }""")
-    assert len(marks) > 10 and marks[-1][0] == "▲20"
-    assert width - 100 < marks[-1][1] <= width
+@pytest.mark.parametrize("width", WIDTHS)
+def test_marks_of_times_and_steps_are_whole(visit: Any, files: dict[str, str], width: int) -> None:
+    """Also the last one, at the edge; and none covers another one."""
+    one = visit(files["one"], width=width)
+    for view in ("look(0, 1000 * timed().flows[20].trained_s)", "lookAtAll()"):
+        found, width = one.page.evaluate(f"""() => {{
+            const canvas = document.querySelector("#work"), context = canvas.getContext("2d"), found = [];
+            context.fillText = (text, x, y) => found.push([y, x, x + context.measureText(text).width, text]);
+            {view};
+            return [found, canvas.clientWidth];
+        }}""")
+        assert found[-1][3] in ("▲20", "▲59") or width < 500, "where there is room"
+        for line in sorted({y for y, *_ in found})[-2:]:
+            marks = [(left, right) for y, left, right, _ in found if y == line]
+            assert len(marks) >= 2
+            assert all(right + 4 <= next_left for (_, right), (next_left, _) in pairwise(marks))
+            assert marks[-1][1] <= width
 
 
 def test_settings_that_are_shown(visit: Any, files: dict[str, str]) -> None:
