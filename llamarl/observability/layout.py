@@ -184,7 +184,8 @@ def _executors(executors: Sequence[ExecutorView], inner: int, now_s: float, room
         age_style = BAD if age_s > LOST_S else WARN if age_s > SILENT_S else DIM
         state = Text(plain(executor.state))
         state.truncate(23 if inner >= 56 else 13, overflow="ellipsis", pad=True)
-        busy = Text.assemble(_line(executor.busy_share, 1.0, bar_width), percent(executor.busy_share).rjust(5))
+        known = None if math.isnan(executor.busy_share) else executor.busy_share
+        busy = Text.assemble(_line(executor.busy_share, 1.0, bar_width), percent(known).rjust(5))
         seen = Text(f"   seen {duration(age_s)} ago" if inner >= 56 else f"  {duration(age_s)}", age_style)
         lines.append(_row(executor.name[: LABEL_WIDTH - 1].ljust(LABEL_WIDTH), state, busy, seen))
     if len(shown) < len(executors):
