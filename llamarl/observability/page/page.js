@@ -65,7 +65,7 @@ async function follow() {
   let isMore = false;
   try {
     for (const [index, run] of document.hidden ? [] : runs.entries()) {
-      const wasAll = view.run === index && (!run.work || (view.to >= run.work[0].to - 1 && view.from <= run.work[0].from + 1)), isFirst = !run.series;
+      const wasAll = view.run === index && (!run.work || (view.to >= run.work[0].to - 1 && view.from <= run.work[0].from + 1));
       const news = await ask("news", { run: index, change: run.change ?? -1, after: run.series?.step.at(-1) ?? 0 });
       if (!news.change || news.change === run.change) continue;
       isMore ||= news.more;
@@ -74,7 +74,8 @@ async function follow() {
       listMetrics();
       drawCurves();
       drawMessages();
-      if (isFirst) { drawSettings(); find(); }
+      if (news.whole) drawSettings();
+      if (news.whole || (news.steps && !run.rollouts?.rows.length && isUnfiltered())) find();
       if (wasAll) lookAtAll();
       if (view.step == null && view.run === index && Object.keys(run.flows).length) { view.step = +Object.keys(run.flows).at(-1); byId("step").value = view.step; drawFlow(); }
     }

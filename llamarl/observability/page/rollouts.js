@@ -8,6 +8,8 @@ function inBounds(text, value) {
   return Number.isNaN(from) || Number.isNaN(to) || (from <= value && value <= to);
 }
 
+const isUnfiltered = () => [...new FormData(byId("find")).values()].every((value) => !value);
+
 let finding = 0;
 async function find(event) {
   event?.preventDefault();

@@ -13,7 +13,7 @@ import pytest
 
 from llamarl.observability.page.live import Watched, build_app
 from tests.observability.page.browser import in_a_browser
-from tests.observability.page.runs import add_step, make_run, rollout_row, write_rows
+from tests.observability.page.runs import add_step, make_run, rollout_row, step_row, write_rows
 
 LIVE_S = 2.0
 
@@ -59,6 +59,29 @@ def test_a_new_step_is_drawn_within_two_seconds(served: tuple[str, Path], visit:
     assert pages[1].page.inner_text("#one h3") == "Its group (2 here)"
     for one in pages:
         assert [address for address in one.asked if not address.startswith((url, "data:"))] == []
+
+
+def test_a_page_that_is_there_before_its_run(served: tuple[str, Path], visit: Any) -> None:
+    """Its first rollouts are listed without being asked for, as they come; also those of a run that begins anew."""
+    url, folder = served
+    one = visit(url)
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    make_run(folder, steps=0, end=None, rate=0.25)
+    one.until("document.querySelectorAll('#list tbody tr').length === 0")
+    assert "0.25" in one.page.inner_text("#table")
+    write_rows(folder / "metrics.jsonl", [step_row(1)])
+    one.until("runs[0].steps === 1")
+    add_step(folder, 2)
+    one.until("document.querySelectorAll('#list tbody tr').length === 4")
+    one.page.fill("[name=step]", "7")
+    one.page.keyboard.press("Enter")
+    one.until("document.querySelectorAll('#list tbody tr').length === 0")
+    num_asked = sum("rollouts" in address for address in one.asked)
+    add_step(folder, 3)
+    one.until("runs[0].steps === 3")
+    assert sum("rollouts" in address for address in one.asked) == num_asked, "nothing fits, and nobody asks again"
 
 
 def test_a_page_that_nobody_looks_at_asks_nothing(served: tuple[str, Path], visit: Any) -> None:
