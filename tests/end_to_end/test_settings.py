@@ -1,10 +1,14 @@
-"""No setting without effect: each changes something that can be observed of a tiny run, or is refused, or is read by
-the code that the table names (what takes deaths, hosts or a GPU to show; tests of its own show it there)."""
+"""No setting without effect: each changes something that can be observed of a tiny run, of one under a virtual clock, of
+a part of a run, or of what `llamarl explain` says; or is refused. Of three that take a GPU or a start that hangs, the table
+names only the code that reads them."""
 
 from __future__ import annotations
 
 import ast
+import json
+import re
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ import pytest
 from llamarl.config import RunConfig
 from tests.architecture.repository import PACKAGE
 from tests.architecture.test_settings import _settings
+from tests.end_to_end.effects import EFFECTS, FAST, nested
 from tests.end_to_end.tiny import llamarl_here, rows
 from tests.nightly import nightly
 
@@ -86,6 +91,10 @@ REFUSED = {
     "checkpoint.copy_to": ("file:///nowhere/at/all", "checkpoint.copy_to"),
     "cluster.placement": ("colocated", "needs rollout.max_staleness = 0", "--rollout.max_staleness", 1),
     "cluster.kind": ("hosts", "cluster."),
+    **{
+        f"cluster.{one}": (value, f"cluster.{one} is for several hosts")
+        for one, value in (("listen", "localhost:6700"), ("pki", "elsewhere"), ("host_timeout_s", 3))
+    },
 }
 """Value, what the refusal says, and other settings."""
 CHANGES = {
@@ -154,62 +163,60 @@ CHANGES = {
     "record.max_bytes": (1 << 16, "files", "--steps", 60),
     "record.kind": ("resume", "files", "--checkpoint.every_steps", 1, "--checkpoint.keep", 1),
     "metrics.sinks": ("['jsonl', 'tensorboard']", "files"),
-    "screen.kind": ("none", "stdout"),
+    "screen.kind": ("none", "lines"),
+    "screen.completions": (0, "completions", "--screen.kind", "lines"),
 }
 """Value, what changes, and other settings that both runs have."""
-READ = {
-    "data.solution": "run/sft.py",
-    "generator.threads": "run/executors.py",
-    "trainer.threads": "run/executors.py",
-    "generator.kv_on_update": "executors/backends.py",
-    "generator.cuda_graphs": "executors/backends.py",
-    "weight_sync.patience_s": "controller/controller.py",
-    "weight_sync.on_mismatch": "controller/controller.py",
-    "trainer.activation_checkpointing": "training/compute.py",
-    "trainer.compile": "training/compute.py",
-    "trainer.on_nonfinite": "training/health.py",
-    "trainer.max_skipped_steps": "training/health.py",
-    "metrics.port": "run/train.py",
-    "cluster.listen": "run/hosts.py",
-    "cluster.pki": "cluster/open.py",
-    "cluster.num_hosts": "run/hosts.py",
-    "cluster.host_timeout_s": "run/hosts.py",
-    "cluster.max_restarts": "controller/lives.py",
-    "cluster.restart_window_s": "controller/lives.py",
-    "cluster.start_timeout_s": "run/train.py",
-    "cluster.call_timeout_s": "controller/controller.py",
-    "cluster.stall_timeout_s": "controller/controller.py",
-    "cluster.shutdown_timeout_s": "run/assembly.py",
-    "screen.completions": "controller/telemetry.py",
-    "launch.slurm": "launch/script.py",
+HOSTS = ("--cluster.kind", "hosts", "--cluster.listen", "0.0.0.0:6700", "--cluster.num_hosts", 2)
+ROLES = {
+    "trainer": (), "critic": PPO, "generator": (), "reward": (), "reference": KL,
+    "environment": ("--rollout.environment", "calculator"), "reward_model": ("--reward.model", "{path = 'MODEL'}"),
+}  # fmt: skip
+PLANNED = {
+    "trainer.threads": (2,),
+    "generator.threads": (2,),
+    "cluster.num_hosts": (3, *HOSTS, "--generator.replicas", 3),
     **{
-        f"launch.kubernetes.{one}": "launch/script.py"
-        for one in ("image", "claim", "mount", "namespace", "gpus", "cpu", "memory")
-    },
-    **{
-        f"cluster.place.{one}": "run/hosting.py"
-        for one in ("trainer", "critic", "generator", "reward", "reward_model", "environment", "reference")
-    },
-    **{
-        f"cluster.on_failure.{one}": "controller/lives.py"
-        for one in ("generator", "reward", "reward_model", "reference", "environment", "critic", "trainer")
+        f"cluster.place.{role}": ("['host-1']" if role == "generator" else "['host-2']", *HOSTS, *given)
+        for role, given in ROLES.items()
     },
 }
-"""Where it is read; as an attribute, or, of a section, by its name."""
+"""Value, and other settings: `llamarl explain` says something else follows. Hosts are called so either way."""
+READ = {
+    "generator.cuda_graphs": "executors/backends.py",
+    "cluster.start_timeout_s": "run/train.py",
+    "cluster.shutdown_timeout_s": "run/assembly.py",
+}
+"""Where what takes a GPU or another machine to show is read, as an attribute."""
 
 
 def test_every_setting_has_one_row() -> None:
     names = [name for name, _ in _settings(RunConfig)]
-    assert sorted([*REFUSED, *CHANGES, *READ]) == sorted(names)
+    assert sorted([*REFUSED, *CHANGES, *EFFECTS, *PLANNED, *READ]) == sorted(names)
 
 
 @pytest.mark.parametrize("name", READ)
 def test_it_is_read(name: str) -> None:
-    path = PACKAGE / READ[name]
-    section, last = name.split(".")[-2:]
-    text = path.read_text(encoding="utf-8")
+    text = (PACKAGE / READ[name]).read_text(encoding="utf-8")
     reads = {node.attr for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
-    assert last in reads or (section in reads and "getattr" in text) or f"{section}.model_dump" in text
+    assert name.rpartition(".")[2] in reads
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if one in FAST else nightly("40 runs")) for name, (_, one) in EFFECTS.items()]
+)
+def test_it_has_an_effect(tmp_path: Path, model: Path, name: str) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    value, effect = EFFECTS[name]
+    before, after = effect(tmp_path, nested(name.rpartition(".")[0], {})), effect(tmp_path, nested(name, value))
+    assert before != after
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_something_else_follows(runs: Runs, name: str) -> None:
+    value, *given = (str(one).replace("MODEL", str(runs.folder / "MODEL")) for one in PLANNED[name])
+
+    assert runs.planned(*given) != runs.planned(*given, f"--{name}", value)
 
 
 @dataclass
@@ -222,8 +229,10 @@ class Seen:
     folder: Path
 
     def __getitem__(self, what: str) -> Any:
-        if what in ("stdout", "place"):
-            return self.stdout if what == "stdout" else self.folder
+        if what == "place":
+            return self.folder
+        if what in ("lines", "completions"):  # of steps, and of what the last one learnt from
+            return len(re.findall(r"(?m)^step +\d" if what == "lines" else r"(?m)^reward \S+ +> ", self.stdout))
         if what == "files":
             names = {
                 str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if "kernels" not in str(path)
@@ -255,16 +264,24 @@ class Runs:
 
     def __init__(self, folder: Path, toml: Path) -> None:
         self.folder, self.toml = folder, toml
-        self.seen = dict[tuple[object, ...], Seen]()
+        self.seen, self.plans = dict[tuple[object, ...], Seen](), dict[tuple[str, ...], str]()
 
     def __call__(self, *options: object) -> Seen:
         if options not in self.seen:
-            output = self.folder / str(len(self.seen))
+            output = Path(tempfile.mkdtemp(dir=self.folder))
             done = llamarl_here("train", self.toml, "--output", output, *BASE, *options)
             text = done.stdout.replace(str(output), "")
             folders = sorted(self.folder.glob("OTHER/*") if "OTHER" in options else output.glob("*"))
             self.seen[options] = Seen(done.returncode, text, done.stderr, folders[0] if folders else output)
         return self.seen[options]
+
+    def planned(self, *options: str) -> str:
+        """What follows from settings, as `llamarl explain` says it."""
+        if options not in self.plans:
+            done = llamarl_here("explain", self.toml, "--json", *options)
+            assert done.returncode == 0, done.stderr
+            self.plans[options] = json.dumps(json.loads(done.stdout)["consequences"])
+        return self.plans[options]
 
 
 @pytest.fixture(scope="module")
@@ -275,6 +292,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Runs:
     shutil.copytree(model, folder / "model")
     make_model(folder / "MODEL", std=0.2)
     return Runs(folder, write_toml(folder, folder / "model"))
+
+
+NOT_REPEATED = {"place", "extra.peak_tflops"}
+"""What differs by itself: where a run lies, and what is measured at its start."""
+
+
+@nightly("a hundred runs")
+def test_what_is_observed_repeats_itself(runs: Runs) -> None:
+    """Else a difference would show nothing."""
+    first = runs()
+    runs.seen.clear()
+    second = runs()
+    for what in {what for _, what, *_ in CHANGES.values()} - NOT_REPEATED:
+        assert first[what] == second[what], what
 
 
 @nightly("a hundred runs")
