@@ -75,6 +75,9 @@ function curvesOf(patterns, mode, weight) {
   return [tables, about];
 }
 
+// Lines would not show it.
+const isSparse = (ys) => ys.filter((y) => y != null).length < Math.max(3, ys.length / 4);
+
 function drawErrors(plot, about) {
   const context = plot.ctx;
   about.forEach((one, index) => one.errors && plot.data[0].forEach((x, place) => {
@@ -117,7 +120,7 @@ function drawChart(id, title, patterns) {
     cursor: { sync: { key: "all" }, points: { size: 5 } }, axes: [{ ...axis, size: 28 }, { ...axis, size: 58 }],
     series: [{}, ...about.map((one) => ({
       stroke: one.color, width: one.label ? 1.6 : 1, dash: one.dash, spanGaps: true,
-      points: { show: one.errors || tables[0][0].length < 3 ? true : undefined, size: 5 },
+      points: { show: (plot, at) => Boolean(one.errors) || isSparse(plot.data[at]), size: 5 },
     }))],
     hooks: { draw: [(one) => drawErrors(one, one.about || about)], setCursor: [(one) => showValues(one, key, one.about || about)] },
   }, data, box.querySelector(".plot"));

@@ -36,6 +36,14 @@ FAINT = """() => {
     }).filter(([contrast]) => contrast < 4.5).slice(0, 5);
 }"""
 """Elements with text of their own whose contrast is below WCAG's 4.5."""
+BLUE = """canvas => {
+  const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const far = (at) => Math.abs(data[at] - 59) + Math.abs(data[at + 1] - 125) + Math.abs(data[at + 2] - 216);
+  let num = 0;
+  for (let at = 0; at < data.length; at += 4) num += data[at + 3] > 200 && far(at) < 60;
+  return num;
+}"""
+"""Pixels of the first curve."""
 BACKGROUNDS = "all => all.map(one => getComputedStyle(one).backgroundColor)"
 WIDTHS = (1280, 390)
 
@@ -194,6 +202,21 @@ def test_a_step_is_seen_in_the_finest_detail_there_is(visit: Any, files: dict[st
     assert "generated after 1 s on average" in text
     assert "scored after another 0.1 s" in text
     assert "waited 0.9 s for the step" in text
+
+
+def test_a_value_alone_is_a_point(visit: Any, files: dict[str, str]) -> None:
+    """Also in a metric of every 16th step, which has no line yet; a curve of all steps has no points."""
+    one = visit(files["one"])
+    for is_there in ("step === 30", "step % 16 === 2"):
+        one.page.evaluate(f"""() => {{
+            runs[0].series["extra.rare"] = runs[0].series.step.map((step) => {is_there} ? 1 : null);
+            listMetrics();
+        }}""")
+        one.page.select_option("#any", "extra.rare")
+        one.page.eval_on_selector("#any", "select => select.dispatchEvent(new Event('input'))")
+        one.until(f"({BLUE})(document.querySelector('#any-chart canvas')) > 0")
+    sparse = "[[1], [null, 2, 3], [1, 2, 3, null], Array(60).fill(1)].map(isSparse)"
+    assert one.page.evaluate(sparse) == [True, True, False, False]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
