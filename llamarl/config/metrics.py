@@ -20,8 +20,8 @@ class RecordConfig(Section):
     max_bytes: int = Field(default=1 << 28, ge=1 << 16)
     """Size from which `metrics.jsonl` and `rollouts.jsonl` become pieces, `rollouts-00001.jsonl.gz`; all are kept."""
     kind: Literal["resume", "all"] = "all"
-    """What was generated is kept for good, so that `llamarl replay` can repeat the run from any checkpoint (24
-    bytes a token), or while a kept checkpoint needs it to go on without losing anything."""
+    """What was generated is kept for good, so that `llamarl replay` can repeat the run from any checkpoint (12
+    bytes a token, compressed), or while a kept checkpoint needs it to go on without losing anything."""
 
     @model_validator(mode="before")
     @classmethod

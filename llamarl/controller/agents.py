@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.controller.groups import PendingGroup
-from llamarl.controller.journal import Key
 from llamarl.controller.lives import Lasting
 from llamarl.controller.ports import GatewayPort
+from llamarl.controller.records import Key
 from llamarl.controller.replica import Replica
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor

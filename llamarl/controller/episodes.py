@@ -17,9 +17,9 @@ from llamarl.cluster.port import port
 from llamarl.config import RunConfig
 from llamarl.controller.agents import Agents
 from llamarl.controller.groups import PendingGroup
-from llamarl.controller.journal import Key
 from llamarl.controller.lives import Lasting
 from llamarl.controller.ports import EnvironmentPort, Executors
+from llamarl.controller.records import Key
 from llamarl.controller.replica import Replica
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor

@@ -13,8 +13,9 @@ from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig, build
 from llamarl.config.roles import RewardModelConfig
-from llamarl.controller.journal import Journal, Key
+from llamarl.controller.journal import Journal
 from llamarl.controller.ports import ColumnPort, Responses, RewardModelPort, RewardPort
+from llamarl.controller.records import Key
 from llamarl.executors.replies import Scored
 from llamarl.rewards._weighted import weighted_sum
 from llamarl.types import (
@@ -236,12 +237,11 @@ class Scoring:
                 ]
             if item.is_trained_on:
                 number = next(trained)
-                rollouts = [
-                    replace(
-                        one, columns=one.columns | {name: of_batch[number][n] for name, of_batch in columns.items()}
-                    )
-                    for n, one in enumerate(rollouts)
-                ]
+                if columns:
+                    rollouts = [
+                        replace(one, columns=one.columns | {name: of[number][n] for name, of in columns.items()})
+                        for n, one in enumerate(rollouts)
+                    ]
                 if by_model is not None:
                     judged = list(map(self._with_model, judged, by_model[number]))
             groups.append(item.scored(rollouts, judged))

@@ -1,9 +1,9 @@
 """`Journal`: what was generated and which groups each step took, so that a crash of the controller loses neither.
 
-`journal/00000001.groups` and so on hold, in the order of events, rollouts as they are finished or parked, whole
-groups as they are scored, and each completed step: its groups, the controller's state after it, its fingerprint.
-A file begins with each checkpoint; those that no kept checkpoint needs are deleted. `journal.jsonl` has the steps for
-good, for readers of the run.
+`journal/00000001.groups` and so on hold, in the order of events, rollouts as they are finished or parked, what makes
+them groups as these are scored, and each completed step: its groups, the controller's state after it, its fingerprint.
+A file begins with each checkpoint; those before it are compressed, or deleted where no kept checkpoint needs them.
+`journal.jsonl` has the steps for good, for readers of the run.
 
 Rollouts reach the system before anything is made of them, groups with the step that takes them or a second after they
 were scored: killing the process loses nothing that was generated, at most some scores. With each checkpoint all of it
@@ -13,40 +13,28 @@ A file begins with the version from which the run goes on there: what was record
 
 from __future__ import annotations
 
-import errno
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, Literal
 
-from llamarl.controller.records import Record, decoded_group, encode, encode_group, joined, newest_version, records
-from llamarl.executors.replies import ControllerState, JournalPosition
-from llamarl.observability.files import sync
+from llamarl.controller.journal_reader import JournalReader, Step
+from llamarl.controller.records import Key, encode, encode_group
+from llamarl.executors.replies import ControllerState
+from llamarl.observability.files import compress, sync
 from llamarl.observability.metrics import Row
-from llamarl.observability.sinks import RowLog
+from llamarl.observability.sinks import LAST_PIECE_S, RowLog
 from llamarl.types import Prompt, Rollout, RolloutGroup
 
 SEGMENT_BYTES = 256 << 20
 """From which on a file gets no more records."""
 UNWRITTEN_S = 1.0
 """Scored groups wait for so long: writing many at once takes a fraction of the time."""
-_NOTHING = -2
-"""Older than a rollout without tokens."""
-Key = tuple[int, int]
-"""Group and index of a rollout; a greedy one has a group of its own."""
 
 
-class _Place(NamedTuple):
-    segment: int
-    offset: int
-    newest_version: int
-
-
-class Journal:
+class Journal(JournalReader):
     """What the disk refuses costs a warning, and what is said above up to the next checkpoint."""
 
     def __init__(
@@ -69,40 +57,29 @@ class Journal:
             saved: steps of those that there are, ascending.
             keeps: every file, or those that may be needed.
         """
-        self._folder, self._warn, self._prompts = folder, warn, prompts
-        self._settings = json.loads(json.dumps(settings or {}))
-        self._keep, self._saved, self._keeps = keep, list(saved)[-keep:], keeps
+        super().__init__(folder, prompts, settings)
+        self._warn, self._keep, self._saved, self._keeps = warn, keep, list(saved)[-keep:], keeps
         self.seconds = 0.0
         """Spent on writing."""
         self._lines = RowLog(None, lambda failure: warn(str(failure)))
         """Opened by `begin`: who only reads changes nothing."""
         self._file: IO[bytes] | None = None
         """None before `begin`, and from a failure to the next checkpoint."""
-        self._segment = self._size = 0
         self._told = False
         """Of the last failure."""
         self._unsynced = list[Path]()
-        self.version = 0
-        """Completed steps."""
-        self._steps = dict[int, dict[str, Any]]()
-        """Since the oldest kept checkpoint; with the controller's states, those that were read."""
-        self._firsts = dict[int, int]()
-        """The first file that it takes to go on after a step."""
-        self._fingerprints, self._tensors = dict[int, str](), dict[int, str]()
         self._unwritten, self._unwritten_since_s = list[tuple[RolloutGroup, int]](), 0.0
         """Scored groups with the indices of their prompts."""
-        self._scored = dict[int, _Place]()
-        self._live = dict[int, tuple[int, dict[Key, int]]]()
-        """Of groups that are not trained on yet: the first file with a part, and tokens of each rollout so far."""
-        self._held = dict[int, dict[Key, Rollout]]()
-        """Rollouts of groups that were not complete, as they were read."""
-
-    # Writing
+        self._live = dict[int, tuple[int, dict[Key, Rollout] | None]]()
+        """Of groups that are not trained on yet: the first file with a part, and rollouts so far; None: scored."""
+        self._compressing = threading.Thread()
+        self._compressing.start()
 
     def begin(self, version: int) -> None:
         """The run starts, or goes on after so many steps. Raises ConfigError: `journal.jsonl` is damaged."""
         if self._folder is not None:
             self._forget_after(version)
+            self._pending.forget_after(version)
             self._lines = RowLog(self._folder / "journal.jsonl", lambda failure: self._warn(str(failure)))
             self._lines.drop_after(version)
             self.next_segment()
@@ -113,14 +90,17 @@ class Journal:
             self._write_groups()
         new = list[tuple[int, int, Rollout]]()
         for group_id, one in rollouts if self._file else ():
-            start = self._live[group_id][1].get((one.group_id, one.index), 0) if group_id in self._live else 0
+            _, known = self._live.get(group_id, (0, None))
+            before = known.get((one.group_id, one.index)) if known else None
+            start = before.num_tokens if before else 0
             if one.num_tokens > start or one.finish_reason.is_final:
                 new.append((group_id, start, one))
-        header = {"kind": "rollouts", "groups": [group_id for group_id, _, _ in new]}
-        if new and (place := self._append(lambda: encode(header, [(start, one) for _, start, one in new]))):
+        header, segment = {"kind": "rollouts", "groups": [group_id for group_id, _, _ in new]}, self._segment
+        if new and self._append(lambda: encode(header, [(start, one) for _, start, one in new])):
             for group_id, _, one in new:
-                _, num_tokens = self._live.setdefault(group_id, (place[0], {}))
-                num_tokens[one.group_id, one.index] = one.num_tokens
+                _, known = self._live.setdefault(group_id, (segment, {}))
+                if known is not None:
+                    known[one.group_id, one.index] = one
 
     def groups(self, groups: Iterable[RolloutGroup], prompt_of: Callable[[int], int]) -> None:
         """These are scored; `prompt_of` says the index of a group's prompt."""
@@ -128,22 +108,21 @@ class Journal:
             self._unwritten_since_s = perf_counter()
         self._unwritten += [(group, prompt_of(group.group_id)) for group in groups] if self._file else ()
 
-    def _write_groups(self) -> None:
-        """Many at once: a write lets other threads have the interpreter, who may keep it for milliseconds."""
+    def _write_groups(self, last: bytes = b"") -> bool:
+        """With one more record; whether all is there. Many at once: a write lets other threads have the interpreter,
+        who may keep it for milliseconds."""
         groups, self._unwritten = self._unwritten, []
-        newest, ends = list[int](), [0]
+        live = [self._live.get(group.group_id, (self._segment, None)) for group, _ in groups]
 
         def encoded() -> bytes:
-            newest.extend(newest_version(group.rollouts) for group, _ in groups)
-            parts = [encode_group(*one) for one in groups]
-            ends.extend(accumulate(map(len, parts)))
-            return b"".join(parts)
+            pairs = zip(groups, live, strict=True)
+            return b"".join([*(encode_group(*one, known or {}) for one, (_, known) in pairs), last])
 
-        if groups and (place := self._append(encoded)):
-            segment, start = place
-            for (group, _), version, offset in zip(groups, newest, ends, strict=False):
-                self._scored[group.group_id] = _Place(segment, start + offset, version)
-                self._live[group.group_id] = segment, {}
+        if not (groups or last) or not self._append(encoded):
+            return False
+        for (group, _), (first, _) in zip(groups, live, strict=True):
+            self._live[group.group_id] = first, None
+        return True
 
     def located(self, state: ControllerState) -> ControllerState:
         """`state` with what it takes to go on from there."""
@@ -155,25 +134,31 @@ class Journal:
 
     def step(self, group_ids: Sequence[int], state: ControllerState) -> None:
         """A step on these groups is completed, and nobody has its weights yet; `state` is the one after it."""
-        self._write_groups()
         self.version = step = state["step"]
         row: dict[str, Any] = {"step": step, "groups": list(group_ids), "state": self.located(state)}
-        if self._append(lambda: encode({"kind": "step"} | row)):
-            self._steps[step] = {"groups": row["groups"]}
+        segment = self._segment
+        if self._write_groups(encode({"kind": "step"} | row)):
+            lacking = [one for one in group_ids if self._live.get(one, (0, {}))[1] is not None]
+            lack = f"group {lacking[0]} of step {step} is missing in the journal" if lacking else ""
+            self._steps[step] = Step(segment, lack)
             self._lines.write(row)
         for group_id in group_ids:
             self._live.pop(group_id, None)
 
     def published(self, step: int, fingerprint: str, tensors: str = "") -> str:
         """The weights after this step, as generators serve them. What they were in the same step before, if others."""
-        before = self._fingerprints.get(step, "")
+        before, _ = self.weights(step)
         if fingerprint and fingerprint != before:
-            self._fingerprints[step] = fingerprint
+            self._weights[step] = fingerprint, tensors
             row: Row = {"step": step, "fingerprint": fingerprint, "tensors": tensors}
             if self._append(lambda: encode({"kind": "published"} | row)):
                 self._lines.write(row)
             return before
         return ""
+
+    def has(self, step: int) -> bool:
+        """`steps_after` will give this step, where it gives those before it."""
+        return self._file is not None and not self._lack(step)
 
     def next_segment(self) -> Sequence[Path]:
         """A checkpoint is begun. What is to be on the disk before it counts."""
@@ -194,21 +179,28 @@ class Journal:
             return
         self._saved = sorted({*(one for one in self._saved if one < step), step})[-self._keep :]
         first = min((self._firsts[one] for one in self._saved if one in self._firsts), default=0)
-        for by_step in (self._steps, self._firsts, self._fingerprints, self._tensors):
+        for by_step in (self._steps, self._firsts, self._weights):
             for old in [one for one in by_step if one < self._saved[0]]:
                 del by_step[old]
-        self._scored = {group_id: place for group_id, place in self._scored.items() if place.segment >= first}
         for number in self._segments() if self._keeps == "resume" else ():
             if number < first:
                 with suppress(OSError):
-                    self._path(number).unlink()
+                    self._path(number).unlink(missing_ok=True)
+                    self._path(number).with_suffix(".groups.gz").unlink(missing_ok=True)
+        self._compress(self._segment)
 
-    def _append(self, encoded: Callable[[], bytes]) -> tuple[int, int] | None:
-        """File and byte where it begins; None: it is not there."""
+    def _compress(self, end: int) -> None:
+        """Files before this one, beside everything else. While others are, nothing: the next time does it."""
+        if not self._compressing.is_alive():
+            paths = [path for number in self._segments() if number < end and (path := self._path(number)).exists()]
+            self._compressing = threading.Thread(target=lambda: [*map(compress, paths)], name="compress", daemon=True)
+            self._compressing.start()
+
+    def _append(self, encoded: Callable[[], bytes]) -> bool:
+        """Whether it is there."""
         if self._file is None:
-            return None
+            return False
         start_s, data = perf_counter(), encoded()
-        place = self._segment, self._size
         try:
             rest = memoryview(data)
             while rest:
@@ -218,10 +210,10 @@ class Journal:
                 self._begin_segment()
         except OSError as error:
             self.fail(error)
-            return None
+            return False
         finally:
             self.seconds += perf_counter() - start_s
-        return place
+        return True
 
     def _begin_segment(self) -> None:
         """Raises OSError: the one before is as it was."""
@@ -237,6 +229,7 @@ class Journal:
         if self._file is not None:
             self._file.close()
         self._file, self._segment, self._size = file, self._segment + 1, len(data)
+        self._begins[self._segment] = self.version
         self._unsynced.append(path)
 
     def fail(self, error: OSError) -> None:
@@ -256,127 +249,13 @@ class Journal:
     def close(self) -> None:
         """At the end of the run."""
         self._write_groups()
+        self._lines.close()
         if self._file is not None:
             self._file.close()
-        self._lines.close()
-
-    # Reading
-
-    def go_on(self, state: ControllerState | None) -> tuple[ControllerState | None, str]:
-        """Reads what there is: the state after the last step that can be trained again from a checkpoint's `state`
-        (None: from the beginning), and what cannot be used, in a sentence. Raises OSError."""
-        start, position = state["step"] if state else 0, state.get("journal") if state else None
-        faults, was = self._read_segments(position) if self._folder is not None else ([], self._settings)
-        reached, last = start, max(self._steps, default=start)
-        if was != self._settings:
-            name = next(one for one in (*was, *self._settings) if was.get(one) != self._settings.get(one))
-            faults.append(f"{name} is not what it was")
-            self._forget_after(_NOTHING)
-        while (lack := self._lacks(reached + 1)) == "":
-            reached += 1
-        self._forget_after(reached)
-        if reached < last:
-            said = f"steps {reached + 1} to {last} are done again: {'; '.join(faults) or lack}"
-        else:
-            said = f"some of what was generated is generated again: {'; '.join(faults)}" if faults else ""
-        return (self._steps[reached]["state"] if reached > start else state), said
-
-    def steps_after(self, step: int) -> Iterator[tuple[int, list[RolloutGroup]]]:
-        """The groups of each completed step after this one, in the order in which they were trained on; ends before one
-        of which something is missing. Raises OSError."""
-        while not self._lacks(step + 1):
-            step += 1
-            yield step, [self._read_group(self._scored[group_id]) for group_id in self._steps[step]["groups"]]
-
-    def weights(self, version: int) -> tuple[str, str]:
-        """Fingerprint, and those of the tensors, of a version as generators served it; empty: not on record."""
-        return self._fingerprints.get(version, ""), self._tensors.get(version, "")
-
-    def has(self, step: int) -> bool:
-        """`steps_after` will give this step, where it gives those before it."""
-        return self._file is not None and not self._lacks(step)
-
-    def kept(self, group_id: int) -> tuple[RolloutGroup | None, Mapping[Key, Rollout]]:
-        """What was generated of a group before the run went on: all of it, scored, or some rollouts."""
-        held = self._held.pop(group_id, {})
-        if place := self._scored.get(group_id):
-            with suppress(OSError):
-                return self._read_group(place), held
-        return None, held
-
-    def _read_group(self, place: _Place) -> RolloutGroup:
-        path = self._path(place.segment)
-        for _, record in records(path, place.offset):
-            return decoded_group(record, self._prompts[record.header["prompt"]])
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-
-    def _lacks(self, step: int) -> str:
-        """Why a step cannot be trained again; empty: it can."""
-        if step not in self._steps:
-            return f"step {step} is missing in the journal"
-        missing = [group_id for group_id in self._steps[step]["groups"] if group_id not in self._scored]
-        return f"group {missing[0]} of step {step} is missing in the journal" if missing else ""
-
-    def _read_segments(self, position: JournalPosition | None) -> tuple[list[str], dict[str, Any]]:
-        """What is damaged, and the settings of the newest file. Raises OSError."""
-        faults, numbers, was = list[str](), self._segments(), self._settings
-        for number in numbers:
-            for start, record in records(self._path(number)):
-                if not start:
-                    if number > numbers[0]:
-                        faults += self._check_end(record.header["before"])
-                    is_next = number in (numbers[0], self._segment + 1)
-                    self._forget_after(
-                        record.header["version"] if is_next and was == record.header["settings"] else _NOTHING
-                    )
-                    was, self._segment = record.header["settings"], number
-                self._read(start, record)
-                self._size = record.end
-        faults += self._check_end(position) if position else ()
-        return faults, was
-
-    def _check_end(self, said: JournalPosition) -> list[str]:
-        """Whether the file that was read last reaches as far as it did when something later was written."""
-        if (said["segment"], said["bytes"]) <= (self._segment, self._size):
-            return []
-        return [f"{self._path(said['segment'])} is missing, or damaged after byte {self._size}"]
-
-    def _read(self, start: int, record: Record) -> None:
-        header = record.header
-        if header["kind"] == "group":
-            newest = newest_version([rollout for _, rollout in record.parts])
-            self._scored[header["group_id"]] = _Place(self._segment, start, newest)
-            self._held.pop(header["group_id"], None)
-        elif header["kind"] == "rollouts":
-            for group_id, (skipped, part) in zip(header["groups"], record.parts, strict=True):
-                held, key = self._held.setdefault(group_id, {}), (part.group_id, part.index)
-                if rollout := joined(held.pop(key, None), skipped, part):
-                    held[key] = rollout
-        elif header["kind"] == "step":
-            self._steps[header["step"]] = header
-            self._firsts[header["step"]] = header["state"]["journal"]["first"]
-        elif header["kind"] == "published":
-            self._fingerprints[header["step"]] = header["fingerprint"]
-            self._tensors[header["step"]] = header.get("tensors", "")
-
-    def _forget_after(self, version: int) -> None:
-        """Later steps, and what weights sampled that came of them, are not part of the run."""
-        self.version = max(version, 0)
-        for by_step in (self._steps, self._firsts, self._fingerprints, self._tensors):
-            for step in [one for one in by_step if one > version]:
-                del by_step[step]
-        self._scored = {one: place for one, place in self._scored.items() if place.newest_version <= version}
-        for held in self._held.values():
-            for key in [key for key, one in held.items() if newest_version([one]) > version]:
-                del held[key]
-
-    def _segments(self) -> list[int]:
-        assert self._folder is not None
-        return sorted(int(path.stem) for path in self._folder.glob("journal/" + "[0-9]" * 8 + ".groups"))
-
-    def _path(self, segment: int) -> Path:
-        assert self._folder is not None
-        return self._folder / "journal" / f"{segment:08d}.groups"
+            self._compressing.join(LAST_PIECE_S)
+            if not self._compressing.is_alive():
+                self._compress(self._segment + 1)
+                self._compressing.join(LAST_PIECE_S)
 
 
 def to_disk(paths: Sequence[Path]) -> None:

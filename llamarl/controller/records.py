@@ -6,36 +6,63 @@ the header describes, end to end. A file holds nothing else.
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import os
 import struct
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import xxhash
 
-from llamarl.types import Columns, FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup, continued
+from llamarl.types import (
+    Columns,
+    FinishReason,
+    Outcome,
+    Prompt,
+    RewardResult,
+    Rollout,
+    RolloutGroup,
+    continued,
+)
 
 _DIGEST, _SIZES = struct.Struct("<Q"), struct.Struct("<QQ")
 _FRAME_BYTES = _DIGEST.size + _SIZES.size
+Key = tuple[int, int]
+"""Group and index of a rollout; a greedy one has a group of its own."""
+
+
+class Part(NamedTuple):
+    """Some tokens of a rollout."""
+
+    start: int
+    stop: int
+    rollout: Rollout
+    """With columns of these tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
     """One of a file."""
 
-    header: dict[str, Any]
-    """What it says besides its rollouts."""
-    parts: Sequence[tuple[int, Rollout]]
-    """Rollouts, each from one of its tokens on."""
+    start: int
     end: int
     """Of its bytes in the file."""
+    header: dict[str, Any]
+    """What it says besides its rollouts."""
+    parts: Sequence[Part]
 
 
-def encode(header: dict[str, Any], parts: Sequence[tuple[int, Rollout]] = ()) -> bytes:
+_encoded = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def encode(header: Mapping[str, Any], parts: Sequence[tuple[int, Rollout]] = ()) -> bytes:
     """A record of these rollouts, each without so many of its first tokens."""
     numbers, layouts = dict[tuple[Any, ...], int](), list[list[tuple[str, str]]]()
     described, arrays = list[tuple[Any, ...]](), list[Any]()
@@ -47,18 +74,15 @@ def encode(header: dict[str, Any], parts: Sequence[tuple[int, Rollout]] = ()) ->
         arrays += [values_T[start:] for values_T in columns] if start else columns
         size = one.num_tokens - start
         described.append((one.group_id, one.index, one.finish_reason, one.error, start, size, number, one.prefills))
-    text, rest = json.dumps(header | {"layouts": layouts, "rollouts": described}).encode(), b"".join(arrays)
+    text, rest = _encoded({**header, "layouts": layouts, "rollouts": described}).encode(), b"".join(arrays)
     body = b"".join((_SIZES.pack(len(text), len(rest)), text, rest))
     return _DIGEST.pack(xxhash.xxh3_64_intdigest(body)) + body
 
 
-def records(path: Path, start: int = 0) -> Iterator[tuple[int, Record]]:
-    """Those of a file with where they begin, from the byte `start` on, up to the first that is torn or damaged.
-
-    Raises OSError: it cannot be read.
-    """
-    with path.open("rb") as file:
-        num_bytes = os.fstat(file.fileno()).st_size
+def records(path: Path) -> Iterator[Record]:
+    """Those of a file, or of what it was compressed to, up to the first that is torn or damaged. Raises OSError."""
+    with _opened(path) as file:
+        start, num_bytes = 0, file.seek(0, os.SEEK_END)
         file.seek(start)
         while len(frame := file.read(_FRAME_BYTES)) == _FRAME_BYTES:
             sizes = _SIZES.unpack_from(frame, _DIGEST.size)
@@ -72,14 +96,27 @@ def records(path: Path, start: int = 0) -> Iterator[tuple[int, Record]]:
                 return
             header = json.loads(body[: sizes[0]])
             parts = _parts(header.pop("layouts"), header.pop("rollouts"), body, sizes[0])
-            yield start, Record(parts=parts, header=header, end=end)
+            yield Record(start=start, end=end, header=header, parts=parts)
             start = end
+
+
+def _opened(path: Path) -> IO[bytes]:
+    with suppress(FileNotFoundError):
+        return path.open("rb")
+    data = io.BytesIO()
+    with (
+        suppress(EOFError, zlib.error, gzip.BadGzipFile),
+        gzip.open(path.with_name(f"{path.name}.gz")) as file,
+    ):
+        while block := file.read(1 << 16):
+            data.write(block)
+    return data
 
 
 def _parts(
     layouts: Sequence[Sequence[tuple[str, str]]], described: Sequence[Sequence[Any]], body: bytes, offset: int
-) -> Sequence[tuple[int, Rollout]]:
-    parts = list[tuple[int, Rollout]]()
+) -> Sequence[Part]:
+    parts = list[Part]()
     for group_id, index, finish_reason, error, start, num_tokens, layout, prefills in described:
         columns: Columns = {}
         for name, dtype in layouts[layout]:
@@ -89,7 +126,7 @@ def _parts(
             group_id=group_id, index=index, columns=columns, finish_reason=FinishReason(finish_reason), error=error,
             prefills=tuple(map(tuple, prefills)),
         )  # fmt: skip
-        parts.append((start, rollout))
+        parts.append(Part(start, start + num_tokens, rollout))
     return parts
 
 
@@ -113,27 +150,31 @@ def newest_version(rollouts: Sequence[Rollout]) -> int:
     return int(np.concatenate(versions).max()) if versions else -1
 
 
-def encode_group(group: RolloutGroup, prompt: int) -> bytes:
-    """All that the trainer gets, with the index of its prompt instead of the prompt."""
+def encode_group(group: RolloutGroup, prompt: int, known: Mapping[Key, Rollout]) -> bytes:
+    """What the trainer gets, with the index of its prompt instead of the prompt, but for rollouts that are on record as
+    they are `known`."""
+    places = [n for n, one in enumerate(group.rollouts) if one is not known.get((group.group_id, n))]
     header = {
         "kind": "group",
         "group_id": group.group_id,
         "prompt": prompt,
+        "newest": newest_version(group.rollouts),
+        "tokens": [one.num_tokens for one in group.rollouts],
+        "places": places,
         "results": list(map(_plain, group.results)),
         "responses": group.responses,
         "environment_s": group.environment_s,
         "baseline": _plain(group.baseline),
     }
-    return encode(header, [(0, one) for one in group.rollouts])
+    return encode(header, [(0, group.rollouts[place]) for place in places])
 
 
-def decoded_group(record: Record, prompt: Prompt) -> RolloutGroup:
+def decoded_group(header: Mapping[str, Any], prompt: Prompt, rollouts: Iterable[Rollout]) -> RolloutGroup:
     """What `encode_group` was given."""
-    header = record.header
     return RolloutGroup(
         group_id=header["group_id"],
         prompt=prompt,
-        rollouts=tuple(rollout for _, rollout in record.parts),
+        rollouts=tuple(rollouts),
         results=tuple(_result(one) for one in header["results"]),
         responses=tuple(header["responses"]),
         environment_s=tuple(header["environment_s"]),

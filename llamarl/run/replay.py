@@ -241,9 +241,14 @@ class _Replay:
             state, lost = self._journal.go_on(cast("ControllerState | None", {"step": begin} if begin else None))
         except OSError as error:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
+        since, name = self._journal.since
+        if begin < since:
+            raise ConfigError(
+                f"--steps {request.first}:{request.last}: the run went on after step {since} with another {name}, and "
+                f"what came before is no part of it any more; give --steps {since + 1}:{request.last} --only train"
+            )
         if (reached := state["step"] if state else 0) < request.last:
             cause = lost.replace("are done again", "cannot be read") or "record.kind = 'resume' kept no more"
-            cause += " (of steps before a --resume with other settings nothing can be repeated)"
             raise Diverged(reached + 1, "the journal", f"steps to {request.last}", f"steps to {reached}", cause)
         return self._journal.steps_after(begin)
 

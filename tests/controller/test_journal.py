@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import random
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,11 +105,16 @@ class Author:
             RewardResult(outcome=Outcome.SCORE, value=self.random.random(), first_part=first),
             RewardResult(outcome=Outcome.INVALID, value=0.0),
         ]
-        values = [one.columns | {"values": np.full(one.num_tokens, 0.5, np.float32)} for one in rollouts]
+        values = {"values": 0.5} if group_id % 3 == 1 else {}  # of a critic
         group = RolloutGroup(
             group_id=group_id,
             prompt=PROMPTS[group_id % 7],
-            rollouts=tuple(replace(one, columns=more) for one, more in zip(rollouts, values, strict=True)),
+            rollouts=tuple(
+                replace(one, columns=one.columns | {name: np.full(one.num_tokens, x, np.float32)})
+                for one in rollouts
+                for name, x in values.items()
+            )
+            or tuple(rollouts),
             results=tuple(results),
             responses=("\ud800", "b" * self.random.randrange(9)),
             baseline=self.random.choice([None, first]),
@@ -182,10 +189,14 @@ def check(author: Author, folder: Path, place: tuple[int, int], state: Any = Non
         assert all(same(held[key], expected[key]) for key in held)
 
 
-def written(folder: Path, seed: int, num_acts: int, num_checkpoints: int = 1, **options: Any) -> tuple[Author, Any]:
+def written(
+    folder: Path, seed: int, num_acts: int, num_checkpoints: int = 1, compresses: bool = False, **options: Any
+) -> tuple[Author, Any]:
     """A journal, and the state of its newest checkpoint."""
     folder.mkdir()
     author, state = Author(folder, seed, **options), None
+    if not compresses:
+        author.journal._compress = lambda end: None  # type: ignore[method-assign]
     for n in range(num_acts):
         author.act()
         if num_checkpoints and n % (num_acts // (num_checkpoints + 1)) == num_acts // (num_checkpoints + 1) - 1:
@@ -202,13 +213,16 @@ def newest(folder: Path) -> Path:
 
 
 @settings(max_examples=25)
-@given(seed=st.integers(0, 1 << 30), num_checkpoints=st.integers(0, 3))
-def test_what_is_read_is_what_was_written(tmp_path_factory: Any, seed: int, num_checkpoints: int) -> None:
+@given(seed=st.integers(0, 1 << 30), num_checkpoints=st.integers(0, 3), compresses=st.booleans())
+def test_what_is_read_is_what_was_written(
+    tmp_path_factory: Any, seed: int, num_checkpoints: int, compresses: bool
+) -> None:
     folder = tmp_path_factory.mktemp("journal") / "run"
-    author, state = written(folder, seed, 90, num_checkpoints)
+    author, state = written(folder, seed, 90, num_checkpoints, compresses)
+    assert {path.suffix for path in (folder / "journal").iterdir()} == {".gz" if compresses else ".groups"}
     assert not author.said
     check(author, folder, (author.journal._segment, author.journal._size), state)
-    oldest = min(int(path.stem) for path in (folder / "journal").iterdir())
+    oldest = min(int(path.name[:8]) for path in (folder / "journal").iterdir())
     assert oldest == (state["journal"]["first"] if state else 1), "files that nobody needs any more"
 
 
@@ -221,7 +235,7 @@ def test_a_torn_end_costs_what_is_torn(tmp_path: Path) -> None:
         whole = path.read_bytes()
         assert len(whole) > 2000
         shutil.copytree(folder, cut)
-        for size in (*range(0, len(whole) - 900, 61), *range(len(whole) - 900, len(whole) + 1)):
+        for size in (*range(0, len(whole) - 450, 61), *range(len(whole) - 450, len(whole) + 1)):
             (cut / path.relative_to(folder)).write_bytes(whole[:size])
             check(author, cut, (int(path.stem), size), state)
 
@@ -291,6 +305,98 @@ def test_a_run_that_goes_back_leaves_nothing_of_what_it_took_back(tmp_path: Path
         assert newest_version([*(group.rollouts if group else ()), *held.values()]) <= state["step"]
     rows = (tmp_path / "run/journal.jsonl").read_text().splitlines()
     assert len([row for row in rows if '"groups"' in row]) == state["step"]
+
+
+def replayed(author: Author) -> bool:
+    """Whether all steps are read as they were."""
+    journal, _, said = read(author.folder)
+    assert said == ""
+    steps = dict(journal.steps_after(0))
+    assert list(steps) == list(range(1, author.version + 1))
+    return all(
+        [group.group_id for group in groups] == author.consumed[step]
+        and all(same_group(group, author.whole[group.group_id]) for group in groups)
+        for step, groups in steps.items()
+    )
+
+
+def test_files_are_compressed_while_the_run_goes_on(tmp_path: Path) -> None:
+    """Those before the newest checkpoint; whoever reads meanwhile finds what there is."""
+    (tmp_path / "run").mkdir()
+    author = Author(tmp_path / "run", 3, keeps="all")
+    for number in range(1, 5):
+        for _ in range(24):
+            author.act()
+        author.checkpoint()
+        author.journal._compressing.join()
+        names = sorted(path.name for path in (tmp_path / "run/journal").iterdir())
+        assert names == [*(f"{n:08}.groups.gz" for n in range(1, number + 1)), f"{number + 1:08}.groups"]
+        assert replayed(author)
+    ((step, groups),) = author.journal.steps_after(author.version - 1)
+    assert step == author.version and [group.group_id for group in groups] == author.consumed[step]
+    assert all(same_group(group, author.whole[group.group_id]) for group in groups)
+    author.journal.close()
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> Author:
+    return written(tmp_path / "run", 8, 80, num_checkpoints=2, keeps="all")[0]
+
+
+def test_killed_while_it_compresses(ended: Author) -> None:
+    """Half of a file is nobody's; of two whole ones either is read."""
+    first, second, *_ = sorted((ended.folder / "journal").iterdir())
+    partial = first.with_name(f".{first.name}.gz.partial")
+    partial.write_bytes(gzip.compress(first.read_bytes())[:50])
+    second.with_name(f"{second.name}.gz").write_bytes(gzip.compress(second.read_bytes()))
+    assert replayed(ended)
+    journal, _, _ = read(ended.folder, keeps="all")
+    journal.begin(ended.version)
+    journal.close()
+    assert all(path.suffix == ".gz" for path in (ended.folder / "journal").iterdir())
+    assert replayed(ended)
+
+
+def test_a_disk_that_refuses_keeps_files_as_they_are(ended: Author, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full, or frozen: nobody waits for it."""
+    before = {path: path.read_bytes() for path in (ended.folder / "journal").iterdir()}
+    journal, _, _ = read(ended.folder, keeps="all")
+    journal.begin(ended.version)
+    thawed, fsync = threading.Event(), os.fsync
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def frozen(descriptor: int) -> None:
+        if threading.current_thread().name == "compress":
+            thawed.wait(30.0)
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        journal._compress(9)
+        journal._compressing.join()
+        assert before.items() <= {path: path.read_bytes() for path in (ended.folder / "journal").iterdir()}.items()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", frozen)
+        patched.setattr(module, "LAST_PIECE_S", 0.01)
+        journal.committed(ended.version)
+        journal.committed(ended.version)
+        journal.close()
+        assert journal._compressing.is_alive() and replayed(ended)
+        thawed.set()
+        journal._compressing.join()
+    assert replayed(ended)
+
+
+def test_a_compressed_file_that_is_damaged_is_told(tmp_path: Path) -> None:
+    author, _ = written(tmp_path / "run", 6, 90, num_checkpoints=2, compresses=True, keeps="all")
+    path, draw = sorted((author.folder / "journal").iterdir())[1], random.Random(0)
+    whole = path.read_bytes()
+    for at in draw.sample(range(10, len(whole) - 8), 30):  # after which is a checksum of the whole
+        for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :]):
+            path.write_bytes(damaged)
+            assert f"{str(path)[:-3]} is missing, or damaged after byte" in read(author.folder)[2]
 
 
 def test_files_are_kept_for_each_checkpoint_and_all_where_asked_for(tmp_path: Path) -> None:

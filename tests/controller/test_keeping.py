@@ -115,7 +115,7 @@ def test_killed_twice_at_any_moment(tmp_path: Path, rollout: dict[str, int], eve
         if rollout["max_staleness"] < 3:
             ids = [row["group_id"] for row in rollouts if not row["index"]]
             assert ids == sorted(ids), "strictly in the order of admission"
-    assert num_kept > 100 and num_again > (10 if not every_steps else 0)
+    assert num_kept > 60 and num_again > (10 if not every_steps else 0)
 
 
 def test_without_staleness_it_is_the_run_that_was_never_killed(tmp_path: Path) -> None:
@@ -144,7 +144,8 @@ def test_without_its_journal_it_goes_back_to_the_checkpoint(tmp_path: Path) -> N
     with pytest.raises(Killed):
         run_of(tmp_path, disk, 2, 3, max_staleness=1).train(strike=killed(12.0))
     assert disk.version > newest(disk)[0] >= 3
-    (tmp_path / "journal" / "00000001.groups").unlink()
+    (first,) = (tmp_path / "journal").glob("00000001.groups*")
+    first.unlink()
     run = run_of(tmp_path, Trainer(version=newest(disk)[0], saved=disk.saved), 2, 3, max_staleness=1)
     run.train(json.loads(newest(disk)[1]))
     assert run.lost == f"steps 4 to {disk.version} are done again: group 6 of step 4 is missing in the journal"

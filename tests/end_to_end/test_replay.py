@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -10,12 +11,13 @@ import signal
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from llamarl.controller.journal_reader import JournalReader
 from llamarl.controller.records import records
 from llamarl.executors.trainer import TrainerExecutor
 from llamarl.generation.replay import Replayer
@@ -52,9 +54,11 @@ def trained(folder: Path, toml: Path, *options: object) -> Path:
 
 
 def recorded(run: Path) -> list[Rollout]:
-    files = sorted((run / "journal").glob("*.groups"))
-    found = [record for file in files for _, record in records(file) if record.header["kind"] == "group"]
-    return [rollout for record in found for _, rollout in record.parts]
+    """That were trained on."""
+    settings = next(records(run / "journal/00000001.groups")).header["settings"]
+    journal = JournalReader(run, cast("Any", range(1000)), settings)
+    journal.go_on(None)
+    return [one for _, groups in journal.steps_after(0) for group in groups for one in group.rollouts]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,6 +150,9 @@ def test_the_record_is_small(run: Path) -> None:
     assert len(rollouts) == 36
     assert sum(len(json.dumps(one.prefills)) for one in rollouts) < 60 * len(rollouts)
     assert lines < 200 * len(rollouts), "digests of tensors, order of groups"
+    assert all(path.suffix == ".gz" for path in (run / "journal").iterdir())
+    num_bytes = sum(path.stat().st_size for path in (run / "journal").iterdir())
+    assert num_bytes < 12 * sum(one.num_tokens for one in rollouts) + 100 * len(rollouts), "each token once"
 
 
 def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
@@ -198,9 +205,14 @@ def test_a_changed_reward_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_truncated_record_is_named(copy: Path) -> None:
-    last = max(path for path in (copy / "journal").glob("*.groups") if path.stat().st_size > 2_000)
-    with last.open("r+b") as file:
-        file.truncate(last.stat().st_size - 700)
+    last = max(path for path in (copy / "journal").glob("*.gz") if path.stat().st_size > 2_000)
+    plain, whole = last.with_suffix(""), last.read_bytes()
+    last.write_bytes(whole[:-700])
+    assert re.search(
+        rf"steps to 6, replayed steps to \d. .*: {plain} is missing, or damaged after byte \d+", differs(copy)
+    )
+    last.unlink()
+    plain.write_bytes(gzip.decompress(whole)[:-700])
     said = differs(copy)
     assert "the journal: recorded steps to 6, replayed steps to 5" in said and "damaged after byte" in said
     lines = (copy / "rollouts.jsonl").read_text().splitlines(keepends=True)

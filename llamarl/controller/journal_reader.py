@@ -1,0 +1,238 @@
+"""`JournalReader`: what the journal of a run says, after the process that wrote it has ended or while it writes.
+
+A group's record has what was not known of its rollouts before: rewards, values, the order. Their tokens are in records
+before it. So it is read in order, and what is in memory at a time are the groups of a step and those that no step has
+taken.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llamarl.controller.records import Key, Part, Record, decoded_group, joined, newest_version, records
+from llamarl.executors.replies import ControllerState, JournalPosition
+from llamarl.types import Prompt, Rollout, RolloutGroup
+
+_NOTHING = -2
+"""Older than a rollout without tokens."""
+
+
+class Scored(NamedTuple):
+    """A group, as its records say."""
+
+    header: dict[str, Any]
+    parts: list[list[Part]]
+    """Of each of its rollouts."""
+
+
+class Step(NamedTuple):
+    """A completed one."""
+
+    segment: int
+    """The file that says so."""
+    lack: str = ""
+    """Why it cannot be trained again; empty: it can."""
+    state: ControllerState | None = None
+    """After it; None: it was not read."""
+
+
+class _Pending:
+    """Groups that no step has taken yet, at a place of the journal."""
+
+    def __init__(self) -> None:
+        self.held = dict[int, dict[Key, list[Part]]]()
+        """Rollouts of groups that are not scored."""
+        self.scored = dict[int, Scored]()
+
+    def add(self, record: Record) -> None:
+        """What comes next."""
+        header = record.header
+        if header["kind"] == "rollouts":
+            for group_id, part in zip(header["groups"], record.parts, strict=True):
+                held, key = self.held.setdefault(group_id, {}), (part.rollout.group_id, part.rollout.index)
+                before = held.pop(key, [])
+                if part.start <= (before[-1].stop if before else 0):
+                    held[key] = [*before, part] if part.start else [part]
+        elif header["kind"] == "group":
+            group_id = header["group_id"]
+            whole, held = dict(zip(header["places"], record.parts, strict=True)), self.held.get(group_id, {})
+            parts = [
+                [whole[place]] if place in whole else held.get((group_id, place), [])
+                for place in range(len(header["tokens"]))
+            ]
+            self.scored.pop(group_id, None)
+            if [of[-1].stop if of else -1 for of in parts] == header["tokens"]:
+                self.scored[group_id] = Scored(header, parts)
+                self.held.pop(group_id, None)
+
+    def forget_after(self, version: int) -> None:
+        """What later weights sampled is not part of the run."""
+        self.scored = {one: group for one, group in self.scored.items() if group.header["newest"] <= version}
+        for held in self.held.values():
+            for key in [key for key, parts in held.items() if newest_version([one.rollout for one in parts]) > version]:
+                del held[key]
+
+
+class JournalReader:
+    """Changes nothing."""
+
+    def __init__(self, folder: Path | None, prompts: Sequence[Prompt], settings: Mapping[str, Any] | None) -> None:
+        """
+        Args:
+            folder: of the run; None: nothing is kept.
+            prompts: that are trained on.
+            settings: what rollouts and steps depend on.
+        """
+        self._folder, self._prompts = folder, prompts
+        self._settings = json.loads(json.dumps(settings or {}))
+        self._segment = self._size = 0
+        """The newest file, and how much of it there is."""
+        self.version = 0
+        """Completed steps."""
+        self.since = 0, ""
+        """The step from which on settings are what they are now, and the name of one that was another before."""
+        self._steps = dict[int, Step]()
+        """Since the oldest kept checkpoint."""
+        self._begins = dict[int, int]()
+        """What is newer than this version, when a file begins, is not part of the run."""
+        self._firsts = dict[int, int]()
+        """The first file that it takes to go on after a step."""
+        self._weights = dict[int, tuple[str, str]]()
+        """Fingerprints of versions as generators served them, and of their tensors."""
+        self._pending = _Pending()
+        """When the run went on."""
+
+    def go_on(self, state: ControllerState | None) -> tuple[ControllerState | None, str]:
+        """Reads what there is: the state after the last step that can be trained again from a checkpoint's `state`
+        (None: from the beginning), and what cannot be used, in a sentence. Raises OSError."""
+        start, position = state["step"] if state else 0, state.get("journal") if state else None
+        faults, was = self._read_segments(position)
+        reached, last = start, max(self._steps, default=start)
+        if name := _first_other(was, self._settings):
+            faults.append(f"{name} is not what it was")
+            self._forget_after(_NOTHING)
+        while (lack := self._lack(reached + 1)) == "":
+            reached += 1
+        self._forget_after(reached)
+        for _ in self._taken(self._firsts.get(reached, 0), self._pending):
+            pass
+        self._pending.forget_after(_NOTHING if name else reached)
+        if reached < last:
+            said = f"steps {reached + 1} to {last} are done again: {'; '.join(faults) or lack}"
+        else:
+            said = f"some of what was generated is generated again: {'; '.join(faults)}" if faults else ""
+        return (self._steps[reached].state if reached > start else state), said
+
+    def steps_after(self, step: int) -> Iterator[tuple[int, list[RolloutGroup]]]:
+        """The groups of each completed step after this one, in the order in which they were trained on; ends before one
+        of which something is missing. Raises OSError."""
+        if not self._lack(step + 1):
+            for taken, groups in self._taken(self._firsts.get(step, 0), _Pending()):
+                if taken == step + 1:
+                    step = taken
+                    yield step, [self._group(one) for one in groups]
+                    if self._lack(step + 1):
+                        return
+
+    def weights(self, version: int) -> tuple[str, str]:
+        """Fingerprint, and those of the tensors, of a version as generators served it; empty: not on record."""
+        return self._weights.get(version, ("", ""))
+
+    def kept(self, group_id: int) -> tuple[RolloutGroup | None, Mapping[Key, Rollout]]:
+        """What was generated of a group before the run went on: all of it, scored, or some rollouts."""
+        held, found = self._pending.held.pop(group_id, {}), self._pending.scored.pop(group_id, None)
+        return self._group(found) if found else None, {key: _whole(parts) for key, parts in held.items()}
+
+    def _taken(self, first: int, pending: _Pending) -> Iterator[tuple[int, list[Scored]]]:
+        """Steps that are part of the run, from a file on, with what they took of `pending`, where the rest stays."""
+        for segment in [number for number in self._begins if number >= first]:
+            pending.forget_after(self._begins[segment])
+            for record in records(self._path(segment)):
+                header = record.header
+                step = self._steps.get(header["step"]) if header["kind"] == "step" else None
+                if step and step.segment == segment:
+                    yield (
+                        header["step"],
+                        list(filter(None, (pending.scored.pop(one, None) for one in header["groups"]))),
+                    )
+                pending.add(record)
+
+    def _group(self, one: Scored) -> RolloutGroup:
+        return decoded_group(one.header, self._prompts[one.header["prompt"]], map(_whole, one.parts))
+
+    def _lack(self, number: int) -> str:
+        """Why a step cannot be trained again; empty: it can."""
+        if (step := self._steps.get(number)) is None:
+            return f"step {number} is missing in the journal"
+        return step.lack
+
+    def _read_segments(self, position: JournalPosition | None) -> tuple[list[str], dict[str, Any]]:
+        """What is damaged, and the settings of the newest file. Raises OSError."""
+        faults, numbers, was, pending = list[str](), self._segments(), self._settings, _Pending()
+        for number in numbers:
+            for record in records(self._path(number)):
+                header = record.header
+                if not record.start:
+                    if number > numbers[0]:
+                        faults += self._check_end(header["before"])
+                    is_next, other = number in (numbers[0], self._segment + 1), _first_other(was, header["settings"])
+                    if other and number > numbers[0]:
+                        self.since = header["version"], other
+                    self._begins[number] = header["version"] if is_next and not other else _NOTHING
+                    self._forget_after(self._begins[number])
+                    pending.forget_after(self._begins[number])
+                    was, self._segment = header["settings"], number
+                pending.add(record)
+                self._read(header, pending.scored)
+                self._size = record.end
+        faults += self._check_end(position) if position else ()
+        return faults, was
+
+    def _check_end(self, said: JournalPosition) -> list[str]:
+        """Whether the file that was read last reaches as far as it did when something later was written."""
+        if (said["segment"], said["bytes"]) <= (self._segment, self._size):
+            return []
+        size = self._size if said["segment"] == self._segment else 0
+        return [f"{self._path(said['segment'])} is missing, or damaged after byte {size}"]
+
+    def _read(self, header: dict[str, Any], scored: dict[int, Scored]) -> None:
+        step = header.get("step", 0)
+        if header["kind"] == "step":
+            found = {group_id: scored.pop(group_id, None) for group_id in header["groups"]}
+            lack = next(
+                (f"group {one} of step {step} is missing in the journal" for one in found if not found[one]), ""
+            )
+            self._steps[step] = Step(self._segment, lack, header["state"])
+            self._firsts[step] = header["state"]["journal"]["first"]
+        elif header["kind"] == "published":
+            self._weights[step] = header["fingerprint"], header["tensors"]
+
+    def _forget_after(self, version: int) -> None:
+        """Later steps are not part of the run."""
+        self.version = max(version, 0)
+        for by_step in (self._steps, self._firsts, self._weights):
+            for step in [one for one in by_step if one > version]:
+                del by_step[step]
+
+    def _segments(self) -> list[int]:
+        found = self._folder.glob("journal/" + "[0-9]" * 8 + ".groups*") if self._folder else ()
+        return sorted({int(path.name[:8]) for path in found})
+
+    def _path(self, segment: int) -> Path:
+        return Path(self._folder or "", "journal", f"{segment:08d}.groups")
+
+
+def _whole(parts: Sequence[Part]) -> Rollout:
+    rollout = None
+    for part in parts:
+        rollout = joined(rollout, part.start, part.rollout)
+    assert rollout is not None, "each part continues those before"
+    return rollout
+
+
+def _first_other(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Name of a setting that differs; empty: none does."""
+    return next((name for name in (*one, *other) if one.get(name) != other.get(name)), "")
