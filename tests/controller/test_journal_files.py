@@ -1,0 +1,183 @@
+"""Files of the journal: compressed beside the run, of several lives of it, and of which a record is missing."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from llamarl.controller import journal as module
+from llamarl.controller.journal import Journal
+from tests.controller.test_journal import PROMPTS, SETTINGS, SIZE, Author, read, same_group, written
+
+
+def replayed(author: Author) -> bool:
+    """Whether all steps are read as they were."""
+    journal, _, said = read(author.folder)
+    assert said == ""
+    steps = dict(journal.steps_after(0))
+    assert list(steps) == list(range(1, author.version + 1))
+    return all(
+        [group.group_id for group in groups] == author.consumed[step]
+        and all(same_group(group, author.whole[group.group_id]) for group in groups)
+        for step, groups in steps.items()
+    )
+
+
+def test_files_are_compressed_while_the_run_goes_on(tmp_path: Path) -> None:
+    """Those before the newest checkpoint; whoever reads meanwhile finds what there is."""
+    (tmp_path / "run").mkdir()
+    author = Author(tmp_path / "run", 3, keeps="all")
+    for number in range(1, 5):
+        for _ in range(24):
+            author.act()
+        author.checkpoint()
+        author.journal._compressing.join()
+        names = sorted(path.name for path in (tmp_path / "run/journal").iterdir())
+        assert names == [*(f"{n:08}.groups.gz" for n in range(1, number + 1)), f"{number + 1:08}.groups"]
+        assert replayed(author)
+    ((step, groups),) = author.journal.steps_after(author.version - 1)
+    assert step == author.version and [group.group_id for group in groups] == author.consumed[step]
+    assert all(same_group(group, author.whole[group.group_id]) for group in groups)
+    author.journal.close()
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> Author:
+    return written(tmp_path / "run", 8, 80, num_checkpoints=2, keeps="all")[0]
+
+
+def test_killed_while_it_compresses(ended: Author) -> None:
+    """Half of a file is nobody's; of two whole ones either is read."""
+    first, second, *_ = sorted((ended.folder / "journal").iterdir())
+    partial = first.with_name(f".{first.name}.gz.partial")
+    partial.write_bytes(gzip.compress(first.read_bytes())[:50])
+    second.with_name(f"{second.name}.gz").write_bytes(gzip.compress(second.read_bytes()))
+    assert replayed(ended)
+    journal, _, _ = read(ended.folder, keeps="all")
+    journal.begin(ended.version)
+    journal.close()
+    assert all(path.suffix == ".gz" for path in (ended.folder / "journal").iterdir())
+    assert replayed(ended)
+
+
+def test_a_disk_that_refuses_keeps_files_as_they_are(ended: Author, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full, or frozen: nobody waits for it."""
+    before = {path: path.read_bytes() for path in (ended.folder / "journal").iterdir()}
+    journal, _, _ = read(ended.folder, keeps="all")
+    journal.begin(ended.version)
+    thawed, fsync = threading.Event(), os.fsync
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def frozen(descriptor: int) -> None:
+        if threading.current_thread().name == "compress":
+            thawed.wait(30.0)
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        journal._compress(9)
+        journal._compressing.join()
+        assert before.items() <= {path: path.read_bytes() for path in (ended.folder / "journal").iterdir()}.items()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", frozen)
+        patched.setattr(module, "LAST_PIECE_S", 0.01)
+        journal.committed(ended.version)
+        journal.committed(ended.version)
+        journal.close()
+        assert journal._compressing.is_alive() and replayed(ended)
+        thawed.set()
+        journal._compressing.join()
+    assert replayed(ended)
+
+
+def test_a_compressed_file_that_is_damaged_is_told(tmp_path: Path) -> None:
+    author, _ = written(tmp_path / "run", 6, 90, num_checkpoints=2, compresses=True, keeps="all")
+    path, draw = sorted((author.folder / "journal").iterdir())[1], random.Random(0)
+    whole = path.read_bytes()
+    for at in draw.sample(range(10, len(whole) - 8), 30):  # after which is a checksum of the whole
+        for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :]):
+            path.write_bytes(damaged)
+            assert f"{str(path)[:-3]} is missing, or damaged after byte" in read(author.folder)[2]
+
+
+def whole(author: Author, group_id: int) -> None:
+    """A group, as far as it takes to score it."""
+    author.active[group_id] = {n: author.grown(group_id, n, None, is_final=True) for n in range(SIZE)}
+    author.journal.rollouts([(group_id, one) for one in author.active[group_id].values()])
+    author.score(group_id)
+
+
+def lives(folder: Path) -> Author:
+    """One that takes two steps, scores a group after them, and goes on, in another process, after the first step."""
+    folder.mkdir()
+    author = Author(folder, 1, keeps="all")
+    for group_id in (1, 2):
+        whole(author, group_id)
+        author.complete_step([group_id])
+    whole(author, 3)
+    author.journal.close()
+    author.journal = Journal(folder, prompts=PROMPTS, settings=SETTINGS, keeps="all")
+    author.journal.go_on(None)
+    author.journal.begin(1)
+    author.version = 1
+    for group_id in (12, 13):
+        whole(author, group_id)
+        author.complete_step([group_id])
+    author.journal.close()
+    return author
+
+
+def test_what_was_taken_back_stays_so(tmp_path: Path) -> None:
+    """Steps of the same number, and what was sampled by a version that is another one now."""
+    author = lives(tmp_path / "run")
+    journal, reached, said = read(author.folder)
+    assert said == "" and reached["step"] == 3
+    assert [[group.group_id for group in groups] for _, groups in journal.steps_after(0)] == [[1], [12], [13]]
+    assert author.whole[3].oldest_version > 1 and journal.kept(3) == (None, {})
+
+
+def test_a_group_of_which_a_part_is_lost_is_none(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    author = Author(tmp_path / "run", 2)
+    parked = {n: author.grown(5, n, None, is_final=False) for n in range(SIZE)}
+    while not all(one.num_tokens for one in parked.values()):
+        parked = {n: author.grown(5, n, None, is_final=False) for n in range(SIZE)}
+    author.journal.rollouts([(5, one) for one in parked.values()])
+    author.journal.next_segment()
+    size = author.journal._size
+    author.active[5] = {n: author.grown(5, n, one, is_final=True) for n, one in parked.items()}
+    author.journal.rollouts([(5, one) for one in author.active[5].values()])
+    author.journal.next_segment()
+    author.score(5)
+    author.journal.groups([], lambda group_id: 0)
+    author.journal._write_groups()
+    assert author.journal.located(author.state() | {"unconsumed": [(5, 5)]})["journal"]["first"] == 1
+    author.journal._file.close()  # type: ignore[union-attr]
+    assert read(author.folder)[0].kept(5)[0] is not None
+    with (author.folder / "journal/00000002.groups").open("r+b") as file:
+        file.truncate(size)
+    group, held = read(author.folder)[0].kept(5)
+    assert group is None and [one.num_tokens for one in held.values()] == [one.num_tokens for one in parked.values()]
+
+
+def test_a_step_on_groups_that_the_disk_refused_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    author = Author(tmp_path / "run", 2)
+    whole(author, 1)
+    author.complete_step([1])
+    assert author.journal.has(1)
+    author.journal.fail(OSError(errno.ENOSPC, "No space left on device"))
+    whole(author, 2)
+    author.journal.next_segment()
+    author.complete_step([2])
+    assert not author.journal.has(2)
+    author.journal.close()
+    assert "group 2 of step 2 is missing in the journal" in read(author.folder)[2]
