@@ -37,7 +37,7 @@ INLINE = (*OPTIONS, "--cluster.kind", "inline")
 KINDS = {
     "several_generators_segments_and_little_memory": (
         "--generator.replicas", 2, "--rollout.segment_tokens", 7, "--rollout.max_staleness", 3,
-        "--generator.kv_cache_bytes", 50_000, "--generator.prefill_tokens", 11,
+        "--generator.kv_cache_bytes", 50_000, "--generator.prefill_tokens", 11, "--steps", 20,
     ),
     "synchronous_with_critic_and_reference": ("--recipe", "ppo", "--rollout.max_staleness", 0, "--rollout.window", 1),
     "8_bit_adapters_recomputed": (
@@ -72,8 +72,10 @@ def test_a_run_happens_again(tmp_path: Path, toml: Path, kind: str) -> None:
     done = llamarl_here("replay", run)
     assert done.returncode == 0, done.stdout + done.stderr
     num_tokens = sum(one.num_tokens for one in rollouts)
+    steps, size = (20, 120) if "several" in kind else (6, 36)
     assert (
-        done.stdout.splitlines()[-1] == f"replayed 6 steps, 36 rollouts, {num_tokens:,} tokens, 36 rewards: all equal"
+        done.stdout.splitlines()[-1]
+        == f"replayed {steps} steps, {size} rollouts, {num_tokens:,} tokens, {size} rewards: all equal"
     )
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before, "it only reads"
 
