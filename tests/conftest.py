@@ -49,6 +49,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(name) if (name := item.path.parent.name) in LONG else len(LONG))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Function) -> None:
+    """What a test was given is held by pytest for longer than the session's end, which then finds it."""
+    item.funcargs.clear()
+
+
 @pytest.fixture(autouse=True)
 def ends_its_commands() -> Iterator[None]:
     """A command that a test has started, and not ended since it failed, would slow down all that come after it."""
