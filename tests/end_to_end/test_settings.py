@@ -1,6 +1,6 @@
-"""No setting without effect: each changes something that can be observed of a tiny run, of one under a virtual clock, of
-a part of a run, or of what `llamarl explain` says; or is refused. Of three that take a GPU or a start that hangs, the table
-names only the code that reads them."""
+"""No setting without effect: each changes something that can be observed of a tiny run, of one under a virtual clock,
+of a part of a run, or of what `llamarl explain` says; or is refused. Of three that take a GPU or a start that hangs,
+the table names only the code that reads them."""
 
 from __future__ import annotations
 
