@@ -20,7 +20,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import IO, Any, Literal
 
-from llamarl.controller.journal_reader import JournalReader, Step
+from llamarl.controller.journal_reader import FORMAT, JournalReader, Step
 from llamarl.controller.records import Key, encode, encode_group
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.files import compress, sync
@@ -219,7 +219,8 @@ class Journal(JournalReader):
         """Raises OSError: the one before is as it was."""
         before = {"segment": self._segment, "bytes": self._size}
         path = self._path(self._segment + 1)
-        data = encode({"kind": "begin", "version": self.version, "settings": self._settings, "before": before})
+        header = {"kind": "begin", "format": FORMAT, "version": self.version, "settings": self._settings}
+        data = encode(header | {"before": before})
         try:
             path.write_bytes(data)
             file = path.open("ab", buffering=0)

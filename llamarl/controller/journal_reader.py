@@ -16,6 +16,8 @@ from llamarl.controller.records import Key, Part, Record, decoded_group, joined,
 from llamarl.executors.replies import ControllerState, JournalPosition
 from llamarl.types import Prompt, Rollout, RolloutGroup
 
+FORMAT = 2
+"""Of the files; what others wrote is not read."""
 _NOTHING = -2
 """Older than a rollout without tokens."""
 
@@ -176,6 +178,9 @@ class JournalReader:
             for record in records(self._path(number)):
                 header = record.header
                 if not record.start:
+                    if header.get("format") != FORMAT:
+                        faults.append(f"{self._path(number)} was written by another version of llamarl")
+                        break
                     if number > numbers[0]:
                         faults += self._check_end(header["before"])
                     is_next, other = number in (numbers[0], self._segment + 1), _first_other(was, header["settings"])

@@ -181,3 +181,12 @@ def test_a_step_on_groups_that_the_disk_refused_is_not_there(tmp_path: Path) -> 
     assert not author.journal.has(2)
     author.journal.close()
     assert "group 2 of step 2 is missing in the journal" in read(author.folder)[2]
+
+
+def test_what_another_version_wrote_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(module, "FORMAT", 1)
+        author, state = written(tmp_path / "run", 1, 120, num_checkpoints=3, keep=3)
+    journal, reached, said = read(tmp_path / "run", state)
+    assert reached is state and ".groups was written by another version of llamarl" in said
+    assert all(journal.kept(group_id) == (None, {}) for group_id in author.active)
