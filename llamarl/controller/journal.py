@@ -2,7 +2,7 @@
 
 `journal/00000001.groups` and so on hold, in the order of events, rollouts as they are finished or parked, what makes
 them groups as these are scored, and each completed step: its groups, the controller's state after it, its fingerprint.
-A file begins with each checkpoint; those before it are compressed, or deleted where no kept checkpoint needs them.
+A file begins with each checkpoint; those before it are kept and compressed, or deleted once no checkpoint needs them.
 `journal.jsonl` has the steps for good, for readers of the run.
 
 Rollouts reach the system before anything is made of them, groups with the step that takes them or a second after they
@@ -182,12 +182,14 @@ class Journal(JournalReader):
         for by_step in (self._steps, self._firsts, self._weights):
             for old in [one for one in by_step if one < self._saved[0]]:
                 del by_step[old]
-        for number in self._segments() if self._keeps == "resume" else ():
+        if self._keeps == "all":
+            self._compress(self._segment)
+            return
+        for number in self._segments():
             if number < first:
                 with suppress(OSError):
                     self._path(number).unlink(missing_ok=True)
                     self._path(number).with_suffix(".groups.gz").unlink(missing_ok=True)
-        self._compress(self._segment)
 
     def _compress(self, end: int) -> None:
         """Files before this one, beside everything else. While others are, nothing: the next time does it."""
@@ -254,7 +256,7 @@ class Journal(JournalReader):
         if self._file is not None:
             self._file.close()
             self._compressing.join(LAST_PIECE_S)
-            if not self._compressing.is_alive():
+            if self._keeps == "all" and not self._compressing.is_alive():
                 self._compress(self._segment + 1)
                 self._compressing.join(LAST_PIECE_S)
 

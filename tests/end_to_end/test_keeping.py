@@ -10,8 +10,10 @@ from typing import Any
 
 from tests.end_to_end.tiny import Command, descendants, gone, llamarl, llamarl_here, rows
 
+STEPS = 24
+"""Many more than are taken while a run is killed."""
 EXACT = (
-    "--cluster.kind", "inline", "--steps", 8, "--rollout.max_staleness", 0, "--rollout.window", 1,
+    "--cluster.kind", "inline", "--steps", STEPS, "--rollout.max_staleness", 0, "--rollout.window", 1,
     "--trainer.learning_rate", 3e-3, "--reward.parts", "[{name = 'tests.executors.rewards:EvenLength'}]",
     "--eval.every_steps", 0, "--checkpoint.every_steps", 3, "--recipe", "ppo",
 )  # fmt: skip
@@ -37,19 +39,19 @@ def test_killed_it_becomes_what_it_would_have_become(tmp_path: Path, toml: Path)
         command.until(lambda count=count: num_steps(run) >= count)
         command.end(signal.SIGKILL)
         done_before = num_steps(run)
-    assert 5 <= done_before < 8
+    assert 5 <= done_before < STEPS
     done = llamarl_here("train", toml, "--output", run.parent, *EXACT, "--resume")
     assert done.returncode == 0, done.stderr
     assert "training again what came after the checkpoint" in done.stdout
     assert "--resume" not in done.stderr and "fingerprint" not in done.stderr
     assert recorded(run) == recorded(whole)
     steps = [[row["step"] for row in rows(one / "metrics.jsonl") if row["kind"] == "step"] for one in (run, whole)]
-    assert steps[0] == steps[1] == list(range(1, 9))
+    assert steps[0] == steps[1] == list(range(1, STEPS + 1))
     fingerprints = [
         {row["step"]: row["fingerprint"] for row in rows(one / "journal.jsonl") if "fingerprint" in row}
         for one in (run, whole)
     ]
-    assert fingerprints[0].items() <= fingerprints[1].items() and len(fingerprints[0]) >= 6
+    assert fingerprints[0].items() <= fingerprints[1].items() and len(fingerprints[0]) >= STEPS - 2
     files = [path.relative_to(run) for path in run.rglob("*.safetensors")]
     assert len(files) >= 4
     assert all((run / file).read_bytes() == (whole / file).read_bytes() for file in files)
