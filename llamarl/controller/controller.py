@@ -25,7 +25,7 @@ from llamarl.controller.admission import Admission, Problems
 from llamarl.controller.episodes import open_episodes
 from llamarl.controller.evaluation import EvalResult, Evaluation
 from llamarl.controller.groups import FIRST_EVAL_ID, SCORED_TOKENS, InFlight, PendingGroup, Scoring
-from llamarl.controller.journal import Journal
+from llamarl.controller.journal import UNWRITTEN_S, Journal
 from llamarl.controller.learners import Learners
 from llamarl.controller.lives import Deaths, lasting
 from llamarl.controller.ports import Executors, TrainerPort
@@ -200,6 +200,7 @@ class Controller:
     def _deliver(self, groups: Sequence[RolloutGroup]) -> None:
         """Scored groups go into the window, and ahead of the step to trainer and critic."""
         self._journal.groups(groups, self._admission.prompt_of)
+        asyncio.get_running_loop().call_later(UNWRITTEN_S, self._journal.write_late)
         ready, num_dropped = self._admission.put(groups)
         if ready:
             self._learners.add(ready)

@@ -20,7 +20,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import IO, Any, Literal
 
-from llamarl.controller.journal_reader import FORMAT, JournalReader, Step
+from llamarl.controller.journal_reader import FORMAT, JournalReader, Step, over
 from llamarl.controller.records import Key, encode, encode_group
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.files import compress, sync
@@ -86,13 +86,12 @@ class Journal(JournalReader):
 
     def rollouts(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
         """These were finished or parked; each with the group that it is for."""
-        if self._unwritten and perf_counter() - self._unwritten_since_s > UNWRITTEN_S:
-            self._write_groups()
+        self.write_late()
         new = list[tuple[int, int, Rollout]]()
         for group_id, one in rollouts if self._file else ():
             _, known = self._live.get(group_id, (0, None))
             before = known.get((one.group_id, one.index)) if known else None
-            start = before.num_tokens if before else 0
+            start = min(before.num_tokens, one.num_tokens) if before else 0  # one that FAILED has none any more
             if one.num_tokens > start or one.finish_reason.is_final:
                 new.append((group_id, start, one))
         header, segment = {"kind": "rollouts", "groups": [group_id for group_id, _, _ in new]}, self._segment
@@ -107,6 +106,11 @@ class Journal(JournalReader):
         if not self._unwritten:
             self._unwritten_since_s = perf_counter()
         self._unwritten += [(group, prompt_of(group.group_id)) for group in groups] if self._file else ()
+
+    def write_late(self) -> None:
+        """Scored groups that have waited for long enough; `UNWRITTEN_S` after each somebody calls this."""
+        if self._unwritten and perf_counter() - self._unwritten_since_s >= UNWRITTEN_S:
+            self._write_groups()
 
     def _write_groups(self, last: bytes = b"") -> bool:
         """With one more record; whether all is there. Many at once: a write lets other threads have the interpreter,
@@ -142,8 +146,8 @@ class Journal(JournalReader):
             lack = f"group {lacking[0]} of step {step} is missing in the journal" if lacking else ""
             self._steps[step] = Step(segment, lack)
             self._lines.write(row)
-        for group_id in group_ids:
-            self._live.pop(group_id, None)
+        for group_id in over(self._live, group_ids, state):
+            del self._live[group_id]
 
     def published(self, step: int, fingerprint: str, tensors: str = "") -> str:
         """The weights after this step, as generators serve them. What they were in the same step before, if others."""
@@ -178,7 +182,7 @@ class Journal(JournalReader):
         if self._folder is None:
             return
         self._saved = sorted({*(one for one in self._saved if one < step), step})[-self._keep :]
-        first = min((self._firsts[one] for one in self._saved if one in self._firsts), default=0)
+        first = min((self._firsts.get(one, 0) for one in self._saved), default=0)
         for by_step in (self._steps, self._firsts, self._weights):
             for old in [one for one in by_step if one < self._saved[0]]:
                 del by_step[old]

@@ -7,8 +7,9 @@ taken.
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,12 +71,25 @@ class _Pending:
                 self.scored[group_id] = Scored(header, parts)
                 self.held.pop(group_id, None)
 
+    def settle(self, header: dict[str, Any]) -> None:
+        """A step is completed: groups that it took, or that were dropped, are not asked for again."""
+        for of in (self.held, self.scored):
+            for group_id in over(of, header["groups"], header["state"]):
+                del of[group_id]
+
     def forget_after(self, version: int) -> None:
         """What later weights sampled is not part of the run."""
         self.scored = {one: group for one, group in self.scored.items() if group.header["newest"] <= version}
         for held in self.held.values():
             for key in [key for key, parts in held.items() if newest_version([one.rollout for one in parts]) > version]:
                 del held[key]
+
+
+def over(group_ids: Iterable[int], taken: Sequence[int], state: ControllerState) -> list[int]:
+    """Of these groups the ones that a step has taken, or that were dropped by then; `state` is the one after it."""
+    unconsumed = {one for one, _ in state["unconsumed"]}
+    is_old = range(state["next_group_id"])
+    return [one for one in group_ids if one in taken or (one in is_old and one not in unconsumed)]
 
 
 class JournalReader:
@@ -135,7 +149,9 @@ class JournalReader:
             for taken, groups in self._taken(self._firsts.get(step, 0), _Pending()):
                 if taken == step + 1:
                     step = taken
-                    yield step, [self._group(one) for one in groups]
+                    if len(whole := [self._group(one) for one in groups if one]) < len(groups):
+                        raise OSError(errno.EIO, f"a group of step {step} is missing", str(self._folder))
+                    yield step, whole
                     if self._lack(step + 1):
                         return
 
@@ -148,7 +164,7 @@ class JournalReader:
         held, found = self._pending.held.pop(group_id, {}), self._pending.scored.pop(group_id, None)
         return self._group(found) if found else None, {key: _whole(parts) for key, parts in held.items()}
 
-    def _taken(self, first: int, pending: _Pending) -> Iterator[tuple[int, list[Scored]]]:
+    def _taken(self, first: int, pending: _Pending) -> Iterator[tuple[int, list[Scored | None]]]:
         """Steps that are part of the run, from a file on, with what they took of `pending`, where the rest stays."""
         for segment in [number for number in self._begins if number >= first]:
             pending.forget_after(self._begins[segment])
@@ -156,10 +172,9 @@ class JournalReader:
                 header = record.header
                 step = self._steps.get(header["step"]) if header["kind"] == "step" else None
                 if step and step.segment == segment:
-                    yield (
-                        header["step"],
-                        list(filter(None, (pending.scored.pop(one, None) for one in header["groups"]))),
-                    )
+                    groups = [pending.scored.get(one) for one in header["groups"]]
+                    pending.settle(header)
+                    yield header["step"], groups
                 pending.add(record)
 
     def _group(self, one: Scored) -> RolloutGroup:
@@ -180,6 +195,7 @@ class JournalReader:
                 if not record.start:
                     if header.get("format") != FORMAT:
                         faults.append(f"{self._path(number)} was written by another version of llamarl")
+                        self._segment, self._size, was = number, 0, self._settings
                         break
                     if number > numbers[0]:
                         faults += self._check_end(header["before"])
@@ -191,7 +207,7 @@ class JournalReader:
                     pending.forget_after(self._begins[number])
                     was, self._segment = header["settings"], number
                 pending.add(record)
-                self._read(header, pending.scored)
+                self._read(header, pending)
                 self._size = record.end
         faults += self._check_end(position) if position else ()
         return faults, was
@@ -203,13 +219,12 @@ class JournalReader:
         size = self._size if said["segment"] == self._segment else 0
         return [f"{self._path(said['segment'])} is missing, or damaged after byte {size}"]
 
-    def _read(self, header: dict[str, Any], scored: dict[int, Scored]) -> None:
+    def _read(self, header: dict[str, Any], pending: _Pending) -> None:
         step = header.get("step", 0)
         if header["kind"] == "step":
-            found = {group_id: scored.pop(group_id, None) for group_id in header["groups"]}
-            lack = next(
-                (f"group {one} of step {step} is missing in the journal" for one in found if not found[one]), ""
-            )
+            lacking = [one for one in header["groups"] if one not in pending.scored]
+            lack = f"group {lacking[0]} of step {step} is missing in the journal" if lacking else ""
+            pending.settle(header)
             self._steps[step] = Step(self._segment, lack, header["state"])
             self._firsts[step] = header["state"]["journal"]["first"]
         elif header["kind"] == "published":

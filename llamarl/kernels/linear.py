@@ -56,8 +56,10 @@ _EXACT = ContextVar("_EXACT", default=False)
 def exactly() -> Iterator[None]:
     """Meanwhile, on the CPU, products of this thread are torch's, of widened weights: nothing but those is rounded."""
     token = _EXACT.set(True)
-    yield
-    _EXACT.reset(token)
+    try:
+        yield
+    finally:
+        _EXACT.reset(token)
 
 
 class Room:

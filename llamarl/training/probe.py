@@ -18,16 +18,23 @@ WHOLE_TOKENS = 1024
 
 def probe_sequences(groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
     """The ends of a few sequences that were just trained on: prompt and response, as far as they fit."""
-    return [
-        np.concatenate([group.prompt.token_ids_T, group.rollouts[0].token_ids_T])[-SEQUENCE_TOKENS:]
-        for group in groups[:NUM_SEQUENCES]
-    ]
+    return [token_ids_T[-SEQUENCE_TOKENS:] for token_ids_T, _ in map(_of_group, groups[:NUM_SEQUENCES])]
 
 
 def whole_sequences(groups: Sequence[RolloutGroup]) -> tuple[list[np.ndarray], np.ndarray]:
     """The same from their beginnings; and which version sampled each token but the first, one sequence after the other,
     OBSERVED where none did."""
-    pairs = [(group.prompt.token_ids_T, group.rollouts[0]) for group in groups[:NUM_SEQUENCES]]
-    ids = [np.concatenate([prompt_T, one.token_ids_T])[:WHOLE_TOKENS] for prompt_T, one in pairs]
-    versions = [np.concatenate([np.full_like(prompt_T, OBSERVED), one.policy_versions_T]) for prompt_T, one in pairs]
-    return ids, np.concatenate([part_T[1:WHOLE_TOKENS] for part_T in versions])
+    found = [*map(_of_group, groups[:NUM_SEQUENCES])]
+    ids = [token_ids_T[:WHOLE_TOKENS] for token_ids_T, _ in found]
+    return ids, np.concatenate([versions_T[1:WHOLE_TOKENS] for _, versions_T in found])
+
+
+def _of_group(group: RolloutGroup) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of its first rollout with the prompt, and their versions; of an agent's episode those of the first
+    sequence, which has its prompt in it."""
+    prompt_T, columns = group.prompt.token_ids_T, group.rollouts[0].columns
+    token_ids_T, versions_T = columns["token_ids"], columns["policy_versions"]
+    if "sequence" in columns:
+        end = int((columns["sequence"] == columns["sequence"][:1]).sum())
+        return token_ids_T[:end], versions_T[:end]
+    return np.concatenate([prompt_T, token_ids_T]), np.concatenate([np.full_like(prompt_T, OBSERVED), versions_T])

@@ -13,7 +13,8 @@ import pytest
 
 from llamarl.controller import journal as module
 from llamarl.controller.journal import Journal
-from tests.controller.test_journal import PROMPTS, SETTINGS, SIZE, Author, read, same_group, written
+from llamarl.types import FinishReason, Rollout
+from tests.controller.test_journal import PROMPTS, SETTINGS, SIZE, Author, read, same, same_group, written
 
 
 def replayed(author: Author) -> bool:
@@ -190,3 +191,50 @@ def test_what_another_version_wrote_is_not_read(tmp_path: Path, monkeypatch: pyt
     journal, reached, said = read(tmp_path / "run", state)
     assert reached is state and ".groups was written by another version of llamarl" in said
     assert all(journal.kept(group_id) == (None, {}) for group_id in author.active)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run/journal").iterdir()}
+    journal.begin(state["step"])
+    journal.close()
+    after = {path.name: path.read_bytes() for path in (tmp_path / "run/journal").iterdir()}
+    assert before.items() <= after.items() and len(after) == len(before) + 1, "what was there stays"
+
+
+def test_groups_that_are_dropped_are_not_kept_in_mind(tmp_path: Path) -> None:
+    """As of a run that drops groups in which everybody did equally well."""
+    (tmp_path / "run").mkdir()
+    author = Author(tmp_path / "run", 2)
+    author.next_id = 4
+    for number in (1, 2, 3):
+        whole(author, number)
+    del author.active[2], author.scored[2]
+    author.complete_step([1])
+    assert author.journal._live.keys() == {3}
+    author.journal.close()
+    journal = read(author.folder)[0]
+    assert journal._pending.scored.keys() == {3} and not journal._pending.held
+    assert [group.group_id for _, groups in journal.steps_after(0) for group in groups] == [1]
+
+
+def test_a_parked_rollout_that_cannot_go_on_has_no_tokens(tmp_path: Path) -> None:
+    """The engine that it comes to has too little memory for it, and says so of an empty one."""
+    (tmp_path / "run").mkdir()
+    author = Author(tmp_path / "run", 2)
+    parked = next(one for one in (author.grown(5, 0, None, is_final=False) for _ in range(99)) if one.num_tokens)
+    failed = Rollout.empty(5, 0, FinishReason.FAILED, "too little memory")
+    beside = next(one for one in (author.grown(6, 0, None, is_final=False) for _ in range(99)) if one.num_tokens)
+    author.journal.rollouts([(5, parked)])
+    author.journal.rollouts([(5, failed), (6, beside)])
+    author.journal.close()
+    journal = read(author.folder)[0]
+    ((_, found),) = journal.kept(5)[1].items()
+    assert same(found, failed) and same(journal.kept(6)[1][6, 0], beside)
+
+
+def test_scores_that_nobody_takes_are_written_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    author = Author(tmp_path / "run", 2)
+    whole(author, 1)
+    for wait_s, is_there in ((1e9, False), (0.0, True)):
+        monkeypatch.setattr(module, "UNWRITTEN_S", wait_s)
+        author.journal.write_late()
+        assert (read(author.folder)[0].kept(1)[0] is not None) == is_there
+    author.journal.close()
