@@ -162,7 +162,8 @@ def test_kill_of_an_executor(tmp_path: Path, toml: Path, model: Path, kill: str)
     assert found, said
     assert gone(run.pids, 2.0) == []
     last = [row["step"] for row in rows(run.folder / "metrics.jsonl") if row["kind"] == "step"][-1]
-    assert int(found[2]) == run.check_files() == last, "the trainer lives, so it saves"
+    saved = run.check_files()
+    assert int(found[2]) == last and (saved == last or kill == "trainer"), "if the trainer lives it saves"
     assert f"{kill} (rank 0)" in (run.folder / "summary.json").read_text()
 
 
