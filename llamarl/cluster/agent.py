@@ -306,8 +306,10 @@ def _seen(paths: list[str], folder: str, token: str) -> dict[str, Any]:
     missing = [path for path in paths if not Path(path).exists()]
     try:
         is_shared = not folder or (Path(folder) / token).read_text() == token
-        if folder and is_shared:
-            (Path(folder) / token).write_text(token)
+        if folder and is_shared:  # not what other hosts read now
+            own = Path(folder) / f"{token}-{os.getpid()}"
+            own.touch()
+            own.unlink(missing_ok=True)
     except OSError as error:
         return {"missing": missing, "folder": str(error)}
     return {"missing": missing, "folder": "" if is_shared else "another folder is there"}

@@ -79,3 +79,18 @@ def test_the_wire_is_measured_with_who_knows_the_secret_only(one: Agent) -> None
         assert (await _send("127.0.0.3", port, 1 << 20, "a" * 32))["bytes_per_s"] > 0
 
     asyncio.run(main())
+
+
+def test_looking_at_a_shared_folder_changes_nothing_that_others_read(tmp_path: Path) -> None:
+    """All hosts of a run look at the same time."""
+    token = tmp_path / ".seen-1"
+    token.write_text(token.name)
+    token.chmod(0o444)
+    before = token.stat().st_mtime_ns
+    asked = {"paths": [str(tmp_path), str(tmp_path / "gone")], "folder": str(tmp_path), "token": token.name}
+    assert _seen(**asked) == {"missing": [str(tmp_path / "gone")], "folder": ""}
+    assert token.stat().st_mtime_ns == before and list(tmp_path.iterdir()) == [token]
+    token.write_text("of another run")
+    assert _seen(**asked)["folder"] == "another folder is there"
+    token.unlink()
+    assert "No such file" in _seen(**asked)["folder"]
