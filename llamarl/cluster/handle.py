@@ -7,12 +7,12 @@ import copy
 import logging
 import pickle
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, ExecutorSpec, HostStatus, MeshFailed
+from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, ExecutorSpec, HostStatus, MeshFailed, Tell
 from llamarl.cluster.host import PART, PEEK, READY, REST, STATUS
 from llamarl.cluster.payload import Reply, parts, pickled, value_of
 
@@ -49,7 +49,7 @@ class BaseHandle(ExecutorHandle):
     def _watch(self) -> None:
         """Begins to notice the executor's death; `pids` are known."""
 
-    async def ready(self, timeout_s: float, tell: Callable[[str], None] | None = None) -> None:
+    async def ready(self, timeout_s: float, tell: Tell | None = None) -> None:
         """Waits until every rank is built, and tells what rank 0 is at; an executor that does not get there is stopped.
 
         Raises RemoteError, MeshFailed or CallTimeout.
@@ -72,7 +72,7 @@ class BaseHandle(ExecutorHandle):
             await self.stop(timeout_s=_ABANDON_S)
             raise
 
-    async def _tell_stages(self, tell: Callable[[str], None]) -> None:
+    async def _tell_stages(self, tell: Tell) -> None:
         """Until it is canceled; an executor that is too busy to answer is asked again."""
         while True:
             with suppress(ExecutorError):

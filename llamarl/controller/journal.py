@@ -20,7 +20,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import IO, Any, Literal
 
-from llamarl.controller.journal_reader import FORMAT, JournalReader, Step, over
+from llamarl.controller.journal_reader import FORMAT, JournalReader, Step, lack_of, over
 from llamarl.controller.records import Key, encode, encode_group
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.files import compress, sync
@@ -143,8 +143,7 @@ class Journal(JournalReader):
         segment = self._segment
         if self._write_groups(encode({"kind": "step"} | row)):
             lacking = [one for one in group_ids if self._live.get(one, (0, {}))[1] is not None]
-            lack = f"group {lacking[0]} of step {step} is missing in the journal" if lacking else ""
-            self._steps[step] = Step(segment, lack)
+            self._steps[step] = Step(segment, lack_of(step, lacking))
             self._lines.write(row)
         for group_id in over(self._live, group_ids, state):
             del self._live[group_id]

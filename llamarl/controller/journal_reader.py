@@ -85,6 +85,11 @@ class _Pending:
                 del held[key]
 
 
+def lack_of(step: int, group_ids: Sequence[int]) -> str:
+    """Why a step that took these groups, which are not on record, cannot be trained again; empty: it lacks none."""
+    return f"group {group_ids[0]} of step {step} is missing in the journal" if group_ids else ""
+
+
 def over(group_ids: Iterable[int], taken: Sequence[int], state: ControllerState) -> list[int]:
     """Of these groups the ones that a step has taken, or that were dropped by then; `state` is the one after it."""
     unconsumed = {one for one, _ in state["unconsumed"]}
@@ -223,9 +228,8 @@ class JournalReader:
         step = header.get("step", 0)
         if header["kind"] == "step":
             lacking = [one for one in header["groups"] if one not in pending.scored]
-            lack = f"group {lacking[0]} of step {step} is missing in the journal" if lacking else ""
             pending.settle(header)
-            self._steps[step] = Step(self._segment, lack, header["state"])
+            self._steps[step] = Step(self._segment, lack_of(step, lacking), header["state"])
             self._firsts[step] = header["state"]["journal"]["first"]
         elif header["kind"] == "published":
             self._weights[step] = header["fingerprint"], header["tensors"]
