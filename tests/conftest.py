@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.devices import has_gpu
 from tests.groups import make_group  # noqa: F401, a fixture for all folders
 from tests.leftovers import left_behind, own_folders
 from tests.nightly import NIGHTLY
@@ -32,11 +33,12 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it
 # Before torch is imported: two cores, shared with every process that a test starts.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[variable] = "1"
-if not Path("/dev/nvidia0").exists():
+HAS_GPU = has_gpu()
+if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run on the CPU
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
 
-if not Path("/dev/nvidia0").exists():  # with a GPU its driver's memory counts too
+if not HAS_GPU:  # with a GPU its driver's memory counts too
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_PROCESS_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 

@@ -236,7 +236,7 @@ class GeneratorModel:
         """Hidden states after the final norm, [N, D]."""
         x_N_D, delta_N_D, eps = self._embed(token_ids_N), None, self.shape.rms_norm_eps
         paged = attend if isinstance(attend, TorchAttention) and attend.rotates else None
-        rotation = self._rope(positions_N, torch.float32 if paged else self.dtype)
+        rotation = self._rope(positions_N, torch.float32)  # as the trainer, whatever attends
         for index, layer in enumerate(self._network.layers):
             normed_N_D = rms_norm(x_N_D, layer.input_norm_D, eps, delta_N_D, layer.qkv[0].takes)
             flats = _project(layer.qkv, normed_N_D, self._qkv_sizes)

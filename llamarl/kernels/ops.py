@@ -138,7 +138,7 @@ def _is_vector(weight: Tensor, size: int) -> bool:
 
 
 def _rotate(x_N_H_K: Tensor, cos_N_1_K: Tensor, sin_N_1_K: Tensor) -> Tensor:
-    return x_N_H_K * cos_N_1_K + x_N_H_K.roll(x_N_H_K.shape[-1] // 2, dims=-1) * sin_N_1_K
+    return (x_N_H_K * cos_N_1_K + x_N_H_K.roll(x_N_H_K.shape[-1] // 2, dims=-1) * sin_N_1_K).to(x_N_H_K.dtype)
 
 
 def _wrong(library: ctypes.CDLL) -> str:

@@ -29,6 +29,8 @@ _LEAST_TILES = 4
 """Of a part: a short row is not split, and leaves the rest of its programs without work."""
 _PROGRAMS = 1024
 """At least so many, where rows are long enough: 7 on each of an H100's 132 processors. An estimate."""
+_STAGES = 3
+"""One of them is spent on the table, through which keys and values are found."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -69,7 +71,7 @@ def decode_attention(
             q_B_H_K, keys_C_J_K_S, values_C_J_S_K, table, width, prefix_B, own_B, sums_B_H_P_K, scales_B_H_P_2,
             q_B_H_K.stride(0), *(keys_C_J_K_S.stride(i) for i in (0, 1, 3)), *values_C_J_S_K.stride()[:3],
             head_dim**-0.5 * _LOG2_E, heads, head_dim, R=max(16, triton.next_power_of_2(heads)), K=channels,
-            EXACT=q_B_H_K.dtype == torch.float32 or not q_B_H_K.is_cuda, **context, num_warps=4, num_stages=3,
+            EXACT=q_B_H_K.dtype == torch.float32 or not q_B_H_K.is_cuda, **context, num_warps=4, num_stages=_STAGES,
         )  # fmt: skip
         join: Any = _join_parts[num_rows, num_heads]
         join(sums_B_H_P_K, scales_B_H_P_2, prefix_B, own_B, out_B_H_K, head_dim, K=channels, **context, num_warps=4)
@@ -84,7 +86,8 @@ def _span(prefix, own, S: tl.constexpr, T: tl.constexpr, P: tl.constexpr, LEAST:
     return start, end, tl.maximum(((end + P - 1) // P + T - 1) // T, LEAST) * T
 
 
-@triton.jit
+# Where integers begin in the one array of a step differs from step to step: each alignment would be compiled anew.
+@triton.jit(do_not_specialize_on_alignment=["table", "width", "prefixes", "owns"])
 def _attend_to_part(
     q, keys, values, table, width, prefixes, owns, sums, scales, q_row, key_block, key_head, key_place, value_block,
     value_head, value_place, factor, num_heads, head_dim, R: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr,
@@ -133,7 +136,7 @@ def _attend_to_part(
         tl.store(scales + at_R * 2 + 1, sum_R, mask=r_R < num_heads)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["prefixes", "owns"])
 def _join_parts(
     sums, scales, prefixes, owns, out, head_dim, K: tl.constexpr, S: tl.constexpr, T: tl.constexpr, P: tl.constexpr,
     LEAST: tl.constexpr,

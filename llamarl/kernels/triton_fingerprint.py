@@ -29,14 +29,14 @@ def _mix(value):
     return value ^ (value >> 31)
 
 
-@triton.jit
-def _add_up(words, table, sums, start, columns, whole_columns, BLOCKS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+@triton.jit(do_not_specialize=["programs"])
+def _add_up(words, table, sums, start, columns, whole_columns, programs, BLOCKS: tl.constexpr):
+    row = (tl.program_id(0) // programs).to(tl.int64)
     first = start + row * whole_columns
     word = tl.arange(0, _WORDS)
     of_word = tl.load(table + word).to(tl.uint64)
     total = tl.zeros((_WORDS,), tl.uint64)
-    block = first // _WORDS + tl.program_id(1).to(tl.int64) * BLOCKS
+    block = first // _WORDS + (tl.program_id(0) % programs).to(tl.int64) * BLOCKS
     for _ in range(BLOCKS):
         place = block * _WORDS + word - first
         value = tl.load(words + row * columns + place, mask=(place >= 0) & (place < columns), other=0)
@@ -58,10 +58,11 @@ def share(words: Tensor, rows: int, start: int, whole_columns: int, word_coeffic
     columns = words.numel() // rows
     sums = torch.zeros((), dtype=torch.int64, device=words.device)
     blocks = -(-columns // _WORDS.value) + 1
-    grid = rows, -(-blocks // _BLOCKS)
+    programs = -(-blocks // _BLOCKS)  # of a row; all in one dimension, as others end at 65,535
     table = _table(words.device, word_coefficients)
     with torch.cuda.device_of(words):  # threads that fetch weights begin on the first GPU
-        _add_up[grid](words, table, sums, start, columns, whole_columns, BLOCKS=_BLOCKS)  # pyrefly: ignore
+        arguments = words, table, sums, start, columns, whole_columns, programs
+        _add_up[(rows * programs,)](*arguments, BLOCKS=_BLOCKS)  # pyrefly: ignore
     return sums
 
 

@@ -161,7 +161,7 @@ def _rotated(x, weight, cos_K, sin_K, k_K, head_dim, eps, NORMS: tl.constexpr):
     return x_K * cos_K + swapped_K * sin_K
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["blocks", "offsets"])  # see `triton_decode.py`
 def _rotate_head(
     q, k, v, cos, sin, q_weight, k_weight, out, keys, values, blocks, offsets, num_heads, head_dim, eps, q_row, k_row,
     v_row, angle_row, key_block, key_head, key_place, value_block, value_head, value_place, NORMS: tl.constexpr,

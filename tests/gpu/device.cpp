@@ -1,4 +1,4 @@
-// What a CPU build of torch lacks to accept tensors on `cuda:0`: somebody who knows about devices and streams of that
+// What a torch without a GPU lacks to accept tensors on `cuda:0`: somebody who knows about devices and streams of that
 // type. There is one device, and nothing ever has to be waited for. Nothing here computes.
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -33,6 +33,11 @@ const c10::impl::DeviceGuardImplRegistrar registered(kType, new OneDevice);
 
 }  // namespace
 
+// A CUDA build of torch registers its own when it is imported; called after that.
+extern "C" void register_device() {
+  c10::impl::registerDeviceGuard(kType, new OneDevice);
+}
+
 // In place of torch's own, which knows when it is compiled that there are no GPUs: this library is loaded before it.
 // Backward asks.
 std::optional<c10::DeviceType> at::accelerator::getAccelerator(bool) {
@@ -54,8 +59,9 @@ class CUDAHooks final : public CUDAHooksInterface {
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
 };
 
-using at::CUDAHooksRegistry;
-using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks);
+const std::string name = "CUDAHooks";
+// Preferred to those of a CUDA build, which come later.
+const RegistererCUDAHooksRegistry hooks(
+    name, c10::REGISTRY_PREFERRED, CUDAHooksRegistry(), RegistererCUDAHooksRegistry::DefaultCreator<CUDAHooks>);
 
 }  // namespace at

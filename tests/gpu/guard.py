@@ -1,4 +1,4 @@
-"""Makes a CPU build of torch accept tensors on `cuda:0`: compiles `device.cpp` and loads it before torch.
+"""Makes torch without a GPU accept tensors on `cuda:0`: compiles `device.cpp` and loads it before torch.
 
 A process that has it stays so, so it is a process of its own that tests send functions to. Imports no torch.
 """
@@ -22,10 +22,11 @@ SOURCE = Path(__file__).with_name("device.cpp")
 def begin() -> None:
     """In a fresh process, before all else."""
     assert "torch" not in sys.modules, "torch asks once, when it is imported, whether there are GPUs"
-    ctypes.CDLL(str(_compiled()), ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(_compiled()), ctypes.RTLD_GLOBAL)
 
     import torch
 
+    library.register_device()
     torch.set_num_threads(1)
     from tests.gpu import pretend
 

@@ -31,6 +31,11 @@ def test_graphs_and_eager_steps_draw_alike(on_gpu: Run, family: str, precision: 
     assert all(step.kernels < 20 for step in graphed.steps)
 
 
+def test_queries_are_rotated_as_the_trainer_rotates(on_gpu: Run) -> None:
+    """By float32 angles, rounded once; else scoring would be off by what no sync can mend."""
+    assert on_gpu(engines.rotations) == [("torch.float32", True)]
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_chunks_of_prompts_go_by_flash_attention(on_gpu: Run, kv_dtype: str) -> None:
     """Two prompts of 17 and 18 tokens in chunks of at most 7, by one call a layer for each."""

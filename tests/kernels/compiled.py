@@ -1,15 +1,21 @@
 """Compiles the Triton kernels for a GPU that is not there, as their callers launch them; prints what each takes.
 
-    python -m tests.kernels.compiled
+    python -m tests.kernels.compiled [--all]
 
-Nothing runs. One JSON line per case: the kernels, and the bytes of shared memory of a block.
+Nothing runs. One JSON line per case and kernel: how often it was compiled, and the bytes of shared memory of a block.
+With `--all` at the shapes of models of many sizes, also registers, and bytes that did not fit into them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,25 +42,53 @@ def given(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
 
 
-def decode(q: torch.dtype, cached: torch.dtype, head_dim: int) -> None:
-    keys, values = given(2, 9, 2, 16, head_dim, dtype=cached)
-    integers = (given(size, dtype=torch.int32) for size in (8, 1, 2, 2))
-    triton_decode.decode_attention(given(2, 8, head_dim, dtype=q), keys.transpose(2, 3), values, *integers)
+@dataclass(frozen=True)
+class Shape:
+    """Of one rank."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    norms: bool = False
 
 
-def rotate(x: torch.dtype, cached: torch.dtype) -> None:
-    heads, angles = given(3, 8, 128, dtype=x), given(3, 128, dtype=torch.float32)
-    keys, values = given(2, 9, 8, 16, 128, dtype=cached)
-    norm, place = given(128, dtype=x), given(3, dtype=torch.int32)
-    triton_ops.rotate_and_write(
-        heads, heads, heads, (angles, angles), (norm, norm), 1e-6, (keys.transpose(2, 3), values), (place, place)
+SHAPES = {
+    "1b": Shape(2048, 32, 8, 64, 8192),
+    "8b": Shape(4096, 32, 8, 128, 14_336),
+    "70b": Shape(8192, 64, 8, 128, 28_672),
+    "70b tp 8": Shape(8192, 8, 1, 128, 3584),
+    "405b tp 8": Shape(16_384, 16, 1, 128, 6656),
+    "qwen3 0.6b": Shape(1024, 16, 8, 128, 3072, norms=True),
+}
+WIDE = Shape(4096, 4, 2, 256, 4096)
+
+
+def decode(shape: Shape, q: torch.dtype, cached: torch.dtype, rows: int = 2, shift: int = 0) -> None:
+    """`shift`: words by which the integers of a step are not where a vector could begin."""
+    keys, values = given(2, 9, shape.kv_heads, 16, shape.head_dim, dtype=cached)
+    integers = (given(size + shift, dtype=torch.int32)[shift:] for size in (8, 1, rows, rows))
+    triton_decode.decode_attention(
+        given(rows, shape.heads, shape.head_dim, dtype=q), keys.transpose(2, 3), values, *integers
     )
 
 
-def rows(takes: torch.dtype | None) -> None:
-    x, weight = given(3, 4096, dtype=torch.bfloat16), given(4096, dtype=torch.bfloat16)
+def rotate(shape: Shape, x: torch.dtype, cached: torch.dtype, shift: int = 0) -> None:
+    q, kv = given(3, shape.heads, shape.head_dim, dtype=x), given(3, shape.kv_heads, shape.head_dim, dtype=x)
+    angles, norm = given(3, shape.head_dim, dtype=torch.float32), given(shape.head_dim, dtype=x)
+    keys, values = given(2, 9, shape.kv_heads, 16, shape.head_dim, dtype=cached)
+    place, norms = given(3 + shift, dtype=torch.int32)[shift:], (norm, norm) if shape.norms else None
+    triton_ops.rotate_and_write(
+        q, kv, kv, (angles, angles), norms, 1e-6, (keys.transpose(2, 3), values), (place, place)
+    )
+
+
+def rows(shape: Shape, takes: torch.dtype | None) -> None:
+    x, weight = given(3, shape.hidden, dtype=torch.bfloat16), given(shape.hidden, dtype=torch.bfloat16)
+    inner = given(3, shape.inner, dtype=torch.bfloat16)
     triton_ops.rms_norm(x, weight, 1e-6, x, takes)
-    triton_ops.silu_mul(x, x, takes)
+    triton_ops.silu_mul(inner, inner, takes)
     if takes:
         triton_ops.quantize(x, takes)
 
@@ -63,17 +97,55 @@ def fingerprint() -> None:
     triton_fingerprint.share(given(4096, dtype=torch.int32), 2, 0, 4096, lambda: given(2048, dtype=torch.int64))
 
 
-CASES: dict[str, Any] = {
-    "decode bfloat16": lambda: decode(torch.bfloat16, torch.bfloat16, 128),
-    "decode float8": lambda: decode(torch.bfloat16, FP8, 128),
-    "decode float32, wide heads": lambda: decode(torch.float32, torch.float32, 256),
-    "rotate bfloat16": lambda: rotate(torch.bfloat16, torch.bfloat16),
-    "rotate float8": lambda: rotate(torch.bfloat16, FP8),
-    "rows": lambda: rows(None),
-    "rows int8": lambda: rows(torch.int8),
-    "rows float8": lambda: rows(FP8),
+def cases(shape: Shape) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        f"rows {takes}": lambda takes=takes: rows(shape, takes) for takes in (None, torch.int8, FP8)
+    }
+    for cached in (torch.bfloat16, FP8):
+        found[f"rotate {cached}"] = lambda cached=cached: rotate(shape, torch.bfloat16, cached)
+        for batch in (1, 8, 64, 512):  # with each of these a row is cut into another number of parts
+            found[f"decode {cached}, {batch} rows"] = lambda cached=cached, batch=batch: decode(
+                shape, torch.bfloat16, cached, batch
+            )
+    return found
+
+
+def aligned_anyhow() -> None:
+    """Steps of different sizes, whose integers begin at every place of a vector."""
+    for shift in range(4):
+        decode(SHAPES["8b"], torch.bfloat16, torch.bfloat16, shift=shift)
+        rotate(SHAPES["8b"], torch.bfloat16, torch.bfloat16, shift=shift)
+
+
+SMALL: dict[str, Any] = {
+    "decode bfloat16": lambda: decode(SHAPES["8b"], torch.bfloat16, torch.bfloat16),
+    "decode float8": lambda: decode(SHAPES["8b"], torch.bfloat16, FP8),
+    "decode float32, wide heads": lambda: decode(WIDE, torch.float32, torch.float32),
+    "rotate bfloat16": lambda: rotate(replace(SHAPES["8b"], norms=True), torch.bfloat16, torch.bfloat16),
+    "rotate float8": lambda: rotate(replace(SHAPES["8b"], norms=True), torch.bfloat16, FP8),
+    "rows": lambda: rows(SHAPES["8b"], None),
+    "rows int8": lambda: rows(SHAPES["8b"], torch.int8),
+    "rows float8": lambda: rows(SHAPES["8b"], FP8),
     "fingerprint": fingerprint,
+    "aligned anyhow": aligned_anyhow,
 }
+ALL = {f"{name}: {case}": launch for name, shape in SHAPES.items() for case, launch in cases(shape).items()}
+
+
+def resources(ptx: str) -> dict[str, int]:
+    """Registers, and bytes that are spilled, as the assembler of Triton's wheel says."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        target = re.search(r"\.target (\w+)", ptx)
+        assert target is not None
+        said = subprocess.run(
+            [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={target[1]}", source, "-o", Path(folder, "out")],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+    registers, spilled = re.search(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes (?:spill|stack)", said)
+    assert registers is not None and spilled, said
+    return {"registers": int(registers[1]), "spilled_bytes": sum(map(int, spilled))}
 
 
 def main() -> None:
@@ -83,20 +155,25 @@ def main() -> None:
             get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
         )
     )
-    run = triton.JITFunction.run
-    made = dict[str, int]()
+    run, everything = triton.JITFunction.run, "--all" in sys.argv
+    made = dict[str, dict[int, Any]]()
 
     def compiled(function: Any, *arguments: Any, **options: Any) -> Any:
         kernel = run(function, *arguments, **options | {"warmup": True})
         assert kernel.asm["cubin"]
-        made[function.fn.__name__] = kernel.metadata.shared
+        made.setdefault(function.fn.__name__, {})[id(kernel)] = kernel
         return kernel
 
     triton.JITFunction.run = compiled  # pyrefly: ignore
-    for case, launch in CASES.items():
+    for case, launch in (ALL if everything else SMALL).items():
         made.clear()
         launch()
-        sys.stdout.write(json.dumps({"case": case, "shared_bytes": made}) + "\n")
+        for name, kernels in made.items():
+            taken = [{"shared_bytes": one.metadata.shared} for one in kernels.values()]
+            if everything:
+                taken = [t | resources(k.asm["ptx"]) for t, k in zip(taken, kernels.values(), strict=True)]
+            most = {key: max(one[key] for one in taken) for key in taken[0]}
+            sys.stdout.write(json.dumps({"case": case, "kernel": name, "count": len(kernels), **most}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Decode attention of the Triton kernels against float64: by the interpreter, or on the GPU where there is one.
 
-Not covered without a GPU: that Triton compiles the kernels, products of bfloat16 tiles (the interpreter's are wrong, so
-it multiplies in float32), and speed.
+Not covered without a GPU: speed. That Triton compiles the kernels says `test_triton_compile.py`.
 """
 
 from __future__ import annotations
@@ -95,6 +94,31 @@ def test_no_error_grows_with_the_context(tokens: int) -> None:
     """The result is rounded to bfloat16 once, at any length."""
     out, exact = attended([(tokens // 3, tokens - tokens // 3)], (4, 1), 32, torch.bfloat16, spread=3.0)
     torch.testing.assert_close(out, exact, **tolerance(torch.bfloat16))
+
+
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [((32, 8), 64), ((32, 8), 128), ((8, 1), 128), ((16, 8), 128), ((2, 2), 256)], ids=str
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU takes this branch in all tests")
+def test_the_branch_that_gpus_take(heads: tuple[int, int], head_dim: int, cached: torch.dtype) -> None:
+    """Products of bfloat16 tiles; weights as two bfloat16 numbers; the result is rounded once."""
+    from tests.kernels.interpreter import computing_as_a_gpu
+
+    with computing_as_a_gpu():
+        for lengths, spread in (([(15, 16), (0, 1), (300, 1), (5, 259)], 1.0), ([(33, 700)], 3.0)):
+            out, exact = attended(lengths, heads, head_dim, torch.bfloat16, spread, cached)
+            assert (out - exact.bfloat16().double()).norm() / exact.norm() < 3e-4  # few are rounded to a neighbor
+            assert torch.isfinite(out).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU takes this branch in all tests")
+def test_the_branch_that_gpus_take_over_long_contexts() -> None:
+    from tests.kernels.interpreter import computing_as_a_gpu
+
+    with computing_as_a_gpu():
+        out, exact = attended([(2667, 5333)], (8, 2), 64, torch.bfloat16, spread=3.0)
+    assert (out - exact.bfloat16().double()).norm() / exact.norm() < 3e-4
 
 
 def test_what_a_gpu_checks_at_start() -> None:

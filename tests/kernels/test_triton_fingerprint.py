@@ -50,6 +50,25 @@ def test_it_is_that_of_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(1, 128_256 * 16_384), (128_256, 16_384)], ids=str)
+def test_the_largest_embedding_has_programs(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
+    """That of 405B in float32, whole and by rows: CUDA takes 2^31 - 1 programs in the first dimension, 65,535 else."""
+    from llamarl.kernels import triton_fingerprint
+
+    grids = list[tuple[int, ...]]()
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            return lambda *_, **__: grids.append(grid)
+
+    monkeypatch.setattr(triton_fingerprint, "_add_up", Kernel())
+    words = torch.zeros(1, dtype=torch.int32).expand(rows * columns)
+    triton_fingerprint.share(words, rows, 0, columns, lambda: torch.zeros(2048, dtype=torch.int64))
+    ((programs, *others),) = grids
+    assert programs >= rows * columns / 2048 / triton_fingerprint._BLOCKS
+    assert programs < 2**31 and max(others, default=0) < 65_536
+
+
 def test_shares_are_read_at_once() -> None:
     shares = [5, torch.tensor(-1), copy.MODULUS + 2, torch.tensor(7)]
     assert copy.read(shares) == [5, copy.MODULUS - 1, 2, 7]
