@@ -54,9 +54,9 @@ pytest: $(DEV) ## Run the tests
 	@echo "tests: pytest"
 	@$(VENV)/bin/python -m pytest --quiet --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-gpu-check: ## On a machine with a GPU: tests, demo, speeds beside their bars (WHEELS=folder: without a network)
+gpu-check: ## On a machine with a GPU: tests, demo, speeds beside their bars (WHEELS=folder of benchmarks/gpu/wheels.py)
 	@$(if $(WHEELS),$(GPU_PYTHON) -m pip install -q --no-index --no-deps --upgrade --target .gpu-site $(WHEELS)/*.whl)
-	@PYTHONPATH=$(CURDIR)/.gpu-site $(GPU_PYTHON) benchmarks/gpu/check.py $(GPU_CHECK)
+	@PYTHONPATH=$(CURDIR)/.gpu-site $(GPU_PYTHON) benchmarks/gpu/check.py $(if $(WHEELS),--base $(WHEELS)/base) $(GPU_CHECK)
 
 vllm: $(DEV) $(VLLM)/.llamarl-ready ## Build an environment with vLLM, for the CPU, and check the adapter against it
 	@echo "vllm: pytest"

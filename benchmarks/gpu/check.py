@@ -1,27 +1,31 @@
-"""What a GPU says of this package: its tests, the demo, decoding, training, log-probs, weight sync; each with its bar.
+"""What a GPU says of this package, in parts that are processes of their own, the most wanted first.
 
-    make gpu-check                                          # all parts, at most 9 minutes on one H200
-    python benchmarks/gpu/check.py --parts decode sync      # some
-    python benchmarks/gpu/check.py --device cpu             # the check itself, at toy size, anywhere
+    make gpu-check                                            # the first call: less than 9.5 minutes on one H200
+    python benchmarks/gpu/check.py --parts contexts attention sanitizer    # what further calls add
+    python benchmarks/gpu/check.py --device cpu               # the check itself, at toy size, anywhere
+    python benchmarks/gpu/collect.py ROWS.jsonl ...           # benchmarks/results/gpu-DATE.json, of all calls
 
-Needs no network. Each part is a process with a time limit, so one that fails leaves the others alone, and what was
-measured is written after each of them to `benchmarks/results/gpu-DATE.json`. Missing packages are named, and what needs
-them is skipped.
+Needs no network. Rows are written as they come to `gpu-rows-TIME.jsonl` in `--output` ($OUT, else `runs/gpu-check`),
+all that parts say to `gpu-output-TIME.txt` beside it. A part that dies, or is late, costs its own remaining rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import json
 import os
+import queue
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +33,9 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE))
 
-from _record import RESULTS, write_result  # noqa: E402 - found by the line above
+import bars  # noqa: E402 - found by the line above
 
 NEEDED = ("torch", "numpy", "pydantic", "rich", "safetensors", "tokenizers", "tomli_w", "xxhash", "math_verify")
 NIXL = ("nixl_cu12", "nixl_cu13")
@@ -40,240 +44,231 @@ OPTIONAL = {
     "monarch": "cluster.kind = 'monarch'", **dict.fromkeys(NIXL, "weight_sync.transport = 'nixl', if torch is for it"),
     **dict.fromkeys(("pytest", "pytest_timeout", "hypothesis"), "the tests"),
 }  # fmt: skip
-TOTAL_S = 540.0
 TESTS = (
     "cuda", "kernels/test_triton_decode.py", "kernels/test_triton_ops.py", "kernels/test_triton_fingerprint.py",
     "generation/test_triton.py",
 )  # fmt: skip
 """Those that compute on a GPU where there is one."""
+UCX_WAYS = re.compile(r"\b(cuda_ipc|cuda_copy|gdr_copy|rc_mlx5|dc_mlx5|tcp|cma|xpmem|sysv|posix|self)/")
+KILLED_WITH_ITS_PARENT = 1, signal.SIGKILL
+"""PR_SET_PDEATHSIG."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bar:
-    """What a figure should reach."""
+class Part:
+    """A process with a time limit."""
 
     name: str
-    value: Callable[[dict[str, Any]], float]
-    """From the figures of a part. Raises KeyError, StopIteration or TypeError where they lack it."""
-    bar: float
-    at_least: bool = True
-    estimate: float | None = None
-    """For one H200, written before any GPU had run this."""
+    limit_s: float
+    """What the parts before have left comes on top."""
+    command: Sequence[str]
+    """Of Python, a file beside this one or `-m`; `{device}` is filled in."""
+    toy: Sequence[str] = ("--models", "toy")
+    """Put behind it on a processor."""
+    is_first: bool = True
+    """It belongs to the first call."""
 
 
-def row(figures: dict[str, Any], **wanted: Any) -> dict[str, Any]:
-    return next(one for one in figures["rows"] if all(one[key] == value for key, value in wanted.items()))
+def decode(name: str, limit_s: float, model: str, *options: str, is_first: bool = True) -> Part:
+    toy = "--models", "toy", "--dtypes", "bfloat16", "--batches", "4", *(("--context", "96") if not is_first else ())
+    command = "decode.py", "--device", "{device}", "--models", model, *options
+    return Part(name=name, limit_s=limit_s, command=command, toy=toy, is_first=is_first)
 
 
-def decode(figures: dict[str, Any], dtype: str, graphs: bool) -> dict[str, Any]:
-    return row(figures, model="8b", dtype=dtype, graphs=graphs, batch=64)
+def train(model: str, limit_s: float) -> Part:
+    command = "train.py", "--device", "{device}", "--models", model
+    return Part(name=f"train-{model}", limit_s=limit_s, command=command, toy=("--models", "toy", "--tokens", "256"))
 
 
-BARS: dict[str, tuple[Bar, ...]] = {
-    "tests": (Bar(name="CUDA tests failed", value=lambda f: f["failed"], bar=0, at_least=False),),
-    "decode": (
-        Bar(
-            name="decode 8B bf16, 64 rows, 1k tokens: share of bandwidth",
-            value=lambda f: decode(f, "bfloat16", True)["bandwidth_share"],
-            bar=0.6,
-            estimate=0.68,
-        ),
-        Bar(
-            name="CUDA graphs over eager",
-            value=lambda f: decode(f, "bfloat16", False)["step_s"] / decode(f, "bfloat16", True)["step_s"],
-            bar=1.3,
-            estimate=2.0,
-        ),
-        Bar(
-            name="fp8 over bf16",
-            value=lambda f: decode(f, "bfloat16", True)["step_s"] / decode(f, "fp8", True)["step_s"],
-            bar=1.4,
-            estimate=1.35,
-        ),
-    ),
-    "train": (
-        Bar(name="training 8B, packed 4k: MFU", value=lambda f: f["8b"]["mfu"], bar=0.40, estimate=0.42),
-        Bar(name="training 1B, packed 4k: MFU", value=lambda f: f["1b"]["mfu"], bar=0.35, estimate=0.35),
-        Bar(
-            name="log-probs by tiles over plain: time",
-            value=lambda f: f["logprobs"]["time_ratio"],
-            bar=1.15,
-            estimate=1.1,
-            at_least=False,
-        ),
-    ),
-    "sync": (
-        Bar(
-            name="8B bf16 by nixl: fetched and proved, s",
-            value=lambda f: f["nixl"]["fetch_s"],
-            bar=0.06,
-            estimate=0.02,
-            at_least=False,
-        ),
-        Bar(
-            name="published to served, s",
-            value=lambda f: f["nixl"]["served_s"],
-            bar=0.06,
-            estimate=0.045,
-            at_least=False,
-        ),
-        Bar(
-            name="longest step while weights come, s",
-            value=lambda f: f["nixl"]["slowest_step_s"] - f["nixl"]["quiet_step_s"],
-            bar=0.05,
-            estimate=0.015,
-            at_least=False,
-        ),
-    ),
-    "demo": (Bar(name="accuracy gained by the demo", value=lambda f: f["gained"], bar=0.3),),
-}
-LIMITS_S = {"tests": 120.0, "decode": 170.0, "train": 90.0, "sync": 100.0, "demo": 60.0}
-"""Of `TOTAL_S`, for each part at least; what the parts before have left comes on top."""
+def sync(name: str, limit_s: float, *transports: str) -> Part:
+    command = "sync.py", "--device", "{device}", "--transports", *transports
+    return Part(name=name, limit_s=limit_s, command=command, toy=("--model", "toy"))
+
+
+def probe(name: str, limit_s: float, model: str = "1b", is_first: bool = True) -> Part:
+    command = "probes.py", name, "--device", "{device}", "--model", model
+    return Part(name=name, limit_s=limit_s, command=command, toy=("--model", "toy"), is_first=is_first)
+
+
+PYTEST = "-m", "pytest", "-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", "-o", "minversion=0"
+"""A test's name and outcome are a line, as it ends; an older pytest does."""
+PARTS = (
+    decode("decode-8b-bfloat16", 75, "8b", "--dtypes", "bfloat16"),
+    train("8b", 40),
+    train("1b", 25),
+    sync("sync-nixl", 40, "nixl"),
+    sync("sync-host", 30, "shared_memory", "p2p"),
+    Part(name="tests", limit_s=70, command=(*PYTEST, *(f"{ROOT}/tests/{path}" for path in TESTS)), toy=()),
+    probe("mismatch", 25),
+    decode("decode-8b-fp8", 35, "8b", "--dtypes", "fp8", "--batches", "64", "256"),
+    decode("decode-8b-int8", 35, "8b", "--dtypes", "int8", "--batches", "64"),
+    decode("decode-1b", 30, "1b", "--dtypes", "bfloat16", "--batches", "64", "512"),
+    probe("prefill", 20),
+    probe("profile", 40, "8b"),
+    Part(name="demo", limit_s=90, command=(), toy=()),
+    decode("contexts", 120, "8b", "--dtypes", "bfloat16", "--batches", "16", "64", "--context", "8192", is_first=False),
+    decode("contexts-32k", 120, "8b", "--dtypes", "bfloat16", "--batches", "16", "--context", "32768", is_first=False),
+    probe("attention", 90, "8b", is_first=False),
+    Part(name="sanitizer", limit_s=240, command=(), toy=(), is_first=False),
+)
+TOTAL_S = sum(part.limit_s for part in PARTS if part.is_first)
 
 
 def main() -> int:
+    names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--parts", nargs="+", choices=tuple(BARS), default=tuple(BARS))
+    parser.add_argument("--parts", nargs="+", choices=names, default=[part.name for part in PARTS if part.is_first])
     parser.add_argument("--steps", type=int, default=60, help="of the demo")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
+    parser.add_argument("--base", type=Path, default=ROOT / "runs/base/demo", help="the demo's base model")
+    parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT") or ROOT / "runs/gpu-check"))
     options = parser.parse_args()
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(f"gpu-check needs {', '.join(missing)}; WHEELS=folder installs them from wheels", file=sys.stderr)
         return 2
-    if options.device != "cpu" and not _sees_gpu():
+    machine = described(options.device)
+    if options.device != "cpu" and not machine["gpu"]:
         print("gpu-check: torch sees no GPU; --device cpu tries the check itself", file=sys.stderr)
         return 2
-    lacking = {name: what for name, what in OPTIONAL.items() if importlib.util.find_spec(name) is None}
-    for name, what in lacking.items():
-        print(f"{name} is missing: without {what}")
-    settings = {name: value for name, value in vars(options).items() if name != "output"}
-    found, path, deadline_s = dict[str, Any](), None, time.monotonic() + TOTAL_S
-    for part in options.parts:
-        start_s, later = time.monotonic(), options.parts[options.parts.index(part) + 1 :]
-        limit_s = deadline_s - start_s - sum(LIMITS_S[one] for one in later)
-        found[part] = run_part(part, options, limit_s, lacking.keys() >= {*NIXL})
-        found[part]["part_s"] = time.monotonic() - start_s
-        figures = {"device": _device(options.device), "missing": list(lacking), **found, "bars": table(found)}
-        path = write_result("gpu" if options.device != "cpu" else "gpu-toy", settings, figures, [], options.output)
-        print(f"{part}: {found[part].get('failure', 'done')} in {found[part]['part_s']:.0f} s", flush=True)
-    for line in table(found):
-        print(line)
-    print(path)
-    return int(any("failure" in figures for figures in found.values()))
-
-
-def run_part(part: str, options: argparse.Namespace, limit_s: float, without_nixl: bool) -> dict[str, Any]:
-    """Its figures, or why there are none."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = commands(options, Path(folder), without_nixl)[part]
-        try:
-            code, out, err = finish(command, max(limit_s, 1.0))
-        except subprocess.TimeoutExpired as late:
-            return partly(late.output or "") | {"failure": f"not done after {limit_s:.0f} s"}
-        if part == "tests":
-            return tests(code, out)
-        if code != 0:
-            return {"failure": (err.strip() or out.strip() or f"exit code {code}").splitlines()[-1]}
-        return demo(Path(folder)) if part == "demo" else json.loads(out.strip().splitlines()[-1])
-
-
-def commands(options: argparse.Namespace, folder: Path, without_nixl: bool) -> dict[str, list[str]]:
-    python, device, is_toy = sys.executable, options.device, options.device == "cpu"
-    models = ["--models", "toy"] if is_toy else []
-    transports = ["--transports", *([] if without_nixl else ["nixl"]), "shared_memory", "p2p"]  # it has the bars
-    one = "cpu" if is_toy else f"{device.split(':')[0]}:0"
-    return {
-        "tests": [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"{ROOT}/tests/{path}" for path in TESTS)],
-        "demo": [
-            python, "-m", "llamarl", "train", str(ROOT / "configs/demo.toml"), "--cluster.kind", "inline",
-            "--trainer.device", one, "--generator.device", one, "--steps", str(options.steps), "--output", str(folder),
-            "--screen.kind", "lines", "--eval.every_steps", "0",
-        ],
-        "decode": [
-            python, str(HERE / "decode.py"), "--device", device, *models,
-            *(["--dtypes", "bfloat16", "--batches", "4"] if is_toy else []),
-        ],
-        "train": [
-            python, str(HERE / "train.py"), "--device", device, *models, *(["--tokens", "256"] if is_toy else []),
-        ],
-        "sync": [
-            python, str(HERE / "sync.py"), "--device", device, *(["--model", "toy"] if is_toy else []), *transports,
-        ],
-    }  # fmt: skip
-
-
-def finish(command: list[str], limit_s: float) -> tuple[int, str, str]:
-    """Exit code and output; nothing that it has started is left. Raises TimeoutExpired."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # past every `finally`, which ends the part
+    options.output.mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%H%M%S")
+    rows, output = (
+        options.output / f"gpu-{name}-{stamp}.{end}" for name, end in (("rows", "jsonl"), ("output", "txt"))
     )
+    said = Said(rows, output)
+    said.row({"machine": machine, "command": sys.argv})
+    print("\n".join(f"{key}: {value}" for key, value in machine.items()), flush=True)
+    parts = [part for part in PARTS if part.name in options.parts]
+    deadline_s = time.monotonic() + sum(part.limit_s for part in parts)
+    for number, part in enumerate(parts):
+        limit_s = deadline_s - time.monotonic() - sum(later.limit_s for later in parts[number + 1 :])
+        print(f"{part.name}: {run(part, options, max(limit_s, 1.0), said)}", flush=True)
+    print("\n".join(bars.table(said.rows)))
+    print(rows)
+    ends = [str(row["ended"]) for row in said.rows if "ended" in row]
+    return int(any("failure" in row for row in said.rows) or not all(end.startswith(("done", "skip")) for end in ends))
+
+
+class Said:
+    """Rows and output of all parts, on disk as they come."""
+
+    def __init__(self, rows: Path, output: Path) -> None:
+        self.rows = list[dict[str, Any]]()
+        self._paths, self._start_s = (rows, output), time.monotonic()
+
+    def row(self, row: dict[str, Any]) -> None:
+        self.rows.append(row | {"at_s": round(time.monotonic() - self._start_s, 1)})
+        with self._paths[0].open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self.rows[-1]) + "\n")
+
+    def line(self, part: str, line: str) -> None:
+        """A row, if it is one."""
+        with self._paths[1].open("a", encoding="utf-8", errors="replace") as file:
+            file.write(f"{part}: {line}\n")
+        if line.startswith("{"):
+            with suppress(json.JSONDecodeError):
+                self.row({"part": part} | json.loads(line))
+
+
+def run(part: Part, options: argparse.Namespace, limit_s: float, said: Said) -> str:
+    """How it ended."""
+    start_s, lines = time.monotonic(), list[str]()
+
+    def heard(line: str) -> None:
+        lines.append(line)
+        said.line(part.name, line)
+
+    with tempfile.TemporaryDirectory() as folder:
+        command = command_of(part, options, Path(folder))
+        ended = finish(command, limit_s, heard) if command else "skipped: there is no compute-sanitizer"
+        if part.name == "demo" and (summary := Path(folder, "demo/summary.json")).exists():
+            said.row({"part": "demo"} | json.loads(summary.read_text()))
+    if outcomes := re.findall(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)", "\n".join(lines), re.MULTILINE):
+        failed = [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
+        passed = sum(outcome == "PASSED" for _, outcome in outcomes)
+        said.row({"part": part.name, "tests": len(outcomes), "passed": passed, "failed": failed})
+    if ways := sorted({way for line in lines for way in UCX_WAYS.findall(line)}):
+        said.row({"part": part.name, "ucx_ways": ways})
+    ended = f"{ended} in {time.monotonic() - start_s:.0f} s"
+    said.row({"part": part.name, "ended": ended.rpartition(" in ")[0], "part_s": time.monotonic() - start_s})
+    return ended
+
+
+def command_of(part: Part, options: argparse.Namespace, folder: Path) -> list[str] | None:
+    """None: a program is missing."""
+    is_toy, python = options.device == "cpu", [sys.executable]
+    if part.name == "demo":
+        one = "cpu" if is_toy else f"{options.device.split(':')[0]}:0"
+        return [
+            *python, "-m", "llamarl", "train", str(ROOT / "configs/demo.toml"), "--cluster.kind", "inline",
+            "--trainer.device", one, "--generator.device", one, "--steps", str(options.steps), "--output", str(folder),
+            "--screen.kind", "lines", "--eval.every_steps", "0", "--model.path", str(options.base),
+        ]  # fmt: skip
+    if part.name == "sanitizer":
+        program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+        tests = [f"{ROOT}/tests/{path}" for path in TESTS[1:4]]
+        return [program, "--error-exitcode", "9", *python, *PYTEST, *tests] if program else None
+    file, *arguments = part.command
+    first = [str(HERE / file)] if file.endswith(".py") else [file]
+    given = [argument.format(device=options.device) for argument in arguments]
+    return [*python, *first, *given, *(part.toy if is_toy else ())]
+
+
+def finish(command: Sequence[str], limit_s: float, heard: Callable[[str], None]) -> str:
+    """Runs it, telling each line; how it ended. Nothing that it has started is left, whatever ends this process."""
+    paths = (str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "UCX_PROTO_INFO": "y"}
+    lines, process_control = queue.Queue[str | None](), ctypes.CDLL(None).prctl
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        start_new_session=True, preexec_fn=lambda: process_control(*KILLED_WITH_ITS_PARENT),  # noqa: PLW1509
+    )  # fmt: skip
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.put(line.rstrip())
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    deadline_s, last = time.monotonic() + limit_s, ""
     try:
-        out, err = process.communicate(timeout=limit_s)
-        return process.returncode, out, err
+        while (line := lines.get(timeout=max(deadline_s - time.monotonic(), 0.0))) is not None:
+            heard(line)
+            last = line if line.strip() and not line.startswith("{") else last
+        code = process.wait(timeout=max(deadline_s - time.monotonic(), 1.0))
+    except (queue.Empty, subprocess.TimeoutExpired):
+        return f"not done after {limit_s:.0f} s"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return "done" if code == 0 else f"exit code {code}: {last[:300]}"
 
 
-def partly(out: str | bytes) -> dict[str, Any]:
-    """What a part has said so far: a line for each row, or for each model or transport."""
-    found = dict[str, Any]()
-    for line in (out.decode() if isinstance(out, bytes) else out).splitlines():
-        with suppress(json.JSONDecodeError):
-            said = json.loads(line)
-            found |= {"rows": [*found.get("rows", ()), said]} if "batch" in said else said
-    return found
-
-
-def tests(code: int, out: str) -> dict[str, Any]:
-    """Of pytest's last line."""
-    last = out.strip().splitlines()[-1] if out.strip() else ""
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
-    found = {"failed": counts.get("failed", 0) + counts.get("error", 0), "counts": counts}
-    has_run = code in (0, 1) and counts.keys() & {"passed", "failed", "error"}
-    return found if has_run else {"failure": last or f"pytest ended with {code}"}
-
-
-def demo(folder: Path) -> dict[str, Any]:
-    summary = json.loads((folder / "demo/summary.json").read_text())
-    names = ("accuracy_before", "accuracy_after", "samples_per_s", "wall_s", "extra.stall_p99_s")
-    found = {name: summary.get(name) for name in names}
-    return found | {"gained": summary["accuracy_after"] - summary["accuracy_before"]}
-
-
-def table(found: dict[str, Any]) -> list[str]:
-    """A line per bar of the parts that have run."""
-    lines = []
-    for part, bars in ((part, BARS[part]) for part in found):
-        for bar in bars:
-            sign = ">=" if bar.at_least else "<="
-            estimated = "" if bar.estimate is None else f", estimated {bar.estimate:g}"
-            try:
-                value = bar.value(found[part])
-            except (KeyError, StopIteration, TypeError):
-                lines.append(f"not measured  {bar.name} ({sign} {bar.bar:g}{estimated})")
-                continue
-            reached = value >= bar.bar if bar.at_least else value <= bar.bar
-            lines.append(
-                f"{'reached' if reached else 'MISSED ':<12}  {bar.name}: {value:.3g} ({sign} {bar.bar:g}{estimated})"
-            )
-    return lines
-
-
-def _sees_gpu() -> bool:
+def described(device: str) -> dict[str, Any]:
+    """The machine."""
     import torch
 
-    return torch.cuda.is_available()
-
-
-def _device(device: str) -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if device != "cpu" else "cpu"
+    gpu = torch.cuda.get_device_properties(0) if device != "cpu" and torch.cuda.is_available() else None
+    lacking = [f"{name} ({why})" for name, why in OPTIONAL.items() if importlib.util.find_spec(name) is None]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    driver = Path("/proc/driver/nvidia/version")
+    return {
+        "gpu": gpu.name if gpu else None,
+        "gpu_bytes": gpu.total_memory if gpu else None,
+        "driver": driver.read_text().splitlines()[0] if driver.exists() else None,
+        "torch": torch.__version__,
+        "triton": getattr(sys.modules.get("triton"), "__version__", None),
+        "python": sys.version.split()[0],
+        "cores": os.cpu_count(),
+        "commit": commit.stdout.strip() or None,
+        "missing": ", ".join(lacking) or None,
+    }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Decoding by the native engine, with CUDA graphs and without, against the time that reading weights and cache takes.
 
-    python benchmarks/gpu/decode.py [--device cuda] [--models 1b 8b] [--batches 64 256 512]
+    python benchmarks/gpu/decode.py [--device cuda] [--models 8b 1b] [--batches 64 256 512] [--context 8192]
 
 Models have random weights. All rows are prefilled first; then so many steps are timed at once, with all rows running.
 """
@@ -8,21 +8,21 @@ Models have random weights. All rows are prefilled first; then so many steps are
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
-import json
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
-from shapes import MODELS, RandomWeights, copy_bytes_per_s, seconds_of
+from shapes import MODELS, RandomWeights, copy_bytes_per_s, say, seconds_of
 
 from llamarl.generation.engine import Engine
+from llamarl.generation.kv_cache import KVCache
 from llamarl.generation.model import GeneratorModel
 from llamarl.types import GenerationRequest, SamplingParams
 
 STEPS, REPEATS, WARM_UP = 32, 3, 8
+COUNT = WARM_UP + STEPS * REPEATS
 CONTEXT = {64: 1024}
 """Tokens of a row when it is timed; of others 256."""
 
@@ -30,36 +30,35 @@ CONTEXT = {64: 1024}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--models", nargs="+", default=["1b", "8b"])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "fp8"])
+    parser.add_argument("--models", nargs="+", default=["8b", "1b"])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "fp8", "int8"])
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 256, 512])
+    parser.add_argument("--context", type=int, help="tokens of a row when it is timed")
     options = parser.parse_args()
-    bandwidth, rows = copy_bytes_per_s(options.device), list[dict[str, Any]]()
+    bandwidth, on_gpu = copy_bytes_per_s(options.device), options.device.startswith("cuda")
     for name, dtype in itertools.product(options.models, options.dtypes):
-        model = GeneratorModel(MODELS[name], dtype, options.device)
-        model.load(RandomWeights(MODELS[name], options.device))
-        ways = (False, True) if options.device.startswith("cuda") else (False,)
-        for batch, graphs in itertools.product(options.batches, ways):
-            context = CONTEXT.get(batch, 256) if name != "toy" else 64
-            rows.append({"model": name, "dtype": dtype, "graphs": graphs, "batch": batch, "context": context})
-            rows[-1] |= measure(model, batch, context, graphs, bandwidth)
-            print(json.dumps(rows[-1]), flush=True)
-            gc.collect()
-            if options.device.startswith("cuda"):
-                torch.cuda.empty_cache()
+        shape = MODELS[name]
+        if options.context:
+            shape = replace(shape, max_position_embeddings=2 * options.context)
+        model = GeneratorModel(shape, dtype, options.device)
+        model.load(RandomWeights(shape, options.device))
+        for batch, graphs in itertools.product(options.batches, (True, False) if on_gpu else (False,)):
+            context = options.context or (CONTEXT.get(batch, 256) if name != "toy" else 64)
+            about = {"model": name, "dtype": dtype, "graphs": graphs, "batch": batch, "context": context}
+            say(about, lambda b=batch, c=context, g=graphs, m=model: measure(m, b, c, g, bandwidth))
         del model
-    print(json.dumps({"bytes_per_s": bandwidth, "rows": rows}), flush=True)
 
 
-def measure(model: GeneratorModel, batch: int, context: int, graphs: bool, bandwidth: float) -> dict[str, Any]:
-    """Seconds of a step, and the share of the bandwidth that reading weights and cache once would take of it."""
-    device, shape, rng = str(model.device), model.shape, np.random.default_rng(0)
-    count = WARM_UP + STEPS * REPEATS
-    engine = Engine(model, max_running=batch, prefill_tokens=8192, kv_bytes=None, graphs=graphs)
+def running(model: GeneratorModel, batch: int, context: int, graphs: bool) -> Engine:
+    """An engine that decodes so many rows, all of so many tokens when half of the steps to be timed are done."""
+    shape, rng = model.shape, np.random.default_rng(0)
+    kv_bytes = KVCache.block_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, model.kv_dtype)
+    kv_bytes *= batch * ((context + 4 * COUNT) // 16 + 2)
+    engine = Engine(model, max_running=batch, prefill_tokens=8192, kv_bytes=kv_bytes, graphs=graphs)
     engine.submit(
         GenerationRequest(
-            group_id=i, prompt_token_ids_T=rng.integers(1, shape.vocab_size, max(context - count // 2, 1), np.int32),
-            group_size=1, sampling=SamplingParams(max_new_tokens=4 * count, seed=i),
+            group_id=i, prompt_token_ids_T=rng.integers(1, shape.vocab_size, max(context - COUNT // 2, 1), np.int32),
+            group_size=1, sampling=SamplingParams(max_new_tokens=4 * COUNT, seed=i),
         )
         for i in range(batch)
     )  # fmt: skip
@@ -67,6 +66,12 @@ def measure(model: GeneratorModel, batch: int, context: int, graphs: bool, bandw
         engine.step()
     for _ in range(WARM_UP):
         engine.step()
+    return engine
+
+
+def measure(model: GeneratorModel, batch: int, context: int, graphs: bool, bandwidth: float) -> dict[str, Any]:
+    """Seconds of a step, and the share of the bandwidth that reading weights and cache once would take of it."""
+    device, shape, engine = str(model.device), model.shape, running(model, batch, context, graphs)
     times = [seconds_of(device, lambda: [engine.step() for _ in range(STEPS)]) / STEPS for _ in range(REPEATS)]
     assert engine.stats().running == batch, "a row has left: its time is not that of so many"
     step_s = statistics.median(times)

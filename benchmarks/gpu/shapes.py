@@ -1,9 +1,12 @@
-"""Models, and what a device does at best, for the parts of the check."""
+"""Models, what a device does at best, and rows that are said as they come, for the parts of the check."""
 
 from __future__ import annotations
 
+import gc
+import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -25,6 +28,22 @@ MODELS = {
     ),
 }  # fmt: skip
 """Llama 3.2 1B, Llama 3.1 8B, and what a processor runs to try the check itself."""
+
+
+DATA_SHEET_TFLOPS = 989.0
+"""bfloat16 of an H100 or H200, dense."""
+
+
+def say(about: dict[str, Any], work: Callable[[], dict[str, Any]]) -> None:
+    """Prints a row: what was measured, or why it was not, which leaves the other rows alone."""
+    try:
+        found = work()
+    except (RuntimeError, ValueError, AssertionError, OSError, EOFError, ImportError) as error:
+        found = {"failure": f"{type(error).__name__}: {error}"[:500]}
+    print(json.dumps(about | found), flush=True)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what fits next is asked of the device
 
 
 class RandomWeights(Mapping[str, torch.Tensor]):

@@ -9,7 +9,6 @@ between two steps. Times of steps while nothing is fetched, and while something 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from shapes import MODELS, RandomWeights, copy_bytes_per_s
+from shapes import MODELS, RandomWeights, copy_bytes_per_s, say
 
 from llamarl.executors.adoption import Adopter
 from llamarl.executors.replies import Adoption
@@ -40,14 +39,10 @@ def main() -> None:
     parser.add_argument("--model", default="8b")
     parser.add_argument("--transports", nargs="+", default=["nixl", "shared_memory", "p2p"])
     options = parser.parse_args()
-    bandwidth, found = copy_bytes_per_s(options.device), dict[str, Any]()
+    bandwidth = copy_bytes_per_s(options.device)
     for transport in options.transports:
-        try:
-            found[transport] = measured(transport, options.model, options.device)
-        except (RuntimeError, EOFError, OSError) as error:
-            found[transport] = {"failure": f"{type(error).__name__}: {error}"}
-        print(json.dumps({transport: found[transport]}), flush=True)
-    print(json.dumps({"copy_bytes_per_s": bandwidth, **found}), flush=True)
+        about = {"transport": transport, "model": options.model, "copy_bytes_per_s": bandwidth}
+        say(about, lambda transport=transport: measured(transport, options.model, options.device))
 
 
 def measured(transport: str, model: str, device: str) -> dict[str, Any]:
