@@ -35,7 +35,7 @@ def _decode(dtype: str, graphs: bool) -> Row:
 BF16, NIXL = _decode("bfloat16", True), {"transport": "nixl", "model": "8b"}
 SPEED: Row = {"figure": "step_s", "share": "bandwidth_share"}
 BARS: Sequence[Bar] = (
-    Bar(name="decode 8B bf16, 64 rows, 1k tokens: share of bandwidth", figure="bandwidth_share", of=BF16, bar=0.6,
+    Bar(name="decode 8B bf16, 64 rows, 1k: bandwidth", figure="bandwidth_share", of=BF16, bar=0.6,
         estimate=0.68, share="bandwidth_share"),
     Bar(name="decode 8B: eager over graphs", of=_decode("bfloat16", False), by=BF16, bar=1.3, estimate=2.0, **SPEED),
     Bar(name="decode 8B: bf16 over fp8", of=BF16, by=_decode("fp8", True), bar=1.4, estimate=1.35, **SPEED),
@@ -55,12 +55,12 @@ BARS: Sequence[Bar] = (
         estimate=0.015, at_least=False),
     Bar(name="tests failed", figure="num_failed", of={"part": "tests"}, bar=0, at_least=False),
     Bar(name="trainer to generator, 1B bf16: mean |log-prob difference|", figure="mean",
-        of={"probe": "mismatch", "dtype": "bfloat16"}, bar=0.02, at_least=False),
-    Bar(name="prefill of 1B, prompts of 2k: MFU", figure="mfu", of={"probe": "prefill", "prompt": 2048}, bar=0.35,
-        share="mfu"),
+        of={"probe": "mismatch", "model": "1b", "dtype": "bfloat16"}, bar=0.02, at_least=False),
+    Bar(name="prefill of 1B, prompts of 2k: MFU", figure="mfu", share="mfu", bar=0.35,
+        of={"probe": "prefill", "model": "1b", "prompt": 2048}),
     Bar(name="attention alone, 8k tokens, bf16: share of bandwidth", figure="bandwidth_share",
-        of={"probe": "attention", "context": 8192, "cached": "bfloat16", "stages": 3}, bar=0.8, estimate=0.85,
-        share="bandwidth_share"),
+        of={"probe": "attention", "model": "8b", "context": 8192, "cached": "bfloat16", "stages": 3}, bar=0.8,
+        estimate=0.85, share="bandwidth_share"),
     Bar(name="accuracy gained by the demo", figure="accuracy_after-accuracy_before", of={"part": "demo"}, bar=0.3),
 )  # fmt: skip
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -131,6 +132,8 @@ def main() -> int:
     if options.device != "cpu" and not machine["gpu"]:
         print("gpu-check: torch sees no GPU; --device cpu tries the check itself", file=sys.stderr)
         return 2
+    if options.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # past every `finally`, which ends the part
     options.output.mkdir(parents=True, exist_ok=True)
     stamp = time.strftime("%H%M%S")
@@ -263,7 +266,7 @@ def described(device: str) -> dict[str, Any]:
         "gpu_bytes": gpu.total_memory if gpu else None,
         "driver": driver.read_text().splitlines()[0] if driver.exists() else None,
         "torch": torch.__version__,
-        "triton": getattr(sys.modules.get("triton"), "__version__", None),
+        "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
         "python": sys.version.split()[0],
         "cores": os.cpu_count(),
         "commit": commit.stdout.strip() or None,

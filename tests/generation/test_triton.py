@@ -15,9 +15,11 @@ from llamarl.models.transformer import Transformer
 from llamarl.types import GenerationRequest
 from tests.generation.native import GREEDY, SAMPLED, assert_same, make_engine, run
 from tests.kernels.engines import engine as computed_by
+from tests.kernels.interpreter import needs_interpreter
 
 triton_ops = pytest.importorskip("llamarl.kernels.triton_ops")
 triton_decode = pytest.importorskip("llamarl.kernels.triton_decode")
+pytestmark = needs_interpreter
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
-"""Triton's interpreter with bfloat16 as GPUs have it: its own multiplies the raw bits of tiles, and cuts off in casts."""
+"""Triton's interpreter: whether it runs here, and with bfloat16 as GPUs have it. Its own multiplies the raw bits of
+tiles, and cuts off in casts.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,10 +12,38 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
+import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from llamarl.kernels import triton_decode
+
+
+def _broken() -> str:
+    """Triton 3.6 asks numpy for what 2.5 no longer does."""
+    if torch.cuda.is_available():
+        return ""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            one = torch.zeros(1)
+            _count_up[(1,)](one, torch.ones(1, dtype=torch.int32))  # pyrefly: ignore
+    except triton.runtime.errors.InterpreterError as error:
+        return f"Triton {triton.__version__}'s interpreter does not run on numpy {np.__version__}: {error}"
+    return ""
+
+
+@triton.jit
+def _count_up(target, length):
+    for place in range(0, tl.load(length), 1):
+        tl.store(target + place, 1.0)
+
+
+_REASON = _broken()
+needs_interpreter = pytest.mark.skipif(bool(_REASON), reason=_REASON)
 
 
 def _widened(tile: TensorHandle) -> TensorHandle:

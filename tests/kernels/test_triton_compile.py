@@ -18,8 +18,6 @@ SHARED_BYTES = 99 << 10
 """Of a program's memory on the smallest GPUs with float8 (compute capability 8.9); an H100 has 227 KB."""
 
 
-
-
 def compiled(folder: Path, *options: str) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compiled", *options], cwd=Path(__file__).parents[2], capture_output=True,

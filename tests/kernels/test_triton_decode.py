@@ -11,8 +11,10 @@ from torch import Tensor
 
 from llamarl.kernels import gpu
 from llamarl.kernels.attention import BLOCK_SIZE
+from tests.kernels.interpreter import computing_as_a_gpu, needs_interpreter
 
 triton_decode = pytest.importorskip("llamarl.kernels.triton_decode")
+pytestmark = needs_interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -63,6 +65,12 @@ def attended(
     return triton_decode.decode_attention(*arguments).double().cpu(), exact
 
 
+def share_apart(out: Tensor, exact: Tensor) -> float:
+    """Share of numbers that are not the exact ones rounded to bfloat16. A third, if weights were rounded once."""
+    assert (out - exact).norm() / exact.norm() < 3e-3
+    return (out != exact.bfloat16().double()).double().mean().item()
+
+
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
     """A unit in the last place of bfloat16: the interpreter cuts off where a GPU rounds."""
     return {"rtol": 2.0**-7 if dtype == torch.bfloat16 else 0.0, "atol": 2e-6}
@@ -103,22 +111,17 @@ def test_no_error_grows_with_the_context(tokens: int) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU takes this branch in all tests")
 def test_the_branch_that_gpus_take(heads: tuple[int, int], head_dim: int, cached: torch.dtype) -> None:
     """Products of bfloat16 tiles; weights as two bfloat16 numbers; the result is rounded once."""
-    from tests.kernels.interpreter import computing_as_a_gpu
-
     with computing_as_a_gpu():
         for lengths, spread in (([(15, 16), (0, 1), (300, 1), (5, 259)], 1.0), ([(33, 700)], 3.0)):
             out, exact = attended(lengths, heads, head_dim, torch.bfloat16, spread, cached)
-            assert (out - exact.bfloat16().double()).norm() / exact.norm() < 3e-4  # few are rounded to a neighbor
-            assert torch.isfinite(out).all()
+            assert share_apart(out, exact) < 0.03
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU takes this branch in all tests")
 def test_the_branch_that_gpus_take_over_long_contexts() -> None:
-    from tests.kernels.interpreter import computing_as_a_gpu
-
     with computing_as_a_gpu():
         out, exact = attended([(2667, 5333)], (8, 2), 64, torch.bfloat16, spread=3.0)
-    assert (out - exact.bfloat16().double()).norm() / exact.norm() < 3e-4
+    assert share_apart(out, exact) < 0.03
 
 
 def test_what_a_gpu_checks_at_start() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from llamarl.kernels import copy
+from tests.kernels.interpreter import needs_interpreter
 
 triton = pytest.importorskip("triton")
 PARTS = [  # shape of the part, of the whole, where it begins, type
@@ -43,6 +44,7 @@ def part_of(number: int) -> torch.Tensor:
     return (torch.randn(shape, generator=generator) * 100).to(dtype)
 
 
+@needs_interpreter
 def test_it_is_that_of_torch() -> None:
     """In a process of its own, as Triton is told to interpret before it is imported."""
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}

@@ -13,8 +13,10 @@ from torch import Tensor
 from llamarl.kernels import gpu, ops
 from llamarl.kernels.linear import Linear
 from llamarl.models.quantize import quantize_rows
+from tests.kernels.interpreter import needs_interpreter
 
 triton_ops = pytest.importorskip("llamarl.kernels.triton_ops")
+pytestmark = needs_interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPS = 1e-5
 
