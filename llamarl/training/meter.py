@@ -31,8 +31,8 @@ def peak_flops(config: TrainerConfig, device: torch.device) -> float:
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     size = 8192 if device.type == "cuda" else 512
     # Random numbers: with ones fewer bits change, and a GPU runs an eighth faster than on any real weights.
-    numbers, best_s = torch.Generator(device).manual_seed(0), float("inf")
-    matrix = torch.randn(size, size, device=device, dtype=dtype, generator=numbers)
+    matrix = torch.randn(size, size, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
+    best_s = float("inf")
     for _ in range(REPEATS):
         start_s = device_seconds(device)
         product = matrix @ matrix

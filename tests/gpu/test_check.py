@@ -72,7 +72,7 @@ def test_all_parts_have_rows_but_one_that_is_killed(tmp_path: Path) -> None:
     (tests,) = (row for row in rows if row.get("tests"))
     assert tests["tests"] > 50 and tests["failed"] == []
     profiled = {row["step"]: row["kernels"] for row in rows if row.get("probe") == "profile"}
-    assert profiled.keys() == {"decode", "train"} and all(len(kernels) == 20 for kernels in profiled.values())
+    assert profiled.keys() == {"decode", "train"} and all(10 < len(kernels) <= 20 for kernels in profiled.values())
     assert {row["stages"] for row in rows if row.get("probe") == "attention"} == {3, 5}
     collected = [
         sys.executable,

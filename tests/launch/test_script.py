@@ -78,6 +78,19 @@ def test_bash_reads_the_script() -> None:
     assert done.returncode == 0 and not done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("job", [1, 19_999, 20_000, 39_999, 2**31 - 1])
+def test_a_job_has_a_port_of_its_own(job: int) -> None:
+    """One that any user may listen at; jobs of neighboring numbers, which share a node, have different ones."""
+    (line,) = (line for line in slurm(*HOSTS).splitlines() if line.startswith("LLAMARL_CONTROLLER="))
+
+    def port(number: int) -> int:
+        code = f"here=10.0.0.1; SLURM_JOB_ID={number}; {line}; echo $LLAMARL_CONTROLLER"
+        done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=10, check=True)
+        return int(done.stdout.strip().removeprefix("10.0.0.1:"))
+
+    assert 1024 <= port(job) <= 65_535 and port(job) != port(job + 1)
+
+
 def test_the_job_trains_what_was_asked_for(tmp_path: Path) -> None:
     """The words that reach `llamarl train`, whatever is in them."""
     odd = "it's; $(touch here) `touch here` $HOME"

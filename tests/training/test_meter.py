@@ -63,7 +63,8 @@ def checked() -> None:
     weights = {"all": torch.empty(NUM_WEIGHTS, device="meta")}
     held = SimpleNamespace(device=GPU, sharding=SimpleNamespace(weights=weights))
     config = RunConfig.model_validate({
-        "name": "x", "model": {"path": "m"}, "data": {"train": "t", "max_prompt_tokens": 512}, "reward": {"parts": ["gsm8k"]},
+        "name": "x", "model": {"path": "m"}, "data": {"train": "t", "max_prompt_tokens": 512},
+        "reward": {"parts": ["gsm8k"]},
         "rollout": {"max_new_tokens": 512, "group_size": 4},
         "trainer": {"dtype": "bfloat16", "activation_checkpointing": True, "microbatch_tokens": 4096},
     })  # fmt: skip
@@ -78,5 +79,5 @@ def test_8b_takes_22_bytes_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
         if fits:
             checked()
         else:
-            with pytest.raises(ConfigError, match="trainer.microbatch_tokens = 4096 takes about"):
+            with pytest.raises(ConfigError, match=r"trainer\.microbatch_tokens = 4096 takes about"):
                 checked()
