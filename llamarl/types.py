@@ -227,6 +227,8 @@ class SamplingParams:
     """A rollout ends with the token that completes one of these in its text; that token is kept."""
     seed: int = 0
     """First part of the sampling key (seed, rollout id, position)."""
+    is_repeatable: bool = False
+    """The rollout id is left out of the key, so that equal requests are answered equally."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,6 +250,11 @@ class GenerationRequest:
     """What its rollouts that stop have computed is held in the engine, for when an environment has answered."""
     purpose: Literal["train", "eval", "greedy"] = "train"
     """What its rollouts are for: to learn from, to measure the policy, or as the baseline of the group."""
+
+    @property
+    def noise_id(self) -> int:
+        """Keys the noise of its rollouts, with the seed before it and their indices after it."""
+        return 0 if self.sampling.is_repeatable else self.group_id
 
     def starts(self) -> Sequence[Rollout]:
         """What each rollout that is asked for begins with."""
