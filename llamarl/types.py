@@ -251,11 +251,6 @@ class GenerationRequest:
     purpose: Literal["train", "eval", "greedy"] = "train"
     """What its rollouts are for: to learn from, to measure the policy, or as the baseline of the group."""
 
-    @property
-    def noise_id(self) -> int:
-        """Keys the noise of its rollouts, with the seed before it and their indices after it."""
-        return 0 if self.sampling.is_repeatable else self.group_id
-
     def starts(self) -> Sequence[Rollout]:
         """What each rollout that is asked for begins with."""
         return self.partials or [Rollout.empty(self.group_id, index) for index in range(self.group_size)]

@@ -117,21 +117,22 @@ def build_app(session_of: SessionOf, metrics: Callable[[], Mapping[str, float]] 
     return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
 
 
-async def _handled(call: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
+async def _handled(call: Callable[[Request], Awaitable[Any]], request: Request) -> Response:
     from starlette.requests import ClientDisconnect
     from starlette.responses import JSONResponse, Response
 
     try:
-        return await call(request)
+        found = await call(request)
+        return found if isinstance(found, Response) else JSONResponse(found)
     except Refused as refused:
         return JSONResponse(refused.body, refused.status)
     except ClientDisconnect:
         return Response(status_code=GONE)
 
 
-async def _answered(session_of: SessionOf, call: Callable[..., Any], request: Request) -> Response:
+async def _answered(session_of: SessionOf, call: Callable[..., Any], request: Request) -> Any:
     """A client that leaves ends its call."""
-    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.responses import Response, StreamingResponse
 
     endpoint, session = session_of(_key(request))
     body, loop, events = await _body(request, endpoint), asyncio.get_running_loop(), asyncio.Queue[bytes]()
@@ -150,7 +151,7 @@ async def _answered(session_of: SessionOf, call: Callable[..., Any], request: Re
         return Response(status_code=GONE)
     if first := begun.result():
         return StreamingResponse(_rest(first, events, answer), media_type="text/event-stream")
-    return JSONResponse(answer.result())
+    return answer.result()
 
 
 async def _left(request: Request) -> None:
@@ -159,16 +160,13 @@ async def _left(request: Request) -> None:
         pass
 
 
-async def _models(session_of: SessionOf, request: Request) -> Response:
-    from starlette.responses import JSONResponse
-
-    endpoint, name = session_of(_key(request))[0], request.path_params.get("name")
-    if name is not None:
-        endpoint.check_model(name)
-    return JSONResponse(endpoint.models() if name is None else endpoint.models()["data"][0])
+async def _models(session_of: SessionOf, request: Request) -> Any:
+    endpoint, name = session_of(_key(request))[0], request.path_params.get("name", "")
+    endpoint.check_model(name)
+    return endpoint.models()["data"][0] if name else endpoint.models()
 
 
-async def _metrics(session_of: SessionOf, metrics: Callable[[], Mapping[str, float]], request: Request) -> Response:
+async def _metrics(session_of: SessionOf, metrics: Callable[[], Mapping[str, float]], request: Request) -> Any:
     """As Prometheus reads them."""
     from starlette.responses import PlainTextResponse
 
@@ -177,10 +175,8 @@ async def _metrics(session_of: SessionOf, metrics: Callable[[], Mapping[str, flo
     return PlainTextResponse("".join(lines))
 
 
-async def _health(_: Request) -> Response:
-    from starlette.responses import JSONResponse
-
-    return JSONResponse({})
+async def _health(_: Request) -> Any:
+    return {}
 
 
 async def _unknown(known: str, request: Request, error: HTTPException) -> Response:

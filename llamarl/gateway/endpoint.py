@@ -9,7 +9,6 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,15 +32,8 @@ CHARS_PER_TOKEN = 32
 """Of a text that is worth encoding; few vocabularies have longer tokens, and none a text of them."""
 
 
-class _Asked(NamedTuple):
-    """A call that was read."""
-
-    call: protocol.Call
-    prompt_T: np.ndarray
-    choice_of: Callable[[Rollout], Json]
-    """What a rollout says."""
-    waits: bool
-    """Text may turn out to be something else at the end."""
+_Asked = tuple[protocol.Call, np.ndarray, Callable[[Rollout], Json], bool]
+"""A call, its prompt, what a rollout says, and whether that may turn out to be something else at the end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +91,8 @@ class Endpoint:
     def _read_chat(self, session: Session, body: Json) -> _Asked:
         call = protocol.read(protocol.ChatCall, body)
         self.check_model(call.model)
-        messages = [message.plain for message in call.messages]
-        tools = [] if call.tool_choice == "none" else [tool.plain for tool in call.tools]
-        prompt_T = self._fitting(self._chat_prompt(session, messages, tools), "messages")
+        messages, tools = call.conversation
+        prompt_T = self._chat_prompt(session, messages, tools)
 
         def choice(rollout: Rollout) -> Json:
             message, reason = self._message(rollout, call, tools)
@@ -111,12 +102,12 @@ class Endpoint:
                 session.remember(known, self._written(prompt_T, rollout))
             return {"message": message, "finish_reason": reason}
 
-        return _Asked(call, prompt_T, choice, bool(tools and self.tokenizer.tool_format))
+        return call, prompt_T, choice, bool(tools and self.tokenizer.tool_format)
 
     def _read_text(self, session: Session, body: Json) -> _Asked:
         call = protocol.read(protocol.CompletionCall, body)
         self.check_model(call.model)
-        prompt_T = self._fitting(self._text_prompt(session, call.prompt), "prompt")
+        prompt_T = self._text_prompt(session, call.prompt)
 
         def choice(rollout: Rollout) -> Json:
             written, text = self._written(prompt_T, rollout), self.tokenizer.decode(rollout.token_ids_T)
@@ -124,11 +115,11 @@ class Endpoint:
                 session.remember(call.prompt + text, written)
             return {"text": self._cut(text, call), "finish_reason": rollout.finish_reason.value}
 
-        return _Asked(call, prompt_T, choice, False)
+        return call, prompt_T, choice, False
 
     def _chat_prompt(self, session: Session, messages: list[Json], tools: list[Json]) -> np.ndarray:
         """The longest part that this session has, as the tokens that it was; the rest as the template writes it."""
-        known = protocol.conversations(messages[:-1], tools) if session.has_texts else []
+        known = protocol.conversations(messages[:-1], tools) if session.num_calls else []
         try:
             for count in range(len(known), 0, -1):
                 if written := session.recall(known[count - 1]):
@@ -152,26 +143,19 @@ class Endpoint:
             raise protocol.OutOfTokens(f"{len(text):,} characters are too many for a context of {self.context} tokens")
         return self.tokenizer.encode(text, **options)
 
-    def _fitting(self, prompt_T: np.ndarray, param: str) -> np.ndarray:
-        if len(prompt_T) < self.context:
-            return prompt_T
-        said = f"the prompt has {len(prompt_T)} tokens and the context {self.context}; no token can be generated"
-        raise protocol.OutOfTokens(said, param)
-
     def _whole(
         self, call: protocol.Call, begun: Json, prompt_T: np.ndarray, rollouts: list[Rollout],
         choice_of: Callable[[Rollout], Json], streams: list[Stream],
     ) -> Json:  # fmt: skip
         choices = [choice_of(rollout) | {"logprobs": None} for rollout in rollouts]
-        if protocol.wants_logprobs(call):
+        for choice, rollout in zip(choices, rollouts, strict=True) if call.logprobs else ():
             is_chat = isinstance(call, protocol.ChatCall)
-            for choice, rollout in zip(choices, rollouts, strict=True):
-                choice["logprobs"] = protocol.logprobs(self.tokenizer, rollout, is_chat=is_chat)
+            choice["logprobs"] = protocol.logprobs(self.tokenizer, rollout, is_chat=is_chat)
         found = protocol.answer(begun, choices, prompt_T, rollouts)
-        for stream, choice, rollout in zip(streams, choices, rollouts, strict=bool(streams)):
+        for stream, choice, rollout in zip(streams, choices, rollouts, strict=False):
             stream.end(choice, rollout)
-        for stream in streams[-1:]:
-            stream.close(found["usage"])
+        if streams:
+            streams[-1].close(found["usage"])
         return found
 
     async def _sampled(
@@ -185,28 +169,23 @@ class Endpoint:
 
     def _sampling(self, session: Session, call: protocol.Call, num_prompt: int) -> list[SamplingParams]:
         """Of each choice."""
-        ours = self.sampling
-        if self.is_fixed and call.seed is not None:
-            raise Refused(400, f"seed = {call.seed}, but this run draws by its own: leave it out", param="seed")
-        for name, value in call.drawn_by.items() if self.is_fixed else ():
-            if value != getattr(ours, name):
+        ours, drawn = self.sampling, call.drawn_by
+        for name, value in drawn.items() if self.is_fixed else ():
+            if name == "seed" or value != getattr(ours, name):
                 said = f"{name} = {value:g}, but this run samples with {getattr(ours, name):g}: leave it out"
                 raise Refused(400, said, param=name)
-        left = (ours.max_new_tokens - session.num_sampled) // call.n
+        least, left = 1 if self.is_fixed else call.limit or 1, (ours.max_new_tokens - session.num_sampled) // call.n
+        if num_prompt + least > self.context:
+            said = f"the prompt has {num_prompt} tokens and the context {self.context}: it has no room for {least} more"
+            raise protocol.OutOfTokens(said)
         if left <= 0:
-            raise protocol.OutOfTokens(
-                f"this session has sampled its {ours.max_new_tokens} tokens (rollout.max_new_tokens)"
-            )
-        limit = call.limit or left
-        if call.limit and not self.is_fixed and num_prompt + limit > self.context:
-            said = f"{num_prompt} tokens of the prompt and max_tokens = {limit} are over the context of {self.context}"
-            raise protocol.OutOfTokens(said, "max_tokens")
+            said = f"this session has sampled its {ours.max_new_tokens} tokens (rollout.max_new_tokens)"
+            raise protocol.OutOfTokens(said)
         asked = replace(
-            ours, **call.drawn_by, max_new_tokens=min(limit, left), stop_strings=(*ours.stop_strings, *call.stop)
-        )
-        if call.seed is None:
-            return [asked] * call.n
-        return [replace(asked, seed=call.seed + n, is_repeatable=True) for n in range(call.n)]
+            ours, **drawn, max_new_tokens=min(call.limit or left, left), is_repeatable="seed" in drawn,
+            stop_strings=(*ours.stop_strings, *call.stop),
+        )  # fmt: skip
+        return [replace(asked, seed=asked.seed + n * asked.is_repeatable) for n in range(call.n)]
 
     def _written(self, prompt_T: np.ndarray, rollout: Rollout) -> Written:
         ids_T = np.concatenate([prompt_T, rollout.token_ids_T])

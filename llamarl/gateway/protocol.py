@@ -17,23 +17,15 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import xxhash
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import from_json
 
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.types import Rollout
 
-MAX_MESSAGES, MAX_TOOLS = 2048, 1024
-MAX_CHOICES = 128
+MAX_MESSAGES, MAX_TOOLS, MAX_CHOICES = 2048, 1024, 128
+_UNREAD = frozenset(("user", "metadata", "safety_identifier", "prompt_cache_key"))
+"""They change no answer."""
 _CHANGES_NOTHING: dict[str, Any] = {
     "add_generation_prompt": True, "best_of": 1, "chat_template_kwargs": {}, "continue_final_message": False,
     "echo": False, "frequency_penalty": 0, "ignore_eos": False, "logit_bias": {}, "min_tokens": 0,
@@ -44,6 +36,7 @@ _CHANGES_NOTHING: dict[str, Any] = {
 """Options that are not there, with the value that asks for nothing."""
 _SAID = reprlib.Repr()
 _SAID.maxstring = _SAID.maxother = 100
+INVALID = "invalid_request_error"
 Json = dict[str, Any]
 
 
@@ -51,9 +44,8 @@ class Refused(Exception):
     """A call that is not answered, as OpenAI's clients read it."""
 
     def __init__(
-        self, status: int, message: str, kind: str = "invalid_request_error", *, param: str | None = None,
-        code: str | None = None,
-    ) -> None:  # fmt: skip
+        self, status: int, message: str, kind: str = INVALID, *, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.kind, self.param, self.code = status, kind, param, code
 
@@ -65,8 +57,8 @@ class Refused(Exception):
 class OutOfTokens(Refused):
     """There is no room for an answer; the code is the one by which OpenAI's clients know that."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(400, message, param=param, code="context_length_exceeded")
+    def __init__(self, message: str) -> None:
+        super().__init__(400, message, code="context_length_exceeded")
 
 
 class _Body(BaseModel):
@@ -79,6 +71,11 @@ class _Body(BaseModel):
     def _said(cls, said: Any) -> Any:
         """Options that are None are as if they were not there."""
         return {name: value for name, value in said.items() if value is not None} if isinstance(said, dict) else said
+
+    @property
+    def plain(self) -> Json:
+        """As a chat template reads it."""
+        return self.model_dump(exclude_none=True)
 
 
 def _listed(stop: Any) -> Any:
@@ -110,11 +107,8 @@ class Call(_Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    user: Any = None
-    metadata: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    """Like the three before, this changes no answer."""
+    logprobs: bool = False
+    """Of the tokens alone, which are all that there are."""
 
     @property
     def limit(self) -> int | None:
@@ -123,7 +117,7 @@ class Call(_Body):
     @property
     def drawn_by(self) -> dict[str, Any]:
         """How tokens are to be drawn, where it is said."""
-        said = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        said = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
         return {
             name: 0 if name == "top_k" and value == -1 else value for name, value in said.items() if value is not None
         }
@@ -139,15 +133,22 @@ def _text(content: Any) -> Any:
     return "".join(map(str, texts))
 
 
+def _arguments(arguments: Any) -> Any:
+    try:
+        return from_json(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
 class _Called(_Body):
     name: str
-    arguments: Any = "{}"
+    arguments: Annotated[Any, BeforeValidator(_arguments)] = Field(default_factory=dict)
 
 
 class _ToolCall(_Body):
-    id: str = ""
+    id: str | None = None
     type: Literal["function"] = "function"
-    index: int = 0
+    index: int | None = None
     function: _Called
 
 
@@ -157,38 +158,19 @@ class Message(_Body):
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[_ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
-    annotations: Annotated[list[Any], Field(max_length=0)] = []
-    refusal: Literal[""] = ""
-
-    @property
-    def plain(self) -> Json:
-        """As a chat template reads it: text, and calls whose arguments are objects."""
-        found = self.model_dump(exclude_unset=True, exclude={"tool_calls", "annotations", "refusal"})
-        found |= {"content": self.content}
-        if self.tool_calls:
-            calls = [one.model_dump(exclude_unset=True) | {"type": "function"} for one in self.tool_calls]
-            for call in calls:
-                call["function"]["arguments"] = _arguments(call["function"].get("arguments", "{}"))
-            found["tool_calls"] = calls
-        return found
+    tool_calls: Annotated[list[_ToolCall], Field(fail_fast=True)] | None = None
 
 
 class _Function(_Body):
     name: Annotated[str, Field(min_length=1)]
-    description: str = ""
-    parameters: Json = {}
-    strict: Literal[False] = False
+    description: str | None = None
+    parameters: Json | None = None
+    strict: Annotated[Literal[False], Field(exclude=True)] = False
 
 
 class _Tool(_Body):
     type: Literal["function"] = "function"
     function: _Function
-
-    @property
-    def plain(self) -> Json:
-        """As a chat template reads it."""
-        return {"type": self.type, "function": self.function.model_dump(exclude_unset=True, exclude={"strict"})}
 
 
 class ChatCall(Call):
@@ -197,7 +179,12 @@ class ChatCall(Call):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
     tool_choice: Literal["auto", "none"] = "auto"
-    logprobs: bool = False
+
+    @property
+    def conversation(self) -> tuple[list[Json], list[Json]]:
+        """Messages and tools as a chat template reads them: text, and calls whose arguments are objects."""
+        tools = [] if self.tool_choice == "none" else self.tools
+        return [one.plain for one in self.messages], [one.plain for one in tools]
 
 
 def _single(prompt: Any) -> Any:
@@ -210,7 +197,8 @@ def _single(prompt: Any) -> Any:
 
 
 def _asked(logprobs: Any) -> Any:
-    return {True: 0, False: None}[logprobs] if isinstance(logprobs, bool) else logprobs
+    """0 and 1 ask for those of the tokens."""
+    return True if type(logprobs) is int and logprobs in (0, 1) else logprobs
 
 
 _HIDDEN = "", " "
@@ -228,7 +216,7 @@ class CompletionCall(Call):
         Discriminator(lambda prompt: _HIDDEN[isinstance(prompt, list)]),
         BeforeValidator(_single),
     ]
-    logprobs: Annotated[int | None, Field(ge=0, le=1), BeforeValidator(_asked)] = None
+    logprobs: Annotated[bool, BeforeValidator(_asked)] = False
 
 
 C = TypeVar("C", bound=Call)
@@ -247,7 +235,7 @@ def parsed(data: bytes | bytearray) -> Json:
 
 def read(kind: type[C], body: Json) -> C:
     """Raises Refused."""
-    said = {name: value for name, value in body.items() if value != _CHANGES_NOTHING.get(name)}
+    said = {name: value for name, value in body.items() if name not in _UNREAD and value != _CHANGES_NOTHING.get(name)}
     try:
         call = kind.model_validate(said)
     except ValidationError as error:
@@ -263,20 +251,13 @@ def read(kind: type[C], body: Json) -> C:
 
 def conversations(messages: Sequence[Json], tools: Sequence[Json]) -> list[bytes]:
     """A digest of each beginning of a conversation, equal for those that mean the same, however a client writes them.
-    Of `plain` messages."""
+    As of `ChatCall.conversation`."""
     digest, found = xxhash.xxh3_128(json.dumps(tools, sort_keys=True).encode()), list[bytes]()
     for one in messages:
         called = [[call["function"]["name"], call["function"]["arguments"]] for call in one.get("tool_calls", ())]
         digest.update(json.dumps([one["role"], one["content"], called], sort_keys=True).encode())
         found.append(digest.digest())
     return found
-
-
-def _arguments(arguments: Any) -> Any:
-    try:
-        return from_json(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return arguments
 
 
 def head(kind: str, model: str, prompt_T: np.ndarray, *, has_ids: bool) -> Json:
@@ -299,12 +280,6 @@ def answer(begun: Json, choices: Sequence[Json], prompt_T: np.ndarray, rollouts:
         for choice, rollout in zip(found, rollouts, strict=True):
             choice |= {"token_ids": rollout.token_ids_T.tolist(), "prompt_token_ids": prompt_ids}
     return begun | {"choices": found, "usage": usage}
-
-
-def wants_logprobs(call: Call) -> bool:
-    """0 asks for those of the tokens alone, which are all that there are."""
-    asked = getattr(call, "logprobs", None)
-    return asked is not None and asked is not False
 
 
 def logprobs(tokenizer: Tokenizer, rollout: Rollout, *, is_chat: bool, start: int = 0, offset: int = 0) -> Json:

@@ -71,10 +71,6 @@ class Session:
         )
         return packed_columns(list(numbered))
 
-    @property
-    def has_texts(self) -> bool:
-        return bool(self._written)
-
     def remember(self, text: str | bytes, written: Written) -> None:
         """These tokens are what is meant by `text`, or the conversation of this digest, from now on."""
         self._written[text] = written

@@ -69,7 +69,7 @@ class Stream:
             choice["delta"] = {**role, "content": said.pop("text"), **said}
         else:
             choice |= said
-        if protocol.wants_logprobs(self._call):
+        if self._call.logprobs:
             choice["logprobs"] = protocol.logprobs(
                 self._tokenizer, rollout, is_chat=self._is_chat, start=self._told, offset=self._offset
             )

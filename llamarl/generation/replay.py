@@ -144,7 +144,7 @@ class Replayer:
             sampling = SamplingRows(len(part))
             for row, (life, _) in enumerate(part):
                 request = life.sequence.group.request
-                key = noise_key(request.sampling.seed, request.noise_id, life.sequence.index)
+                key = noise_key(request.sampling.seed, request.group_id, life.sequence.index)
                 sampling.set(row, request.sampling, key)
             tokens_B, logprobs_B = engine._sampler(logits_B_V, sampling, np.array([token for _, token in part]))
             for (life, at), token, logprob in zip(part, tokens_B, logprobs_B.astype(np.float32), strict=True):

@@ -99,15 +99,10 @@ def _sampling_error(params: SamplingParams) -> str:
         ("max_new_tokens", params.max_new_tokens >= 1, "it must be at least 1"),
         ("stop_token_ids", all(0 <= one <= _INT32_MAX for one in params.stop_token_ids), "these are no tokens"),
         ("stop_strings", "" not in params.stop_strings, "an empty string stops nothing"),
-        ("stop_strings", _is_text("".join(params.stop_strings)), "half of a surrogate pair is no text"),
     )
     return next(
         (f"{name} = {getattr(params, name)!r}; {error}" for name, is_right, error in checks if not is_right), ""
     )
-
-
-def _is_text(text: str) -> bool:
-    return text.isascii() or not any("\ud800" <= one <= "\udfff" for one in text)
 
 
 def _partial_error(request: GenerationRequest, partial: Rollout, limit: int, vocab_size: int) -> str:

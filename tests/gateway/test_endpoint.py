@@ -152,7 +152,7 @@ def test_tokens_as_a_prompt(scripted: Make) -> None:
         ({"messages": [user("x")], "tool_choice": "required"}, "tool_choice = 'required'"),
         ({"prompt": "x", "n": 0}, "n = 0"),
         ({"prompt": "x", "presence_penalty": 0.5}, "presence_penalty = 0.5: is not supported"),
-        ({"prompt": "x", "seed": 1}, "seed = 1, but this run draws by its own"),
+        ({"prompt": "x", "seed": 1}, "seed = 1, but this run samples with 0"),
         ({"prompt": "x", "temperature": -1}, "temperature = -1"),
         ({"prompt": "x", "max_tokens": True}, "max_tokens = True: Input should be a valid integer"),
         ({"prompt": "x", "max_tokens": "5"}, "max_tokens = '5': Input should be a valid integer"),
@@ -277,9 +277,9 @@ def test_a_prompt_over_the_context_is_too_long_and_long_ones_are_not_encoded(
     scripted: Make, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, endpoint, session = scripted("x", context=20)
-    with pytest.raises(OutOfTokens, match="the prompt has 20 tokens and the context 20"):
+    with pytest.raises(OutOfTokens, match="the prompt has 20 tokens and the context 20: it has no room for 1 more"):
         say(endpoint, session, prompt=[1] * 20)
-    with pytest.raises(OutOfTokens, match="19 tokens of the prompt and max_tokens = 2 are over the context of 20"):
+    with pytest.raises(OutOfTokens, match="the prompt has 19 tokens and the context 20: it has no room for 2 more"):
         say(endpoint, session, prompt=[1] * 19, max_tokens=2)
     monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("this takes long"))
     for body in ({"prompt": "x" * 641}, {"messages": [user("x" * 641)]}):
