@@ -297,6 +297,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _judged(self) -> RunConfig:
+        own = self.rollout.agent or self.rollout.environment
+        if own and ":" in own.name and "reward" not in self.model_fields_set:
+            raise ValueError(
+                f"{own.name} says what its episodes are worth, but of those that it does not end (max_turns, "
+                "max_new_tokens) [reward] does, which is not there: set reward.parts"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rates(self) -> RunConfig:
         trainer = self.trainer
         if trainer.decay == "constant" and (trainer.decay_steps or trainer.decay_floor):
