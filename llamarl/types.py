@@ -34,8 +34,7 @@ class Column:
     """`generator`, as tokens are sampled; `agents`, when a session ends; an executor that scores whole rollouts
     (`reference`, `critic`); or `trainer`, when it makes a batch."""
     default: float | bool | None = None
-    """Of tokens that are sampled after the column was begun, and of rollouts without the column. None: there must be a
-    number for each token."""
+    """Of tokens sampled after the column was begun, and of rollouts without it. None: each token has its own."""
     is_recorded: bool = False
     """Written to `rollouts.jsonl`."""
 

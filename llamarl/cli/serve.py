@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import secrets
 import socket
@@ -96,6 +97,7 @@ async def _serve(app: Starlette, opened: socket.socket, engine: EngineThread, ho
 
     server, loop = serving(app, hosts), asyncio.get_running_loop()
     engine.loop = loop
+    gc.freeze()  # a collection over all that torch has made would hold up every caller
     ended = loop.run_in_executor(None, engine.run)
     ended.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:

@@ -70,11 +70,8 @@ class Python(Environment):
         ):
             if getattr(self, less) >= getattr(self, more):
                 raise ConfigError(f"{less} = {getattr(self, less)} must be less than {more} = {getattr(self, more)}")
-        if self.max_turns * self.wall_s >= self.episode_s:
-            raise ConfigError(
-                f"max_turns = {self.max_turns} times wall_s = {self.wall_s} must be less than episode_s = "
-                f"{self.episode_s}: slow code would else end an episode that nobody judges"
-            )
+        if (longest_s := self.max_turns * self.wall_s) >= self.episode_s:  # else slow code ends what nobody then judges
+            raise ConfigError(f"max_turns * wall_s = {longest_s:g} must be less than episode_s = {self.episode_s:g}")
 
     def tools(self) -> list[dict[str, Any]]:
         return [schema(self._runner([]))] if self.is_tool else []

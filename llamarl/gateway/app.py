@@ -63,12 +63,10 @@ def _own_pages_only(app: ASGIApp, hosts: Sequence[str]) -> ASGIApp:
         from starlette.responses import JSONResponse
 
         said = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host, origin, why = said.get(b"host", hosts[0]), said.get(b"origin", ""), ""
-        if re.sub(r":\d*$", "", host).strip("[]").lower() not in hosts:
-            why = f"Host {host!r:.100} is no name of this server; it is asked for by {' or '.join(hosts)}"
-        elif origin and origin.partition("//")[2] != host:
-            why = f"Origin {origin!r:.100} is another server's page; this one answers programs, and its own pages"
-        await (JSONResponse(Refused(403, why, "permission_error").body, 403) if why else app)(scope, receive, send)
+        host, origin = said.get(b"host", hosts[0]), said.get(b"origin", "")
+        is_own = re.sub(r":\d*$", "", host).strip("[]").lower() in hosts and origin in ("", f"http://{host}")
+        why = f"Host {host!r:.100}, Origin {origin!r:.100}: this server answers only programs that know it as {hosts}"
+        await (app if is_own else JSONResponse(Refused(403, why, "permission_error").body, 403))(scope, receive, send)
 
     return guarded
 

@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import xxhash
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import model_validator as validator
 from pydantic_core import from_json
 
 from llamarl.data.tokenizer import Tokenizer
@@ -43,15 +44,15 @@ Json = dict[str, Any]
 class Refused(Exception):
     """A call that is not answered, as OpenAI's clients read it."""
 
-    def __init__(
-        self, status: int, message: str, kind: str = INVALID, *, param: str | None = None, code: str | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, kind: str = INVALID, *, param: str = "", code: str = "") -> None:
         super().__init__(message)
         self.status, self.kind, self.param, self.code = status, kind, param, code
 
     @property
     def body(self) -> Json:
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": str(self), "type": self.kind, "param": self.param or None, "code": self.code or None}
+        }
 
 
 class OutOfTokens(Refused):
@@ -66,7 +67,7 @@ class _Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    @model_validator(mode="before")
+    @validator(mode="before")
     @classmethod
     def _said(cls, said: Any) -> Any:
         """Options that are None are as if they were not there."""
@@ -98,7 +99,7 @@ class Call(_Body):
     max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=1 << 31)
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31), AfterValidator(lambda top_k: max(top_k, 0))] | None = None
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: Annotated[list[_Stop], Field(max_length=16, fail_fast=True), BeforeValidator(_listed)] = []
@@ -117,10 +118,8 @@ class Call(_Body):
     @property
     def drawn_by(self) -> dict[str, Any]:
         """How tokens are to be drawn, where it is said."""
-        said = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
-        return {
-            name: 0 if name == "top_k" and value == -1 else value for name, value in said.items() if value is not None
-        }
+        names = ("temperature", "top_p", "top_k", "min_p", "seed")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def _text(content: Any) -> Any:
@@ -189,11 +188,7 @@ class ChatCall(Call):
 
 def _single(prompt: Any) -> Any:
     """A list of one prompt is that prompt."""
-    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], str | list):
-        return prompt
-    if len(prompt) > 1:
-        raise ValueError("a call has one prompt; ask once for each")
-    return prompt[0]
+    return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list) else prompt
 
 
 def _asked(logprobs: Any) -> Any:
@@ -262,12 +257,8 @@ def conversations(messages: Sequence[Json], tools: Sequence[Json]) -> list[bytes
 
 def head(kind: str, model: str, prompt_T: np.ndarray, *, has_ids: bool) -> Json:
     """What an answer begins with. `kind`: `chat.completion` or `text_completion`."""
-    found = {
-        "id": f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-    }
+    name = "chatcmpl" if kind.startswith("chat") else "cmpl"
+    found: Json = {"id": f"{name}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
     return found | ({"prompt_token_ids": prompt_T.tolist()} if has_ids else {})
 
 

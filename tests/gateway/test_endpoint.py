@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.gateway import protocol
 from llamarl.gateway.protocol import OutOfTokens, Refused
 from llamarl.types import OBSERVED
+from tests.architecture.repository import ROOT
 from tests.gateway.conftest import tool_schema
 
 Make = Callable[..., Any]
@@ -162,7 +164,7 @@ def test_tokens_as_a_prompt(scripted: Make) -> None:
         ({"prompt": [10**30]}, r"prompt\[0\] = 10+\.*0+: Input should be less"),
         ({"prompt": []}, r"prompt = \[\]: List should have at least 1 item"),
         ({"prompt": 5}, "prompt = 5: Input should be a valid string"),
-        ({"prompt": ["a", "b"]}, "a call has one prompt"),
+        ({"prompt": ["a", "b"]}, r"prompt\[0\] = 'a': Input should be a valid integer"),
         ({"prompt": "x", "temperature": 0.5}, "temperature = 0.5, but this run samples with 1: leave it out"),
     ],
 )
@@ -271,6 +273,24 @@ def test_calls_of_tools_are_one_piece(scripted: Make) -> None:
     assert [one["content"] for one in deltas if one["content"]] == ["so"]
     ((call,),) = [one["tool_calls"] for one in deltas if "tool_calls" in one]
     assert call["index"] == 0 and call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+
+
+def test_the_table_of_what_is_not_there(scripted: Make) -> None:
+    """docs/agents.md: each is refused by name, and accepted as it asks for nothing."""
+    page = (ROOT / "docs/agents.md").read_text(encoding="utf-8").partition("| not there | accepted as |")[2]
+    rows = [line.split("|")[1:3] for line in page.partition("\n\n")[0].splitlines() if line.startswith("| `")]
+    options = {
+        name: json.loads(value.replace(' or `"none"`', "").strip("` "))
+        for names, values in rows
+        for name, value in zip(re.findall(r"`(\w+)`", names), re.split(r", (?!\d*})", values), strict=True)
+    }
+    assert options.keys() - {"prompt_logprobs", "tool_choice"} == protocol._CHANGES_NOTHING.keys()
+    for name, value in options.items():
+        _, endpoint, session = scripted("x")
+        assert say(endpoint, session, messages=[user("hi")], **{name: value})["choices"]
+        with pytest.raises(Refused, match=f"^{name} = ") as refused:
+            say(endpoint, session, messages=[user("hi")], **{name: {"odd": 1}})
+        assert refused.value.status == 400 and refused.value.param == name
 
 
 def test_a_prompt_over_the_context_is_too_long_and_long_ones_are_not_encoded(

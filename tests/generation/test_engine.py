@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from hypothesis import strategies as st
 from llamarl.config.errors import ConfigError
 from llamarl.generation.engine import kv_budget
 from llamarl.generation.model import GeneratorModel
-from llamarl.generation.scheduler import Scheduler
 from llamarl.generation.stop import StopStrings
 from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
@@ -144,29 +142,6 @@ def test_bad_requests_fail_with_a_reason_and_the_others_go_on(model: Transformer
             assert message in failed.error
             assert (failed.num_tokens, failed.oldest_version) == (0, -1)
     assert_same(rollouts, run(make_engine(model), good))
-
-
-def test_whatever_one_request_meets_is_its_own_end(
-    model: Transformer, make_requests: Requests, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a stop string that cannot be encoded, and of anything that nobody has thought of."""
-    good, odd, unheard = make_requests(3, GREEDY)
-    odd = replace(odd, sampling=replace(GREEDY, stop_strings=("\udfff",)))
-    add = Scheduler.add
-
-    def failing(scheduler: Scheduler, group: Any) -> None:
-        if group.request is unheard:
-            raise KeyError("nobody has thought of this")
-        add(scheduler, group)
-
-    monkeypatch.setattr(Scheduler, "add", failing)
-    found = run(make_engine(model, decode=lambda ids: "x" * len(ids)), [odd, unheard, good])
-    said = {key: found.pop(key).error for key in list(found) if key[0] != good.group_id}
-    assert len(said) == odd.group_size + unheard.group_size
-    for (group_id, _), error in said.items():
-        assert ("surrogates not allowed" if group_id == odd.group_id else "nobody has thought of") in error
-    monkeypatch.undo()
-    assert_same(found, run(make_engine(model), [good]))
 
 
 def test_logits_that_are_not_finite_fail_only_the_rollouts_that_have_them(
