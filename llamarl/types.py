@@ -281,8 +281,7 @@ class Rollout(_PerToken):
     def with_only(self, *names: str) -> Rollout:
         """With these columns alone: what is not read need not travel."""
         columns = {name: self.columns[name] for name in names}
-        # `replace` takes five times as long, and this runs once per rollout.
-        return Rollout(
+        return Rollout(  # once per rollout, and five times as fast as `replace`
             group_id=self.group_id, index=self.index, columns=columns, finish_reason=self.finish_reason,
             error=self.error,
         )  # fmt: skip
