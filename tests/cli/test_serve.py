@@ -264,7 +264,7 @@ def test_the_openai_package(model: Path, tmp_path: Path) -> None:
     try:
         with served(model, "--api-key", "k") as url:
             with openai.OpenAI(base_url=url, api_key="k", max_retries=0) as client:
-                _ask(client)
+                _ask(client, openai.APIStatusError)
             other = openai.OpenAI(base_url=url, api_key="wrong", max_retries=0)
             with other, pytest.raises(openai.AuthenticationError):
                 other.models.list()
@@ -272,7 +272,7 @@ def test_the_openai_package(model: Path, tmp_path: Path) -> None:
         (model / "chat_template.jinja").unlink()
 
 
-def _ask(client: Any) -> None:
+def _ask(client: Any, client_error: type[Any]) -> None:
     (name,) = [one.id for one in client.models.list()]
     messages: Any = [{"role": "user", "content": "hi"}]
     whole = client.chat.completions.create(
@@ -293,3 +293,21 @@ def _ask(client: Any) -> None:
     assert [token for one in pieces[:-1] for token in one.logprobs.content] == choice.logprobs.content
     completion = client.completions.create(model=name, prompt=whole.prompt_token_ids, max_tokens=8, temperature=0)
     assert completion.choices[0].text == choice.message.content
+    several = client.completions.create(model=name, prompt=["Ann has"], max_tokens=8, n=2, seed=3)
+    again = client.completions.create(model=name, prompt="Ann has", max_tokens=8, n=2, seed=3)
+    assert [one.text for one in several.choices] == [one.text for one in again.choices]
+    assert several.choices[0].text != several.choices[1].text and several.usage == again.usage
+    pieces = client.completions.create(model=name, prompt="Ann has", max_tokens=8, n=2, seed=3, stream=True)
+    texts = ["", ""]
+    for piece in pieces:
+        texts[piece.choices[0].index] += piece.choices[0].text
+    assert texts == [one.text for one in again.choices] and client.models.retrieve(name).id == name
+    for code, param, more in (
+        ("context_length_exceeded", None, {"prompt": "Ann has 3 " * 5000}),
+        ("model_not_found", "model", {"prompt": "x", "model": "gpt"}),
+        (None, "logit_bias", {"prompt": "x", "logit_bias": {"5": 1}}),
+        (None, "temperature", {"prompt": "x", "temperature": -1}),
+    ):
+        with pytest.raises(client_error) as refused:
+            client.completions.create(**{"model": name} | more)
+        assert (refused.value.code, refused.value.param) == (code, param), refused.value
