@@ -300,10 +300,7 @@ class RunConfig(Section):
     def _judged(self) -> RunConfig:
         own = self.rollout.agent or self.rollout.environment
         if own and ":" in own.name and "reward" not in self.model_fields_set:
-            raise ValueError(
-                f"{own.name} says what its episodes are worth, but of those that it does not end (max_turns, "
-                "max_new_tokens) [reward] does, which is not there: set reward.parts"
-            )
+            raise ValueError(f"{own.name} without [reward], which judges episodes that it does not: set reward.parts")
         return self
 
     @model_validator(mode="after")

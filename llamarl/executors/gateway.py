@@ -49,7 +49,7 @@ class GatewayExecutor(Executor):
         self._tasks = set[asyncio.Task[None]]()
         self._loop = asyncio.new_event_loop()
         self._workers = AgentWorkers(self._agent)
-        self._server = serving(build_app(self._session_of))
+        self._server = serving(build_app(self._session_of, lambda: {"calls": len(self._answers)}))
         self._socket = listening(HOST, 0)
         self._base_url = f"http://{HOST}:{self._socket.getsockname()[1]}/v1"
         self._thread = threading.Thread(target=self._loop.run_forever, name="gateway", daemon=True)
