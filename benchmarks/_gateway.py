@@ -36,7 +36,7 @@ async def ask(task: Task, base_url: str, api_key: str) -> float:
     reader, writer = _idle().pop() if _idle() else await asyncio.open_connection(where.hostname, where.port)
     body = json.dumps({"prompt": task.prompt}).encode()
     head = f"POST {where.path}/completions HTTP/1.1\r\nHost: {where.netloc}\r\nAuthorization: Bearer {api_key}\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
     answer = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     said = json.loads(await reader.readexactly(int(answer.partition("content-length: ")[2].split("\r\n")[0])))
     _idle().append((reader, writer))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import secrets
 import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -53,16 +55,15 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     generator = engine_settings(options)
     key = options.api_key or os.environ.get(API_KEY, "")
-    if not key and options.host not in ("127.0.0.1", "::1", "localhost"):
-        raise ConfigError(f"--host {options.host} is open to others; give a key by --api-key or {API_KEY}")
-
     from llamarl.data.tokenizer import Tokenizer, check_vocabulary
-    from llamarl.gateway.app import build_app, listening
+    from llamarl.gateway.app import LOOPBACK, build_app, listening
     from llamarl.gateway.endpoint import Endpoint
     from llamarl.gateway.protocol import Refused
     from llamarl.gateway.session import Session
     from llamarl.models.folder import load_shape
 
+    if not key and options.host not in LOOPBACK:
+        raise ConfigError(f"--host {options.host} is open to others; give a key by --api-key or {API_KEY}")
     with tempfile.TemporaryDirectory() as exported, told_of_delay("serve"):
         path = _model(options.model, Path(exported))
         tokenizer, shape = Tokenizer(path), load_shape(path)
@@ -73,26 +74,30 @@ def main(arguments: Sequence[str]) -> int:
         )  # fmt: skip
         engine = EngineThread(open_engine(path, generator, tokenizer))
         name = options.name or Path(options.model).resolve().name
-        endpoint = Endpoint(tokenizer=tokenizer, model=name, generate=engine.generate, sampling=sampling)
+        endpoint = Endpoint(
+            tokenizer=tokenizer, model=name, context=shape.max_position_embeddings, generate=engine.generate,
+            sampling=sampling,
+        )  # fmt: skip
 
         def session_of(given: str) -> tuple[Endpoint, Session]:
             if key and not secrets.compare_digest(given.encode(), key.encode()):
                 raise Refused(401, f"the API key is not the one of --api-key or {API_KEY}", "authentication_error")
             return endpoint, Session()  # nobody learns from it
 
-        app = build_app(session_of)
+        app = build_app(session_of, engine.metrics)
         opened = listening(options.host, options.port)
     with opened:
         host, port = opened.getsockname()[:2]
         print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
-        return asyncio.run(_serve(app, opened, engine))
+        return asyncio.run(_serve(app, opened, engine, () if key else LOOPBACK))
 
 
-async def _serve(app: Starlette, opened: socket.socket, engine: EngineThread) -> int:
+async def _serve(app: Starlette, opened: socket.socket, engine: EngineThread, hosts: Sequence[str]) -> int:
     from llamarl.gateway.app import serving
 
-    server, loop = serving(app), asyncio.get_running_loop()
+    server, loop = serving(app, hosts), asyncio.get_running_loop()
     engine.loop = loop
+    gc.freeze()  # a collection over all that torch has made would hold up every caller
     ended = loop.run_in_executor(None, engine.run)
     ended.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
@@ -148,6 +153,10 @@ class EngineThread:
             raise
         finally:
             self._watched.pop(number, None)
+
+    def metrics(self) -> dict[str, float]:
+        """By name."""
+        return {"requests": len(self._waiting)} | asdict(self._engine.stats())
 
     def close(self) -> None:
         """`run` comes back."""

@@ -44,12 +44,13 @@ def main(arguments: Sequence[str]) -> int:
     folders, token = [Path(name) for name in options.runs], secrets.token_urlsafe(18)
     app = build_app([Watched(folder, decoder(folder)) for folder in folders], token)
 
-    from llamarl.gateway.app import listening, serving
+    from llamarl.gateway.app import LOOPBACK, listening, serving
 
     with listening(options.host, options.port) as opened:
         host, port = opened.getsockname()[:2]
         print(f"watch at http://{f'[{host}]' if ':' in host else host}:{port}/{token}/", flush=True)
-        asyncio.run(serving(app).serve(sockets=[opened]))
+        hosts = LOOPBACK if options.host in LOOPBACK else ()
+        asyncio.run(serving(app, hosts).serve(sockets=[opened]))
     return 0
 
 

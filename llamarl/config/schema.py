@@ -297,6 +297,13 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _judged(self) -> RunConfig:
+        own = self.rollout.agent or self.rollout.environment
+        if own and ":" in own.name and "reward" not in self.model_fields_set:
+            raise ValueError(f"{own.name} without [reward], which judges episodes that it does not: set reward.parts")
+        return self
+
+    @model_validator(mode="after")
     def _rates(self) -> RunConfig:
         trainer = self.trainer
         if trainer.decay == "constant" and (trainer.decay_steps or trainer.decay_floor):

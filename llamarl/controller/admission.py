@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from llamarl.config import RunConfig
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.data.sampler import PromptSampler, fingerprint
+from llamarl.environments._base import RAISED
 from llamarl.environments._worker import build_environment
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.events import Flow
@@ -75,7 +76,7 @@ class Admission:
         self._max_attempts = rollout.max_attempts
         self._mask_truncated = config.shaping.mask_truncated
         self._max_invalid_share = config.reward.max_invalid_share
-        self._told_of_flat_groups = False
+        self._told_of_flat_groups = self._told_of_raised = False
 
     @property
     def num_admissible(self) -> int:
@@ -134,7 +135,8 @@ class Admission:
                 )
 
     def check(self, groups: Sequence[RolloutGroup], step: int) -> str:
-        """Whether `step` can learn from these groups; once, a warning that `rollout.max_attempts` did not fill it.
+        """Whether `step` can learn from these groups; once each, a warning that replies have raised, or that
+        `rollout.max_attempts` did not fill it.
 
         Raises:
             TooManyInvalid: more than `reward.max_invalid_share`.
@@ -145,6 +147,13 @@ class Admission:
             raise TooManyInvalid(
                 f"{len(reasons)} of {len(results)} rewards of step {step} are invalid "
                 f"(reward.max_invalid_share = {self._max_invalid_share:g}); the first says: {reasons[0]}"
+            )
+        raised = [reason for reason in reasons if reason.startswith(RAISED)]
+        if raised and not self._told_of_raised:
+            self._told_of_raised = True
+            return (
+                f"{len(raised)} replies of step {step} raised, so nothing is learnt from these episodes; what makes "
+                f"`reply` raise lets a policy escape a reward of 0: catch it there. The first: {raised[0]}"
             )
         count = sum(map(self.is_flat, groups)) if self._max_attempts > 1 and not self._told_of_flat_groups else 0
         if not count:

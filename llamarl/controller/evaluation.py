@@ -87,7 +87,7 @@ class Evaluation:
             accuracy=sum(right) / (len(groups) * k),
             pass_at_k=float(np.mean([pass_at_k(k, count, k) for count in right])),
             k=k,
-            mean_response_tokens=float(np.mean([rollout.num_tokens for rollout in rollouts])),
+            mean_response_tokens=float(np.mean([rollout.is_sampled_T.sum() for rollout in rollouts])),
             num_prompts=len(groups),
             wall_s=self._clock.time() - self._start_s,
         )

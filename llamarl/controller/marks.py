@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llamarl.environments._base import RAISED
 from llamarl.executors.replies import GeneratorStats
-from llamarl.types import Rollout
+from llamarl.types import Rollout, RolloutGroup
 
 
 class EnvironmentUse(NamedTuple):
@@ -46,14 +47,18 @@ class StepMark:
     """Spent on the journal so far."""
 
 
-def of_episodes(rollouts: Sequence[Rollout], mark: StepMark, previous: StepMark) -> dict[str, float]:
+def of_episodes(groups: Sequence[RolloutGroup], mark: StepMark, previous: StepMark) -> dict[str, float]:
     """Turns of the policy and tokens of the environment in a step, and how long rollouts waited for it meanwhile."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     turns = [rollout.num_turns for rollout in rollouts]
     num_tokens = sum(rollout.num_tokens for rollout in rollouts)
+    num_observed = num_tokens - sum(int(rollout.is_sampled_T.sum()) for rollout in rollouts)
     return {
         "turns_mean": float(np.mean(turns)),
         "turns_max": float(max(turns)),
-        "observed_share": 1 - sum(int(rollout.is_sampled_T.sum()) for rollout in rollouts) / max(num_tokens, 1),
+        "observed_share": num_observed / max(num_tokens, 1),
+        "observed_tokens_mean": num_observed / len(rollouts),
+        "replies_raised": sum(result.reason.startswith(RAISED) for group in groups for result in group.results),
         "environment_wait_s": mark.environment.wait_s - previous.environment.wait_s,
         "tool_calls": mark.environment.calls - previous.environment.calls,
         "tool_errors": mark.environment.errors - previous.environment.errors,

@@ -294,7 +294,7 @@ class Telemetry:
         self, groups: Sequence[RolloutGroup], result: PolicyStepResult, mark: StepMark, sync: SyncReport, ready: int
     ) -> StepMetrics:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        lengths = np.array([rollout.num_tokens for rollout in rollouts])
+        lengths = np.array([rollout.is_sampled_T.sum() for rollout in rollouts])
         judged = [r.value for group in groups for r in group.results if r.outcome is not Outcome.INVALID]
         right = sum(answer.is_right for group in groups for answer in group.results)
         consumed_at = result.policy_version - 1
@@ -330,7 +330,7 @@ class Telemetry:
             | {
                 "entropy_mean": entropy_mean(rollouts),
                 "resumed_segments": mark.resumed_segments - previous.resumed_segments,
-                **(of_episodes(rollouts, mark, previous) if self._config.rollout.has_episodes else {}),
+                **(of_episodes(groups, mark, previous) if self._config.rollout.has_episodes else {}),
                 "dropped_groups": mark.dropped_groups - previous.dropped_groups,
                 "flat_groups": sum(is_flat(group, mask_truncated=mask_truncated) for group in groups),
                 "controller_cpu_s": mark.controller_cpu_s - previous.controller_cpu_s,

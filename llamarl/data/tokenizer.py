@@ -55,16 +55,18 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> np.ndarray:
         """Tokens of `text`, int32 [T]. `add_special_tokens` adds what the folder's post-processor adds, such as BOS."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[np.ndarray]:
         """`encode` of each text, in parallel."""
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        # Of the library's ways this one alone lets other threads work meanwhile.
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def decode(self, token_ids_T: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
         """Text of tokens; bytes that are no UTF-8 (a character cut in half) become U+FFFD."""
-        return self._tokenizer.decode([int(token) for token in token_ids_T], skip_special_tokens=skip_special)
+        ids = token_ids_T.tolist() if isinstance(token_ids_T, np.ndarray) else list(token_ids_T)
+        return self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special)[0]  # `decode` holds up all threads
 
     @cached_property
     def vocab_size(self) -> int:

@@ -16,6 +16,10 @@ Messages = list[dict[str, Any]]
 count as errors of a tool."""
 
 
+RAISED = "environment: "
+"""What reasons begin with, where a reply has raised."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
     """The problem of an episode."""

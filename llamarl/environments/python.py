@@ -53,8 +53,8 @@ class Python(Environment):
     """The chat template offers the tool `python`, and code comes in its calls instead of blocks."""
     cpu_s: Annotated[int, Field(ge=1)] = 5
     """CPU seconds of all code of an episode, when it is run again."""
-    wall_s: Annotated[float, Field(gt=0)] = 8.0
-    """Seconds of the same; less than `step_s`."""
+    wall_s: Annotated[float, Field(gt=0)] = 7.0
+    """Seconds of the same; less than `step_s`, and for all turns together less than `episode_s`."""
     program_bytes: Annotated[int, Field(ge=1 << 27)] = 1 << 28
     """Address space of the code; at most `memory_bytes`."""
     output_bytes: Annotated[int, Field(ge=1)] = 1000
@@ -70,6 +70,8 @@ class Python(Environment):
         ):
             if getattr(self, less) >= getattr(self, more):
                 raise ConfigError(f"{less} = {getattr(self, less)} must be less than {more} = {getattr(self, more)}")
+        if (longest_s := self.max_turns * self.wall_s) >= self.episode_s:  # else slow code ends what nobody then judges
+            raise ConfigError(f"max_turns * wall_s = {longest_s:g} must be less than episode_s = {self.episode_s:g}")
 
     def tools(self) -> list[dict[str, Any]]:
         return [schema(self._runner([]))] if self.is_tool else []

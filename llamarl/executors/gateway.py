@@ -23,6 +23,7 @@ from llamarl.gateway.news import AgentCall, AgentEnd, AgentNews, AgentTask
 from llamarl.gateway.protocol import Refused
 from llamarl.gateway.session import Session
 from llamarl.gateway.workers import AgentWorkers
+from llamarl.models.folder import load_shape
 from llamarl.types import FinishReason, Rollout, SamplingParams
 
 HOST, MODEL = "127.0.0.1", "policy"
@@ -37,6 +38,7 @@ class GatewayExecutor(Executor):
         assert config.agent is not None, "a run without agents has no gateway"
         self._agent, self._config = config.agent, config
         self._tokenizer = Tokenizer(model_path)
+        self._context = load_shape(model_path).max_position_embeddings
         self._episodes = dict[str, tuple[AgentTask, AgentEpisode]]()
         """By the keys of their sessions."""
         self._answers = dict[int, asyncio.Future[Rollout]]()
@@ -47,7 +49,7 @@ class GatewayExecutor(Executor):
         self._tasks = set[asyncio.Task[None]]()
         self._loop = asyncio.new_event_loop()
         self._workers = AgentWorkers(self._agent)
-        self._server = serving(build_app(self._session_of))
+        self._server = serving(build_app(self._session_of, lambda: {"calls": len(self._answers)}))
         self._socket = listening(HOST, 0)
         self._base_url = f"http://{HOST}:{self._socket.getsockname()[1]}/v1"
         self._thread = threading.Thread(target=self._loop.run_forever, name="gateway", daemon=True)
@@ -130,8 +132,8 @@ class GatewayExecutor(Executor):
             raise Refused(401, "no episode under way has this API key; use the one that the agent is given", "auth")
         task, episode = self._episodes[key]
         endpoint = Endpoint(
-            tokenizer=self._tokenizer, model=MODEL, generate=partial(self._generate, task, episode),
-            sampling=task.sampling, is_fixed=True,
+            tokenizer=self._tokenizer, model=MODEL, context=self._context,
+            generate=partial(self._generate, task, episode), sampling=task.sampling, is_fixed=True,
         )  # fmt: skip
         return endpoint, episode.session
 

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llamarl.config import ConfigError
-from llamarl.gateway.endpoint import Endpoint
-from llamarl.gateway.protocol import Refused
+from llamarl.gateway.endpoint import CHARS_PER_TOKEN, Endpoint
+from llamarl.gateway.protocol import Refused, parsed
 from llamarl.gateway.session import Session
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Receive, Scope, Send
     from uvicorn import Server
 
-MAX_BODY_BYTES = 1 << 24
-"""A larger one is refused before it is read."""
+MAX_BODY_BYTES, MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN = 1 << 24, 1 << 20, 6 * CHARS_PER_TOKEN
+"""A body has so many for each token of the context, which its JSON holds however it is written, within the first two;
+a larger one is refused before it is read."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+GONE = 499
+"""Status of a call whose client has left; nobody reads it."""
 MAX_CONNECTIONS = 4096
 BODY_S = 60
 """For all of a body to arrive."""
@@ -30,15 +39,36 @@ SessionOf = Callable[[str], tuple[Endpoint, Session]]
 """Who a key is for. Raises Refused."""
 
 
-def serving(app: Starlette) -> Server:
-    """What runs `app` by `serve(sockets=[...])`, until `should_exit`."""
+def serving(app: ASGIApp, hosts: Sequence[str] = LOOPBACK) -> Server:
+    """What runs `app` by `serve(sockets=[...])`, until `should_exit`.
+
+    Args:
+        hosts: the names under which it may be asked for; none: any.
+    """
     import uvicorn
 
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, ws="none", lifespan="off", proxy_headers=False, server_header=False,
-        limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=STOP_S, timeout_keep_alive=KEEP_ALIVE_S,
+        _own_pages_only(app, hosts) if hosts else app, log_level="warning", access_log=False, ws="none", lifespan="off",
+        proxy_headers=False, server_header=False, limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=STOP_S, timeout_keep_alive=KEEP_ALIVE_S,
     )  # fmt: skip
     return uvicorn.Server(config)
+
+
+def _own_pages_only(app: ASGIApp, hosts: Sequence[str]) -> ASGIApp:
+    """A browser on this machine lets any page of the web send calls to the loopback, also under a name of the page's
+    own that leads here: it tells both."""
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.responses import JSONResponse
+
+        said = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host, origin = said.get(b"host", hosts[0]), said.get(b"origin", "")
+        is_own = re.sub(r":\d*$", "", host).strip("[]").lower() in hosts and origin in ("", f"http://{host}")
+        why = f"Host {host!r:.100}, Origin {origin!r:.100}: this server answers only programs that know it as {hosts}"
+        await (app if is_own else JSONResponse(Refused(403, why, "permission_error").body, 403))(scope, receive, send)
+
+    return guarded
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -56,51 +86,102 @@ def listening(host: str, port: int) -> socket.socket:
     return opened
 
 
-def build_app(session_of: SessionOf) -> Starlette:
-    """Raises ConfigError: starlette or uvicorn is not installed."""
+def build_app(session_of: SessionOf, metrics: Callable[[], Mapping[str, float]] = dict) -> Starlette:
+    """
+    Args:
+        metrics: what there is to count, by name.
+
+    Raises:
+        ConfigError: starlette or uvicorn is not installed.
+    """
     try:
         import uvicorn  # noqa: F401
         from starlette.applications import Starlette
-        from starlette.responses import JSONResponse, Response, StreamingResponse
         from starlette.routing import Route
     except ImportError as error:
         raise ConfigError(f"an endpoint needs starlette and uvicorn ({error}): pip install 'llamarl[serve]'") from None
 
-    def answering(call: Callable[..., Any]) -> Any:
-        async def handle(request: Request) -> Response:
-            try:
-                endpoint, session = session_of(_key(request))
-                body = await _body(request)
-                if not body.get("stream"):
-                    return JSONResponse(await call(endpoint, session, body))
-                events = asyncio.Queue[bytes]()
-                answer = asyncio.create_task(call(endpoint, session, body, events.put_nowait))
-                answer.add_done_callback(lambda _: events.put_nowait(b""))
-                first = await events.get() or answer.result()
-                return StreamingResponse(_rest(first, events, answer), media_type="text/event-stream")
-            except Refused as refused:
-                return JSONResponse(refused.body, refused.status)
+    paths = {
+        "/v1/chat/completions": ("POST", partial(_answered, session_of, Endpoint.chat)),
+        "/v1/completions": ("POST", partial(_answered, session_of, Endpoint.complete)),
+        "/v1/models": ("GET", partial(_models, session_of)),
+        "/v1/models/{name:path}": ("GET", partial(_models, session_of)),
+        "/metrics": ("GET", partial(_metrics, session_of, metrics)),
+        "/health": ("GET", _health),
+    }
+    known = ", ".join(f"{method} {path}" for path, (method, _) in paths.items())
+    routes = [Route(path, partial(_handled, call), methods=[method]) for path, (method, call) in paths.items()]
+    unknown = partial(_unknown, known)
+    return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
 
-        return handle
 
-    async def models(request: Request) -> Response:
-        try:
-            return JSONResponse(session_of(_key(request))[0].models())
-        except Refused as refused:
-            return JSONResponse(refused.body, refused.status)
+async def _handled(call: Callable[[Request], Awaitable[Any]], request: Request) -> Response:
+    from starlette.requests import ClientDisconnect
+    from starlette.responses import JSONResponse, Response
 
-    async def unknown(request: Request, _: Exception) -> Response:
-        known = "/v1/chat/completions, /v1/completions and /v1/models"
-        return JSONResponse(Refused(404, f"{request.url.path} is not there; {known} are").body, 404)
+    try:
+        found = await call(request)
+        return found if isinstance(found, Response) else JSONResponse(found)
+    except Refused as refused:
+        return JSONResponse(refused.body, refused.status)
+    except ClientDisconnect:
+        return Response(status_code=GONE)
 
-    return Starlette(
-        routes=[
-            Route("/v1/chat/completions", answering(Endpoint.chat), methods=["POST"]),
-            Route("/v1/completions", answering(Endpoint.complete), methods=["POST"]),
-            Route("/v1/models", models, methods=["GET"]),
-        ],
-        exception_handlers={404: unknown},
-    )
+
+async def _answered(session_of: SessionOf, call: Callable[..., Any], request: Request) -> Any:
+    """A client that leaves ends its call."""
+    from starlette.responses import Response, StreamingResponse
+
+    endpoint, session = session_of(_key(request))
+    body, loop, events = await _body(request, endpoint), asyncio.get_running_loop(), asyncio.Queue[bytes]()
+    tell = partial(loop.call_soon_threadsafe, events.put_nowait) if body.get("stream") else None
+    answer = asyncio.create_task(call(endpoint, session, body, tell))
+    answer.add_done_callback(lambda _: events.put_nowait(b""))
+    begun, gone = asyncio.create_task(events.get()), asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait((begun, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        if not begun.done():
+            answer.cancel()
+            begun.cancel()
+    if not begun.done():
+        return Response(status_code=GONE)
+    if first := begun.result():
+        return StreamingResponse(_rest(first, events, answer), media_type="text/event-stream")
+    return answer.result()
+
+
+async def _left(request: Request) -> None:
+    """Comes back when the client has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _models(session_of: SessionOf, request: Request) -> Any:
+    endpoint, name = session_of(_key(request))[0], request.path_params.get("name", "")
+    endpoint.check_model(name)
+    return endpoint.models()["data"][0] if name else endpoint.models()
+
+
+async def _metrics(session_of: SessionOf, metrics: Callable[[], Mapping[str, float]], request: Request) -> Any:
+    """As Prometheus reads them."""
+    from starlette.responses import PlainTextResponse
+
+    session_of(_key(request))
+    lines = (f"# TYPE llamarl_{name} gauge\nllamarl_{name} {value:g}\n" for name, value in metrics().items())
+    return PlainTextResponse("".join(lines))
+
+
+async def _health(_: Request) -> Any:
+    return {}
+
+
+async def _unknown(known: str, request: Request, error: HTTPException) -> Response:
+    from starlette.responses import JSONResponse
+
+    said = f"{request.method} {request.url.path} is not there; these are: {known}"
+    return JSONResponse(Refused(error.status_code, said).body, error.status_code, error.headers)
 
 
 async def _rest(event: bytes, events: asyncio.Queue[bytes], answer: asyncio.Task[Any]) -> AsyncIterator[bytes]:
@@ -121,21 +202,19 @@ def _key(request: Request) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-async def _body(request: Request) -> dict[str, Any]:
+async def _body(request: Request, endpoint: Endpoint) -> dict[str, Any]:
     """Raises Refused."""
-    data = bytearray()
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refused(415, f"Content-Type = {kind!r:.100}; it must be application/json")
+    data, limit = bytearray(), min(MAX_BODY_BYTES, MIN_BODY_BYTES + BODY_BYTES_PER_TOKEN * endpoint.context)
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
                 data += part
-                if len(data) > MAX_BODY_BYTES:
-                    raise Refused(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+                if len(data) > limit:
+                    said = f"the body has more than {limit} bytes, and the context {endpoint.context} tokens"
+                    raise Refused(413, said, code="context_length_exceeded")
     except TimeoutError:
         raise Refused(408, f"the body took over {BODY_S} s") from None
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):
-        raise Refused(400, "the body is no JSON") from None
-    if not isinstance(body, dict):
-        raise Refused(400, "the body is no JSON object")
-    return body
+    return parsed(data)

@@ -9,183 +9,268 @@ Shape suffix: T tokens of one sequence.
 from __future__ import annotations
 
 import json
+import reprlib
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import xxhash
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import model_validator as validator
+from pydantic_core import from_json
 
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.types import Rollout
 
-MAX_TEXT = 1 << 22
-"""Characters of a prompt; more could not be a context."""
+MAX_MESSAGES, MAX_TOOLS, MAX_CHOICES = 2048, 1024, 128
+_UNREAD = frozenset(("user", "metadata", "safety_identifier", "prompt_cache_key"))
+"""They change no answer."""
+_CHANGES_NOTHING: dict[str, Any] = {
+    "add_generation_prompt": True, "best_of": 1, "chat_template_kwargs": {}, "continue_final_message": False,
+    "echo": False, "frequency_penalty": 0, "ignore_eos": False, "logit_bias": {}, "min_tokens": 0,
+    "modalities": ["text"], "parallel_tool_calls": True, "presence_penalty": 0, "repetition_penalty": 1,
+    "response_format": {"type": "text"}, "service_tier": "auto", "skip_special_tokens": True, "stop_token_ids": [],
+    "store": False, "suffix": "", "top_logprobs": 0,
+}  # fmt: skip
+"""Options that are not there, with the value that asks for nothing."""
+_SAID = reprlib.Repr()
+_SAID.maxstring = _SAID.maxother = 100
+INVALID = "invalid_request_error"
 Json = dict[str, Any]
 
 
 class Refused(Exception):
     """A call that is not answered, as OpenAI's clients read it."""
 
-    code: str | None = None
-
-    def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
+    def __init__(self, status: int, message: str, kind: str = INVALID, *, param: str = "", code: str = "") -> None:
         super().__init__(message)
-        self.status, self.kind = status, kind
+        self.status, self.kind, self.param, self.code = status, kind, param, code
 
     @property
     def body(self) -> Json:
-        return {"error": {"message": str(self), "type": self.kind, "param": None, "code": self.code}}
+        return {
+            "error": {"message": str(self), "type": self.kind, "param": self.param or None, "code": self.code or None}
+        }
 
 
 class OutOfTokens(Refused):
     """There is no room for an answer; the code is the one by which OpenAI's clients know that."""
 
-    code = "context_length_exceeded"
-
     def __init__(self, message: str) -> None:
-        super().__init__(400, message)
+        super().__init__(400, message, code="context_length_exceeded")
 
 
-class Call(BaseModel):
-    """What both kinds of calls have. Options that are None are as if they were not there."""
+class _Body(BaseModel):
+    """Nothing in it is ignored, and nothing taken for what it is not."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @validator(mode="before")
+    @classmethod
+    def _said(cls, said: Any) -> Any:
+        """Options that are None are as if they were not there."""
+        return {name: value for name, value in said.items() if value is not None} if isinstance(said, dict) else said
+
+    @property
+    def plain(self) -> Json:
+        """As a chat template reads it."""
+        return self.model_dump(exclude_none=True)
+
+
+def _listed(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
+_Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class Call(_Body):
+    """What both kinds of calls have."""
 
     model: str = ""
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31), AfterValidator(lambda top_k: max(top_k, 0))] | None = None
     min_p: float | None = Field(None, ge=0, le=1)
-    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    stop: Annotated[list[_Stop], Field(max_length=16, fail_fast=True), BeforeValidator(_listed)] = []
     include_stop_str_in_output: bool = False
     return_token_ids: bool = False
     stream: bool = False
-    stream_options: dict[str, bool] | None = None
-    n: Literal[1] | None = None
-    user: str | None = None
-    """Changes no answer."""
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    logprobs: bool = False
+    """Of the tokens alone, which are all that there are."""
 
     @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
     def drawn_by(self) -> dict[str, Any]:
         """How tokens are to be drawn, where it is said."""
-        said = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        return {
-            name: 0 if name == "top_k" and value == -1 else value for name, value in said.items() if value is not None
-        }
+        names = ("temperature", "top_p", "top_k", "min_p", "seed")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="allow")
+def _text(content: Any) -> Any:
+    """Of parts."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("only text is read, in parts of type `text` with a `text` each")
+    return "".join(map(str, texts))
 
-    role: str
-    content: str | list[Json] | None = None
-    tool_calls: list[Json] | None = None
+
+def _arguments(arguments: Any) -> Any:
+    try:
+        return from_json(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+class _Called(_Body):
+    name: str
+    arguments: Annotated[Any, BeforeValidator(_arguments)] = Field(default_factory=dict)
+
+
+class _ToolCall(_Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: _Called
+
+
+class Message(_Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_text)] = ""
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[_ToolCall], Field(fail_fast=True)] | None = None
+
+
+class _Function(_Body):
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: Json | None = None
+    strict: Annotated[Literal[False], Field(exclude=True)] = False
+
+
+class _Tool(_Body):
+    type: Literal["function"] = "function"
+    function: _Function
 
 
 class ChatCall(Call):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[Json] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    logprobs: bool | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+
+    @property
+    def conversation(self) -> tuple[list[Json], list[Json]]:
+        """Messages and tools as a chat template reads them: text, and calls whose arguments are objects."""
+        tools = [] if self.tool_choice == "none" else self.tools
+        return [one.plain for one in self.messages], [one.plain for one in tools]
+
+
+def _single(prompt: Any) -> Any:
+    """A list of one prompt is that prompt."""
+    return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list) else prompt
+
+
+def _asked(logprobs: Any) -> Any:
+    """0 and 1 ask for those of the tokens."""
+    return True if type(logprobs) is int and logprobs in (0, 1) else logprobs
+
+
+_HIDDEN = "", " "
+"""Tags that no place shows."""
+
+
+_Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class CompletionCall(Call):
     """`/v1/completions`."""
 
-    prompt: (
-        Annotated[str, Field(max_length=MAX_TEXT)] | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    )
-    logprobs: Literal[0, 1] | bool | None = None
+    prompt: Annotated[
+        Annotated[str, Tag(_HIDDEN[0])] | Annotated[list[_Token], Field(min_length=1, fail_fast=True), Tag(_HIDDEN[1])],
+        Discriminator(lambda prompt: _HIDDEN[isinstance(prompt, list)]),
+        BeforeValidator(_single),
+    ]
+    logprobs: Annotated[bool, BeforeValidator(_asked)] = False
 
 
 C = TypeVar("C", bound=Call)
 
 
-def read(kind: type[C], body: Any) -> C:
+def parsed(data: bytes | bytearray) -> Json:
+    """A body. Raises Refused."""
+    try:
+        body = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refused(400, f"the body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise Refused(400, "the body is no JSON object")
+    return body
+
+
+def read(kind: type[C], body: Json) -> C:
     """Raises Refused."""
+    said = {name: value for name, value in body.items() if name not in _UNREAD and value != _CHANGES_NOTHING.get(name)}
     try:
-        return kind.model_validate(body)
+        call = kind.model_validate(said)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the body"
-        said = "is not supported; leave it out" if first["type"] == "extra_forbidden" else first["msg"]
-        raise Refused(400, f"{place} = {first['input']!r:.100}: {said}") from None
+        first = error.errors(include_url=False)[0]
+        shown = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"] if part not in _HIDDEN]
+        place, why = "".join(shown).removeprefix("."), first["msg"].removeprefix("Value error, ")
+        why = "is not supported; leave it out" if first["type"] == "extra_forbidden" else why
+        raise Refused(400, f"{place} = {_SAID.repr(first['input'])}: {why}", param=place) from None
+    if call.stream_options and not call.stream:
+        raise Refused(400, "stream_options without stream = true: leave it out", param="stream_options")
+    return call
 
 
-def plain(message: Message) -> Json:
-    """As a chat template reads it: text, and calls whose arguments are objects."""
-    content = message.content
-    if isinstance(content, list):
-        if any(part.get("type") != "text" for part in content):
-            raise Refused(400, "messages.content: only text is read")
-        content = "".join(str(part.get("text", "")) for part in content)
-    found = {**(message.model_extra or {}), "role": message.role, "content": content or ""}
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _arguments(call["function"].get("arguments"))}}
-            for call in message.tool_calls
-            if isinstance(call.get("function"), dict)
-        ]
+def conversations(messages: Sequence[Json], tools: Sequence[Json]) -> list[bytes]:
+    """A digest of each beginning of a conversation, equal for those that mean the same, however a client writes them.
+    As of `ChatCall.conversation`."""
+    digest, found = xxhash.xxh3_128(json.dumps(tools, sort_keys=True).encode()), list[bytes]()
+    for one in messages:
+        called = [[call["function"]["name"], call["function"]["arguments"]] for call in one.get("tool_calls", ())]
+        digest.update(json.dumps([one["role"], one["content"], called], sort_keys=True).encode())
+        found.append(digest.digest())
     return found
-
-
-def canonical(messages: list[Json], tools: list[Json] | None) -> str:
-    """Equal for conversations that mean the same, however a client writes them. Of `plain` messages."""
-    said = [
-        [
-            one["role"],
-            one["content"],
-            [[call["function"].get("name"), call["function"]["arguments"]] for call in one.get("tool_calls", ())],
-        ]
-        for one in messages
-    ]
-    return json.dumps([said, tools or []], sort_keys=True)
-
-
-def _arguments(arguments: Any) -> Any:
-    try:
-        return json.loads(arguments)
-    except (TypeError, ValueError, RecursionError):
-        return arguments
 
 
 def head(kind: str, model: str, prompt_T: np.ndarray, *, has_ids: bool) -> Json:
     """What an answer begins with. `kind`: `chat.completion` or `text_completion`."""
-    found = {
-        "id": f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-    }
+    name = "chatcmpl" if kind.startswith("chat") else "cmpl"
+    found: Json = {"id": f"{name}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
     return found | ({"prompt_token_ids": prompt_T.tolist()} if has_ids else {})
 
 
-def answer(begun: Json, choice: Json, prompt_T: np.ndarray, rollout: Rollout) -> Json:
+def answer(begun: Json, choices: Sequence[Json], prompt_T: np.ndarray, rollouts: Sequence[Rollout]) -> Json:
     """The whole of it, which began with `begun`."""
-    num_prompt, num = len(prompt_T), rollout.num_tokens
+    num_prompt, num = len(prompt_T), sum(rollout.num_tokens for rollout in rollouts)
     usage = {"prompt_tokens": num_prompt, "completion_tokens": num, "total_tokens": num_prompt + num}
+    found = [{"index": number, **choice} for number, choice in enumerate(choices)]
     if prompt_ids := begun.get("prompt_token_ids"):
-        choice = choice | {"token_ids": rollout.token_ids_T.tolist(), "prompt_token_ids": prompt_ids}
-    return begun | {"choices": [{"index": 0, **choice}], "usage": usage}
-
-
-def wants_logprobs(call: Call) -> bool:
-    """0 asks for those of the tokens alone, which are all that there are."""
-    asked = getattr(call, "logprobs", None)
-    return asked is not None and asked is not False
+        for choice, rollout in zip(found, rollouts, strict=True):
+            choice |= {"token_ids": rollout.token_ids_T.tolist(), "prompt_token_ids": prompt_ids}
+    return begun | {"choices": found, "usage": usage}
 
 
 def logprobs(tokenizer: Tokenizer, rollout: Rollout, *, is_chat: bool, start: int = 0, offset: int = 0) -> Json:

@@ -42,7 +42,8 @@ class Session:
     is_full: bool = False
     """A call was refused, as there was no room for an answer."""
     _sequences: list[Columns] = field(default_factory=list)
-    _written: dict[str, Written] = field(default_factory=dict)
+    _written: dict[str | bytes, Written] = field(default_factory=dict)
+    """By texts, and by digests of conversations."""
 
     def fitting(self, prompt_T: np.ndarray) -> tuple[int, Columns]:
         """The number of the longest sequence that `prompt_T` begins with, or of one that is to begin, and the prompt as
@@ -70,17 +71,18 @@ class Session:
         )
         return packed_columns(list(numbered))
 
-    def remember(self, text: str, written: Written) -> None:
-        """These tokens are what is meant by `text` from now on."""
+    def remember(self, text: str | bytes, written: Written) -> None:
+        """These tokens are what is meant by `text`, or the conversation of this digest, from now on."""
         self._written[text] = written
 
-    def recall(self, text: str) -> Written | None:
+    def recall(self, text: str | bytes) -> Written | None:
         """Which tokens `text` was, if this session has it."""
         return self._written.get(text)
 
     def longest(self, text: str) -> tuple[str, Written | None]:
         """The longest text that this session has and `text` begins with."""
-        found = max((one for one in self._written if text.startswith(one)), key=len, default="")
+        texts = (one for one in list(self._written) if isinstance(one, str))  # other calls may add some meanwhile
+        found = max(filter(text.startswith, texts), key=len, default="")
         return found, self._written.get(found)
 
 

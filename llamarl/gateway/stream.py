@@ -19,18 +19,21 @@ CUT = "\ufffd"
 
 
 class Stream:
-    """One answer."""
+    """One choice of an answer."""
 
     def __init__(
-        self, tell: Callable[[bytes], None], tokenizer: Tokenizer, call: protocol.Call, head: Json, *, waits: bool
-    ) -> None:
+        self, tell: Callable[[bytes], None], tokenizer: Tokenizer, call: protocol.Call, head: Json, index: int, *,
+        waits: bool,
+    ) -> None:  # fmt: skip
         """
         Args:
             tell: takes events.
             head: the answer without choices and usage, before anything is sampled.
+            index: of this choice.
             waits: text may turn out to be something else at the end.
         """
         self._tell, self._tokenizer, self._call, self._waits = tell, tokenizer, call, waits
+        self._choice: Json = {"index": index, "finish_reason": None, "logprobs": None}
         self._is_chat = isinstance(call, protocol.ChatCall)
         self._head = head | {"object": "chat.completion.chunk" if self._is_chat else head["object"]}
         self._told = self._offset = 0  # tokens, and characters of these
@@ -42,9 +45,8 @@ class Stream:
         if rollout.num_tokens > self._told:
             self._piece({"text": self._new_text(rollout)}, rollout)
 
-    def end(self, found: Json, rollout: Rollout) -> None:
-        """The whole answer: what is missing of it, its end, and its usage where that is asked for."""
-        (choice,) = found["choices"]
+    def end(self, choice: Json, rollout: Rollout) -> None:
+        """The whole of it: what is missing, and its end."""
         message = choice.get("message", choice)
         rest: Json = {"text": (message.get("text") or message.get("content") or "")[self._shown :]}
         if calls := message.get("tool_calls"):
@@ -52,19 +54,22 @@ class Stream:
         if rest["text"] or calls or rollout.num_tokens > self._told or not self._told:
             self._piece(rest, rollout)
         end = {"delta": {}} if self._is_chat else {"text": ""}
-        self._event([{"index": 0, "finish_reason": choice["finish_reason"], "logprobs": None, **end}])
-        if (self._call.stream_options or {}).get("include_usage"):
-            self._event([], usage=found["usage"])
+        self._event([self._choice | {"finish_reason": choice["finish_reason"]} | end])
+
+    def close(self, usage: Json) -> None:
+        """All choices have ended."""
+        if self._call.stream_options and self._call.stream_options.include_usage:
+            self._event([], usage=usage)
         self._tell(b"data: [DONE]\n\n")
 
     def _piece(self, said: Json, rollout: Rollout) -> None:
-        choice: Json = {"index": 0, "finish_reason": None, "logprobs": None}
+        choice = dict(self._choice)
         if self._is_chat:
             role = {} if self._told else {"role": "assistant"}
             choice["delta"] = {**role, "content": said.pop("text"), **said}
         else:
             choice |= said
-        if protocol.wants_logprobs(self._call):
+        if self._call.logprobs:
             choice["logprobs"] = protocol.logprobs(
                 self._tokenizer, rollout, is_chat=self._is_chat, start=self._told, offset=self._offset
             )
@@ -93,6 +98,6 @@ class Stream:
 
     def _may_be_stop(self) -> int:
         """Characters at the end of the text with which a stop string may have begun."""
-        strings = () if self._call.include_stop_str_in_output else self._call.stop_strings
+        strings = () if self._call.include_stop_str_in_output else self._call.stop
         begun = (length for one in strings for length in range(1, len(one)) if self._text.endswith(one[:length]))
         return max(begun, default=0)

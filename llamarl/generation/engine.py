@@ -116,23 +116,30 @@ class Engine:
         return bool(self._scheduler.waiting or self._scheduler.active or self._refused)
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
-        """First in, first out."""
+        """First in, first out. Whatever is wrong with one of them is the end of that one, as FAILED."""
         requests = list(requests)
         self._check_new(requests)
         for request in requests:
-            siblings = self._siblings(request)
-            starts, refused = accept(
-                request,
-                context=self._context,
-                vocab_size=self.model.shape.vocab_size,
-                can_decode=self._stop_strings is not None,
-                is_known=siblings is not None,
-            )
-            self._refused += refused
-            if siblings:
-                self._scheduler.join(siblings, [Sequence.of(siblings, start) for start in starts])
-            elif starts:
-                self._enqueue(request, starts)
+            try:
+                self._submit(request)
+            except Exception as error:  # others decode here
+                said = f"{type(error).__name__}: {error}"
+                self._refused += [failed(request, start.index, said) for start in request.starts()]
+
+    def _submit(self, request: GenerationRequest) -> None:
+        siblings = self._siblings(request)
+        starts, refused = accept(
+            request,
+            context=self._context,
+            vocab_size=self.model.shape.vocab_size,
+            can_decode=self._stop_strings is not None,
+            is_known=siblings is not None,
+        )
+        if siblings:
+            self._scheduler.join(siblings, [Sequence.of(siblings, start) for start in starts])
+        elif starts:
+            self._enqueue(request, starts)
+        self._refused += refused
 
     def abort(self, group_ids: Iterable[int]) -> list[Rollout]:
         groups, group_ids = self._scheduler.groups, set(group_ids)

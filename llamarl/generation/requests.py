@@ -11,6 +11,7 @@ import numpy as np
 
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 
+_INT32_MAX = (1 << 31) - 1
 _OF_ALL_ROLLOUTS = {one.name for one in fields(GenerationRequest)} - {"prompt_token_ids_T", "partials"}
 
 
@@ -93,12 +94,15 @@ def _sampling_error(params: SamplingParams) -> str:
     checks = (
         ("temperature", 0 <= params.temperature < float("inf"), "it must be 0 (greedy) or a positive number"),
         ("top_p", 0 < params.top_p <= 1, "it must be above 0 and at most 1"),
-        ("top_k", params.top_k >= 0, "it must be 0 (off) or positive"),
+        ("top_k", 0 <= params.top_k <= _INT32_MAX, "it must be 0 (off) or positive, and below 2^31"),
         ("min_p", 0 <= params.min_p <= 1, "it must be between 0 and 1"),
         ("max_new_tokens", params.max_new_tokens >= 1, "it must be at least 1"),
+        ("stop_token_ids", all(0 <= one <= _INT32_MAX for one in params.stop_token_ids), "these are no tokens"),
         ("stop_strings", "" not in params.stop_strings, "an empty string stops nothing"),
     )
-    return next((f"{name} = {getattr(params, name)}; {error}" for name, is_right, error in checks if not is_right), "")
+    return next(
+        (f"{name} = {getattr(params, name)!r}; {error}" for name, is_right, error in checks if not is_right), ""
+    )
 
 
 def _partial_error(request: GenerationRequest, partial: Rollout, limit: int, vocab_size: int) -> str:

@@ -50,7 +50,8 @@ class Rows:
         prefix_tokens = group.prefix_tokens
         numbers = newest, prefix_tokens + length, length, sequence.limit, prefix_tokens, len(prefix)
         self._numbers_6_R[:, row] = numbers
-        self.sampling.set(row, request.sampling, noise_key(request.sampling.seed, request.group_id, sequence.index))
+        rollout_id = 0 if request.sampling.is_repeatable else request.group_id
+        self.sampling.set(row, request.sampling, noise_key(request.sampling.seed, rollout_id, sequence.index))
         self.stop_R_S[row] = -1
         self.stop_R_S[row, : len(request.sampling.stop_token_ids)] = request.sampling.stop_token_ids
         self.passed.append(group.stop_strings.passed if group.stop_strings else None)

@@ -59,9 +59,9 @@ class StepMetrics:
     invalid_share: float
     """Share of rollouts that the reward could not judge, 0 to 1."""
     response_tokens_mean: float
-    """Mean response length, in tokens."""
+    """Mean response length, in tokens that the policy sampled."""
     response_tokens_max: int
-    """Longest response, in tokens."""
+    """Longest response, in tokens that the policy sampled."""
     truncated_share: float
     """Share of rollouts that ended by length, 0 to 1."""
     staleness_mean: float
@@ -109,7 +109,7 @@ class EvalMetrics:
     k: int
     """Responses per prompt."""
     mean_response_tokens: float
-    """Mean response length, in tokens."""
+    """Mean response length, in tokens that the policy sampled."""
     num_prompts: int
     """Prompts answered."""
     wall_s: float

@@ -34,6 +34,7 @@ CATCHES_EVERYTHING = {
     "llamarl/data/tokenizer.py": "what a chat template raises, and the library of tokenizers, has no other kind",
     "llamarl/cluster/payload.py": "what cannot be pickled becomes text",
     "llamarl/environments/_functions.py": "what a tool raises is an answer to the policy; its annotations are a user's",
+    "llamarl/generation/engine.py": "whatever is wrong with a request ends that one, not those beside it",
     "llamarl/gateway/_worker.py": "whatever an agent raises is the end of its episode",
     "llamarl/observability/trackers/_base.py": "whatever a tracker of somebody else raises ends it, with a warning",
     "llamarl/sandbox/judge_children.py": "whatever a program or its tests raise is an answer about them",

@@ -79,6 +79,11 @@ def test_unreadable_files(tmp_path: Path) -> None:
             ["--rollout.group_size=1", "--rollout.max_attempts=3"],
             "rollout.max_attempts = 3 with rollout.group_size = 1",
         ),
+        (
+            ["--rollout.environment=my.world:Guess"],
+            "my.world:Guess without [reward], which judges",
+        ),
+        (["--rollout.agent=my.agents:run"], "my.agents:run without [reward]"),
         (["--cluster.placement=colocated"], "needs rollout.max_staleness = 0, not 1"),
         (["--reward.weights=[1.0, 2.0]"], "reward.weights has 2 numbers for 1 parts; give one each"),
         (["--rollout.stop_strings=['']"], "`rollout.stop_strings.0 = ''`: string should have at least 1 character"),

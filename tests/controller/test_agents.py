@@ -102,6 +102,7 @@ def run_of(tmp_path: Path, gateway: Gateway, *, staleness: int = 1, generators: 
         file.unlink()
     rollout = {"max_staleness": staleness, "agent": "nowhere:run", "segment_tokens": 1}
     cluster = {"on_failure": {"generator": "drop"}, "max_restarts": 99}
+    more = {"reward": {"parts": ["gsm8k"]}} | more
     wanted = config(tmp_path, steps=STEPS, rollout=rollout, cluster=cluster, **more)
     run = Run(
         wanted, tmp_path, [Generator(turn_tokens=TURN) for _ in range(generators)], models={"environment": gateway}

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.controller.journal import Journal
+from llamarl.environments._base import RAISED
 from llamarl.executors.replies import Episode, Replied
 from llamarl.rewards._base import invalid, right
 from llamarl.types import OBSERVED
@@ -249,6 +250,24 @@ def test_what_the_environment_says_of_an_episode_counts(tmp_path: Path) -> None:
         expected = ("score", 7.0, "") if row["index"] else ("invalid", 0.0, "it crashed")
         assert (row["outcome"], row["reward"], row["reason"]) == expected
     assert run.steps[-1]["invalid_share"] == 0.5
+
+
+def test_replies_that_raise_are_counted_and_told_once(tmp_path: Path) -> None:
+    """A policy that makes them raise is never scored 0."""
+    world = World(ends=lambda group_id, index: right(7.0) if index else invalid(f"{RAISED}ValueError: abc"))
+    run = run_of(tmp_path, world, reward={"max_invalid_share": 1.0}).train()
+    assert [row["extra.replies_raised"] for row in run.steps] == [2] * STEPS
+    (said,) = run.warnings
+    assert "2 replies of step 1 raised" in said and said.endswith("The first: environment: ValueError: abc")
+
+
+def test_lengths_are_of_what_was_sampled(tmp_path: Path) -> None:
+    """A talkative environment is no longer policy."""
+    run = run_of(tmp_path, World()).train()
+    for row in run.steps:
+        sampled = [[count for count, who in of["turn_tokens"] if who == "policy"] for of in run.rollouts]
+        assert row["response_tokens_mean"] == row["response_tokens_max"] == sum(sampled[0]) == TURNS * TURN
+        assert row["extra.observed_tokens_mean"] > 0
 
 
 @pytest.mark.parametrize(("limit", "turns"), [({"max_turns": 2}, 2), ({}, 1)])

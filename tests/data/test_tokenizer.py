@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -172,3 +174,19 @@ def test_damaged_folder(tmp_path: Path, content: str | bytes | None, says: str) 
 def test_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vocab_size = 256 cannot hold"):
         train_byte_bpe(["a"], tmp_path, 256)
+
+
+def test_other_threads_work_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    """An event loop among them answers others meanwhile; so it is with decoding."""
+    tokenizer = train_byte_bpe(["12 34"], tmp_path, 300)
+    text = "".join(map(str, range(60_000)))
+    tokens_T = tokenizer.encode(text)
+    for work in (lambda: tokenizer.encode(text), lambda: tokenizer.decode(np.tile(tokens_T, 10))):
+        begun, turns = threading.Event(), list[int]()
+        thread = threading.Thread(target=lambda work=work, begun=begun: (begun.wait(), work()))
+        thread.start()
+        begun.set()
+        while thread.is_alive():
+            turns.append(0)
+            time.sleep(0.001)
+        assert len(turns) > 5

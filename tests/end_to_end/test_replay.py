@@ -83,7 +83,7 @@ def test_a_run_happens_again(tmp_path: Path, toml: Path, kind: str) -> None:
 def test_turns_and_a_run_that_went_on(tmp_path: Path, toml: Path) -> None:
     """What waited for its environment goes on over its cache, or a new one; a resumed run is one run."""
     options = (
-        "--rollout.environment", "tests.environments.worlds:Chatty",
+        "--rollout.environment", "tests.environments.worlds:Chatty", "--reward.parts", "['gsm8k']",
         "--rollout.stop_strings", "['e', 'a', '1', '2', 'o']",
         "--rollout.max_staleness", 3, "--generator.replicas", 2, "--checkpoint.every_steps", 3,
     )  # fmt: skip

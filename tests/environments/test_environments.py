@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 
 from llamarl.config import ConfigError, Ref
 from llamarl.config.ref import members
+from llamarl.environments import _base
 from llamarl.environments._base import Environment, Task, Turn
 from llamarl.environments._worker import build_environment, reply
 from llamarl.environments.calculator import Calculator
+from llamarl.types import Outcome
+from tests.architecture.repository import ROOT
 
 TASK = Task(prompt="p", answer="a", metadata={})
 
@@ -65,3 +71,23 @@ def test_what_a_worker_answers() -> None:
 def test_what_cannot_be_an_environment_is_refused(ref: Ref, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         build_environment(ref)
+
+
+def test_the_game_of_the_tutorial_cannot_be_escaped() -> None:
+    """By answers that are no number, or too few of them."""
+    page = (ROOT / "docs/episodes.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"```python\n(@dataclass\nclass Guess.*?)```", page, re.DOTALL)
+    names = dict(vars(_base)) | {"Outcome": Outcome}
+    exec(compile(source, "docs/episodes.md", "exec"), names)
+    game, task = names["Guess"](max_turns=3), Task(prompt="", answer="7", metadata={})
+
+    def said(*turns: str) -> Any:
+        return game.reply(task, [Turn(response=one) for one in turns])
+
+    assert [said(one) for one in ("abc !", "9" * 5000, "", "5 !", "9!")] == [" a number! "] * 3 + [
+        " higher ",
+        " lower ",
+    ]
+    assert said("5!", "7!").value == 0.5
+    for last in ("abc", "6"):
+        assert said("", "", last).outcome is Outcome.WRONG

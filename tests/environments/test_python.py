@@ -16,7 +16,7 @@ TASK = Task(prompt="p", answer="a", metadata={})
 
 @functools.cache
 def python() -> Python:
-    return Python(cpu_s=1, wall_s=30.0, step_s=60.0)
+    return Python(cpu_s=1, wall_s=30.0, step_s=60.0, episode_s=600.0)
 
 
 def talk(*codes: str, environment: Python | None = None) -> list[str]:
@@ -82,7 +82,9 @@ def test_abuse_ends_within_its_limits_and_harms_nobody(code: str, says: str, the
 
 
 def test_as_a_tool_of_the_chat_template() -> None:
-    ref = Ref.model_validate({"name": "python", "is_tool": True, "cpu_s": 1, "wall_s": 30.0, "step_s": 60.0})
+    ref = Ref.model_validate(
+        {"name": "python", "is_tool": True, "cpu_s": 1, "wall_s": 30.0, "step_s": 60.0, "episode_s": 600.0}
+    )
     (schema,) = tools_of(ref)
     assert schema["function"]["name"] == "python" and list(schema["function"]["parameters"]["properties"]) == ["code"]
     environment = build_environment(ref)
@@ -98,7 +100,9 @@ def test_as_a_tool_of_the_chat_template() -> None:
     assert environment.reply(TASK, [Turn(response="```python\n1\n```\n")]) is None
 
 
-@pytest.mark.parametrize("options", [{"wall_s": 10.0}, {"program_bytes": 1 << 30}, {"output_bytes": 2000}])
+@pytest.mark.parametrize(
+    "options", [{"wall_s": 10.0}, {"max_turns": 20}, {"program_bytes": 1 << 30}, {"output_bytes": 2000}]
+)
 def test_limits_that_cannot_hold_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="must be less than"):
         build_environment(Ref.model_validate({"name": "python"} | options))

@@ -8,15 +8,15 @@ import os
 import time
 import urllib.request
 from typing import Any
+from urllib.parse import urlsplit
 
 from llamarl.environments._base import Task
 from llamarl.types import Outcome, RewardResult
 
 
 def _post(base_url: str, api_key: str, text: str) -> str:
-    request = urllib.request.Request(
-        f"{base_url}/completions", json.dumps({"prompt": text}).encode(), {"Authorization": f"Bearer {api_key}"}
-    )
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{base_url}/completions", json.dumps({"prompt": text}).encode(), headers)
     with urllib.request.urlopen(request, timeout=30) as reply:
         return json.loads(reply.read())["choices"][0]["text"]
 
@@ -25,6 +25,16 @@ async def run(task: Task, base_url: str, api_key: str) -> Any:
     what, text = task.prompt, f"{task.answer}:"
     if what == "silent":
         return 1.0
+    if what == "gives up":
+        where = urlsplit(base_url)
+        _, writer = await asyncio.open_connection(where.hostname, where.port)
+        body = json.dumps({"prompt": "lost:"}).encode()
+        head = f"POST {where.path}/completions HTTP/1.1\r\nHost: {where.netloc}\r\nAuthorization: Bearer {api_key}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await asyncio.sleep(0.5)
+        writer.close()
+        await asyncio.sleep(0.5)
     for _ in range(task.metadata.get("calls", 1)):
         text += await asyncio.to_thread(_post, base_url, api_key, text) + "!"
     if what == "raise":

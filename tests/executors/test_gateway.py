@@ -113,6 +113,24 @@ def test_each_episode_ends_in_its_own_way(model: Path, executor: GatewayExecutor
     assert not executor._answers and not executor._episodes, "nothing is left of those that are over"
 
 
+def test_nobody_learns_from_an_answer_that_the_agent_did_not_wait_for(model: Path, executor: GatewayExecutor) -> None:
+    tokenizer, lost, ends = Tokenizer(model), list[AgentCall](), list[AgentEnd]()
+    executor.submit([task(0, "gives up", calls=2)])
+    while not ends:
+        news = executor.collect().result(timeout=60)
+        ends += news.ends
+        text = tokenizer.encode("lost:", add_special_tokens=True).tolist()
+        lost += [call for call in news.calls if call.request.prompt_token_ids_T.tolist() == text]
+        waited_for = [call for call in news.calls if call.request.prompt_token_ids_T.tolist() != text]
+        if waited_for:
+            executor.answer([sampled(call, tokenizer.encode("99")) for call in lost])
+        executor.answer([sampled(call, tokenizer.encode("12")) for call in waited_for])
+    columns = ends[0].rollout.columns
+    assert len(lost) == 1 and ends[0].result is not None and ends[0].result.value == 0.5
+    assert tokenizer.decode(columns["token_ids"]) == "a0:12!12"
+    assert set(columns["sequence"]) == {0} and not executor._answers
+
+
 def test_a_thousand_sessions_opened_and_left(model: Path, executor: GatewayExecutor) -> None:
     executor.submit([task(n, "silent") for n in range(1000)])
     ends = play(executor, Tokenizer(model), 1000)

@@ -78,7 +78,11 @@ def scripted(tokenizer: Tokenizer) -> Callable[..., tuple[Scripted, Endpoint, Se
     def make(*texts: Any, of: Tokenizer = tokenizer, **more: Any) -> tuple[Scripted, Endpoint, Session]:
         policy = Scripted(of, list(texts))
         sampling = SamplingParams(max_new_tokens=more.pop("limit", 100), stop_token_ids=of.eos_token_ids)
-        return policy, Endpoint(tokenizer=of, model="m", generate=policy, sampling=sampling, **more), Session()
+        return (
+            policy,
+            Endpoint(tokenizer=of, model="m", generate=policy, sampling=sampling, **{"context": 10_000} | more),
+            Session(),
+        )
 
     return make
 

@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.gateway.endpoint import Endpoint
 from llamarl.gateway.protocol import Refused
 from llamarl.gateway.session import Session
-from llamarl.types import OBSERVED
+from llamarl.types import OBSERVED, Rollout
 from tests.data.test_chat import TEMPLATES
+from tests.gateway.asgi import ask
 from tests.gateway.conftest import tool_schema
 
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 from starlette.testclient import TestClient
 
 from llamarl.gateway import app as module
-from llamarl.gateway.app import build_app, listening
+from llamarl.gateway.app import build_app, listening, serving
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 
@@ -85,17 +87,23 @@ def test_answers_and_streams(client: TestClient) -> None:
     assert client.get("/v1/models").json()["data"][0]["id"] == "m"
 
 
+AS_JSON = {"headers": {"Content-Type": "application/json"}}
+
+
 @pytest.mark.parametrize(
     ("path", "more", "status", "said"),
     [
         ("completions", {"headers": {"Authorization": "Bearer wrong"}, "json": {}}, 401, "wrong key"),
         ("completions", {"headers": {"Authorization": "Basic right"}, "json": {}}, 401, "wrong key"),
-        ("completions", {"json": {"prompt": "x", "stream": True, "n": 2}}, 400, "n = 2"),
-        ("completions", {"content": b"{"}, 400, "no JSON"),
-        ("completions", {"content": b"[" * 100_000}, 400, "no JSON"),
-        ("completions", {"content": b"[1]"}, 400, "no JSON object"),
-        ("completions", {"content": b"x" * 2000}, 413, "more than 1000 bytes"),
+        ("completions", {"json": {"prompt": "x", "stream": True, "n": 0}}, 400, "n = 0"),
+        ("completions", AS_JSON | {"content": b"{"}, 400, "no JSON"),
+        ("completions", AS_JSON | {"content": b"[" * 100_000}, 400, "no JSON"),
+        ("completions", AS_JSON | {"content": b"[1]"}, 400, "no JSON object"),
+        ("completions", AS_JSON | {"content": b"x" * 2000}, 413, "more than 1000 bytes"),
+        ("completions", {"content": b"{}", "headers": {"Content-Type": "text/plain"}}, 415, "must be application/json"),
+        ("completions", {"json": {"prompt": "x", "model": "other"}}, 404, "there is no model 'other'; this is 'm'"),
         ("embeddings", {"json": {}}, 404, "/v1/embeddings is not there"),
+        ("models", {"json": {}}, 405, "POST /v1/models is not there; these are: POST /v1/chat/completions"),
     ],
 )
 def test_errors_are_in_the_shape_that_clients_read(
@@ -153,3 +161,103 @@ def test_tools_with_the_package_openai(
     observed = of.after_turn([{"role": "tool", "content": "22"}], without_stop=False, tools=tools)
     assert whole.endswith(f"{CALLS[family]}{observed}it is 22<|endoftext|>") and "22" in observed
     assert (columns["policy_versions"] != OBSERVED).sum() == session.num_sampled
+
+
+def app_of(endpoint: Endpoint, session: Session) -> Any:
+    return build_app(lambda key: (endpoint, session), lambda: {"running": 3, "kv_use": 0.5})
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_leaves_ends_its_call(scripted: Callable[..., Any], streams: bool) -> None:
+    """And the turn that it did not see is in no sequence."""
+    _, endpoint, session = scripted()
+    ends = list[str]()
+
+    async def main() -> int:
+        begun, leaves = asyncio.Event(), asyncio.Event()
+
+        async def generate(*_: Any) -> Rollout:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                ends.append("cancelled")
+                raise
+            raise AssertionError
+
+        app = app_of(replace(endpoint, generate=generate), session)
+        call = asyncio.create_task(ask(app, "/v1/completions", {"prompt": "x", "stream": streams}, leaves=leaves))
+        await begun.wait()
+        leaves.set()
+        return (await call).status
+
+    assert asyncio.run(asyncio.wait_for(main(), 30)) == 499
+    assert ends == ["cancelled"] and not session.num_calls
+
+
+def test_a_body_that_breaks_off_is_nobodys_error(scripted: Callable[..., Any]) -> None:
+    _, endpoint, session = scripted()
+    sent = list[Any]()
+
+    async def main() -> None:
+        async def receive() -> Any:
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [AS_SENT], "query_string": b""}
+        await app_of(endpoint, session)(scope, receive, send)
+
+    asyncio.run(main())
+    assert sent[0]["status"] == 499
+
+
+AS_SENT = b"content-type", b"application/json"
+
+
+def test_health_metrics_and_the_model(scripted: Callable[..., Any]) -> None:
+    _, endpoint, session = scripted()
+
+    def session_of(key: str) -> tuple[Endpoint, Session]:
+        if key != "right":
+            raise Refused(401, "wrong key", "authentication_error")
+        return endpoint, session
+
+    client = TestClient(build_app(session_of, lambda: {"running": 3, "kv_use": 0.5}))
+    right = {"Authorization": "Bearer right"}
+    assert client.get("/health").status_code == 200
+    assert client.get("/metrics").status_code == client.get("/v1/models/m").status_code == 401
+    lines = client.get("/metrics", headers=right).text.splitlines()
+    assert lines[:2] == ["# TYPE llamarl_running gauge", "llamarl_running 3"] and lines[3] == "llamarl_kv_use 0.5"
+    assert client.get("/v1/models/m", headers=right).json()["id"] == "m"
+    found = client.get("/v1/models/other/one", headers=right)
+    assert found.status_code == 404 and found.json()["error"]["code"] == "model_not_found"
+    assert found.json()["error"]["param"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "said"),
+    [
+        ({}, 200, ""),
+        ({"host": "localhost"}, 200, ""),
+        ({"host": "[::1]:9"}, 200, ""),
+        ({"origin": "http://127.0.0.1:8000"}, 200, ""),
+        ({"host": "evil.example:8000"}, 403, "Host 'evil.example:8000', Origin ''"),
+        ({"host": "127.0.0.1.evil.example"}, 403, "this server answers only"),
+        ({"origin": "https://evil.example"}, 403, "Origin 'https://evil.example': this server answers only"),
+        ({"origin": "http://127.0.0.1:9000"}, 403, "answers only programs that know it"),
+        ({"origin": "null"}, 403, "answers only programs that know it"),
+    ],
+)
+def test_pages_of_the_web_cannot_ask(
+    scripted: Callable[..., Any], headers: dict[str, str], status: int, said: str
+) -> None:
+    """Whoever is at this machine may, without a key; a browser lets any page send what it likes to the loopback."""
+    policy, endpoint, session = scripted("x", "x")
+    guarded, open_to_all = (serving(app_of(endpoint, session), *hosts).config.app for hosts in ((), [()]))
+    found = asyncio.run(ask(guarded, "/v1/completions", {"prompt": "x"}, **headers))
+    assert found.status == status and said in found.body.decode() and len(policy.prompts) == (status == 200)
+    if status == 403:
+        assert found.json["error"].keys() == {"message", "type", "param", "code"}
+        assert asyncio.run(ask(open_to_all, "/v1/completions", {"prompt": "x"}, **headers)).status == 200

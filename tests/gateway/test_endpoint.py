@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 
 from llamarl.data.tokenizer import Tokenizer
+from llamarl.gateway import protocol
 from llamarl.gateway.protocol import OutOfTokens, Refused
 from llamarl.types import OBSERVED
+from tests.architecture.repository import ROOT
 from tests.gateway.conftest import tool_schema
 
 Make = Callable[..., Any]
@@ -138,12 +141,30 @@ def test_tokens_as_a_prompt(scripted: Make) -> None:
     [
         ({"messages": []}, "messages = .*at least 1 item"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is read"),
-        ({"prompt": "x", "n": 2}, "n = 2"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            r"messages\[0\].content = .*only text is read",
+        ),
+        ({"messages": [{"role": "banana"}]}, r"messages\[0\].role = 'banana'"),
+        ({"messages": [{"role": "user", "colour": 1}]}, r"messages\[0\].colour = 1: is not supported"),
+        (
+            {"messages": [user("x")], "tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            r"tools\[0\].function.strict = True",
+        ),
+        ({"messages": [user("x")], "tool_choice": "required"}, "tool_choice = 'required'"),
+        ({"prompt": "x", "n": 0}, "n = 0"),
         ({"prompt": "x", "presence_penalty": 0.5}, "presence_penalty = 0.5: is not supported"),
-        ({"prompt": "x", "seed": 1}, "seed = 1: is not supported"),
+        ({"prompt": "x", "seed": 1}, "seed = 1, but this run samples with 0"),
         ({"prompt": "x", "temperature": -1}, "temperature = -1"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": []}, "prompt"),
+        ({"prompt": "x", "max_tokens": True}, "max_tokens = True: Input should be a valid integer"),
+        ({"prompt": "x", "max_tokens": "5"}, "max_tokens = '5': Input should be a valid integer"),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options without stream = true"),
+        ({"prompt": "x", "stream": True, "stream_options": {"all": True}}, "stream_options.all = True"),
+        ({"prompt": [-1]}, r"prompt\[0\] = -1: Input should be greater"),
+        ({"prompt": [10**30]}, r"prompt\[0\] = 10+\.*0+: Input should be less"),
+        ({"prompt": []}, r"prompt = \[\]: List should have at least 1 item"),
+        ({"prompt": 5}, "prompt = 5: Input should be a valid string"),
+        ({"prompt": ["a", "b"]}, r"prompt\[0\] = 'a': Input should be a valid integer"),
         ({"prompt": "x", "temperature": 0.5}, "temperature = 0.5, but this run samples with 1: leave it out"),
     ],
 )
@@ -152,12 +173,27 @@ def test_what_is_not_there_is_refused_by_name(scripted: Make, body: dict[str, An
     with pytest.raises(Refused, match=said) as refused:
         say(endpoint, session, **body)
     assert refused.value.status == 400 and not policy.prompts and not session.num_calls
+    assert refused.value.param and f"{refused.value}".startswith(refused.value.param)
 
 
 def test_what_is_as_the_run_does_it_anyway_is_accepted(scripted: Make) -> None:
     policy, endpoint, session = scripted("x", "y", is_fixed=True)
     say(endpoint, session, prompt="x", temperature=1.0, top_p=1, top_k=-1, n=1, user="me")
     assert policy.asked[0].temperature == 1
+    nothing = {
+        "seed": None,
+        "stream": None,
+        "frequency_penalty": 0,
+        "top_logprobs": 0,
+        "logit_bias": {},
+        "echo": False,
+        "response_format": {"type": "text"},
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": True,
+        "tools": None,
+    }
+    say(endpoint, session, prompt=["one"], model="m", **nothing)  # fmt: skip
+    assert policy.prompts[1].tolist() == endpoint.tokenizer.encode("one", add_special_tokens=True).tolist()
     _, endpoint, session = scripted("x")
     say(endpoint, session, prompt="x", temperature=0.5, top_k=3)
 
@@ -204,7 +240,8 @@ def test_pieces_of_a_stream_are_the_whole_answer(
     scripted: Make, tokenizer: Tokenizer, is_chat: bool, text: str, more: dict[str, Any], shown: str | None
 ) -> None:
     ids = [token for byte in text for token in tokenizer.encode(byte).tolist()]
-    body = {"logprobs": True, "return_token_ids": True, "stream_options": {"include_usage": True}, **more}
+    body = {"logprobs": True, "return_token_ids": True, "stream": True, **more}
+    body |= {"stream_options": {"include_usage": True}}
     body |= {"messages": [user("hi")]} if is_chat else {"prompt": "x"}
     found = []
     for tell in (None, (events := list[bytes]()).append):
@@ -236,3 +273,75 @@ def test_calls_of_tools_are_one_piece(scripted: Make) -> None:
     assert [one["content"] for one in deltas if one["content"]] == ["so"]
     ((call,),) = [one["tool_calls"] for one in deltas if "tool_calls" in one]
     assert call["index"] == 0 and call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+
+
+def test_the_table_of_what_is_not_there(scripted: Make) -> None:
+    """docs/agents.md: each is refused by name, and accepted as it asks for nothing."""
+    page = (ROOT / "docs/agents.md").read_text(encoding="utf-8").partition("| not there | accepted as |")[2]
+    rows = [line.split("|")[1:3] for line in page.partition("\n\n")[0].splitlines() if line.startswith("| `")]
+    options = {
+        name: json.loads(value.replace(' or `"none"`', "").strip("` "))
+        for names, values in rows
+        for name, value in zip(re.findall(r"`(\w+)`", names), re.split(r", (?!\d*})", values), strict=True)
+    }
+    assert options.keys() - {"prompt_logprobs", "tool_choice"} == protocol._CHANGES_NOTHING.keys()
+    for name, value in options.items():
+        _, endpoint, session = scripted("x")
+        assert say(endpoint, session, messages=[user("hi")], **{name: value})["choices"]
+        with pytest.raises(Refused, match=f"^{name} = ") as refused:
+            say(endpoint, session, messages=[user("hi")], **{name: {"odd": 1}})
+        assert refused.value.status == 400 and refused.value.param == name
+
+
+def test_a_prompt_over_the_context_is_too_long_and_long_ones_are_not_encoded(
+    scripted: Make, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, endpoint, session = scripted("x", context=20)
+    with pytest.raises(OutOfTokens, match="the prompt has 20 tokens and the context 20: it has no room for 1 more"):
+        say(endpoint, session, prompt=[1] * 20)
+    with pytest.raises(OutOfTokens, match="the prompt has 19 tokens and the context 20: it has no room for 2 more"):
+        say(endpoint, session, prompt=[1] * 19, max_tokens=2)
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("this takes long"))
+    for body in ({"prompt": "x" * 641}, {"messages": [user("x" * 641)]}):
+        with pytest.raises(OutOfTokens, match="characters are too many for a context of 20 tokens") as refused:
+            say(endpoint, session, **body)
+        assert refused.value.body["error"]["code"] == "context_length_exceeded"
+    assert session.is_full and not policy.prompts
+    with pytest.raises(Refused, match=r"messages = .*at most 2048 items"):
+        say(endpoint, session, messages=[user("hi")] * 20_000)
+
+
+def test_a_conversation_is_looked_up_in_linear_time(scripted: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each beginning there is a digest, and each message is written for them once; of a new session not at all."""
+    written = list[str]()
+    dumps = json.dumps
+    monkeypatch.setattr(
+        protocol.json, "dumps", lambda value, **how: written.append(text := dumps(value, **how)) or text
+    )
+    _, endpoint, session = scripted("a", "b")
+    history = [user(f"{n}") for n in range(500)]
+    said = say(endpoint, session, messages=history)["choices"][0]["message"]
+    assert len(written) == 502, "for the answer"
+    say(endpoint, session, messages=[*history, said, user("more")])
+    assert len(written) == 502 + 502 + 504 and set(session.columns()["sequence"]) == {0}
+
+
+def test_several_choices_of_a_call(scripted: Make, tokenizer: Tokenizer) -> None:
+    """Each is a sequence of its own; together they have what the session has left."""
+    policy, endpoint, session = scripted("one", "two", limit=40)
+    events = list[bytes]()
+    body = {"prompt": "x", "n": 2, "seed": 7, "stream": True, "stream_options": {"include_usage": True}}
+    whole = asyncio.run(endpoint.complete(session, body, events.append))
+    assert [(one["index"], one["text"]) for one in whole["choices"]] == [(0, "one"), (1, "two")]
+    assert [(one.seed, one.is_repeatable, one.max_new_tokens) for one in policy.asked] == [(7, True, 20), (8, True, 20)]
+    assert whole["usage"]["completion_tokens"] == session.num_sampled == len(tokenizer.encode("onetwo")) + 2
+    assert events.pop() == b"data: [DONE]\n\n"
+    pieces = [json.loads(one.removeprefix(b"data: ")) for one in events]
+    assert pieces.pop()["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        own = [one["choices"][0] for one in pieces if one["choices"][0]["index"] == choice["index"]]
+        assert "".join(one["text"] for one in own) == choice["text"] and own[-1]["finish_reason"] == "stop"
+    assert sorted(set(session.columns()["sequence"])) == [0, 1]
+    policy.error = "it cannot"
+    with pytest.raises(Refused, match="it cannot"):
+        say(endpoint, session, prompt="x", n=3)

@@ -119,6 +119,8 @@ BAD = {
     "temperature = nan": ([1], replace(SHORT, temperature=float("nan"))),
     "top_p = 0.0": ([1], replace(SHORT, top_p=0.0)),
     "top_k = -2": ([1], replace(SHORT, top_k=-2)),
+    "top_k = 4294967296": ([1], replace(SHORT, top_k=1 << 32)),
+    "stop_token_ids = (18446744073709551616,)": ([1], replace(SHORT, stop_token_ids=(1 << 64,))),
     "min_p = 1.5": ([1], replace(SHORT, min_p=1.5)),
     "max_new_tokens = 0": ([1], replace(SHORT, max_new_tokens=0)),
     "stop_strings = ('a',); this engine has no tokenizer": ([1], replace(SHORT, stop_strings=("a",))),

@@ -104,6 +104,32 @@ def test_those_that_have_waited_longest_are_evicted_first(model: Transformer) ->
         assert engine.stats().prefill_tokens - start == 3 + again
 
 
+@pytest.mark.parametrize("edit", ["token", "shorter"])
+def test_an_edited_history_is_computed_anew(model: Transformer, edit: str) -> None:
+    """What is held is of the turn as it was sampled."""
+    (request,) = turns_of(has_turns=True, groups=1, size=1)
+    engine, fresh = make_engine(model), make_engine(model)
+    engine.submit([request])
+    while engine.has_work:
+        (*_, turn) = [None, *engine.step()]
+    assert turn is not None and turn.finish_reason is FinishReason.STOP and turn.num_tokens > 2
+    columns = {name: values_T.copy() for name, values_T in turn.columns.items()}
+    columns["token_ids"][0] = (columns["token_ids"][0] + 1) % 40
+    if edit == "shorter":
+        columns = {name: values_T[:-2] for name, values_T in turn.columns.items()}
+    partial = answered(replace(turn, columns=columns), 3)
+    before, found = engine.stats().prefill_tokens, list[Rollout]()
+    for one in (engine, fresh):
+        one.submit([replace(request, partials=(partial,))])
+        while one.has_work:
+            found += one.step()
+        one.release([(0, 0)])
+    assert_same({(0, 0): found[0]}, {(0, 0): found[1]})
+    prompt = len(request.prompt_token_ids_T) - 1
+    assert engine.stats().prefill_tokens - before == fresh.stats().prefill_tokens - prompt
+    assert engine.stats().kv_use == 0
+
+
 def test_those_that_are_answered_go_on_before_others_begin(model: Transformer) -> None:
     engine, requests = make_engine(model, max_running=1), turns_of(has_turns=True, groups=4, size=1)
     engine.submit(requests)
