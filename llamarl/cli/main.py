@@ -42,10 +42,7 @@ _OUTSIDE = {
     errno.EIO: ": the terminal has gone",
 }
 """What may go wrong outside of a command."""
-_PATHS = (
-    errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ENXIO,
-    errno.EPERM, errno.EROFS,
-)  # fmt: skip
+_PATHS = (errno.EACCES, errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS)
 """What may be wrong with a path that a user gave."""
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 """Exit codes: a setting that cannot work; a run that failed; ended by Ctrl-C or SIGTERM."""

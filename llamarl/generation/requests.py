@@ -11,6 +11,7 @@ import numpy as np
 
 from llamarl.types import MIN_TEMPERATURE, FinishReason, GenerationRequest, Rollout, SamplingParams
 
+_TEMPERATURES = f"it must be 0 (greedy) or at least {MIN_TEMPERATURE}"
 _OF_ALL_ROLLOUTS = {one.name for one in fields(GenerationRequest)} - {"prompt_token_ids_T", "partials"}
 
 
@@ -91,11 +92,7 @@ def _request_error(request: GenerationRequest, context: int, vocab_size: int, ca
 def _sampling_error(params: SamplingParams) -> str:
     """What is wrong with sampling parameters; empty when nothing is. Written so that NaN is wrong."""
     checks = (
-        (
-            "temperature",
-            params.temperature == 0 or MIN_TEMPERATURE <= params.temperature < float("inf"),
-            f"it must be 0 (greedy) or at least {MIN_TEMPERATURE}",
-        ),
+        ("temperature", params.temperature == 0 or MIN_TEMPERATURE <= params.temperature < float("inf"), _TEMPERATURES),
         ("top_p", 0 < params.top_p <= 1, "it must be above 0 and at most 1"),
         ("top_k", params.top_k >= 0, "it must be 0 (off) or positive"),
         ("min_p", 0 <= params.min_p <= 1, "it must be between 0 and 1"),

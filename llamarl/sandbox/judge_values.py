@@ -24,10 +24,8 @@ _MAX_JSON_INT = 1 << 62
 _TYPES = {kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)}
 _VIEWS = tuple(map(type, ({}.keys(), {}.values(), {}.items())))
 _TIMES = (datetime, date, time)
-_KINDS = (
-    tuple, Counter, dict, set, frozenset, bytes, bytearray, complex, range, deque, Decimal, Fraction, *_TIMES,
-    timedelta, *_VIEWS,
-)  # fmt: skip
+_WHOLE = (tuple, Counter, dict, set, frozenset, bytes, bytearray, complex, range, deque, Decimal, Fraction, timedelta)
+_KINDS = (*_WHOLE, *_TIMES, *_VIEWS)
 _named = functools.cache(lambda name, *fields: namedtuple(name, fields))
 _BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
     **{kind.__name__: kind for kind in (tuple, dict, set, frozenset, bytes, bytearray, deque)},
