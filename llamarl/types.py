@@ -20,10 +20,6 @@ import numpy as np
 _NOTHING = np.empty(0, np.float32)  # shared, so that a message carries it once
 
 
-MIN_TEMPERATURE = 1e-3
-"""Of what samples at all; logits over less are beyond float32. 0 is greedy."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
     """One number for each token of a response, from where it is made to where it is used.

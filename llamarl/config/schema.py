@@ -14,7 +14,9 @@ from llamarl.config.ref import Ref
 from llamarl.config.roles import AgentConfig, CriticConfig, ReferenceConfig, RewardModelConfig
 from llamarl.config.section import Section
 from llamarl.config.trainer import TrainerConfig
-from llamarl.types import MIN_TEMPERATURE
+
+MIN_TEMPERATURE = 1e-3
+"""Of what samples at all; logits over less are beyond float32. 0 is greedy."""
 
 
 class ModelConfig(Section):

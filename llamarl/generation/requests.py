@@ -9,7 +9,8 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from llamarl.types import MIN_TEMPERATURE, FinishReason, GenerationRequest, Rollout, SamplingParams
+from llamarl.config.schema import MIN_TEMPERATURE
+from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 
 _TEMPERATURES = f"it must be 0 (greedy) or at least {MIN_TEMPERATURE}"
 _OF_ALL_ROLLOUTS = {one.name for one in fields(GenerationRequest)} - {"prompt_token_ids_T", "partials"}

@@ -18,7 +18,7 @@ def test_a_part_of_the_users_own_is_shown_without_what_called_it() -> None:
     except RuntimeError as error:
         text = error_reply(error, "score").remote_traceback
     assert "my fault" in text and __file__ in text
-    assert "load.py" not in text
+    assert "/config/load.py" not in text
 
 
 def test_a_failure_of_ours_is_shown_whole() -> None:
@@ -26,4 +26,4 @@ def test_a_failure_of_ours_is_shown_whole() -> None:
         validated(json, SftConfig)
     except Exception as error:
         text = error_reply(error, "score").remote_traceback
-    assert "load.py" in text
+    assert "/config/load.py" in text
