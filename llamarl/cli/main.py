@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 from contextlib import suppress
+from typing import NoReturn
 
 from llamarl.config import ConfigError
 
@@ -41,6 +42,8 @@ _OUTSIDE = {
     errno.EIO: ": the terminal has gone",
 }
 """What may go wrong outside of a command."""
+_PATHS = (errno.EACCES, errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS)
+"""What may be wrong with a path that a user gave."""
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 """Exit codes: a setting that cannot work; a run that failed; ended by Ctrl-C or SIGTERM."""
 
@@ -86,19 +89,29 @@ def main() -> None:
         sys.stdout.flush()
         sys.exit(code)
     except ConfigError as error:
-        print(f"llamarl {name}: {error}", file=sys.stderr)
+        text = str(error)  # what a user wrote is in it, which may have any length
+        print(f"llamarl {name}: {text[:800]}{'...' + text[-400:] if text[800:] else ''}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except BrokenPipeError:  # whoever read the output has gone (`| head`); Python must not flush to it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILURE)
     except OSError as error:
-        if error.errno not in _OUTSIDE:
-            raise
-        print(f"llamarl {name}: {error.strerror}{_OUTSIDE[error.errno]}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(FAILURE)
+        _end_for(name, error)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _end_for(name: str, error: OSError) -> NoReturn:
+    """With a sentence, where it is about what a user gave or the system lacks; raises it again where it is not."""
+    if error.errno in _PATHS and error.filename is not None:
+        cause = f"cannot use {error.filename!s:.800}: {error.strerror}"
+        print(f"llamarl {name}: {cause}; name another path, or mend this one", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    if error.errno not in _OUTSIDE:
+        raise error
+    print(f"llamarl {name}: {error.strerror}{_OUTSIDE[error.errno]}", file=sys.stderr)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(FAILURE)
 
 
 def _check_surroundings() -> None:

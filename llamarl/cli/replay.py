@@ -43,6 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--name", help="folder of what others learn (RUN-replay)")
     parser.add_argument("--overwrite", action="store_true", help="replace that folder")
     options, overrides = parser.parse_known_args(arguments)
+    if options.jobs < 1:
+        raise ConfigError(f"--jobs {options.jobs}: nothing would be replayed; give at least 1")
     if overrides and (options.against or options.only or options.jobs > 1):
         raise ConfigError(f"{overrides[0]}: not with --against, --only or --jobs; leave them, or it, out")
     try:
@@ -75,7 +77,7 @@ def _bar(total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _replay(options: argparse.Namespace, first: int, last: int) -> int:
-    tally, jobs = Tally(), max(1, min(options.jobs, last - first + 1))
+    tally, jobs = Tally(), min(options.jobs, last - first + 1)
     cuts = [first + (last - first + 1) * job // jobs for job in range(jobs + 1)]
     with _bar(jobs if jobs > 1 else last - first + 1) as told:
         if jobs == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from llamarl.cluster.api import Cluster
 from llamarl.cluster.certificates import CONTROLLER, monarch_env
 from llamarl.cluster.engine_files import log_env, own_temporary_folder
 from llamarl.cluster.registry import Registry
+from llamarl.config import ConfigError
 from llamarl.config.cluster import ClusterConfig
 
 
@@ -45,6 +47,14 @@ def open_registry(settings: ClusterConfig, log_folder: Path | None, tell: Callab
         tell: gets a sentence for people: who came, was refused, left.
 
     Raises:
-        ConfigError: the controller has no certificate.
+        ConfigError: the controller has no certificate, or this machine does not have the address.
     """
-    return Registry(Path(settings.pki), log_folder, tell) if settings.kind == "hosts" else None
+    if settings.kind != "hosts":
+        return None
+    try:
+        with socket.socket() as probe:
+            probe.bind((settings.listen.rpartition(":")[0], 0))
+    except OSError as error:
+        cause = f"cluster.listen = {settings.listen!r}: {error.strerror}"
+        raise ConfigError(f"{cause}; name an address of this machine") from None
+    return Registry(Path(settings.pki), log_folder, tell)

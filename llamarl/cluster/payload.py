@@ -6,7 +6,9 @@ The only place that knows how large one message may be: longer arguments and res
 from __future__ import annotations
 
 import pickle
+import sys
 import traceback
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from llamarl.cluster.api import MAX_PAYLOAD_BYTES, ExecutorError, PayloadTooLarge, RemoteError
@@ -51,8 +53,17 @@ def error_reply(error: BaseException, method: str, caught: bool = True) -> Reply
     trace = error.__traceback__
     if caught and trace is not None:
         trace = trace.tb_next
-    text = "".join(traceback.format_exception(type(error), error, trace))
+    text = "".join(traceback.format_exception(type(error), error, _from_theirs(trace)))
     return Reply(method=method, remote_traceback=text, exception=_pickled_exception(error))
+
+
+def _from_theirs(trace: TracebackType | None) -> TracebackType | None:
+    """From where a part of the user's own begins, such as a reward; all of it where there is none."""
+    first = trace
+    while first is not None and first.tb_frame.f_globals.get("__name__", "").startswith("llamarl."):
+        first = first.tb_next
+    is_theirs = first is not None and not first.tb_frame.f_code.co_filename.startswith((sys.prefix, sys.base_prefix))
+    return first if is_theirs else trace
 
 
 def value_of(reply: Reply, executor: str) -> Any:

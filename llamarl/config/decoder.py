@@ -8,6 +8,9 @@ from typing import Any
 
 from llamarl.config.errors import ConfigError
 
+MAX_COUNT = 1 << 27
+"""Of tokens, columns, positions: a hundred times what models have, and tables of that size can still be made."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderSizes:
@@ -33,6 +36,8 @@ def sizes_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     hidden_size, num_heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     # Qwen3Config has a default of its own; the others divide.
     head_dim = 128 if config.get("model_type") == "qwen3" else hidden_size // num_heads
+    if not isinstance(tied := config.get("tie_word_embeddings") or False, bool):
+        raise ConfigError(f"config.json: `tie_word_embeddings` = {tied!r}; true or false is needed")
     return {
         "hidden_size": hidden_size,
         "num_layers": count(config, "num_hidden_layers"),
@@ -42,7 +47,7 @@ def sizes_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
         "intermediate_size": count(config, "intermediate_size"),
         "vocab_size": count(config, "vocab_size"),
         "max_position_embeddings": count(config, "max_position_embeddings"),
-        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "tie_embeddings": tied,
     }
 
 
@@ -51,8 +56,8 @@ def count(config: Mapping[str, Any], *keys: str, default: int | None = None) -> 
     value = next((config[key] for key in keys if config.get(key) is not None), default)
     if value is None:
         raise ConfigError(f"config.json: `{keys[0]}` is missing; the model's size follows from it")
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"config.json: `{keys[0]}` = {value!r}; a positive whole number is needed")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_COUNT:
+        raise ConfigError(f"config.json: `{keys[0]}` = {value!r}; a whole number from 1 to {MAX_COUNT:,} is needed")
     return value
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
+import re
+import stat
 import tomllib
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import IO, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -21,6 +26,7 @@ from llamarl.config.sft import SftConfig
 S = TypeVar("S", bound=Section)
 MAX_ROW_BYTES = 1 << 20
 """Of a line of a data file: a prompt that long fits no context, and rows travel in messages."""
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -64,13 +70,31 @@ def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig | Sft
 
 
 def _parsed(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
+    text = read_text(path, "give the path of a TOML file")
     try:
-        data = tomllib.loads(read_text(path, "give the path of a TOML file"))
-    except tomllib.TOMLDecodeError as error:
+        data = tomllib.loads(text)
+        for key, value in _pairs(overrides):
+            _set(data, key, value)
+        _check_values(data)
+    except RecursionError:
+        raise ConfigError(f"{path}: the settings are nested too deeply; none needs more than four levels") from None
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    for key, value in _pairs(overrides):
-        _set(data, key, value)
     return data
+
+
+def _check_values(data: dict[str, Any] | list[Any], where: str = "") -> None:
+    """Raises ConfigError for what no setting can be, wherever it stands."""
+    for name, value in data.items() if isinstance(data, dict) else enumerate(data):
+        place = f"{where}{name}" if isinstance(name, str) else where.removesuffix(".")
+        if isinstance(value, dict | list):
+            _check_values(value, f"{place}.")
+        elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise ConfigError(f"`{place}` is a number of {value.bit_length()} bits; give one of at most 63")
+        elif isinstance(value, str) and _NO_TEXT.search(value):
+            raise ConfigError(f"`{place} = {value!r}` holds NUL or half of a character; remove it")
 
 
 def validated(data: dict[str, Any], schema: type[S]) -> S:
@@ -81,10 +105,20 @@ def validated(data: dict[str, Any], schema: type[S]) -> S:
         raise ConfigError(_explain(error, schema)) from None
 
 
+def open_file(path: str | Path) -> IO[bytes]:
+    """To read. Raises OSError, for what may never end or never begin, too: a pipe, a device."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return file
+
+
 def read_text(path: str | Path, fix: str) -> str:
     """A file of text. Raises ConfigError, which ends with the `fix`."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with open_file(path) as file:
+            return file.read().decode("utf-8").replace("\r\n", "\n")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; {fix}") from None
     except UnicodeDecodeError as error:
@@ -94,7 +128,7 @@ def read_text(path: str | Path, fix: str) -> str:
 def read_json(path: str | Path, fix: str) -> dict[str, Any]:
     """The JSON object in a file. Raises ConfigError, which ends with the `fix`."""
     try:
-        data = json.loads(read_text(path, fix))
+        data = json.loads(read_text(path, fix), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -108,8 +142,8 @@ def read_rows(path: str | Path, fix: str) -> Iterator[tuple[str, dict[str, Any]]
     """`file:line` and object of each line of a JSON Lines file that is not blank. Raises ConfigError."""
     is_empty = True
     try:
-        with gzip.open(path) if Path(path).suffix == ".gz" else Path(path).open("rb") as file:
-            for number, line in enumerate(file, start=1):
+        with open_file(path) as raw, gzip.open(raw) if Path(path).suffix == ".gz" else nullcontext(raw) as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), start=1):
                 if line.strip():
                     is_empty = False
                     yield f"{path}:{number}", _parse_row(line, f"{path}:{number}")
@@ -119,15 +153,23 @@ def read_rows(path: str | Path, fix: str) -> Iterator[tuple[str, dict[str, Any]]
         raise ConfigError(f"{path}:1: the file is empty; it needs one JSON object per line")
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
+    return found
+
+
 def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is no number in JSON")
 
 
 def _parse_row(line: bytes, place: str) -> dict[str, Any]:
     if len(line) > MAX_ROW_BYTES:
-        raise ConfigError(f"{place}: has {len(line):,} bytes, and a row may have {MAX_ROW_BYTES:,}; shorten it")
+        raise ConfigError(f"{place}: is too long: a row may have {MAX_ROW_BYTES:,} bytes; shorten it")
     try:
-        row = json.loads(line.decode("utf-8"), parse_constant=_no_number)
+        row = json.loads(line.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_object)
         json.dumps(row, ensure_ascii=False).encode("utf-8") if b"\\u" in line else None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{place}: is not UTF-8 (byte {error.start} of the line); save the file as UTF-8") from None
@@ -136,7 +178,9 @@ def _parse_row(line: bytes, place: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place}: malformed JSON ({error.msg}, column {error.colno}); one object per line") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place}: cannot be read ({error}); write numbers as text and nest less deeply") from None
+        raise ConfigError(
+            f"{place}: cannot be read ({error}); write long numbers as text and nest less deeply"
+        ) from None
     if not isinstance(row, dict):
         raise ConfigError(f"{place}: holds a JSON {type(row).__name__}, not an object; one object per line")
     return row
@@ -161,7 +205,7 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, Any]]:
 def _parse_value(text: str) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return parsed["value"] if len(parsed) == 1 else text  # text of several lines can hold further keys
 

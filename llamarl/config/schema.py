@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from llamarl.config.cluster import ClusterConfig
 from llamarl.config.device import Device
@@ -14,6 +14,9 @@ from llamarl.config.ref import Ref
 from llamarl.config.roles import AgentConfig, CriticConfig, ReferenceConfig, RewardModelConfig
 from llamarl.config.section import Section
 from llamarl.config.trainer import TrainerConfig
+
+MIN_TEMPERATURE = 1e-3
+"""Of what samples at all; logits over less are beyond float32. 0 is greedy."""
 
 
 class ModelConfig(Section):
@@ -69,7 +72,7 @@ class RolloutConfig(Section):
     ] = None
     """A program that has the policy work over OpenAI's protocol and says what its work is worth: `package.module:run`;
     `max_new_tokens` then bounds what an episode samples, and each of its sequences after the first prompt."""
-    temperature: float = Field(default=1.0, gt=0, le=100)
+    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=100)
     """Divides the logits when sampling; the trainer uses the same."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 is off, which keeps importance ratios exact."""
@@ -185,6 +188,12 @@ class ShapingConfig(Section):
     """Leave responses that ended by length out of loss and baselines, as if they had not been judged."""
 
 
+def _temperature(value: float) -> float:
+    if 0 < value < MIN_TEMPERATURE:
+        raise ValueError(f"eval.temperature = {value}: give 0 (greedy) or at least {MIN_TEMPERATURE}")
+    return value
+
+
 class EvalConfig(Section):
     every_steps: int = Field(default=0, ge=0)
     """Evaluate during training each so many steps, beside it; 0: only before and after."""
@@ -192,7 +201,7 @@ class EvalConfig(Section):
     """Held-out prompts taken, from the front."""
     samples: int = Field(default=1, ge=1)
     """Responses per prompt; with more than one, pass@k is reported too."""
-    temperature: float = Field(default=0.0, ge=0, le=100)
+    temperature: Annotated[float, AfterValidator(_temperature)] = Field(default=0.0, ge=0, le=100)
     """0 is greedy."""
 
 

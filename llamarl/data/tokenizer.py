@@ -6,8 +6,11 @@ Shape suffix: T tokens of one text.
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,6 +33,7 @@ SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_
 _Dicts = Sequence[Mapping[str, Any]]
 SENTINEL = "\ufdd0turn\ufdd0"
 """Stands for what the policy wrote; no model's text holds it."""
+_MOST_RENDER_S = 5.0
 _FIX = "give a complete Hugging Face folder"
 
 
@@ -70,8 +74,12 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest token id: the rows that an embedding needs."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        """One more than the largest token id: the rows that an embedding needs. Raises ConfigError: two tokens have one
+        id."""
+        ids = list(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        if len(set(ids)) < len(ids):
+            raise ConfigError(f"{self.folder / TOKENIZER_FILE} gives two tokens one id; save the tokenizer anew")
+        return max(ids) + 1
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -84,7 +92,7 @@ class Tokenizer:
         if (self.folder / "generation_config.json").exists():
             named = read_json(self.folder / "generation_config.json", _FIX).get("eos_token_id")
             listed = named if isinstance(named, list) else [] if named is None else [named]
-            if not all(isinstance(one, int) for one in listed):
+            if not all(isinstance(one, int) and 0 <= one < self.vocab_size for one in listed):
                 raise ConfigError(f"{self.folder / 'generation_config.json'}: eos_token_id = {named!r}; {_FIX}")
             ids.update(listed)
         if eos := self._special_tokens.get("eos_token"):
@@ -116,13 +124,16 @@ class Tokenizer:
             ConfigError: the folder has no template, or it fails on these messages.
         """
         try:
-            return self._chat_template.render(
-                messages=[dict(message) for message in messages],
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            with _ended_after(_MOST_RENDER_S):
+                return self._chat_template.render(
+                    messages=[dict(message) for message in messages],
+                    tools=list(tools) or None,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._special_tokens,
+                )
+        except ConfigError:
+            raise
         except Exception as error:  # the template is code of somebody else, in a sandbox
             cause = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ConfigError(f"{self.folder}: the chat template refuses these messages: {cause}{error}") from None
@@ -255,6 +266,25 @@ def _chat_environment() -> ImmutableSandboxedEnvironment:
     helpers: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": time.strftime}
     environment.globals.update(helpers)
     return environment
+
+
+@contextmanager
+def _ended_after(limit_s: float) -> Iterator[None]:
+    """Raises TimeoutError in what takes longer; in the main thread alone, where a run's first prompts are made."""
+
+    def end(*_: object) -> NoReturn:
+        raise TimeoutError(f"it took over {limit_s:g} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _raise_exception(message: str) -> NoReturn:

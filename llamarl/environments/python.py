@@ -26,8 +26,9 @@ for number, block in enumerate(blocks):
     try:
         tree = ast.parse(block)
         shown = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, "<code>", "exec"), names)
-        if shown and (value := eval(compile(ast.Expression(shown.value), "<code>", "eval"), names)) is not None:
+        exec(compile(tree, "<code>", "exec", dont_inherit=True), names)
+        shown = shown and compile(ast.Expression(shown.value), "<code>", "eval", dont_inherit=True)
+        if shown and (value := eval(shown, names)) is not None:
             print(repr(value))
     except BaseException as error:
         if number == len(blocks) - 1:
@@ -113,7 +114,7 @@ class Python(Environment):
         """Raises ToolError: it went over a limit, or ended itself."""
         limits = {"cpu_s": self.cpu_s, "memory_bytes": self.program_bytes}
         job = asdict(Job(code=code, shows=self.output_bytes + 1))
-        is_right, said = judge({"limits": limits, "wall_s": self.wall_s, "job": job})
+        is_right, said, _ = judge({"limits": limits, "wall_s": self.wall_s, "job": job})
         if not is_right:
             raise ToolError(f"{said} {_LEFT_OUT}")
         text = said.encode()

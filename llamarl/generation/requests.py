@@ -9,9 +9,11 @@ from dataclasses import fields, replace
 
 import numpy as np
 
+from llamarl.config.schema import MIN_TEMPERATURE
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 
 _INT32_MAX = (1 << 31) - 1
+_TEMPERATURES = f"it must be 0 (greedy) or at least {MIN_TEMPERATURE}"
 _OF_ALL_ROLLOUTS = {one.name for one in fields(GenerationRequest)} - {"prompt_token_ids_T", "partials"}
 
 
@@ -92,7 +94,7 @@ def _request_error(request: GenerationRequest, context: int, vocab_size: int, ca
 def _sampling_error(params: SamplingParams) -> str:
     """What is wrong with sampling parameters; empty when nothing is. Written so that NaN is wrong."""
     checks = (
-        ("temperature", 0 <= params.temperature < float("inf"), "it must be 0 (greedy) or a positive number"),
+        ("temperature", params.temperature == 0 or MIN_TEMPERATURE <= params.temperature < float("inf"), _TEMPERATURES),
         ("top_p", 0 < params.top_p <= 1, "it must be above 0 and at most 1"),
         ("top_k", 0 <= params.top_k <= _INT32_MAX, "it must be 0 (off) or positive, and below 2^31"),
         ("min_p", 0 <= params.min_p <= 1, "it must be between 0 and 1"),

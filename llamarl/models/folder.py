@@ -7,7 +7,7 @@ from typing import Any
 
 import xxhash
 
-from llamarl.config import ConfigError, read_json
+from llamarl.config import ConfigError, open_file, read_json
 from llamarl.models.shape import ModelShape, stop_ids
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -20,15 +20,18 @@ def fingerprints(folder: str | Path) -> dict[str, str]:
 
     The size, and a digest of 64 blocks of 64 KiB spread over the file from its header to its end: a few milliseconds,
     however large it is. That tells other weights and other shapes, as training moves them everywhere; of a file over
-    4 MiB it does not tell a few bytes that somebody changed.
+    4 MiB it does not tell a few bytes that somebody changed. Raises ConfigError: a file cannot be read.
     """
     found = dict[str, str]()
     for path in sorted(Path(folder).glob("*.safetensors")):
         size, digest = path.stat().st_size, xxhash.xxh3_128()
-        with path.open("rb") as file:
-            for at in sorted({max(0, size - _SAMPLE_BYTES) * block // (_SAMPLES - 1) for block in range(_SAMPLES)}):
-                file.seek(at)
-                digest.update(file.read(_SAMPLE_BYTES))
+        try:
+            with open_file(path) as file:
+                for at in sorted({max(0, size - _SAMPLE_BYTES) * block // (_SAMPLES - 1) for block in range(_SAMPLES)}):
+                    file.seek(at)
+                    digest.update(file.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}; copy it again") from None
         found[path.name] = f"{size} bytes, xxh3-128 {digest.hexdigest()} of samples"
     return found
 

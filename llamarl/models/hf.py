@@ -174,7 +174,10 @@ def save_tensors(
     tokenizer_files = _tokenizer_files(tokenizer_folder)
     with replaced_folder(Path(folder), _WRITTEN) as new:
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(whole, new / WEIGHTS, metadata={"format": "pt"})
+        try:
+            save_file(whole, new / WEIGHTS, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise ConfigError(f"cannot write to {folder}: {error}; name a folder on a disk with room") from None
         dtype = str(next(iter(whole.values())).dtype).removeprefix("torch.")
         write_json(new / CONFIG, shape.to_hf() | {"torch_dtype": dtype})
         (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode)  # safetensors lets its owner alone read it

@@ -20,6 +20,8 @@ _FIXED = {
     "attention_dropout": 0,
     "partial_rotary_factor": 1,
     "quantization_config": None,
+    "num_experts": None,
+    "num_local_experts": None,
 }
 """Keys that may be absent, and the only value of each that the decoder computes."""
 
@@ -104,6 +106,9 @@ class ModelShape(DecoderSizes):
         for key, value in _FIXED.items():
             if config.get(key) is not None and config[key] != value:
                 _refuse(key, config[key], f"only {value!r} is supported")
+        named = config.get("architectures") or []
+        if ARCHITECTURES[family] not in named and any(str(name).endswith("ForCausalLM") for name in named):
+            _refuse("architectures", named, f"model_type {family} is a {ARCHITECTURES[family]}")
         sizes = sizes_from_hf(config)
         _check_full_attention(config, sizes["num_layers"])
         if config.get("head_dim") is None and family != "qwen3" and sizes["hidden_size"] % sizes["num_heads"]:

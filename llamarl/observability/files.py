@@ -6,11 +6,11 @@ import gzip
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from llamarl.config import read_rows
+from llamarl.config import open_file, read_rows
 
 PIECE_NAME = r"(metrics|rollouts|events)-\d{5}\.jsonl(\.gz)?"
 """Regular expression of full pieces."""
@@ -57,7 +57,7 @@ def pieces(path: Path) -> list[Path]:
 
 def lines(path: Path) -> Iterator[bytes]:
     """Of a piece. Raises OSError."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+    with open_file(path) as raw, gzip.open(raw) if path.suffix == ".gz" else nullcontext(raw) as file:
         yield from file
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -55,6 +56,8 @@ class JsonlSink:
         Raises:
             OSError: the file cannot be opened.
         """
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
         self._path = path
         self._max_bytes = max_bytes
         self._file = path.open("a+b", buffering=0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llamarl.rewards._base import Reward, invalid, right, wrong
@@ -31,8 +32,8 @@ class Code(Reward):
     """Reward of a program that passes all tests."""
     wrong: float = 0.0
     """Reward of any other."""
-    workers: int = 2
-    """Programs that run at the same time."""
+    workers: int = field(default_factory=lambda: max(2, (os.cpu_count() or 2) // 2))
+    """Programs that run at the same time; by default half as many as there are cores."""
     cpu_s: int = 5
     """CPU seconds of a program, and again of its tests; honest ones take milliseconds."""
     wall_s: float = 30.0

@@ -146,6 +146,8 @@ def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Pat
         _locked(path).close()
     if resume:
         _check_resumable(RunFolder(path), config)
+        for other in _not_of_a_run(path):
+            sys.stderr.write(f"--resume: {path} also holds {other!r}, which no run wrote; it stays as it is\n")
     elif others := list(_not_of_a_run(path)):
         cause = f"also holds {others[0]!r}" if (path / "config.toml").exists() else "has no config.toml"
         raise ConfigError(

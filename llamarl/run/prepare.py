@@ -195,7 +195,13 @@ def check_host_memory(config: RunConfig, shape: ModelShape) -> None:
 
 
 def check_cache(config: RunConfig, shape: ModelShape, longest_prompt: int) -> None:
-    """Raises ConfigError when `generator.kv_cache_bytes` does not hold the longest sequence that can come."""
+    """Raises ConfigError when the context, or `generator.kv_cache_bytes`, does not hold the longest sequence that can
+    come."""
+    if (most := config.rollout.max_new_tokens) > shape.max_position_embeddings:
+        raise ConfigError(
+            f"rollout.max_new_tokens = {most}: prompt and response have at most {shape.max_position_embeddings} tokens,"
+            " the model's context; lower it"
+        )
     generator, longest = config.generator, longest_prompt + config.rollout.max_new_tokens
     value_bytes = {"auto": 4 if generator.dtype == "float32" else 2, "bfloat16": 2, "fp8": 1}[generator.kv_dtype]
     heads = -(-shape.num_kv_heads // generator.tensor_parallel)

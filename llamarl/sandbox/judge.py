@@ -27,6 +27,8 @@ from llamarl.sandbox.pool import Failure, WorkerPool
 _START_S = 60.0
 _END_S = 30.0
 _SUPERVISOR_CPU_S = 30
+_QUICK_CPU_S, _QUICK_WALL_S = 1, 10.0
+"""All of a batch get so much first: those that need more hold up nobody but each other."""
 _MIN_MEMORY_BYTES = 1 << 27
 
 
@@ -69,7 +71,7 @@ class Judge:
         Args:
             workers: jobs at the same time.
             cpu_s: CPU seconds of a program, and again of its tests.
-            wall_s: seconds of a job.
+            wall_s: seconds of a job; one that goes over a limit may have taken as long before, in a short attempt.
             memory_bytes: address space of a program, and again of its tests.
 
         Raises:
@@ -81,7 +83,10 @@ class Judge:
             raise ConfigError(f"`cpu_s = {cpu_s}` must be whole seconds, at least 1: the kernel counts no others")
         if lacking := seccomp.missing():
             raise ConfigError(f"programs cannot be confined here: {lacking}; use such a machine, or another reward")
-        self._options = {"limits": {"cpu_s": cpu_s, "memory_bytes": memory_bytes}, "wall_s": wall_s}
+        self._attempts = [
+            {"limits": {"cpu_s": cpu, "memory_bytes": memory_bytes}, "wall_s": wall}
+            for cpu, wall in ((min(cpu_s, _QUICK_CPU_S), min(wall_s, _QUICK_WALL_S)), (cpu_s, wall_s))
+        ]
         self._pool = WorkerPool(
             f"{__name__}:judge",
             num_workers=workers,
@@ -93,7 +98,17 @@ class Judge:
 
     def judge(self, jobs: Sequence[Job], batch_s: float) -> list[Verdict | Failure]:
         """One verdict per job, in order; a `Failure` where the judge itself failed or `batch_s` seconds were over."""
-        answers = self._pool.map([{**self._options, "job": asdict(job)} for job in jobs], batch_s)
+        deadline = time.monotonic() + batch_s
+        answers: list[Any] = [[None, "", True]] * len(jobs)
+        for options in self._attempts:
+            left = [n for n, answer in enumerate(answers) if not isinstance(answer, Failure) and answer[2]]
+            items = [{**options, "job": asdict(jobs[n])} for n in left]
+            for n, answer in zip(
+                left,
+                self._pool.map(items, round(max(deadline - time.monotonic(), 0.0), 1)) if left else (),
+                strict=True,
+            ):
+                answers[n] = answer
         return [
             answer if isinstance(answer, Failure) else Verdict(is_right=answer[0], reason=answer[1])
             for answer in answers
@@ -105,7 +120,8 @@ class Judge:
 
 
 def judge(item: dict[str, Any]) -> list[Any]:
-    """In a worker: [is_right, reason]. Ends the worker where its fork server is lost: the pool then tries once more."""
+    """In a worker: [is_right, reason, whether that is for want of time]. Ends the worker where its fork server is lost:
+    the pool then tries once more."""
     limits, wall_s = item["limits"], item["wall_s"]
     try:
         server = _server()
@@ -115,22 +131,24 @@ def judge(item: dict[str, Any]) -> list[Any]:
         with ours:
             said, is_late = _ask(ours, json.dumps(item["job"]).encode() + b"\n", time.monotonic() + wall_s)
         server.send(b".")
-        ends = json.loads(server.recv(1 << 16))
+        *ends, is_idle = json.loads(server.recv(1 << 16))
     except (OSError, ValueError) as error:
         raise SystemExit(1) from error
     if -signal.SIGUSR1 in ends:
         raise RuntimeError("a process could not be confined, so nothing was run")
     verdict = json.loads(said) if said.endswith(b"\n") else None
     if verdict and verdict[0]:
-        return verdict
+        return [*verdict, False]
     if -signal.SIGXCPU in ends:
         who = "program" if ends[0] == -signal.SIGXCPU else "tests"
-        return [False, f"the {who} used over {limits['cpu_s']} s of CPU time"]
+        return [False, f"the {who} used over {limits['cpu_s']} s of CPU time", True]
     if is_late:
-        return [False, f"over {wall_s:g} s"]
+        return [False, f"over {wall_s:g} s", True]
+    if is_idle:
+        return [False, "it waits for what never comes", False]
     if verdict is None:
         raise RuntimeError("the tester died")
-    return verdict
+    return [*verdict, False]
 
 
 def _ask(stream: socket.socket, job: bytes, deadline: float) -> tuple[bytes, bool]:

@@ -6,24 +6,33 @@ number: no method, operator or destructor of the program ever runs beside the te
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import os
-from collections import deque
+from collections import Counter, deque, namedtuple
 from collections.abc import Callable, Iterator
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from itertools import islice
 from typing import Any
 
 MAX_MESSAGE_BYTES = 1 << 24
-_MAX_ITEMS = 100_000
+_MAX_ITEMS = 1_000_000
 _MAX_JSON_INT = 1 << 62
 _TYPES = {kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)}
 _VIEWS = tuple(map(type, ({}.keys(), {}.values(), {}.items())))
-_KINDS = (tuple, dict, set, frozenset, bytes, bytearray, complex, range, deque, Decimal, Fraction, *_VIEWS)
+_TIMES = (datetime, date, time)
+_WHOLE = (tuple, Counter, dict, set, frozenset, bytes, bytearray, complex, range, deque, Decimal, Fraction, timedelta)
+_KINDS = (*_WHOLE, *_TIMES, *_VIEWS)
+_named = functools.cache(lambda name, *fields: namedtuple(name, fields))
 _BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
     **{kind.__name__: kind for kind in (tuple, dict, set, frozenset, bytes, bytearray, deque)},
-    **{kind.__name__: lambda parts, kind=kind: kind(*parts) for kind in (complex, range, Decimal, Fraction)},
+    **{kind.__name__: lambda parts, kind=kind: kind(*parts) for kind in (complex, range, Decimal, Fraction, timedelta)},
+    **{kind.__name__: lambda parts, kind=kind: kind.fromisoformat(*parts) for kind in _TIMES},
+    "Counter": lambda parts: Counter(dict(parts)),
+    "namedtuple": lambda parts: _named(*parts[0])(*parts[1]),
     "int": lambda parts: int(parts[0], 16),
     "dict_keys": lambda parts: dict.fromkeys(parts).keys(),
     "dict_values": lambda parts: dict(enumerate(parts)).values(),
@@ -71,12 +80,20 @@ def pack(value: Any, refer: Callable[[Any], Any]) -> Any:
         return int(value) if -_MAX_JSON_INT < value < _MAX_JSON_INT else {"int": [hex(value)]}
     if isinstance(value, list):
         return packed(value)
-    if isinstance(value, type) and _TYPES.get(value.__name__) is value:
-        return {"type": [value.__name__]}
+    if isinstance(value, type) and (packed_class := _packed_class(value)):
+        return packed_class
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {"namedtuple": [packed((type(value).__name__, *value._fields)), packed(value)]}
     for kind in _KINDS:
         if isinstance(value, kind):
             return {kind.__name__: packed(_parts(value))}
     return {"iterator": packed(value)} if isinstance(value, Iterator) else {"handle": [refer(value)]}
+
+
+def _packed_class(value: type) -> dict[str, list[str]] | None:
+    if _TYPES.get(value.__name__) is value:
+        return {"type": [value.__name__]}
+    return {"exception": [kind.__name__ for kind in value.__mro__]} if issubclass(value, Exception) else None
 
 
 def _parts(value: Any) -> Any:
@@ -87,7 +104,11 @@ def _parts(value: Any) -> Any:
         return value.start, value.stop, value.step
     if isinstance(value, Fraction):
         return value.numerator, value.denominator
-    return [str(value)] if isinstance(value, Decimal) else value.items() if isinstance(value, dict) else value
+    if isinstance(value, timedelta):
+        return value.days, value.seconds, value.microseconds
+    if isinstance(value, (Decimal, *_TIMES)):
+        return [str(value) if isinstance(value, Decimal) else value.isoformat()]
+    return value.items() if isinstance(value, dict) else value
 
 
 def unpack(value: Any, resolve: Callable[[int], Any]) -> Any:
@@ -106,8 +127,22 @@ def unpack(value: Any, resolve: Callable[[int], Any]) -> Any:
     return _BUILDERS[kind](unpack(parts, resolve))
 
 
+_ALONE = {f"__{use.__name__}__": use for use in (str, repr, len, iter, bool, hash)}
+_WITH_OTHERS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__add__", "__sub__", "__mul__")
+USES: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in ("__getitem__", *_WITH_OTHERS)},
+    "__instancecheck__": lambda kind, value: isinstance(value, kind),
+    **_ALONE,
+}
+"""What a `Handle` passes on, beside calls and attributes."""
+
+
 class Handle:
-    """A value that stays with the program: it can be handed back, called, and asked for its attributes."""
+    """A value that stays with the program: it can be handed back, called, asked for its attributes, and used as `USES`
+    says.
+
+    It meets other handles alone: against a value of the tests, which could be the answer, it would be the program that
+    says whether they are equal."""
 
     __slots__ = ("_ask", "_number")
 
@@ -125,3 +160,16 @@ class Handle:
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._ask("set", self, name, value)
+
+
+def _use(name: str) -> Callable[..., Any]:
+    def use(self: Handle, *others: Any) -> Any:
+        if name in _WITH_OTHERS and not isinstance(others[0], Handle):
+            return NotImplemented
+        return self._ask("use", name, self, *others)
+
+    return use
+
+
+for _name in USES:
+    setattr(Handle, _name, _use(_name))

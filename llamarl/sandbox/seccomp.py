@@ -1,4 +1,4 @@
-"""A process that only computes: rlimits, then an allow-list of system calls that nothing lifts again.
+"""A process that only computes: no rights, rlimits, then an allow-list of system calls that nothing lifts again.
 
 What is not on the list (open, socket, clone, execve, kill, ptrace, ...) fails with EPERM. The list is of numbers, so it
 is known per processor; `missing` says whether this one and its kernel have what it takes. Standard library only.
@@ -15,6 +15,7 @@ import resource
 import signal
 import struct
 import sys
+from contextlib import suppress
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _MODE_FILTER = 2
@@ -25,12 +26,17 @@ _ALLOWED = {
     "mremap": (25, 216), "madvise": (28, 233), "futex": (202, 98), "readv": (19, 65), "writev": (20, 66),
     "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
     "rt_sigreturn": (15, 139), "sigaltstack": (131, 132), "restart_syscall": (219, 128), "sched_yield": (24, 124),
-    "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114),
+    "clock_gettime": (228, 113), "clock_getres": (229, 114),
     "gettimeofday": (96, 169), "times": (100, 153), "getrusage": (98, 165), "getpid": (39, 172), "gettid": (186, 178),
     "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getrandom": (318, 278),
-    "rseq": (334, 293), "set_robust_list": (273, 99), "select": (23, -1), "poll": (7, -1), "ppoll": (271, 73),
-    "exit": (60, 93), "exit_group": (231, 94),
+    "rseq": (334, 293), "set_robust_list": (273, 99), "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
+# Name: place and allowed values of the argument that says what the call does. What is left out of madvise takes pages
+# from the machine; what is left out of futex waits, and a process of one thread has nobody to wait for.
+_ARGUMENTS = {"madvise": (2, (0, 1, 2, 3, 4, 8, 14, 15)), "futex": (1, (1, 129))}
+_NOBODY = 65534
+_CAPABILITIES_3 = 0x20080522
+"""Version of the kernel's record of 64 capabilities in three sets."""
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _KILL, _REFUSE, _ALLOW = 0x80000000, 0x00050000 | errno.EPERM, 0x7FFF0000
 
@@ -61,7 +67,8 @@ def only_compute(*, parent: int, cpu_s: int, memory_bytes: int) -> None:
         OSError: the kernel refused; nothing may be run.
     """
     libc = _libc()
-    _control(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)
+    _drop_rights(libc)
+    _control(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)  # another user would lift it
     if os.getppid() != parent:
         raise ProcessLookupError(parent)
     _control(libc, _PR_SET_DUMPABLE, 0)
@@ -72,6 +79,18 @@ def only_compute(*, parent: int, cpu_s: int, memory_bytes: int) -> None:
     code = program()
     _control(libc, _PR_SET_NO_NEW_PRIVS, 1)
     _control(libc, _PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(_Program(len(code) // 8, code)))
+
+
+def _drop_rights(libc: ctypes.CDLL) -> None:
+    """No capability, and nobody's account instead of root's where this machine has one to change to: the root of a
+    container may not change, or know no other user, and is the machine's root nowhere."""
+    if os.geteuid() == 0:
+        with suppress(OSError):
+            os.setgroups([])
+            os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+            os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    if libc.capset((ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0), (ctypes.c_uint32 * 6)()):
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def _control(libc: ctypes.CDLL, *arguments: object) -> None:
@@ -94,8 +113,12 @@ def program() -> bytes:
     column = list(_AUDIT_ARCHITECTURES).index(processor)
     steps = [(_LOAD, 0, 0, 4), (_JUMP_IF_EQUAL, 1, 0, _AUDIT_ARCHITECTURES[processor]), (_RETURN, 0, 0, _KILL)]
     steps.append((_LOAD, 0, 0, 0))
-    for numbers in _ALLOWED.values():
-        if numbers[column] >= 0:
-            steps += [(_JUMP_IF_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ALLOW)]
+    for name, numbers in _ALLOWED.items():
+        allow = [(_RETURN, 0, 0, _ALLOW)]
+        if name in _ARGUMENTS:
+            place, values = _ARGUMENTS[name]
+            tests = [step for value in values for step in ((_JUMP_IF_EQUAL, 0, 1, value), *allow)]
+            allow = [(_LOAD, 0, 0, 16 + 8 * place), *tests, (_RETURN, 0, 0, _REFUSE)]
+        steps += [(_JUMP_IF_EQUAL, 0, len(allow), numbers[column]), *allow]
     steps.append((_RETURN, 0, 0, _REFUSE))
     return b"".join(struct.pack("=HBBI", *step) for step in steps)

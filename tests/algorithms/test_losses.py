@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llamarl.algorithms.losses._base import Loss, LossInputs, LossOutput
+from llamarl.algorithms.losses._base import Loss, LossInputs, LossOutput, Positions, TokenLosses
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.algorithms.losses.decoupled_ppo import DecoupledPpo
 from llamarl.config.errors import ConfigError
@@ -348,3 +348,23 @@ class TestClosedForms:
 def test_bad_options_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         build(Ref(**options), FAMILY, "trainer.loss")
+
+
+@pytest.mark.parametrize("shape", ["mean", "column", "no cap"])
+def test_a_loss_says_something_of_each_position(shape: str) -> None:
+    """One that has summed up already would be broadcast, and train something else without a word."""
+
+    class Wrong(Loss):
+        def token_losses(self, positions: Positions) -> TokenLosses:
+            loss_N = -positions.log_ratio_N.exp() * positions.advantages_N
+            capped_N = torch.zeros_like(positions.mask_N)
+            if shape == "mean":
+                return TokenLosses(loss_N=loss_N.mean(), capped_N=capped_N)
+            if shape == "column":
+                return TokenLosses(loss_N=loss_N[:, None], capped_N=capped_N)
+            return TokenLosses(loss_N=loss_N, capped_N=capped_N.any())
+
+    with pytest.raises(
+        ValueError, match=r"Wrong.token_losses gave (loss_N|capped_N) of shape .* give a value for each"
+    ):
+        Wrong()(random_inputs(9))

@@ -23,8 +23,8 @@ from llamarl.config.schema import (
 from llamarl.config.sft import ShapeConfig
 from tests.config.conftest import Write
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampled_from(
-    ['"', "\\", "\n", "\r\n", "'''", '"""', "\x00\x1f\x7f\x85\u2028", "# no comment", "[x]", "🦙 é", "{a = 1}"]
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30) | st.sampled_from(
+    ['"', "\\", "\n", "\r\n", "'''", '"""', "\x01\x1f\x7f\x85\u2028", "# no comment", "[x]", "🦙 é", "{a = 1}"]
 )
 KEYS = st.text(string.ascii_lowercase + "_", min_size=1, max_size=8).filter(lambda key: key != "name")
 POSITIVE = st.floats(min_value=1e-12, max_value=10)
@@ -52,12 +52,14 @@ def run_configs(draw: st.DrawFn) -> RunConfig:
         model=ModelConfig(path=draw(TEXT)),
         data=DataConfig(train=draw(refs()), eval=draw(st.none() | refs()), template=draw(TEXT)),
         rollout=RolloutConfig(
-            temperature=draw(POSITIVE), min_p=draw(SHARE), stop_strings=draw(st.lists(TEXT.filter(bool), max_size=3))
+            temperature=draw(st.floats(1e-3, 10)),
+            min_p=draw(SHARE),
+            stop_strings=draw(st.lists(TEXT.filter(bool), max_size=3)),
         ),
         generator=GeneratorConfig(kv_cache_bytes=draw(st.none() | st.integers(1, 2**40))),
         trainer=TrainerConfig(loss=draw(refs()), learning_rate=draw(POSITIVE)),
         reward=RewardConfig(parts=parts, weights=weights),
-        eval=EvalConfig(every_steps=draw(st.integers(0, 9)), temperature=draw(SHARE)),
+        eval=EvalConfig(every_steps=draw(st.integers(0, 9)), temperature=draw(st.just(0.0) | st.floats(1e-3, 10))),
     )
 
 

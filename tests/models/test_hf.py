@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llamarl.config import ConfigError
+from llamarl.models import hf
 from llamarl.models.attention import causal_attend
 from llamarl.models.hf import load_model, load_shape, new_model, open_model, save_model
 from llamarl.models.shape import ModelShape
@@ -236,3 +238,15 @@ def test_missing_folder_and_files(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         load_shape(folder)
+
+
+def test_a_disk_without_room_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is left of what was begun."""
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(hf, "save_file", full)
+    with pytest.raises(ConfigError, match=r"No space left on device.*; name a folder on a disk with room"):
+        hf.save_tensors({}, small(), tmp_path / "model", None)
+    assert not list(tmp_path.iterdir())

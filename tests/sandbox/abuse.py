@@ -49,8 +49,10 @@ FAKES = {
     "not a number": "def f(x): return float('nan')",
     "answers by itself": "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'[true, \"\"]\\n' * 5)\n"
     "    except OSError: pass\ndef f(x): return 1",
-    "answers with handles": "import os\nos.write(3, b'{\"value\": {\"handle\": [\"x\"]}}\\n' * 9)\ndef f(x): pass",
-    "answers with types": "import os\nos.write(3, b'{\"value\": {\"type\": [\"eval\"]}}\\n' * 9)\ndef f(x): pass",
+    "answers with handles": "import os\nos.write(3, b'{\"value\": {\"handle\": [\"x\"]}, \"after\": []}\\n' * 9)\n"
+    "def f(x): pass",
+    "answers with types": "import os\nos.write(3, b'{\"value\": {\"type\": [\"eval\"]}, \"after\": []}\\n' * 9)\n"
+    "def f(x): pass",
     "answers deep": "import os\nos.write(3, b'[' * 500000 + b'\\n')\ndef f(x): pass",
     "a type for the function": "f = int",
 }  # fmt: skip
@@ -81,7 +83,7 @@ WRITES = {
 PROCESSES = {
     "forks": "import os\nos.fork()\ndef f(x): return 7919",
     "a fork bomb": "import os\nfor _ in range(12): os.fork()\ndef f(x): return 7919",
-    "a thread": "import threading\nthreading.Thread(target=print).start()\ndef f(x): return 7919",
+    "a thread": "import _thread\n_thread.start_new_thread(print, ())\ndef f(x): return 7919",
     "a command": "import os\nassert os.system('true') == 0\ndef f(x): return 7919",
     "becomes another": "import os\nos.execv('/bin/true', ['true'])",
     "spawns": "import os\nos.posix_spawn('/bin/true', ['true'], {})\ndef f(x): return 7919",
@@ -98,6 +100,7 @@ RESOURCES = {
     "    except (OSError, ValueError): pass\nwhile True: pass",
     "more CPU": "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (99, 99))\ndef f(x): return 7919",
     "sleep": "import time\ntime.sleep(600)",
+    "a question that never comes": "import os\nwhile True: os.read(3, 1 << 16)",
     "memory": "x = bytearray(1 << 40)",
     "memory bit by bit": "x = []\nwhile True: x.append(bytearray(1 << 20))",
     "recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return f(x)",
@@ -135,6 +138,9 @@ KERNEL = {
         "a descriptor of a process": "syscall(434, os.getpid() - 1, 0)",
         "opens by the other table": "syscall(0x40000000 | 2, SECRET.encode(), 0)",
         "another filter": "prctl(22, 1)",
+        "sleeps": "usleep(1)",
+        "sleeps for events": "poll(None, 0, 1)",
+        "advice on pages that it keeps from others": "madvise(None, 0, 12)",
     }.items()
 } | {
     "calls of 32 bits": "import ctypes\nlibc = ctypes.CDLL(None)\nlibc.mmap.restype = ctypes.c_void_p\n"
@@ -150,12 +156,14 @@ TALK = {
     "return 7919 if any(')3(f tressa' in one[::-1] for one in seen) else 0",
     "reads the questions": "import os\ndef f(x): return 7919 if b')3(f tressa' in os.read(3, 1 << 16)[::-1] else 0",
     "a line in a value": 'def f(x): return \'\\n[true, ""]\\n{"value": true}\\n\'',
-    "an error that is none": _SAYS.format(said='{"error": ["bool", "x"]}'),
-    "an error of a group": _SAYS.format(said='{"error": ["ExceptionGroup", "x"]}'),
-    "two values": _SAYS.format(said='{"value": 1, "error": ["StopIteration", ""], "value": true}'),
+    "an error that is none": _SAYS.format(said='{"error": [["bool"], "x"]}'),
+    "an error of a group": _SAYS.format(said='{"error": [["ExceptionGroup", "Exception"], "x"]}'),
+    "two values": _SAYS.format(
+        said='{"value": 1, "error": [["StopIteration", "Exception"], ""], "value": true, "after": []}'
+    ),
     "a list in place of an answer": _SAYS.format(said='[true, ""]'),
-    "keys that cannot be": _SAYS.format(said='{"value": {"set": [[1]]}}'),
-    "a fraction of a huge power": _SAYS.format(said='{"value": {"Fraction": ["1e99999999", 1]}}'),
+    "keys that cannot be": _SAYS.format(said='{"value": {"set": [[1]]}, "after": []}'),
+    "a fraction of a huge power": _SAYS.format(said='{"value": {"Fraction": ["1e99999999", 1]}, "after": []}'),
     "bytes that are no text": _SAYS.format(said="\\xff\\xfe"),
     "at the end": "import atexit, os\natexit.register(os.write, 3, b'[true, \"\"]\\n')\ndef f(x): raise SystemExit(0)",
     "for the next": "import builtins, json\njson.loads = json.dumps = builtins.len = None\ndef f(x): return 1",

@@ -124,6 +124,12 @@ class Loss(ABC):
     def __call__(self, inputs: LossInputs) -> LossOutput:
         positions = self._positions(inputs)
         token = self.token_losses(positions)
+        for name, found in (("loss_N", token.loss_N), ("capped_N", token.capped_N)):
+            if found.shape != positions.logprobs_N.shape:  # it would be broadcast, and train something else
+                raise ValueError(
+                    f"{type(self).__name__}.token_losses gave {name} of shape {tuple(found.shape)} for "
+                    f"{len(positions.logprobs_N)} positions; give a value for each, the trainer adds them up"
+                )
         # The ratio to the behavior policy, whatever the loss's own ratio is relative to.
         log_ratio_N = _clamped(positions.logprobs_N.detach() - _cleaned(inputs, inputs.behavior_logprobs_N))
         keep_N = positions.mask_N
