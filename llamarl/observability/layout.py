@@ -14,7 +14,6 @@ from textwrap import wrap
 from rich.cells import chop_cells
 from rich.text import Text
 
-from llamarl.observability.accounting import Verdict
 from llamarl.observability.formats import chart, duration, number, percent, plain, remaining_s, sparkline
 from llamarl.observability.metrics import EvalMetrics, StepMetrics
 from llamarl.observability.view import CompletionView, ExecutorView, RunInfo, RunView
@@ -81,13 +80,13 @@ def frame(board: Board, width: int, height: int, now_s: float) -> Text:
         blocks[0].lines.extend(_progress(board, view, inner, now_s))
         blocks.append(_Block(2, _executors(view.executors, inner, now_s, max(height // 3 - 2, 3))))
         blocks.append(_Block(3, _numbers(view, inner)))
-        if view.verdict:
-            blocks.append(_Block(4, _verdict(view.verdict, inner)))
+        if verdict := view.metrics and view.metrics.verdict:
+            blocks.append(_Block(4, _verdict(verdict, inner)))
     if board.warnings:
         blocks.append(_Block(1, _warnings(board.warnings, inner)))
     if view and view.completions:
         room = height - _size(blocks, spaced=True) - 1
-        blocks.insert(4 if view.verdict else 3, _Block(5, _completions(view.completions, inner, room)))
+        blocks.insert(4 if verdict else 3, _Block(5, _completions(view.completions, inner, room)))
     lines = _stack(blocks, height)
     for line in lines:
         line.rstrip()
@@ -193,10 +192,10 @@ def _executors(executors: Sequence[ExecutorView], inner: int, now_s: float, room
     return lines
 
 
-def _verdict(verdict: Verdict, inner: int) -> list[Text]:
-    first, *more = wrap(str(verdict), max(inner - LABEL_WIDTH, 20), max_lines=2, placeholder="…")
+def _verdict(verdict: str, inner: int) -> list[Text]:
+    first, *more = wrap(verdict, max(inner - LABEL_WIDTH, 20), max_lines=2, placeholder="…")
     text = Text(first)
-    text.stylize(ACCENT, 0, len(verdict.bound))
+    text.stylize(ACCENT, 0, verdict.find(" "))
     return [_row("verdict", text), *(_row("", line) for line in more)]
 
 

@@ -82,6 +82,8 @@ class StepMetrics:
     """Share of the last ten steps, up to a second ago, that each executor worked, 0 to 1, by executor name."""
     sync_s: float
     """Seconds from the start of `publish` until this version was released to the generators."""
+    verdict: str | None = None
+    """Who waits for whom, over the window of `busy_share`, which it names; None where that is under a second."""
     fingerprint: str | None = None
     """Of the weights of this version as the generators serve them, in hexadecimal digits."""
     extra: Mapping[str, float] = field(default_factory=dict)

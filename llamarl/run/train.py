@@ -339,7 +339,7 @@ class _Run:
             staleness_max=telemetry.staleness_max,
             staleness_limit=staleness_limit,
             invalid_share=telemetry.num_invalid / max(telemetry.num_samples, 1),
-            verdict=verdict(accounts),
+            verdict=verdict(accounts, telemetry.first_step, telemetry.num_steps),
             before=outcome.before.metrics if outcome.before else None,
             after=outcome.after.metrics if outcome.after else None,
             completions=telemetry.completions,

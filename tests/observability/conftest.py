@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from llamarl.observability.accounting import Verdict
 from llamarl.observability.metrics import EvalMetrics, StepMetrics, UpdateMetrics
 from llamarl.observability.view import CompletionView, ExecutorView, RunInfo, RunView
 
@@ -49,6 +48,7 @@ def step_metrics(step: int = 43, **changes: Any) -> StepMetrics:
         "ready_groups": 9,
         "busy_share": {"generator": 0.97, "trainer": 0.58},
         "sync_s": 0.0043,
+        "verdict": "generator-bound over steps 34 to 43, 11s: the trainer waits for rollouts 42% of the time",
     }
     updated = {name: changes.pop(name) for name in UpdateMetrics.__slots__ if name in changes}
     return StepMetrics(**(values | {"update": replace(UPDATE, **updated)} | changes))
@@ -88,7 +88,6 @@ def run_view(step: int = 43, **changes: Any) -> RunView:
         "metrics": step_metrics(step),
         "rewards": tuple(0.01 * value for value in range(step)),
         "evals": (eval_metrics(0, 0.18), eval_metrics(20, 0.3), eval_metrics(40, 0.42)),
-        "verdict": Verdict(bound="generator-bound", reason="the trainer waits for rollouts 42% of the time"),
         "completions": (CompletionView(prompt="How many?", response="1+1=2\n#### 2", reward=1.0, advantage=0.38),),
     }
     return RunView(**(values | changes))

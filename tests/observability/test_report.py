@@ -28,7 +28,7 @@ def make_summary(make_eval):
             "staleness_max": 1,
             "staleness_limit": 1,
             "invalid_share": 0.0,
-            "verdict": Verdict(bound="generator-bound", reason="the trainer waits"),
+            "verdict": Verdict(bound="generator-bound", reason="the trainer waits", window="steps 1 to 100, 1m 52s"),
             "before": make_eval(0, 0.184, k=4),
             "after": make_eval(100, 0.781, k=4),
             "completions": (CompletionView(prompt="a" * 500, response="b\x1b[2J" * 200, reward=1.0, advantage=0.5),),
@@ -44,7 +44,12 @@ def test_report_says_all(make_summary):
     text = render_summary(make_summary())
     for words in (
         *("finished 100 steps in 1m 52s, after 1m 23s", "18.4%       78.1%    +59.7 points (standard error 3.5)"),
-        *("pass@4", "generator-bound: the trainer waits", "generator-0 3%, trainer 42%", "nobody works 1.2%"),
+        *(
+            "pass@4",
+            "generator-bound over steps 1 to 100, 1m 52s: the trainer waits",
+            "generator-0 3%, trainer 42%",
+            "nobody works 1.2%",
+        ),
         *("at most 1 of 1", "warning: 3 rows lost", "runs/metrics.jsonl  one line per step", "advantage +0.50"),
     ):
         assert words in text, words

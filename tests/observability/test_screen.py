@@ -51,7 +51,13 @@ def test_shows_the_key_numbers(width, height, info, make_view, now_s):
         *("generator-0", "decoding 96", "97%", "waits for rollouts", "58%", "seen 0.5s ago"),
         *("3,240 tok/s", "running 96", "waiting 32", "mean 0.820", "max 1 of 1", "mean 0.624", "solved 63%"),
         *("mean 31.4", "max 3.91", "capped 0.1%", "grad norm 0.834", "step 0 18.0%", "step 40 42.0%"),
-        *("generator-bound: the trainer waits", "adv +0.38", "How many?", "1+1=2 ↵ #### 2", "█"),
+        *(
+            "generator-bound over steps 34 to 43, 11s: the trainer waits",
+            "adv +0.38",
+            "How many?",
+            "1+1=2 ↵ #### 2",
+            "█",
+        ),
     ):
         assert words in screen, words
 

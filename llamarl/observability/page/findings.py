@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
-from llamarl.observability.accounting import account, verdict
 from llamarl.observability.formats import number, percent
 from llamarl.observability.page.run_data import RunData
 
@@ -25,6 +24,7 @@ MISMATCH_KL, TRUNCATED_SHARE, INVALID_SHARE, IDLE_SHARE = 0.05, 0.2, 0.05, 0.5
 COLLAPSED_SHARE, COLLAPSED_NATS = 0.2, 0.05
 """Of its first entropy, and in nats per token, below which little is left to explore."""
 GRADIENT_GROWTH = 20.0
+_GENERATOR = "busy_share.generator"
 Level = Literal["good", "note", "bad"]
 
 
@@ -77,9 +77,9 @@ def highest(values: Sequence[float]) -> Window | None:
     """A twentieth of the steps, and two at least. None: there are fewer."""
     known = [(value, place) for place, value in enumerate(values) if math.isfinite(value)]
     size = max(2, len(known) // 20)
-    windows = (known[start : start + size] for start in range(len(known) - size + 1))
-    found = (Window(sum(value for value, _ in window) / size, window[-1][1], size) for window in windows)
-    return max(found, default=None)
+    sums = [0.0, *accumulate(value for value, _ in known)]
+    found = (((sums[end] - sums[end - size]) / size, known[end - 1][1], size) for end in range(size, len(sums)))
+    return max((Window(*one) for one in found), default=None)
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
@@ -222,17 +222,13 @@ def _is_cut(truncated: Ends) -> bool:
 
 
 def _speed(data: RunData) -> Iterator[Claim]:
-    spans = {name: list(table) for name, table in data.spans.items()}
-    work = [span for of_one in spans.values() for span in of_one if span.name == "train"]
-    if work:  # from the first step on: what comes before is starting up
-        start_s, end_s = min(span.start_s for span in work), max(span.end_s for span in work)
-        found = account(spans, start_s, end_s)
-        idle = [name for name, share in found.busy_share.items() if share < IDLE_SHARE and name.startswith("generator")]
-        yield Claim(text=str(verdict(found)), chart="timeline")
-        if idle:
-            yield Claim(text=f"{', '.join(idle[:4])} idle more than half of the time", chart="timeline", level="bad")
-    elif bound := data.summary.get("verdict"):
-        yield Claim(text=str(bound), chart="busy")
+    """As the run itself says: of all its steps once it has ended, before that of the last ones."""
+    last = data.summary or {name: column[-1] for name, column in data.columns.items()} | {"verdict": data.verdict}
+    if last.get("verdict"):
+        yield Claim(text=str(last["verdict"]), chart="timeline")
+    shares = {name.removeprefix("busy_share."): share for name, share in last.items() if name.startswith(_GENERATOR)}
+    if idle := [name for name, share in shares.items() if isinstance(share, float) and share < IDLE_SHARE]:
+        yield Claim(text=f"{', '.join(idle[:4])} idle more than half of the time", chart="timeline", level="bad")
 
 
 def _wrong(data: RunData) -> Iterator[Claim]:

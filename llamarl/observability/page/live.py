@@ -57,6 +57,8 @@ class Watched:
                 "series": data.series(after),
                 "flows": flows(data, spread([step for step in data.flows if step > after - LATE_STEPS], NUM_FLOWS)),
             }
+            if not is_more:  # as of the steps it is sent with
+                found["claims"] = findings(data)
             if rest.partition(".")[0] != str(self._num_rare):
                 found |= self._rare
             return found | ({"settings": data.settings()} if is_whole else {})
@@ -65,7 +67,7 @@ class Watched:
         start_s, data = time.monotonic(), self.data
         now, then = (data.num_changes, (data.generation, bool(data.end))), self._rare_of
         if now[0] != then[0] and (start_s >= self._rare_at_s or now[1] != then[1]):
-            self._rare = {"claims": findings(data), "work": window(data, max_spans=900)}
+            self._rare = {"work": window(data, max_spans=900)}
             self._num_rare, self._rare_of = self._num_rare + 1, now
             took_s = time.monotonic() - start_s
             self._rare_at_s = start_s + max(RARE_S, took_s / RARE_SHARE)
@@ -106,12 +108,13 @@ def build_app(runs: Sequence[Watched], token: str) -> Starlette:
         raise ConfigError(f"a live page needs starlette and uvicorn ({error}): pip install 'llamarl[serve]'") from None
     base = f"/{token}/"
     page = document([{"name": run.data.folder.name, "folder": str(run.data.folder)} for run in runs], live=base)
+    by_number = dict(enumerate(runs))
     headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
     async def answer(request: Request) -> Response:
         wanted = request.query_params
         try:
-            run = runs[int(wanted["run"])]
+            run = by_number[int(wanted["run"])]
             call = {"news": run.news, "work": run.work, "flow": run.flow, "rollouts": run.rollouts}
             return JSONResponse(call[request.path_params["what"]](wanted), headers=headers)
         except (KeyError, ValueError, IndexError, OverflowError):

@@ -9,9 +9,10 @@ import tomllib
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, load_config
@@ -52,6 +53,8 @@ class RunData:
         self.flows = dict[int, dict[str, Any]]()
         self.texts: deque[tuple[str, float, str]] = deque(maxlen=MAX_TEXTS)
         """Kind, time and text of warnings and phases."""
+        self.verdict = ""
+        """Of the last step."""
         self.start: dict[str, Any] = {}
         self.end: dict[str, Any] = {}
 
@@ -86,6 +89,7 @@ class RunData:
         count, step = len(self.columns["step"]), float(row["step"])
         if count and step <= self.columns["step"][-1]:
             return  # done again after a crash; the first row stands
+        self.verdict = str(row.get("verdict") or "")
         for name, value in row.items():
             if isinstance(value, (int, float)) or value is None:
                 column = self.columns.setdefault(name, array("d", [math.nan]) * count)
@@ -219,11 +223,15 @@ class RunData:
         return found
 
     def series(self, after_step: int = 0, max_points: int = 1 << 30) -> dict[str, list[float | None]]:
-        """Of each metric, the values of later steps; means of neighbors where there are too many."""
+        """Of each metric, the values of later steps; means of neighbors where there are too many, of
+        maxima their largest."""
         steps = self.columns["step"]
         begin = bisect_right(steps, after_step)
         every = max(1, math.ceil((len(steps) - begin) / max_points))
-        return {name: _thinned(column[begin:], every) for name, column in self.columns.items()}
+        return {
+            name: _thinned(column[begin:], every, max if name.endswith("_max") else fmean)
+            for name, column in self.columns.items()
+        }
 
 
 def _milliseconds(begin_s: float, end_s: float, work_s: float, origin_s: float) -> list[float]:
@@ -245,13 +253,13 @@ def _joined(spans: Sequence[Span], gap_s: float) -> Iterator[tuple[float, float,
         yield begin, end, work
 
 
-def _thinned(values: Sequence[float], every: int) -> list[float | None]:
-    means: Iterable[float] = values
+def _thinned(values: Sequence[float], every: int, joined: Callable[[list[float]], float]) -> list[float | None]:
+    found: Iterable[float] = values
     if every > 1:
         parts = (values[start : start + every] for start in range(0, len(values), every))
         known = ([value for value in part if math.isfinite(value)] for part in parts)
-        means = (sum(one) / len(one) if one else math.nan for one in known)
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in means]
+        found = (joined(one) if one else math.nan for one in known)
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in found]
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

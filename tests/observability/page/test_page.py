@@ -145,11 +145,13 @@ class TestPage:
 
     def test_ten_thousand_steps_are_averaged(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "made", steps=0)
-        write_rows(folder / "metrics.jsonl", [step_row(step) for step in range(1, 10_001)])
+        rows = [step_row(step, importance_ratio_max=11.0 if step == 3 else 2.0) for step in range(1, 10_001)]
+        write_rows(folder / "metrics.jsonl", rows)
         run = content(page_of(folder))["runs"][0]
         assert len(run["series"]["step"]) <= 1200
         assert run["every"] == 9
         assert run["series"]["step"][0] == 5
+        assert run["series"]["importance_ratio_max"][0] == 11, "a mean of maxima is none"
 
     def test_settings_that_differ(self, tmp_path: Path) -> None:
         runs = content(page_of(make_run(tmp_path / "one"), make_run(tmp_path / "other", rate=3e-4)))["runs"]
