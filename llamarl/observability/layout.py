@@ -73,6 +73,7 @@ def frame(board: Board, width: int, height: int, now_s: float) -> Text:
     """The screen, at most `width` cells wide and `height` lines high."""
     inner = max(width - 2, 1)
     view = board.view
+    verdict = view.metrics.verdict if view and view.metrics else None
     blocks = [_Block(0, _header(board, inner, now_s))]
     if view is None:
         blocks.append(_Block(1, _phases(board.phases, inner, now_s)))
@@ -80,7 +81,7 @@ def frame(board: Board, width: int, height: int, now_s: float) -> Text:
         blocks[0].lines.extend(_progress(board, view, inner, now_s))
         blocks.append(_Block(2, _executors(view.executors, inner, now_s, max(height // 3 - 2, 3))))
         blocks.append(_Block(3, _numbers(view, inner)))
-        if verdict := view.metrics and view.metrics.verdict:
+        if verdict:
             blocks.append(_Block(4, _verdict(verdict, inner)))
     if board.warnings:
         blocks.append(_Block(1, _warnings(board.warnings, inner)))

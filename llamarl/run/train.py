@@ -29,7 +29,7 @@ from llamarl.observability.accounting import verdict, write_trace
 from llamarl.observability.events import EventLog, RecordedScreen, machine
 from llamarl.observability.page.run_data import flat_settings
 from llamarl.observability.recorder import RolloutRecorder
-from llamarl.observability.report import RunFile, RunSummary, write_summary
+from llamarl.observability.report import RunFile, RunSummary, render_summary, write_summary
 from llamarl.observability.screen import Screen, open_screen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.observability.spans import now_s
@@ -75,6 +75,7 @@ def run(
         ConfigError: a device or a part cannot work.
         Interrupted: the user ended it; the last checkpoint is intact.
         ExecutorError, FolderLost, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong: it failed.
+        All have the summary of what was done as a note.
     """
     with rare_garbage_collections(), folder:
         return run_patiently(_Run(config, prepared, folder, resume, command_started_s).run())
@@ -111,10 +112,10 @@ class _Run:
             steps=config.steps,
             groups_per_step=rollout.prompts_per_step,
         )
-        with open_screen(config.screen, info) as shown:
+        with open_screen(config.screen, info) as self._shown:
             keep = (lambda failure: screen.warn(str(failure)), config.record.max_bytes)
             events = EventLog(folder.events, *keep)
-            screen = RecordedScreen(shown, events)
+            screen = RecordedScreen(self._shown, events)
             events.add("start", machine=machine(), staleness_limit=limit, model=info.model, resumed=self._resume)
             for text in self._outcome.warnings:
                 screen.warn(text)
@@ -133,12 +134,15 @@ class _Run:
                 log.close()
                 journal.close()
                 summary = self._summary(telemetry, limit)
+                if self._outcome.error is not None:
+                    self._outcome.error.add_note(render_summary(summary))
                 with suppress(OSError):  # a full disk must not hide how the run ended
-                    write_trace(folder.trace, telemetry.spans)
                     write_summary(folder.summary, summary)
                 events.flush(is_last=True)
                 events.add("end", end=summary.end, reason=summary.end_reason)
                 events.close()
+                with suppress(OSError):
+                    write_trace(folder.trace, telemetry.spans)
         return summary
 
     def _subject(self) -> Subject:
@@ -164,6 +168,7 @@ class _Run:
             resumed=lambda executors: self._resumed(executors, screen, journal),
             journal=journal,
             on_stop=lambda: self._stopping(screen),
+            leave=self._shown.__exit__,
         ) as (controller, supervisor):
             supervisor.start(self._folder.check_loop(), "run folder")
             if self._resume:
