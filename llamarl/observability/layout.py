@@ -275,12 +275,13 @@ def _metric_rows(last: StepMetrics) -> list[tuple[str, _Cell, _Cell, _Cell]]:
 
 def _evals(evals: Sequence[EvalMetrics], width: int) -> Text:
     """The first evaluation and as many of the last as fit."""
-    cell_width = 18
+    cell_width = 30 if any(entry.num_invalid for entry in evals) else 18
     last = evals[1:][-max(width // cell_width - 1, 1) :]
     text = Text()
     for number_of, entry in enumerate((evals[0], *last)):
         text.append(f"step {entry.step} ", DIM)
-        text.append(percent(entry.accuracy, 1), "bold")
+        text.append(percent(entry.accuracy, 1), BAD if entry.num_invalid else "bold")
+        text.append(f" {entry.num_invalid:,} invalid" * bool(entry.num_invalid), BAD)
         text.pad_right(cell_width * (number_of + 1) - text.cell_len)
     return text
 

@@ -18,7 +18,7 @@ from llamarl.config import ConfigError
 from llamarl.config.schema import ScreenConfig
 from llamarl.observability.formats import duration, number, percent, remaining_s
 from llamarl.observability.layout import Board, PhaseView, frame
-from llamarl.observability.metrics import EvalMetrics, StepMetrics
+from llamarl.observability.metrics import EvalMetrics, StepMetrics, unjudged
 from llamarl.observability.spans import now_s
 from llamarl.observability.view import RunInfo, RunView
 
@@ -138,9 +138,11 @@ def eval_line(entry: EvalMetrics) -> str:
 
 def eval_facts(entry: EvalMetrics) -> str:
     """What an evaluation found, on one line."""
+    num_responses = entry.num_prompts * entry.k
+    bad = f"{unjudged(entry.num_invalid, num_responses, entry.invalid_reason)}  " if entry.num_invalid else ""
     at_k = f"  pass@{entry.k} {percent(entry.pass_at_k, 1)}" if entry.k > 1 else ""
     return (
-        f"accuracy {percent(entry.accuracy, 1)}{at_k}  "
+        f"{bad}accuracy {percent(entry.accuracy, 1)} ± {percent(entry.accuracy_error, 1)}{at_k}  "
         f"length {number(entry.mean_response_tokens)}  {entry.num_prompts:,} prompts  {duration(entry.wall_s)}"
     )
 

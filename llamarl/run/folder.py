@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -12,13 +13,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from llamarl.checkpoint.copies import Copies, CopyFailed
 from llamarl.checkpoint.folder import saved_steps
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config, read_json
 from llamarl.models.folder import fingerprints
-from llamarl.observability.files import PIECE_NAME, lines, pieces
+from llamarl.observability.files import PIECE_NAME, lines, pieces, read_run_rows
+from llamarl.observability.metrics import EvalMetrics
 from llamarl.run.placement import models_in_use
 
 LOOK_S = 2.0
@@ -116,6 +118,18 @@ class RunFolder:
     def recorded_steps(self) -> int:
         """Of which the metrics have a row."""
         return _last_step(self.metrics, b'"kind": "step"')
+
+    def first_eval(self) -> EvalMetrics | None:
+        """The first evaluation on record, of whichever life of the run."""
+        names = EvalMetrics.__dataclass_fields__
+        with suppress(OSError, ConfigError, TypeError):
+            for _, row in read_run_rows(self.metrics, ""):
+                if row.get("kind") == "eval":
+                    known: dict[str, Any] = {
+                        name: math.nan if value is None else value for name, value in row.items() if name in names
+                    }
+                    return EvalMetrics(**known)
+        return None
 
     def way_on(self) -> str:
         """How a run goes on that an executor has left."""

@@ -17,7 +17,6 @@ from llamarl.controller.admission import TooManyInvalid
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.clock import run_patiently
 from llamarl.controller.controller import Controller
-from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.journal import Journal
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.saving import NotSaved
@@ -27,6 +26,7 @@ from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.accounting import verdict, write_trace
 from llamarl.observability.events import EventLog, RecordedScreen, machine
+from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.page.run_data import flat_settings
 from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.report import RunFile, RunSummary, render_summary, write_summary
@@ -58,8 +58,8 @@ class _Progress:
     """How far a run came."""
 
     end: Literal["finished", "interrupted", "failed"] = "failed"
-    before: EvalResult | None = None
-    after: EvalResult | None = None
+    before: EvalMetrics | None = None
+    after: EvalMetrics | None = None
     loop_started_s: float = math.nan
     loop_ended_s: float = math.nan
     error: BaseException | None = None
@@ -304,14 +304,15 @@ class _Run:
         outcome = self._outcome
         await controller.start()
         if self._problems.eval:
-            outcome.before = await controller.evaluate()
+            now = (await controller.evaluate()).metrics
+            outcome.before = (self._resume and self._folder.first_eval()) or now
         outcome.loop_started_s = now_s()
         telemetry.begin_loop(controller.version)
         await controller.train()
         outcome.loop_ended_s = now_s()
         telemetry.end_loop()
         if self._problems.eval:
-            outcome.after = await controller.evaluate()
+            outcome.after = (await controller.evaluate()).metrics
         await controller.save()
         await telemetry.poll()  # the spans of the last half second
 
@@ -335,6 +336,7 @@ class _Run:
             end=outcome.end,
             end_reason=str(outcome.error or "").split("\n", 1)[0],
             steps=telemetry.num_steps,
+            first_step=telemetry.first_step,
             start_s=started_s - self._command_started_s,
             wall_s=wall_s,
             samples_per_s=telemetry.num_samples / wall_s if wall_s else 0.0,
@@ -345,8 +347,8 @@ class _Run:
             staleness_limit=staleness_limit,
             invalid_share=telemetry.num_invalid / max(telemetry.num_samples, 1),
             verdict=verdict(accounts, telemetry.first_step, telemetry.num_steps),
-            before=outcome.before.metrics if outcome.before else None,
-            after=outcome.after.metrics if outcome.after else None,
+            before=outcome.before,
+            after=outcome.after,
             completions=telemetry.completions,
             files=tuple(RunFile(path=path, meaning=meaning) for path, meaning in folder.files.items()),
             warnings=(*outcome.warnings, *telemetry.warnings),

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from llamarl.observability.accounting import Verdict
 from llamarl.observability.files import write_atomically
+from llamarl.observability.metrics import share_error
 from llamarl.observability.report import RunFile, RunSummary, render_summary, write_summary
 from llamarl.observability.view import CompletionView
 
@@ -65,6 +67,28 @@ def test_a_failed_run_never_looks_finished(make_summary):
 
 def test_without_evaluation_there_is_no_table(make_summary):
     assert "held-out" not in render_summary(make_summary(before=None, after=None))
+
+
+def test_an_evaluation_without_verdicts(make_summary, make_eval):
+    nobody = replace(make_eval(100, math.nan, k=4), num_invalid=1024, invalid_reason="grader\nmissing")
+    text = render_summary(make_summary(after=nobody))
+    assert "accuracy                   18.4%         nan\n" in text, "no change is told"
+    assert "invalid                        0       1,024    grader ↵ missing" in text
+
+
+def test_a_run_that_went_on_tells_the_steps_it_took_the_time_for(make_summary):
+    assert "finished steps 91 to 100 in 1m 52s" in render_summary(make_summary(first_step=91))
+    assert "finished no new step in" in render_summary(make_summary(first_step=101))
+
+
+@pytest.mark.parametrize(
+    ("share", "num", "low", "high"), [(0.0, 200, 0.0, 0.005), (1.0, 200, 0.995, 1.0), (0.5, 100, 0.45, 0.55)]
+)
+def test_errors_of_shares_are_wilsons(share, num, low, high):
+    """Its interval at one standard error, written out: center (p + 1 / 2n) / (1 + 1 / n)."""
+    center, half = (share + 0.5 / num) / (1 + 1 / num), share_error(share, num)
+    assert (center - half, center + half) == (pytest.approx(low, abs=3e-4), pytest.approx(high, abs=3e-4))
+    assert half > 0
 
 
 def test_json_is_flat_and_strict(make_summary, tmp_path):

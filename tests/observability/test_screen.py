@@ -193,7 +193,7 @@ def test_lines_one_per_step(info, make_view, make_metrics, make_eval):
         screen.warn("the disk is nearly full")
     lines = out.getvalue().splitlines()
     assert lines[:3] == ["starting executors", "evaluating 0/2", "evaluating 2/2"]
-    assert lines[3].startswith("held-out at step 0: accuracy 18.4%  pass@4 48.4%")
+    assert lines[3].startswith("held-out at step 0: accuracy 18.4% ± 2.4%  pass@4 48.4%")
     assert [line[:12] for line in lines[4:]] == ["step   1/100", "step   2/100"]
     assert "reward 0.624  solved 63%" in lines[4]
     assert "eta 3m 18s" in lines[4]

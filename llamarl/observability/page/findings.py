@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 from llamarl.observability.formats import number, percent
+from llamarl.observability.metrics import share_error, unjudged
 from llamarl.observability.page.run_data import RunData
 
 PART = 0.2
@@ -89,9 +90,9 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
 
 
 def accuracy_error(entry: dict[str, Any]) -> float:
-    """Standard error of a held-out accuracy, as if each prompt were right or wrong: sqrt(p (1 - p) / n)."""
-    share = float(entry["accuracy"])
-    return math.sqrt(max(share * (1 - share), 0.0) / max(float(entry["num_prompts"]), 1.0))
+    """Of a held-out accuracy, by the row of its evaluation."""
+    num_judged = float(entry["num_prompts"]) - float(entry.get("num_invalid", 0)) / max(float(entry.get("k", 1)), 1.0)
+    return share_error(float(entry["accuracy"]), num_judged)
 
 
 def findings(data: RunData) -> list[dict[str, str]]:
@@ -179,7 +180,7 @@ def _reward(data: RunData) -> Change | None:
 def _learnt(data: RunData) -> Iterator[Claim]:
     accuracy, reward = _accuracy(data.evals), _reward(data)
     doubt = _doubt(data, accuracy) if reward and reward.level == "good" else None
-    claims = list[Claim]()
+    claims = list(_unheld(data))
     if accuracy:
         change = f"{100 * accuracy.ends.change:+.1f} ± {100 * accuracy.ends.error:.1f} points"
         text = f"held-out accuracy {accuracy.text(lambda share: percent(share, 1), change)}"
@@ -202,6 +203,16 @@ def _learnt(data: RunData) -> Iterator[Claim]:
         yield Claim(text=shrank, chart="length")
 
 
+def _unheld(data: RunData) -> Iterator[Claim]:
+    """What is wrong with the evaluations themselves."""
+    if data.is_held_out is False:
+        text = "data.eval is data.train: held-out accuracy is that of prompts which were learnt from"
+        yield Claim(text=text, chart="settings", level="bad")
+    num, all_of_them, reason = data.unjudged
+    if num > INVALID_SHARE * all_of_them:
+        yield Claim(text=f"held-out: {unjudged(num, all_of_them, reason)}", chart="solve", level="bad")
+
+
 def _doubt(data: RunData, accuracy: Change | None) -> str | None:
     """What speaks against a reward that rises: right answers, which its first part judges, are fewer than before,
     held-out ones where there are some; or they are more in training alone."""
@@ -211,7 +222,7 @@ def _doubt(data: RunData, accuracy: Change | None) -> str | None:
         return "fewer answers are right: it may be hacked" if fell else None
     if accuracy.level == "bad":
         return "held-out accuracy fell: it may be hacked"
-    if accuracy.level == "note" and solved and solved.change > ERRORS * solved.error:
+    if data.is_held_out and accuracy.level == "note" and solved and solved.change > ERRORS * solved.error:
         gap, error = solved.last - accuracy.ends.last, math.hypot(solved.error, accuracy.ends.error)
         return "held-out accuracy does not follow: it may be learnt by heart" if gap > ERRORS * error else None
     return None

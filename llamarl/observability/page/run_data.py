@@ -53,6 +53,8 @@ class RunData:
         self.flows = dict[int, dict[str, Any]]()
         self.texts: deque[tuple[str, float, str]] = deque(maxlen=MAX_TEXTS)
         """Kind, time and text of warnings and phases."""
+        self.unjudged: tuple[float, float, Any] = (0.0, 0.0, None)
+        """Of the last evaluation: how many responses have no verdict, of how many, and why the first has none."""
         self.verdict = ""
         """Of the last step."""
         self.start: dict[str, Any] = {}
@@ -83,8 +85,11 @@ class RunData:
 
     def _measured(self, row: dict[str, Any]) -> None:
         if row["kind"] == "eval":
+            num_responses = float(row["num_prompts"]) * float(row.get("k", 1))
+            self.unjudged = float(row.get("num_invalid", 0)), num_responses, row.get("invalid_reason")
             known = {name: float(row[name]) for name in ("step", "accuracy", "num_prompts")}
-            self.evals.append({name: value for name, value in row.items() if name != "kind"} | known)
+            if all(map(math.isfinite, known.values())):
+                self.evals.append({name: value for name, value in row.items() if name != "kind"} | known)
             return
         count, step = len(self.columns["step"]), float(row["step"])
         if count and step <= self.columns["step"][-1]:
@@ -190,6 +195,13 @@ class RunData:
         plain = dict(flat_settings(RunConfig.model_validate(least).model_dump(mode="json", exclude_none=True)))
         found = flat_settings(config.model_dump(mode="json", exclude_none=True))
         return [(name, value, name in plain and plain[name] == value) for name, value in found]
+
+    @property
+    def is_held_out(self) -> bool:
+        """Evaluations are about other problems than those of training, as far as the settings tell."""
+        train, held_out = (self._raw_config().get("data", {}).get(name) for name in ("train", "eval"))
+        paths = [one.get("path") if isinstance(one, dict) else None for one in (train, held_out)]
+        return held_out is None or (train != held_out and (paths[0] is None or paths[0] != paths[1]))
 
     def _raw_config(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):

@@ -72,6 +72,32 @@ class TestClaims:
         write_rows(folder / "metrics.jsonl", [step_row(21, **idle)])
         assert claims(folder)["generator-1 idle more than half of the time"] == "timeline"
 
+    def test_an_evaluation_that_nobody_could_judge(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "made", end=None)
+        bad = eval_row(20, 0.0, 200) | {"accuracy": None, "num_invalid": 200, "invalid_reason": "grader\nmissing"}
+        write_rows(folder / "metrics.jsonl", [bad])
+        assert claims(folder)["held-out: 200 of 200 invalid: grader ↵ missing"] == "solve"
+        assert not any("held-out accuracy" in text for text in claims(folder)), "one evaluation is no change"
+
+    @pytest.mark.parametrize("held_out", ['"train.jsonl"', '{name = "jsonl", path = "train.jsonl", count = 9}'])
+    def test_an_evaluation_on_what_was_learnt_from(self, tmp_path: Path, held_out: str) -> None:
+        """Then nothing can be said of what is learnt by heart."""
+        folder = make_run(tmp_path / "made", steps=0, end=None)
+        rows = [step_row(step, reward_mean=0.02 * step, solve_rate=0.02 * step) for step in range(1, 41)]
+        write_rows(folder / "metrics.jsonl", [eval_row(0, 0.2), *rows, eval_row(40, 0.22)])
+        assert any("learnt by heart" in text for text in claims(folder))
+        text = (
+            (folder / "config.toml")
+            .read_text()
+            .replace('{name = "running_total", count = 300}', '{path = "train.jsonl"}')
+        )
+        if held_out.startswith('"'):
+            text = text.replace('{path = "train.jsonl"}', '"train.jsonl"')
+        (folder / "config.toml").write_text(text.replace("[trainer]", f"eval = {held_out}\n[trainer]"))
+        found = claims(folder)
+        assert any(text.startswith("data.eval is data.train") for text in found)
+        assert not any("learnt by heart" in text for text in found)
+
     def test_an_evaluation_that_is_damaged_is_left_out(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "made")
         write_rows(folder / "metrics.jsonl", [eval_row(21, 0.1) | {"accuracy": None}, {"kind": "eval", "step": 22}])
