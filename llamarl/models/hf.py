@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import tempfile
@@ -171,16 +172,14 @@ def save_tensors(
     Raises:
         ConfigError: `folder` holds other files, which replacing it would delete, or there is no tokenizer to copy.
     """
-    tokenizer_files = _tokenizer_files(tokenizer_folder)
     with replaced_folder(Path(folder), _WRITTEN) as new:
+        copy_tokenizer(tokenizer_folder, new)
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(whole, new / WEIGHTS, metadata={"format": "pt"})
         dtype = str(next(iter(whole.values())).dtype).removeprefix("torch.")
         write_json(new / CONFIG, shape.to_hf() | {"torch_dtype": dtype})
         (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode)  # safetensors lets its owner alone read it
         write_json(new / GENERATION_CONFIG, _generation_config(shape))
-        for source in tokenizer_files:
-            shutil.copyfile(source, new / source.name)
 
 
 @contextmanager
@@ -191,12 +190,12 @@ def replaced_folder(folder: Path, names: Collection[str]) -> Iterator[Path]:
         names: of files that an older one may hold.
 
     Raises:
-        ConfigError: `folder` holds other files, which replacing it would delete.
+        ConfigError: `folder` holds other files, which replacing it would delete, or another process writes it.
     """
     folder = folder.absolute()
     _check_replaceable(folder, names)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+    with _alone(folder), tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
         new, old = Path(scratch, "new"), Path(scratch, "old")
         new.mkdir()
         yield new
@@ -206,6 +205,20 @@ def replaced_folder(folder: Path, names: Collection[str]) -> Iterator[Path]:
             folder.rename(old)
         new.rename(folder)
         sync(folder.parent)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    lock = folder.with_name(f".{folder.name}.lock")
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another command writes {folder}; wait for its end, or name another folder") from None
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def _generation_config(shape: ModelShape) -> dict[str, Any]:
@@ -250,12 +263,15 @@ def _check_replaceable(folder: Path, names: Collection[str]) -> None:
         raise ConfigError(f"cannot replace {folder}, which also holds `{others[0]}`; name a new or empty folder")
 
 
-def _tokenizer_files(folder: str | Path | None) -> list[Path]:
-    if folder is None:
-        return []
-    if not Path(folder, TOKENIZER_FILES[0]).is_file():
-        raise ConfigError(f"{folder} has no {TOKENIZER_FILES[0]}; name the folder of the tokenizer")
-    return [Path(folder, name) for name in TOKENIZER_FILES if Path(folder, name).is_file()]
+def copy_tokenizer(source: str | Path | None, to: Path) -> None:
+    """The files of a tokenizer; None: there is none to copy. Raises ConfigError."""
+    if source is None:
+        return
+    if not Path(source, TOKENIZER_FILES[0]).is_file():
+        raise ConfigError(f"{source} has no {TOKENIZER_FILES[0]}; name the folder of the tokenizer")
+    for file in (Path(source, name) for name in TOKENIZER_FILES):
+        if file.is_file():
+            shutil.copyfile(file, to / file.name)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

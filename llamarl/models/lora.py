@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from llamarl.config.trainer import LoraConfig
-from llamarl.models.hf import replaced_folder, write_json
+from llamarl.models.hf import TOKENIZER_FILES, copy_tokenizer, replaced_folder, write_json
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 
@@ -102,11 +102,13 @@ def merged(weight_O_I: Tensor, a_R_I: Tensor, b_O_R: Tensor, scale: float) -> Te
     return torch.addmm(weight_O_I.to(dtype), b_O_R.to(dtype), a_R_I.to(dtype), alpha=scale)
 
 
-def save_adapters(adapters: Mapping[str, Tensor], config: LoraConfig, base: str, folder: Path) -> None:
-    """Writes adapters as a folder that PEFT loads onto the model `base`: all of it or nothing.
+def save_adapters(
+    adapters: Mapping[str, Tensor], config: LoraConfig, base: str, folder: Path, tokenizer_folder: Path | None = None
+) -> None:
+    """Writes adapters as a folder that PEFT loads onto the model `base`, with a tokenizer: all of it or nothing.
 
     Raises:
-        ConfigError: `folder` holds other files.
+        ConfigError: `folder` holds other files, or there is no tokenizer to copy.
     """
     settings = {
         "peft_type": "LORA",
@@ -119,7 +121,8 @@ def save_adapters(adapters: Mapping[str, Tensor], config: LoraConfig, base: str,
         "bias": "none",
         "inference_mode": True,
     }
-    with replaced_folder(folder, (PEFT_WEIGHTS, PEFT_CONFIG)) as new:
+    with replaced_folder(folder, (PEFT_WEIGHTS, PEFT_CONFIG, *TOKENIZER_FILES)) as new:
+        copy_tokenizer(tokenizer_folder, new)
         tensors = {f"{PEFT_PREFIX}{name}": tensor.contiguous() for name, tensor in adapters.items()}
         save_file(tensors, new / PEFT_WEIGHTS, metadata={"format": "pt"})
         (new / PEFT_WEIGHTS).chmod(new.stat().st_mode & 0o666)  # safetensors lets its owner alone read it

@@ -29,7 +29,7 @@ _LOCK, _MARK = ".lock", ".of-this-run"
 _OF_A_RUN = frozenset((
     "config.toml", "weights.json", "metrics.jsonl", "rollouts.jsonl", "events.jsonl", "journal.jsonl", "journal",
     "summary.json", "report.html", "trace.json", "output.log", "logs", "checkpoints", "kernels", "weights", "export",
-    "profile.json", "costs.json", "timeline.html", "timeline.png", "tensorboard", "wandb",
+    "merged", "profile.json", "costs.json", "timeline.html", "timeline.png", "tensorboard", "wandb",
 ))  # fmt: skip
 """Names that commands write into a run's folder. Hidden ones are theirs too while they write."""
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llamarl.config import ConfigError
 from llamarl.models.attention import causal_attend
-from llamarl.models.hf import load_model, load_shape, new_model, open_model, save_model
+from llamarl.models.hf import load_model, load_shape, new_model, open_model, replaced_folder, save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.sharding.box import Box
@@ -236,3 +236,15 @@ def test_missing_folder_and_files(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         load_shape(folder)
+
+
+def test_two_commands_do_not_write_one_folder(tmp_path: Path) -> None:
+    with replaced_folder(tmp_path / "export", ()) as new:
+        (new / "config.json").write_text("first")
+        said = r"another command writes .*export; wait for its end"
+        with pytest.raises(ConfigError, match=said), replaced_folder(tmp_path / "export", ()):
+            pytest.fail("it was let in")
+        with replaced_folder(tmp_path / "merged", ()):
+            pass
+    assert (tmp_path / "export/config.json").read_text() == "first"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "merged"], "no lock is left"

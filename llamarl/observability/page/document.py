@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
+from llamarl.observability.metrics import finite
 from llamarl.observability.page.findings import accuracy_error, findings
 from llamarl.observability.page.rollouts import Decode, sample
 from llamarl.observability.page.run_data import KINDS, RunData
@@ -118,7 +119,20 @@ def document(runs: Sequence[dict[str, Any]], live: str = "") -> str:
     return re.sub("@(POLICY|STYLES|DATA|SCRIPTS)@", lambda found: parts[found[1]], body)
 
 
+def strict_json(content: Any) -> str:
+    """What is not finite, which JSON has no word for, is null."""
+    try:
+        return json.dumps(content, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(_finite(content), allow_nan=False, separators=(",", ":"))
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {name: _finite(value) for name, value in content.items()}
+    return [_finite(value) for value in content] if isinstance(content, list | tuple) else finite(content)
+
+
 def embedded(content: Any) -> str:
     """JSON that can stand in a script element: no letter in it can end that, or begin markup."""
-    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return strict_json(content).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -91,7 +91,7 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
 
 def accuracy_error(entry: dict[str, Any]) -> float:
     """Of a held-out accuracy, by the row of its evaluation."""
-    num_judged = float(entry["num_prompts"]) - float(entry.get("num_invalid", 0)) / max(float(entry.get("k", 1)), 1.0)
+    num_judged = entry["num_prompts"] - float(entry.get("num_invalid") or 0) / max(float(entry.get("k") or 1), 1.0)
     return share_error(float(entry["accuracy"]), num_judged)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.config import ConfigError
-from llamarl.observability.page.document import NUM_FLOWS, described, document, flows, spread, window
+from llamarl.observability.page.document import NUM_FLOWS, described, document, flows, spread, strict_json, window
 from llamarl.observability.page.findings import findings
 from llamarl.observability.page.rollouts import Decode, Rollouts
 from llamarl.observability.page.run_data import RunData
@@ -17,7 +17,6 @@ from llamarl.observability.page.run_data import RunData
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
-    from starlette.responses import Response
 
 LOOK_S = 0.5
 """Of reading, before a page is answered: there may be more."""
@@ -102,7 +101,7 @@ def build_app(runs: Sequence[Watched], token: str) -> Starlette:
     """Answers below `/TOKEN/` alone. Raises ConfigError: starlette is not installed."""
     try:
         from starlette.applications import Starlette
-        from starlette.responses import HTMLResponse, JSONResponse
+        from starlette.responses import HTMLResponse, JSONResponse, Response
         from starlette.routing import Route
     except ImportError as error:
         raise ConfigError(f"a live page needs starlette and uvicorn ({error}): pip install 'llamarl[serve]'") from None
@@ -116,7 +115,8 @@ def build_app(runs: Sequence[Watched], token: str) -> Starlette:
         try:
             run = by_number[int(wanted["run"])]
             call = {"news": run.news, "work": run.work, "flow": run.flow, "rollouts": run.rollouts}
-            return JSONResponse(call[request.path_params["what"]](wanted), headers=headers)
+            found = strict_json(call[request.path_params["what"]](wanted))
+            return Response(found, headers=headers, media_type="application/json")
         except (KeyError, ValueError, IndexError, OverflowError):
             return JSONResponse({"error": "there is no such thing here"}, 404, headers=headers)
 

@@ -97,7 +97,8 @@ function drawRollout() {
     make("div", { class: "text", id: "prompt", text: shown(one.prompt) }), body, detail,
     make("p", { text: `reward ${number(one.reward)} (${one.outcome}${one.reason ? ": " + short(one.reason, 200) : ""}), advantage ${number(one.advantage)}, ${one.token_ids.length} tokens, ` +
       `${one.turns} turn${one.turns === 1 ? "" : "s"}, staleness ${one.staleness}, ended by ${one.finish_reason}; right is ${short(one.answer ?? "not known", 80)}` }),
-    make("p", { class: "quiet", text: "Dotted and slanted: what the environment wrote. A bar on the left: a turn begins." }),
+    make("p", { class: "quiet", text: "Dotted and slanted: what the environment wrote. A bar on the left: a turn begins." +
+      (Object.keys(timed().rollouts.words).length ? "" : " Tokens are shown by their numbers, as the run's tokenizer (model.path) was not found where this page was made.") }),
     make("h3", { text: `Its group (${group.length} here)` }),
     table(["index", "reward", "advantage", "tokens", "response"], group.map(([other, place]) => chosenRow(
       [other.index, other.reward, other.advantage, other.token_ids.length, short(other.response, 90)],

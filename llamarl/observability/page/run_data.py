@@ -28,6 +28,8 @@ MAX_FLOWS = 2_000
 """Steps whose groups are kept; the newest."""
 MAX_TEXTS = 500
 """Warnings and phases that are kept; the newest."""
+LARGEST = 1e100
+"""What is larger, or no number, counts as not known: its square would be infinite."""
 SILENT_S = 60.0
 """A run without an end whose files have not changed for so long may be dead."""
 KINDS = (*sorted(WORK_KINDS), "start", "checkpoint")
@@ -68,11 +70,11 @@ class RunData:
         before = self.num_changes
         for _, row in self._metrics.rows():
             self.num_changes += 1
-            with suppress(TypeError, ValueError, KeyError):
+            with suppress(TypeError, ValueError, KeyError, OverflowError):
                 self._measured(row)
         for _, row in self._events.rows():
             self.num_changes += 1
-            with suppress(TypeError, ValueError, KeyError, AttributeError):
+            with suppress(TypeError, ValueError, KeyError, AttributeError, OverflowError):
                 self._said(row)
         return self.num_changes != before
 
@@ -84,12 +86,12 @@ class RunData:
             self._read_trace()
 
     def _measured(self, row: dict[str, Any]) -> None:
+        row = {name: value for name, value in row.items() if not isinstance(value, (int, float)) or _is_known(value)}
         if row["kind"] == "eval":
             num_responses = float(row["num_prompts"]) * float(row.get("k", 1))
             self.unjudged = float(row.get("num_invalid", 0)), num_responses, row.get("invalid_reason")
             known = {name: float(row[name]) for name in ("step", "accuracy", "num_prompts")}
-            if all(map(math.isfinite, known.values())):
-                self.evals.append({name: value for name, value in row.items() if name != "kind"} | known)
+            self.evals.append({name: value for name, value in row.items() if name != "kind"} | known)
             return
         count, step = len(self.columns["step"]), float(row["step"])
         if count and step <= self.columns["step"][-1]:
@@ -104,7 +106,7 @@ class RunData:
                 column.append(math.nan)
 
     def _said(self, row: dict[str, Any]) -> None:
-        kind, at_s = row["kind"], float(row["at_s"])
+        kind, at_s = row["kind"], _time_s(row["at_s"])
         if kind == "start":
             self.start, self.end = self.start or row, {}
             self.texts.append(("phase", at_s, "resumed" if row.get("resumed") else "started"))
@@ -117,10 +119,10 @@ class RunData:
             for name, spans in row["spans"].items():
                 if name in self.spans or len(self.spans) < MAX_EXECUTORS:
                     table = self.spans.setdefault(name, SpanTable(MAX_SPANS))
-                    table.extend(Span(str(what), float(start_s), float(end_s)) for what, start_s, end_s in spans)
+                    table.extend(Span(str(what), _time_s(start_s), _time_s(end_s)) for what, start_s, end_s in spans)
         elif kind == "flow":
-            flow: dict[str, Any] = {name: float(value) for name, value in row.items() if name.endswith("ed_s")}
-            flow["groups"] = [[int(group[0]), *map(float, group[1:])] for group in row["groups"]]
+            flow: dict[str, Any] = {name: _time_s(value) for name, value in row.items() if name.endswith("ed_s")}
+            flow["groups"] = [[int(group[0]), *map(_time_s, group[1:])] for group in row["groups"]]
             if "trained_s" in flow:
                 self.flows[int(row["step"])] = flow
             if len(self.flows) > MAX_FLOWS:
@@ -244,6 +246,17 @@ class RunData:
             name: _thinned(column[begin:], every, max if name.endswith("_max") else fmean)
             for name, column in self.columns.items()
         }
+
+
+def _is_known(value: float) -> bool:
+    return abs(value) < LARGEST
+
+
+def _time_s(value: Any) -> float:
+    """Raises ValueError: it is none."""
+    if not _is_known(time_s := float(value)):
+        raise ValueError(value)
+    return time_s
 
 
 def _milliseconds(begin_s: float, end_s: float, work_s: float, origin_s: float) -> list[float]:
