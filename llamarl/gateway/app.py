@@ -57,14 +57,9 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def build_app(session_of: SessionOf) -> Starlette:
-    """Raises ConfigError: starlette or uvicorn is not installed."""
-    try:
-        import uvicorn  # noqa: F401
-        from starlette.applications import Starlette
-        from starlette.responses import JSONResponse, Response, StreamingResponse
-        from starlette.routing import Route
-    except ImportError as error:
-        raise ConfigError(f"an endpoint needs starlette and uvicorn ({error}): pip install 'llamarl[serve]'") from None
+    from starlette.applications import Starlette
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
 
     def answering(call: Callable[..., Any]) -> Any:
         async def handle(request: Request) -> Response:

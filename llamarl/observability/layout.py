@@ -80,7 +80,7 @@ def frame(board: Board, width: int, height: int, now_s: float) -> Text:
     else:
         blocks[0].lines.extend(_progress(board, view, inner, now_s))
         blocks.append(_Block(2, _executors(view.executors, inner, now_s, max(height // 3 - 2, 3))))
-        blocks.append(_Block(3, _numbers(view, inner)))
+        blocks.append(_Block(3, _numbers(view, inner, board.info.max_staleness)))
         if verdict:
             blocks.append(_Block(4, _verdict(verdict, inner)))
     if board.warnings:
@@ -200,13 +200,13 @@ def _verdict(verdict: str, inner: int) -> list[Text]:
     return [_row("verdict", text), *(_row("", line) for line in more)]
 
 
-def _numbers(view: RunView, inner: int) -> list[Text]:
+def _numbers(view: RunView, inner: int, max_staleness: int) -> list[Text]:
     wide = inner >= WIDE and len(view.rewards) > 1
     width = NUMBERS_WIDTH if wide else inner
     cell_width = max((width - LABEL_WIDTH) // 3, 16)
     rows = [
         ("generation", _Cell("", f"{number(view.generated_tokens_per_s)} tok/s"), *_queues(view)),
-        *(_metric_rows(view.metrics) if view.metrics else ()),
+        *(_metric_rows(view.metrics, max_staleness) if view.metrics else ()),
     ]
     lines = [_row(label, *(cell.text(cell_width) for cell in cells)) for label, *cells in rows]
     if view.metrics:
@@ -243,13 +243,13 @@ def _reward_cells(last: StepMetrics) -> tuple[_Cell, _Cell]:
     return reward, _Cell("solved", percent(last.solve_rate), "bold")
 
 
-def _metric_rows(last: StepMetrics) -> list[tuple[str, _Cell, _Cell, _Cell]]:
+def _metric_rows(last: StepMetrics, max_staleness: int) -> list[tuple[str, _Cell, _Cell, _Cell]]:
     over = WARN if last.staleness_max > last.staleness_limit else ""
     return [
         (
             "staleness",
             _Cell("mean", number(last.staleness_mean)),
-            _Cell("max", f"{last.staleness_max} of {last.staleness_limit}", over),
+            _Cell("max", f"{last.staleness_max} of {last.staleness_limit} (S {max_staleness})", over),
             _Cell("sync", duration(last.sync_s)),
         ),
         (

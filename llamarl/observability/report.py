@@ -59,6 +59,8 @@ class RunSummary:
     """Largest staleness of any rollout that was trained on, in optimizer steps."""
     staleness_limit: int
     """Largest staleness that admission allowed, in optimizer steps."""
+    max_staleness: int
+    """S: `rollout.max_staleness`."""
     invalid_share: float
     """Share of rollouts that the reward could not judge, 0 to 1."""
     verdict: Verdict
@@ -173,7 +175,7 @@ def _time(summary: RunSummary) -> list[str]:
             f"{percent(summary.overlap_share)} of the time; nobody works {percent(summary.unaccounted_share, 1)}",
         ),
         _fact("speed", f"{number(summary.samples_per_s)} rollouts/s"),
-        _fact("staleness", f"at most {summary.staleness_max} of {summary.staleness_limit} allowed"),
+        _fact("staleness", f"at most {summary.staleness_max} of {summary.staleness_limit} (S {summary.max_staleness})"),
         _fact("invalid rewards", percent(summary.invalid_share, 1)),
     ]
 

@@ -113,13 +113,13 @@ def _print(stream: TextIO, text: str) -> None:
 
 def step_line(last: StepMetrics, info: RunInfo, recent_step_s: float) -> str:
     """One step for a log, about 120 characters."""
-    digits = len(str(info.steps))
+    digits, allowed = len(str(info.steps)), f"{last.staleness_limit} (S {info.max_staleness})"
     parts = [
         f"step {last.step:>{digits}}/{info.steps}",
         f"reward {number(last.reward_mean)}",
         f"solved {percent(last.solve_rate)}",
         f"length {number(last.response_tokens_mean)}",
-        f"stale {number(last.staleness_mean, 2)} max {last.staleness_max}/{last.staleness_limit}",
+        f"stale {number(last.staleness_mean, 2)} max {last.staleness_max}/{allowed}",
         f"ratio {number(last.update.importance_ratio_mean)} max {number(last.update.importance_ratio_max)}",
         f"grad {number(last.update.grad_norm)}",
         f"{duration(last.step_s)}",

@@ -23,6 +23,8 @@ class RunInfo:
     """Optimizer steps in all."""
     groups_per_step: int
     """P: groups that one step consumes."""
+    max_staleness: int
+    """S: `rollout.max_staleness`, to which the bound adds what the window lets pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -111,6 +111,7 @@ class _Run:
             folder=folder.path,
             steps=config.steps,
             groups_per_step=rollout.prompts_per_step,
+            max_staleness=rollout.max_staleness,
         )
         with open_screen(config.screen, info) as self._shown:
             keep = (lambda failure: screen.warn(str(failure)), config.record.max_bytes)
@@ -345,6 +346,7 @@ class _Run:
             busy_share=accounts.busy_share,
             staleness_max=telemetry.staleness_max,
             staleness_limit=staleness_limit,
+            max_staleness=self._config.rollout.max_staleness,
             invalid_share=telemetry.num_invalid / max(telemetry.num_samples, 1),
             verdict=verdict(accounts, telemetry.first_step, telemetry.num_steps),
             before=outcome.before,

@@ -27,7 +27,6 @@ from tests.cli.test_generate import LLAMARL
 from tests.end_to_end.tiny import ROOT, environment, llamarl_here
 from tests.nightly import nightly
 
-pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 

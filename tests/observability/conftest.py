@@ -42,7 +42,7 @@ def step_metrics(step: int = 43, **changes: Any) -> StepMetrics:
         "truncated_share": 0.02,
         "staleness_mean": 0.82,
         "staleness_max": 1,
-        "staleness_limit": 1,
+        "staleness_limit": 2,
         "waiting_rollouts": 32,
         "running_rollouts": 96,
         "ready_groups": 9,
@@ -121,4 +121,5 @@ def info(tmp_path: Path) -> RunInfo:
         folder=tmp_path,
         steps=100,
         groups_per_step=16,
+        max_staleness=1,
     )

@@ -28,7 +28,8 @@ def make_summary(make_eval):
             "overlap_share": 0.55,
             "busy_share": {"generator-0": 0.97, "trainer": 0.58},
             "staleness_max": 1,
-            "staleness_limit": 1,
+            "staleness_limit": 2,
+            "max_staleness": 1,
             "invalid_share": 0.0,
             "verdict": Verdict(bound="generator-bound", reason="the trainer waits", window="steps 1 to 100, 1m 52s"),
             "before": make_eval(0, 0.184, k=4),
@@ -52,7 +53,7 @@ def test_report_says_all(make_summary):
             "generator-0 3%, trainer 42%",
             "nobody works 1.2%",
         ),
-        *("at most 1 of 1", "warning: 3 rows lost", "runs/metrics.jsonl  one line per step", "advantage +0.50"),
+        *("at most 1 of 2 (S 1)", "warning: 3 rows lost", "runs/metrics.jsonl  one line per step", "advantage +0.50"),
     ):
         assert words in text, words
     assert "\x1b" not in text

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llamarl.config import ConfigError
 from llamarl.observability.page.document import NUM_FLOWS, described, document, flows, spread, strict_json, window
 from llamarl.observability.page.findings import findings
 from llamarl.observability.page.rollouts import Decode, Rollouts
@@ -98,13 +97,11 @@ def _read(refresh: Callable[[], bool]) -> bool:
 
 
 def build_app(runs: Sequence[Watched], token: str) -> Starlette:
-    """Answers below `/TOKEN/` alone. Raises ConfigError: starlette is not installed."""
-    try:
-        from starlette.applications import Starlette
-        from starlette.responses import HTMLResponse, JSONResponse, Response
-        from starlette.routing import Route
-    except ImportError as error:
-        raise ConfigError(f"a live page needs starlette and uvicorn ({error}): pip install 'llamarl[serve]'") from None
+    """Answers below `/TOKEN/` alone."""
+    from starlette.applications import Starlette
+    from starlette.responses import HTMLResponse, JSONResponse, Response
+    from starlette.routing import Route
+
     base = f"/{token}/"
     page = document([{"name": run.data.folder.name, "folder": str(run.data.folder)} for run in runs], live=base)
     by_number = dict(enumerate(runs))
