@@ -180,7 +180,7 @@ def least_memory(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         taken["the trainer"] = shape.num_parameters * (4 if trainer.lora else 16)
     if generator.device == "cpu":
         each = shape.num_parameters * sizes[generator.dtype] + (generator.kv_cache_bytes or 0)
-        taken[f"{generator.replicas} generators"] = generator.replicas * each
+        taken[f"{generator.replicas} generator{'s' * (generator.replicas > 1)}"] = generator.replicas * each
     for name, settings in models_in_use(config).items():
         if settings.device == "cpu":
             other = load_shape(settings.path) if settings.path else shape
