@@ -42,7 +42,7 @@ def export_checkpoint(
             raise ConfigError(f"--step {step}: {error}") from None
     weights = {name: checkpoint.read(name) for name in checkpoint.tensors if ":" not in name}
     if lora and not merge:
-        save_adapters(weights, lora, base_model, folder, Path(base_model))
+        save_adapters(weights, lora, base_model, folder)
         return checkpoint.step
     if lora:
         model = load_model(base_model, torch.float32, "cpu").state_dict()

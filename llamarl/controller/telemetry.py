@@ -83,8 +83,6 @@ class Telemetry:
         self.stalls_s = list[float]()
         self.warnings = list[str]()
         self._in_loop = False
-        self._shows_work = config.screen.kind not in ("lines", "none")
-        """Somebody looks at busy shares; with a thousand executors they cost a tenth of a second each time."""
 
     def attach(self, handles: Sequence[ExecutorHandle], replicas: Replicas) -> None:
         """The executors are up."""
@@ -299,7 +297,9 @@ class Telemetry:
         consumed_at = result.policy_version - 1
         staleness = np.array([consumed_at - one.oldest_version for one in rollouts if one.num_tokens] or [0])
         previous, mask_truncated = self._marks[-1], self._config.shaping.mask_truncated
-        step_s, recent = mark.ended_s - previous.ended_s, self._recent(mark.ended_s)
+        step_s = mark.ended_s - previous.ended_s
+        # Spans arrive up to a poll late, so the window ends before that.
+        recent = self.accounts(self._marks[0].ended_s, mark.ended_s - 2 * self._poll_interval_s)
         first_step = result.policy_version - len(self._marks) + 1
         return StepMetrics(
             step=result.policy_version,
@@ -341,10 +341,6 @@ class Telemetry:
             | self.usages(MAX_IN_METRICS),
         )
 
-    def _recent(self, now_s: float) -> Accounts:
-        """Who worked in the last steps. Spans arrive up to a poll late, so the window ends before that."""
-        return self.accounts(self._marks[0].ended_s, now_s - 2 * self._poll_interval_s)
-
     def accounts(self, start_s: float, end_s: float) -> Accounts:
         """Who worked when, from the spans that have arrived."""
         return account(self._recent_spans(start_s), start_s, end_s)
@@ -377,11 +373,7 @@ class Telemetry:
         marks = self._marks
         if len(marks) > 1:
             changes["recent_step_s"] = (marks[-1].ended_s - marks[0].ended_s) / (len(marks) - 1)
-        busy_share = dict[str, float]()
-        if last := changes.get("metrics", self._view.metrics):
-            busy_share = last.busy_share
-        elif self._shows_work and marks and (recent := self._recent(self._clock())).window_s > 0:
-            busy_share = recent.busy_share
+        busy_share = last.busy_share if (last := changes.get("metrics", self._view.metrics)) else {}
         if self._replicas is not None and len(marks) > 1:
             tokens = marks[-1].generators.generated_tokens - marks[0].generators.generated_tokens
             changes["generated_tokens_per_s"] = tokens / (marks[-1].ended_s - marks[0].ended_s)

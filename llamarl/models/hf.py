@@ -7,7 +7,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +172,10 @@ def save_tensors(
     Raises:
         ConfigError: `folder` holds other files, which replacing it would delete, or there is no tokenizer to copy.
     """
+    if tokenizer_folder and not Path(tokenizer_folder, TOKENIZER_FILES[0]).is_file():
+        raise ConfigError(f"{tokenizer_folder} has no {TOKENIZER_FILES[0]}; name the folder of the tokenizer")
     with replaced_folder(Path(folder), _WRITTEN) as new:
-        copy_tokenizer(tokenizer_folder, new)
+        copy_tokenizer(tokenizer_folder or new, new)
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(whole, new / WEIGHTS, metadata={"format": "pt"})
         dtype = str(next(iter(whole.values())).dtype).removeprefix("torch.")
@@ -195,7 +197,14 @@ def replaced_folder(folder: Path, names: Collection[str]) -> Iterator[Path]:
     folder = folder.absolute()
     _check_replaceable(folder, names)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(folder), tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+    lock = folder.with_name(f".{folder.name}.lock")
+    with ExitStack() as leaving:
+        try:
+            fcntl.flock(leaving.enter_context(lock.open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another command writes {folder}; wait for its end, or name another folder") from None
+        leaving.callback(lock.unlink, missing_ok=True)
+        scratch = leaving.enter_context(tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent))
         new, old = Path(scratch, "new"), Path(scratch, "old")
         new.mkdir()
         yield new
@@ -205,20 +214,6 @@ def replaced_folder(folder: Path, names: Collection[str]) -> Iterator[Path]:
             folder.rename(old)
         new.rename(folder)
         sync(folder.parent)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    lock = folder.with_name(f".{folder.name}.lock")
-    with lock.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another command writes {folder}; wait for its end, or name another folder") from None
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
 
 
 def _generation_config(shape: ModelShape) -> dict[str, Any]:
@@ -263,12 +258,8 @@ def _check_replaceable(folder: Path, names: Collection[str]) -> None:
         raise ConfigError(f"cannot replace {folder}, which also holds `{others[0]}`; name a new or empty folder")
 
 
-def copy_tokenizer(source: str | Path | None, to: Path) -> None:
-    """The files of a tokenizer; None: there is none to copy. Raises ConfigError."""
-    if source is None:
-        return
-    if not Path(source, TOKENIZER_FILES[0]).is_file():
-        raise ConfigError(f"{source} has no {TOKENIZER_FILES[0]}; name the folder of the tokenizer")
+def copy_tokenizer(source: str | Path, to: Path) -> None:
+    """The files of a tokenizer that are there."""
     for file in (Path(source, name) for name in TOKENIZER_FILES):
         if file.is_file():
             shutil.copyfile(file, to / file.name)

@@ -102,13 +102,11 @@ def merged(weight_O_I: Tensor, a_R_I: Tensor, b_O_R: Tensor, scale: float) -> Te
     return torch.addmm(weight_O_I.to(dtype), b_O_R.to(dtype), a_R_I.to(dtype), alpha=scale)
 
 
-def save_adapters(
-    adapters: Mapping[str, Tensor], config: LoraConfig, base: str, folder: Path, tokenizer_folder: Path | None = None
-) -> None:
-    """Writes adapters as a folder that PEFT loads onto the model `base`, with a tokenizer: all of it or nothing.
+def save_adapters(adapters: Mapping[str, Tensor], config: LoraConfig, base: str, folder: Path) -> None:
+    """Writes adapters as a folder that PEFT loads onto the model `base`, with its tokenizer: all of it or nothing.
 
     Raises:
-        ConfigError: `folder` holds other files, or there is no tokenizer to copy.
+        ConfigError: `folder` holds other files.
     """
     settings = {
         "peft_type": "LORA",
@@ -122,7 +120,7 @@ def save_adapters(
         "inference_mode": True,
     }
     with replaced_folder(folder, (PEFT_WEIGHTS, PEFT_CONFIG, *TOKENIZER_FILES)) as new:
-        copy_tokenizer(tokenizer_folder, new)
+        copy_tokenizer(base, new)
         tensors = {f"{PEFT_PREFIX}{name}": tensor.contiguous() for name, tensor in adapters.items()}
         save_file(tensors, new / PEFT_WEIGHTS, metadata={"format": "pt"})
         (new / PEFT_WEIGHTS).chmod(new.stat().st_mode & 0o666)  # safetensors lets its owner alone read it

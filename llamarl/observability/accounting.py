@@ -109,9 +109,8 @@ def _covered_twice_s(roles: Sequence[Sequence[tuple[float, float]]]) -> float:
 def verdict(accounts: Accounts, first_step: int, last_step: int) -> Verdict:
     """Who waits for whom. Take a window of several steps: one step is noise."""
     steps = f"steps {first_step} to {last_step}" if last_step >= first_step else "no step"
-    window = f"{steps}, {duration(accounts.window_s)}"
     bound, reason = _bound(accounts)
-    return Verdict(bound=bound, reason=reason, window=window)
+    return Verdict(bound=bound, reason=reason, window=f"{steps}, {duration(accounts.window_s)}")
 
 
 def _bound(accounts: Accounts) -> tuple[str, str]:

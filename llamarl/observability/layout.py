@@ -14,7 +14,7 @@ from textwrap import wrap
 from rich.cells import chop_cells
 from rich.text import Text
 
-from llamarl.observability.formats import chart, duration, number, percent, plain, remaining_s, sparkline
+from llamarl.observability.formats import chart, duration, number, percent, plain, remaining_s
 from llamarl.observability.metrics import EvalMetrics, StepMetrics
 from llamarl.observability.view import CompletionView, ExecutorView, RunInfo, RunView
 
@@ -210,7 +210,7 @@ def _numbers(view: RunView, inner: int, max_staleness: int) -> list[Text]:
     ]
     lines = [_row(label, *(cell.text(cell_width) for cell in cells)) for label, *cells in rows]
     if view.metrics:
-        spark = "" if wide else sparkline(view.rewards, width - LABEL_WIDTH - 2 * cell_width)
+        spark = "" if wide else chart(view.rewards, width - LABEL_WIDTH - 2 * cell_width, 1)[0]
         cells = [cell.text(cell_width) for cell in _reward_cells(view.metrics)]
         lines.append(_row("reward", *cells, Text(spark, ACCENT)))
     if view.evals:

@@ -78,14 +78,6 @@ class RunSummary:
     extra: Mapping[str, float] = field(default_factory=dict)
     """Further numbers for `summary.json`."""
 
-    @property
-    def accuracy_before(self) -> float | None:
-        return self.before.accuracy if self.before else None
-
-    @property
-    def accuracy_after(self) -> float | None:
-        return self.after.accuracy if self.after else None
-
     def to_json(self) -> Row:
         """Flat JSON of the numbers; evaluations as `accuracy_before`, `pass_at_k_after`, and so on."""
         texts = {"verdict", "before", "after", "completions", "files", "warnings"}
@@ -144,9 +136,8 @@ def _held_out(summary: RunSummary) -> list[str]:
         _table("accuracy", *cells(lambda entry: percent(entry.accuracy, 1)), _change(before, after)),
         _table("mean tokens", *cells(lambda entry: number(entry.mean_response_tokens))),
     ]
-    if num := max(entry.num_invalid for entry in (before, after) if entry):
-        reason = next(entry.invalid_reason for entry in (after, before) if entry and entry.num_invalid)
-        lines += [_table("invalid", *cells(lambda entry: f"{entry.num_invalid:,}"), plain(reason or "") if num else "")]
+    if bad := [entry for entry in (after, before) if entry and entry.num_invalid]:
+        lines += [_table("invalid", *cells(lambda entry: f"{entry.num_invalid:,}"), plain(bad[0].invalid_reason or ""))]
     if known.k > 1:
         lines.insert(2, _table(f"pass@{known.k}", *cells(lambda entry: percent(entry.pass_at_k, 1))))
     return lines

@@ -93,7 +93,7 @@ class LineScreen(Screen):
     def show(self, view: RunView) -> None:
         self._phase = self._phase_line = ""
         for entry in view.evals[self._num_evals :]:
-            _print(self._out, eval_line(entry))
+            _print(self._out, f"held-out at step {entry.step}: {eval_facts(entry)}")
         self._num_evals = len(view.evals)
         if view.metrics and view.metrics.step > self._step:
             self._step = view.metrics.step
@@ -129,11 +129,6 @@ def step_line(last: StepMetrics, info: RunInfo, recent_step_s: float) -> str:
     if last.invalid_share > 0:
         parts.insert(3, f"invalid {percent(last.invalid_share)}")
     return "  ".join(parts)
-
-
-def eval_line(entry: EvalMetrics) -> str:
-    """One evaluation of a run, for a log."""
-    return f"held-out at step {entry.step}: {eval_facts(entry)}"
 
 
 def eval_facts(entry: EvalMetrics) -> str:

@@ -36,7 +36,7 @@ class ExecutorView:
     state: str
     """What it does now, in a few words: `decoding`, `waits for rollouts`."""
     busy_share: float
-    """`StepMetrics.busy_share` of the last step, before the first one of the time so far; NaN when not known."""
+    """`StepMetrics.busy_share` of the last step; NaN when not known yet."""
     heartbeat_s: float
     """When it was last heard of, on the clock of `spans.now_s`."""
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Self
 
 from llamarl.checkpoint.copies import Copies, CopyFailed
 from llamarl.checkpoint.folder import saved_steps
@@ -121,14 +121,10 @@ class RunFolder:
 
     def first_eval(self) -> EvalMetrics | None:
         """The first evaluation on record, of whichever life of the run."""
-        names = EvalMetrics.__dataclass_fields__
-        with suppress(OSError, ConfigError, TypeError):
-            for _, row in read_run_rows(self.metrics, ""):
-                if row.get("kind") == "eval":
-                    known: dict[str, Any] = {
-                        name: math.nan if value is None else value for name, value in row.items() if name in names
-                    }
-                    return EvalMetrics(**known)
+        with suppress(OSError, ConfigError, TypeError, StopIteration):
+            row = next(row for _, row in read_run_rows(self.metrics, "") if row.pop("kind", "") == "eval")
+            row |= {name: math.nan for name, value in row.items() if value is None}
+            return EvalMetrics(**row)
         return None
 
     def way_on(self) -> str:

@@ -144,11 +144,11 @@ def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
     check_parallelism(shape, config.trainer.parallelism, config.model.path)
     check_models(config, shape)
     warnings, rollout = _thread_warnings(config), config.rollout
-    if cut := [name for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(rollout, name) != off]:
+    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    if cut := [f"rollout.{name} = {found:g}" for name in off if (found := getattr(rollout, name)) != off[name]]:
         warnings.append(
-            f"{', '.join(f'rollout.{name} = {getattr(rollout, name):g}' for name in cut)}: rollouts come from a cut "
-            "distribution and the trainer counts with the whole one, so importance ratios are too small; leave it out, "
-            "or follow ratio_from_truncation"
+            f"{', '.join(cut)}: rollouts come from a cut distribution and the trainer counts with the whole one, so "
+            "importance ratios are too small; leave it out, or follow ratio_from_truncation"
         )
     if (fsdp := config.trainer.parallelism.fsdp) > config.rollout.prompts_per_step:
         warnings.append(

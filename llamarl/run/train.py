@@ -131,18 +131,16 @@ class _Run:
                 self._outcome.end = "interrupted" if isinstance(error, Interrupted) else "failed"
                 raise
             finally:
-                recorder.close()
-                log.close()
-                journal.close()
+                for one in (recorder, log, journal):
+                    one.close()
                 summary = self._summary(telemetry, limit)
                 if self._outcome.error is not None:
                     self._outcome.error.add_note(render_summary(summary))
-                with suppress(OSError):  # a full disk must not hide how the run ended
-                    write_summary(folder.summary, summary)
                 events.flush(is_last=True)
                 events.add("end", end=summary.end, reason=summary.end_reason)
                 events.close()
-                with suppress(OSError):
+                with suppress(OSError):  # a full disk must not hide how the run ended
+                    write_summary(folder.summary, summary)
                     write_trace(folder.trace, telemetry.spans)
         return summary
 

@@ -13,7 +13,7 @@ import pytest
 from llamarl.config.schema import EvalConfig
 from llamarl.controller.evaluation import Evaluation
 from llamarl.observability.metrics import EvalMetrics
-from llamarl.observability.screen import eval_line
+from llamarl.observability.screen import eval_facts
 from llamarl.types import RewardResult, SamplingParams
 from tests.controller.fakes import RIGHT, UNJUDGED, WRONG, prompts
 
@@ -37,18 +37,18 @@ def test_what_could_not_be_judged_is_counted_and_not_wrong() -> None:
     found = evaluated((RIGHT, WRONG), (UNJUDGED, RIGHT), (UNJUDGED, UNJUDGED))
     assert (found.accuracy, found.pass_at_k) == (pytest.approx(2 / 3), 1.0)
     assert (found.num_invalid, found.invalid_reason) == (3, "the grader is broken")
-    assert "3 of 6 invalid: the grader is broken" in eval_line(found)
+    assert "3 of 6 invalid: the grader is broken" in eval_facts(found)
 
 
 def test_a_broken_reward_is_no_accuracy() -> None:
     found = evaluated(*[(UNJUDGED,)] * 200)
     assert math.isnan(found.accuracy)
-    assert eval_line(found).startswith("held-out at step 3: 200 of 200 invalid: the grader is broken  accuracy nan")
+    assert eval_facts(found).startswith("200 of 200 invalid: the grader is broken  accuracy nan")
     assert (found.to_json()["accuracy"], found.to_json()["num_invalid"]) == (None, 200)
 
 
 def test_none_right_has_an_error() -> None:
-    assert "accuracy 0.0% ± 0.2%" in eval_line(evaluated(*[(WRONG,)] * 200))
+    assert "accuracy 0.0% ± 0.2%" in eval_facts(evaluated(*[(WRONG,)] * 200))
 
 
 def test_a_first_part_that_judged_is_a_judgement() -> None:

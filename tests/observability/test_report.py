@@ -103,10 +103,6 @@ def test_json_is_flat_and_strict(make_summary, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_accuracies(make_summary):
-    assert (make_summary().accuracy_before, make_summary(after=None).accuracy_after) == (0.184, None)
-
-
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "summary.json"
     path.write_text("old")

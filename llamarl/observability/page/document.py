@@ -7,10 +7,10 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
-from llamarl.observability.metrics import finite
 from llamarl.observability.page.findings import accuracy_error, findings
 from llamarl.observability.page.rollouts import Decode, sample
 from llamarl.observability.page.run_data import KINDS, RunData
@@ -121,16 +121,9 @@ def document(runs: Sequence[dict[str, Any]], live: str = "") -> str:
 
 def strict_json(content: Any) -> str:
     """What is not finite, which JSON has no word for, is null."""
-    try:
+    with suppress(ValueError):
         return json.dumps(content, allow_nan=False, separators=(",", ":"))
-    except ValueError:
-        return json.dumps(_finite(content), allow_nan=False, separators=(",", ":"))
-
-
-def _finite(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {name: _finite(value) for name, value in content.items()}
-    return [_finite(value) for value in content] if isinstance(content, list | tuple) else finite(content)
+    return json.dumps(json.loads(json.dumps(content), parse_constant=lambda _: None), separators=(",", ":"))
 
 
 def embedded(content: Any) -> str:

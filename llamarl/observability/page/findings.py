@@ -25,7 +25,6 @@ MISMATCH_KL, TRUNCATED_SHARE, INVALID_SHARE, IDLE_SHARE = 0.05, 0.2, 0.05, 0.5
 COLLAPSED_SHARE, COLLAPSED_NATS = 0.2, 0.05
 """Of its first entropy, and in nats per token, below which little is left to explore."""
 GRADIENT_GROWTH = 20.0
-_GENERATOR = "busy_share.generator"
 Level = Literal["good", "note", "bad"]
 
 
@@ -203,9 +202,14 @@ def _learnt(data: RunData) -> Iterator[Claim]:
         yield Claim(text=shrank, chart="length")
 
 
+def _is_learnt_from(data: RunData) -> bool:
+    """The held-out problems, as the run has warned."""
+    return any(kind == "warning" and text.startswith("data.eval: all of its prompts") for kind, _, text in data.texts)
+
+
 def _unheld(data: RunData) -> Iterator[Claim]:
     """What is wrong with the evaluations themselves."""
-    if data.is_held_out is False:
+    if _is_learnt_from(data):
         text = "data.eval is data.train: held-out accuracy is that of prompts which were learnt from"
         yield Claim(text=text, chart="settings", level="bad")
     num, all_of_them, reason = data.unjudged
@@ -222,7 +226,7 @@ def _doubt(data: RunData, accuracy: Change | None) -> str | None:
         return "fewer answers are right: it may be hacked" if fell else None
     if accuracy.level == "bad":
         return "held-out accuracy fell: it may be hacked"
-    if data.is_held_out and accuracy.level == "note" and solved and solved.change > ERRORS * solved.error:
+    if not _is_learnt_from(data) and accuracy.level == "note" and solved and solved.change > ERRORS * solved.error:
         gap, error = solved.last - accuracy.ends.last, math.hypot(solved.error, accuracy.ends.error)
         return "held-out accuracy does not follow: it may be learnt by heart" if gap > ERRORS * error else None
     return None
@@ -237,7 +241,8 @@ def _speed(data: RunData) -> Iterator[Claim]:
     last = data.summary or {name: column[-1] for name, column in data.columns.items()} | {"verdict": data.verdict}
     if last.get("verdict"):
         yield Claim(text=str(last["verdict"]), chart="timeline")
-    shares = {name.removeprefix("busy_share."): share for name, share in last.items() if name.startswith(_GENERATOR)}
+    wanted = "busy_share.generator"
+    shares = {name.partition(".")[2]: share for name, share in last.items() if name.startswith(wanted)}
     if idle := [name for name, share in shares.items() if isinstance(share, float) and share < IDLE_SHARE]:
         yield Claim(text=f"{', '.join(idle[:4])} idle more than half of the time", chart="timeline", level="bad")
 

@@ -104,13 +104,12 @@ def build_app(runs: Sequence[Watched], token: str) -> Starlette:
 
     base = f"/{token}/"
     page = document([{"name": run.data.folder.name, "folder": str(run.data.folder)} for run in runs], live=base)
-    by_number = dict(enumerate(runs))
     headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
     async def answer(request: Request) -> Response:
         wanted = request.query_params
         try:
-            run = by_number[int(wanted["run"])]
+            run = dict(enumerate(runs))[int(wanted["run"])]
             call = {"news": run.news, "work": run.work, "flow": run.flow, "rollouts": run.rollouts}
             found = strict_json(call[request.path_params["what"]](wanted))
             return Response(found, headers=headers, media_type="application/json")

@@ -79,14 +79,12 @@ class RunData:
         return self.num_changes != before
 
     def read_all(self) -> None:
-        """Everything that is there now; of a run without events, work is in its trace."""
+        """Everything that is there now."""
         while self.refresh():
             pass
-        if not self.spans:
-            self._read_trace()
 
     def _measured(self, row: dict[str, Any]) -> None:
-        row = {name: value for name, value in row.items() if not isinstance(value, (int, float)) or _is_known(value)}
+        row = {name: one for name, one in row.items() if not isinstance(one, (int, float)) or abs(one) < LARGEST}
         if row["kind"] == "eval":
             num_responses = float(row["num_prompts"]) * float(row.get("k", 1))
             self.unjudged = float(row.get("num_invalid", 0)), num_responses, row.get("invalid_reason")
@@ -127,16 +125,6 @@ class RunData:
                 self.flows[int(row["step"])] = flow
             if len(self.flows) > MAX_FLOWS:
                 del self.flows[next(iter(self.flows))]
-
-    def _read_trace(self) -> None:
-        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            events = json.loads((self.folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-            names = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
-            for event in (one for one in events if one["ph"] == "X"):
-                name, start_s = names[event["pid"]], event["ts"] / 1e6
-                if name in self.spans or len(self.spans) < MAX_EXECUTORS:
-                    span = Span(event["name"], start_s, start_s + event["dur"] / 1e6)
-                    self.spans.setdefault(name, SpanTable(MAX_SPANS)).extend([span])
 
     @property
     def num_steps(self) -> int:
@@ -198,13 +186,6 @@ class RunData:
         found = flat_settings(config.model_dump(mode="json", exclude_none=True))
         return [(name, value, name in plain and plain[name] == value) for name, value in found]
 
-    @property
-    def is_held_out(self) -> bool:
-        """Evaluations are about other problems than those of training, as far as the settings tell."""
-        train, held_out = (self._raw_config().get("data", {}).get(name) for name in ("train", "eval"))
-        paths = [one.get("path") if isinstance(one, dict) else None for one in (train, held_out)]
-        return held_out is None or (train != held_out and (paths[0] is None or paths[0] != paths[1]))
-
     def _raw_config(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):
             return tomllib.loads((self.folder / "config.toml").read_text(encoding="utf-8"))
@@ -248,13 +229,9 @@ class RunData:
         }
 
 
-def _is_known(value: float) -> bool:
-    return abs(value) < LARGEST
-
-
 def _time_s(value: Any) -> float:
     """Raises ValueError: it is none."""
-    if not _is_known(time_s := float(value)):
+    if not abs(time_s := float(value)) < LARGEST:
         raise ValueError(value)
     return time_s
 

@@ -16,7 +16,7 @@ from llamarl.observability.page.document import document, embedded, whole
 from llamarl.observability.page.findings import findings
 from llamarl.observability.page.live import Watched, build_app
 from llamarl.observability.page.rollouts import Rollouts, bounds, sample
-from llamarl.observability.page.run_data import KINDS, RunData
+from llamarl.observability.page.run_data import RunData
 from tests.observability.page.runs import (
     BEGAN_S,
     NASTY,
@@ -96,18 +96,6 @@ class TestStates:
         assert run["damaged"] == 4
         assert run["steps"] == 20
         assert any("damaged" in claim["text"] for claim in run["claims"])
-
-    def test_a_run_without_events_has_its_trace(self, tmp_path: Path) -> None:
-        folder = make_run(tmp_path / "made")
-        (folder / "events.jsonl").unlink()
-        events = [
-            {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "trainer"}},
-            {"ph": "X", "name": "train", "ts": 0.0, "dur": 5e5, "pid": 1},
-        ]
-        (folder / "trace.json").write_text(json.dumps({"traceEvents": events}))
-        assert content(page_of(folder))["runs"][0]["work"][0]["rows"] == {
-            "trainer": [[KINDS.index("train"), 0.0, 500.0]]
-        }
 
     def test_no_folder_is_the_users_mistake(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no folder"):
