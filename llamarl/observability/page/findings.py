@@ -241,8 +241,7 @@ def _speed(data: RunData) -> Iterator[Claim]:
     last = data.summary or {name: column[-1] for name, column in data.columns.items()} | {"verdict": data.verdict}
     if last.get("verdict"):
         yield Claim(text=str(last["verdict"]), chart="timeline")
-    wanted = "busy_share.generator"
-    shares = {name.partition(".")[2]: share for name, share in last.items() if name.startswith(wanted)}
+    shares = {name[11:]: share for name, share in last.items() if name.startswith("busy_share.generator")}
     if idle := [name for name, share in shares.items() if isinstance(share, float) and share < IDLE_SHARE]:
         yield Claim(text=f"{', '.join(idle[:4])} idle more than half of the time", chart="timeline", level="bad")
 
