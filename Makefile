@@ -82,7 +82,7 @@ $(RUNTIME): pyproject.toml constraints.txt
 
 $(DEV): $(RUNTIME)
 	@echo "install: test tools, once"
-	@$(INSTALL) --no-build-isolation --editable '.[monarch,plot,serve,dev]'
+	@$(INSTALL) --no-build-isolation --editable '.[monarch,plot,dev]'
 	@touch $@
 
 # vLLM's CPU build asks for torchvision, torchaudio and torchcodec, of which the newest do not load beside this torch.

@@ -103,7 +103,7 @@ def consequences(config: RunConfig) -> dict[str, list[str]]:
         for warning in warnings:
             print(f"llamarl: {warning}", file=sys.stderr)
         sizes = least_memory(config, shape).items()
-        found["memory"] = [f"{name} takes at least {size / 2**30:.2f} GiB of this host" for name, size in sizes]
+        found["memory"] = [f"{name}: at least {size / 2**30:.2f} GiB of this host" for name, size in sizes]
         found["step time"] = [_step_time(config, shape.max_position_embeddings)]
     return found
 

@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 from contextlib import suppress
+from types import FrameType
 from typing import NoReturn
 
 from llamarl.config import ConfigError
@@ -82,7 +83,7 @@ def main() -> None:
         sys.exit(USER_ERROR)
     for number in (signal.SIGTERM, signal.SIGHUP):  # end any command as Ctrl-C does, children included
         if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` asks for
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, _interrupt)
     try:
         _check_surroundings()
         code = importlib.import_module(f"llamarl.cli.{name}").main(sys.argv[2:])
@@ -97,8 +98,13 @@ def main() -> None:
         sys.exit(FAILURE)
     except OSError as error:
         _end_for(name, error)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        print(f"llamarl {name}: ended by {str(error) or signal.SIGINT.name}", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def _interrupt(number: int, _: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _end_for(name: str, error: OSError) -> NoReturn:

@@ -73,6 +73,14 @@ def address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
+def base_model(run: Path, path: str, output: str) -> str:
+    """`model.path` of a run, wherever the command is given: a relative one begins where the run was started, which is
+    as far above its folder as `output` says."""
+    parents, depth = run.resolve().parents, len(Path(output).parts)
+    is_known = not Path(output).is_absolute() and depth < len(parents)
+    return str(found) if is_known and (found := parents[depth] / path).exists() else path
+
+
 def write_output(path: Path, text: str) -> None:
     """The file of --output, whole or not at all. Raises ConfigError."""
     try:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from llamarl.cli.options import command_parser, told_of_delay, write_output
+from llamarl.cli.options import base_model, command_parser, told_of_delay, write_output
 from llamarl.config import ConfigError
 from llamarl.observability.page.document import document, whole
 from llamarl.observability.page.rollouts import Decode
@@ -36,12 +36,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def decoder(folder: Path) -> Decode | None:
-    """Text of a token, by the tokenizer of the run's model; None where that is not on this machine."""
+    """Text of a token, by the tokenizer of the run's model; None where that is not on this machine, which is said."""
     from llamarl.data.tokenizer import Tokenizer
 
-    with suppress(OSError, ValueError, LookupError, TypeError, ConfigError):
+    try:
         settings = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-        tokenizer = Tokenizer(settings["model"]["path"])
+        tokenizer = Tokenizer(base_model(folder, settings["model"]["path"], settings.get("output", "")))
         # Some tokenizers drop the space that begins a text, so each token is decoded behind another one.
         anchor = int(tokenizer.encode("a")[-1])
         before = tokenizer.decode([anchor], skip_special=False)
@@ -50,4 +50,8 @@ def decoder(folder: Path) -> Decode | None:
             return tokenizer.decode([anchor, token], skip_special=False).removeprefix(before)
 
         return decode
-    return None
+    except (OSError, ValueError, LookupError, TypeError, ConfigError) as error:
+        print(
+            f"llamarl: {folder}: tokens are shown by their numbers, as no tokenizer was read: {error}", file=sys.stderr
+        )
+        return None

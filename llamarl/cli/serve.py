@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llamarl.cli.generate import add_engine_options, engine_settings, open_engine
-from llamarl.cli.options import command_parser, told_of_delay
+from llamarl.cli.options import base_model, command_parser, told_of_delay
 from llamarl.config import ConfigError, load_config
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
 
@@ -117,7 +117,8 @@ def _model(given: str, exported: Path) -> str:
 
     config = load_config(run / "config.toml")
     lora = config.trainer.lora
-    step = export_checkpoint(run / "checkpoints", config.model.path, exported / "model", None, lora, lora is not None)
+    base = base_model(run, config.model.path, config.output)
+    step = export_checkpoint(run / "checkpoints", base, exported / "model", None, lora, lora is not None)
     print(f"step {step} of {given}", file=sys.stderr)
     return str(exported / "model")
 

@@ -76,24 +76,26 @@ def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> in
                 print(f"llamarl train: {address}", file=sys.stderr)
             summary = run(config, prepared, folder, resume=options.resume, command_started_s=started_s)
     except Interrupted as error:
+        _say_last("".join(error.__notes__), f"the summary is in {folder.summary}")
         print(f"llamarl train: {error}; go on with --resume. Files: {folder.path}", file=sys.stderr)
         return INTERRUPTED
     except (ExecutorError, FolderLost, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong) as error:
+        _say_last("".join(getattr(error, "__notes__", ())), f"the summary is in {folder.summary}")
         way_on = f"; {folder.way_on()}" if isinstance(error, MeshFailed) else ""
         print(f"llamarl train: {type(error).__name__}: {error}{way_on}", file=sys.stderr)
         print(f"Files: {folder.path}; output of each executor: {folder.logs}", file=sys.stderr)
         lasts = options.restarts is not None and isinstance(error, (FolderLost, NonFiniteStep, TooManyInvalid))
         return WOULD_FAIL_AGAIN if lasts else FAILURE
-    _say_last(render_summary(summary), f"it is in {folder.summary}")
+    _say_last(render_summary(summary), f"the summary is in {folder.summary}")
     return 0
 
 
 def _say_last(text: str, instead: str) -> None:
-    """The run has done what it was for, whether or not this can be printed."""
+    """How the run ended does not depend on whether this can be printed."""
     try:
         print(text, flush=True)
     except OSError as error:
-        print(f"llamarl train: {error.strerror} where the summary goes; {instead}", file=sys.stderr)
+        print(f"llamarl train: {error.strerror} where the output goes; {instead}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

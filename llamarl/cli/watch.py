@@ -15,7 +15,6 @@ from pathlib import Path
 
 from llamarl.cli.options import command_parser
 from llamarl.cli.report import decoder
-from llamarl.config import ConfigError
 from llamarl.observability.page.live import Watched, build_app
 
 EPILOG = """It only reads the folders, of a run that goes on, has ended, or is on another machine whose disk is mounted
@@ -56,11 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def watching(folder: Path) -> Iterator[str]:
-    """While a run goes on, a process of its own shows it; what it says of where. Raises ConfigError."""
-    import importlib.util
-
-    if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
-        raise ConfigError("--watch needs starlette and uvicorn: pip install 'llamarl[serve]'")
+    """While a run goes on, a process of its own shows it; what it says of where."""
     # A group of its own: Ctrl-C is for the run, which ends this, however it ends itself.
     command = [sys.executable, "-c", _PROGRAM, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:

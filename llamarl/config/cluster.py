@@ -105,7 +105,7 @@ class ClusterConfig(Section):
     def _successors(cls, value: object) -> object:
         if isinstance(value, dict) and "on_generator_failure" in value:
             raise ValueError(
-                "cluster.on_failure.generator is cluster.on_failure.generator now; write "
+                "cluster.on_generator_failure is cluster.on_failure.generator now; write "
                 f"cluster.on_failure.generator = {value['on_generator_failure']!r}"
             )
         return value

@@ -10,8 +10,17 @@ class ConfigError(ValueError):
     """A setting that cannot work: the message names the option, its value and the fix, in one sentence."""
 
 
+_LONG = {"lr": "learning_rate", "wd": "weight_decay"}
+"""What people write for short."""
+_NOT_HERE = {"dpo": "there is no DPO here, which learns from pairs of answers without sampling any"}
+"""Names of other things than the nearest known one."""
+
+
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
     """The end of a message about an unknown name: the nearest known one, or else all of them (or `otherwise`)."""
     names = list(known)
-    near = get_close_matches(name, names, n=1)
+    if name in _NOT_HERE:
+        return f"{_NOT_HERE[name]}; known: {', '.join(names)}"
+    cutoff = min(0.6 + 0.5 / max(len(name), 1), 1.0)  # of short names, half of the letters are equal by chance
+    near = [_LONG[name]] if _LONG.get(name) in names else get_close_matches(name, names, n=1, cutoff=cutoff)
     return f"did you mean `{near[0]}`?" if near else otherwise or f"known: {', '.join(names)}"

@@ -139,7 +139,7 @@ class GeneratorConfig(Section):
     device: Device = "cpu"
     """`cpu`, `cuda` (the next free GPUs, one for each rank), or `cuda:0,2-3` to name them."""
     cuda_graphs: Literal["auto", "off"] = "auto"
-    """Decode steps are captured on GPUs, unless `tensor_parallel` cuts the model; they then start without the host."""
+    """Decode steps are captured on GPUs, collectives of `tensor_parallel` too; they then start without the host."""
 
 
 class WeightSyncConfig(Section):

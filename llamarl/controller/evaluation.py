@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import comb
@@ -12,7 +13,7 @@ import numpy as np
 
 from llamarl.config.schema import EvalConfig
 from llamarl.observability.metrics import EvalMetrics
-from llamarl.types import GenerationRequest, Prompt, RolloutGroup, SamplingParams
+from llamarl.types import GenerationRequest, Outcome, Prompt, RolloutGroup, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +77,10 @@ class Evaluation:
         return EvalResult(metrics=self._metrics(groups), groups=groups)
 
     def _metrics(self, groups: Sequence[RolloutGroup]) -> EvalMetrics:
-        right = [sum(result.is_right for result in group.results) for group in groups]
+        results = [result.first_part or result for group in groups for result in group.results]
+        invalid = [one.reason for one in results if one.outcome is Outcome.INVALID]
+        judged = [one for one in groups if any((r.first_part or r).outcome is not Outcome.INVALID for r in one.results)]
+        right = [sum(result.is_right for result in group.results) for group in judged]
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         versions = np.concatenate([rollout.policy_versions_T[rollout.is_sampled_T] for rollout in rollouts])
         k = self._config.samples
@@ -84,12 +88,14 @@ class Evaluation:
             step=self._version,
             policy_version_min=int(versions.min(initial=self._version)),
             policy_version_max=int(versions.max(initial=self._version)),
-            accuracy=sum(right) / (len(groups) * k),
-            pass_at_k=float(np.mean([pass_at_k(k, count, k) for count in right])),
+            accuracy=sum(right) / (len(results) - len(invalid)) if judged else math.nan,
+            pass_at_k=float(np.mean([pass_at_k(k, count, k) for count in right])) if judged else math.nan,
             k=k,
             mean_response_tokens=float(np.mean([rollout.is_sampled_T.sum() for rollout in rollouts])),
             num_prompts=len(groups),
             wall_s=self._clock.time() - self._start_s,
+            num_invalid=len(invalid),
+            invalid_reason=invalid[0] if invalid else None,
         )
 
 

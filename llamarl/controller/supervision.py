@@ -59,6 +59,7 @@ class Supervisor:
 
     def __init__(self) -> None:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failure.add_done_callback(asyncio.Future.exception)  # after the end nobody takes it, which is no fault
         self._tasks = set[asyncio.Task[Any]]()
 
     def start(self, loop: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:

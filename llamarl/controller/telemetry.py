@@ -36,7 +36,7 @@ POLL_INTERVAL_S = 0.5
 MAX_POLLS_PER_S = 200
 """Status calls to all executors together; a thousand executors are asked every five seconds."""
 RECENT_STEPS = 10
-"""Steps that the ETA, the busy shares and the verdict on the screen look back at."""
+"""Steps that the ETA, the busy shares and the verdict of a step look back at."""
 MAX_SPANS = 200_000
 """Spans kept per executor, for the accounts and the trace."""
 
@@ -74,9 +74,8 @@ class Telemetry:
         self._view = RunView(step=0)
         self.started_s = self._clock()
         self.first_step_ended_s = float("nan")
-        self.num_steps = 0
-        self.num_samples = 0
-        self.num_invalid = 0
+        self.first_step, self.num_steps = 1, 0
+        self.num_samples, self.num_invalid = 0, 0
         self.staleness_max = 0
         self._dropped_groups = 0
         self._environment = EnvironmentUse()
@@ -84,8 +83,6 @@ class Telemetry:
         self.stalls_s = list[float]()
         self.warnings = list[str]()
         self._in_loop = False
-        self._shows_work = config.screen.kind not in ("lines", "none")
-        """Somebody looks at busy shares; with a thousand executors they cost a tenth of a second each time."""
 
     def attach(self, handles: Sequence[ExecutorHandle], replicas: Replicas) -> None:
         """The executors are up."""
@@ -136,7 +133,7 @@ class Telemetry:
 
     def begin_loop(self, step: int) -> None:
         """Training begins now, at `step` completed steps."""
-        self._in_loop = True
+        self._in_loop, self.first_step = True, step + 1
         self.started_s = self._clock()
         self._marks.append(self.mark())
         self._show(step=step)
@@ -301,6 +298,9 @@ class Telemetry:
         staleness = np.array([consumed_at - one.oldest_version for one in rollouts if one.num_tokens] or [0])
         previous, mask_truncated = self._marks[-1], self._config.shaping.mask_truncated
         step_s = mark.ended_s - previous.ended_s
+        # Spans arrive up to a poll late, so the window ends before that.
+        recent = self.accounts(self._marks[0].ended_s, mark.ended_s - 2 * self._poll_interval_s)
+        first_step = result.policy_version - len(self._marks) + 1
         return StepMetrics(
             step=result.policy_version,
             policy_version=result.policy_version,
@@ -321,8 +321,9 @@ class Telemetry:
             waiting_rollouts=mark.generators.num_waiting,
             running_rollouts=mark.generators.num_running,
             ready_groups=ready,
-            busy_share=self._recent_busy_share(mark.ended_s),
+            busy_share=recent.busy_share if recent.window_s > 0 else {},
             sync_s=sync.sync_s,
+            verdict=str(verdict(recent, first_step, result.policy_version)) if recent.window_s > 1 else None,
             fingerprint=sync.fingerprint or None,
             extra=result.metrics
             | mark.generators.since(previous.generators)
@@ -339,11 +340,6 @@ class Telemetry:
             }
             | self.usages(MAX_IN_METRICS),
         )
-
-    def _recent_busy_share(self, now_s: float) -> dict[str, float]:
-        """Busy shares of the last steps. Spans arrive up to a poll late, so the window ends before that."""
-        start_s, end_s = self._marks[0].ended_s, now_s - 2 * self._poll_interval_s
-        return self.accounts(start_s, end_s).busy_share if end_s > start_s else {}
 
     def accounts(self, start_s: float, end_s: float) -> Accounts:
         """Who worked when, from the spans that have arrived."""
@@ -373,15 +369,11 @@ class Telemetry:
         )
 
     def _show(self, **changes: Any) -> None:
-        """Replaces the view. Spans arrive a poll late, so shares look at a window that ended one poll ago."""
+        """Replaces the view."""
         marks = self._marks
         if len(marks) > 1:
             changes["recent_step_s"] = (marks[-1].ended_s - marks[0].ended_s) / (len(marks) - 1)
-        end_s = self._clock() - 2 * self._poll_interval_s
-        is_due = self._shows_work and marks and end_s > marks[0].ended_s
-        accounts = self.accounts(marks[0].ended_s, end_s) if is_due else None
-        if accounts is not None and accounts.window_s > 1:
-            changes["verdict"] = verdict(accounts)
+        busy_share = last.busy_share if (last := changes.get("metrics", self._view.metrics)) else {}
         if self._replicas is not None and len(marks) > 1:
             tokens = marks[-1].generators.generated_tokens - marks[0].generators.generated_tokens
             changes["generated_tokens_per_s"] = tokens / (marks[-1].ended_s - marks[0].ended_s)
@@ -391,7 +383,7 @@ class Telemetry:
             ExecutorView(
                 name=name,
                 state=f"{status.doing} {status.doing_age_s:.1f} s",
-                busy_share=accounts.busy_share.get(name, 0.0) if accounts else float("nan"),
+                busy_share=busy_share.get(name, float("nan")),
                 heartbeat_s=heard_s,
             )
             for name, (status, heard_s) in self._status.items()

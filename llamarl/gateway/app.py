@@ -90,16 +90,9 @@ def build_app(session_of: SessionOf, metrics: Callable[[], Mapping[str, float]] 
     """
     Args:
         metrics: what there is to count, by name.
-
-    Raises:
-        ConfigError: starlette or uvicorn is not installed.
     """
-    try:
-        import uvicorn  # noqa: F401
-        from starlette.applications import Starlette
-        from starlette.routing import Route
-    except ImportError as error:
-        raise ConfigError(f"an endpoint needs starlette and uvicorn ({error}): pip install 'llamarl[serve]'") from None
+    from starlette.applications import Starlette
+    from starlette.routing import Route
 
     paths = {
         "/v1/chat/completions": ("POST", partial(_answered, session_of, Endpoint.chat)),

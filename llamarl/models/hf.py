@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +172,10 @@ def save_tensors(
     Raises:
         ConfigError: `folder` holds other files, which replacing it would delete, or there is no tokenizer to copy.
     """
-    tokenizer_files = _tokenizer_files(tokenizer_folder)
+    if tokenizer_folder and not Path(tokenizer_folder, TOKENIZER_FILES[0]).is_file():
+        raise ConfigError(f"{tokenizer_folder} has no {TOKENIZER_FILES[0]}; name the folder of the tokenizer")
     with replaced_folder(Path(folder), _WRITTEN) as new:
+        copy_tokenizer(tokenizer_folder or new, new)
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         try:
             save_file(whole, new / WEIGHTS, metadata={"format": "pt"})
@@ -182,8 +185,6 @@ def save_tensors(
         write_json(new / CONFIG, shape.to_hf() | {"torch_dtype": dtype})
         (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode)  # safetensors lets its owner alone read it
         write_json(new / GENERATION_CONFIG, _generation_config(shape))
-        for source in tokenizer_files:
-            shutil.copyfile(source, new / source.name)
 
 
 @contextmanager
@@ -194,12 +195,19 @@ def replaced_folder(folder: Path, names: Collection[str]) -> Iterator[Path]:
         names: of files that an older one may hold.
 
     Raises:
-        ConfigError: `folder` holds other files, which replacing it would delete.
+        ConfigError: `folder` holds other files, which replacing it would delete, or another process writes it.
     """
     folder = folder.absolute()
     _check_replaceable(folder, names)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+    lock = folder.with_name(f".{folder.name}.lock")
+    with ExitStack() as leaving:
+        try:
+            fcntl.flock(leaving.enter_context(lock.open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another command writes {folder}; wait for its end, or name another folder") from None
+        leaving.callback(lock.unlink, missing_ok=True)
+        scratch = leaving.enter_context(tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent))
         new, old = Path(scratch, "new"), Path(scratch, "old")
         new.mkdir()
         yield new
@@ -253,12 +261,11 @@ def _check_replaceable(folder: Path, names: Collection[str]) -> None:
         raise ConfigError(f"cannot replace {folder}, which also holds `{others[0]}`; name a new or empty folder")
 
 
-def _tokenizer_files(folder: str | Path | None) -> list[Path]:
-    if folder is None:
-        return []
-    if not Path(folder, TOKENIZER_FILES[0]).is_file():
-        raise ConfigError(f"{folder} has no {TOKENIZER_FILES[0]}; name the folder of the tokenizer")
-    return [Path(folder, name) for name in TOKENIZER_FILES if Path(folder, name).is_file()]
+def copy_tokenizer(source: str | Path, to: Path) -> None:
+    """The files of a tokenizer that are there."""
+    for file in (Path(source, name) for name in TOKENIZER_FILES):
+        if file.is_file():
+            shutil.copyfile(file, to / file.name)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from llamarl.config.trainer import LoraConfig
-from llamarl.models.hf import replaced_folder, write_json
+from llamarl.models.hf import TOKENIZER_FILES, copy_tokenizer, replaced_folder, write_json
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 
@@ -103,7 +103,7 @@ def merged(weight_O_I: Tensor, a_R_I: Tensor, b_O_R: Tensor, scale: float) -> Te
 
 
 def save_adapters(adapters: Mapping[str, Tensor], config: LoraConfig, base: str, folder: Path) -> None:
-    """Writes adapters as a folder that PEFT loads onto the model `base`: all of it or nothing.
+    """Writes adapters as a folder that PEFT loads onto the model `base`, with its tokenizer: all of it or nothing.
 
     Raises:
         ConfigError: `folder` holds other files.
@@ -119,7 +119,8 @@ def save_adapters(adapters: Mapping[str, Tensor], config: LoraConfig, base: str,
         "bias": "none",
         "inference_mode": True,
     }
-    with replaced_folder(folder, (PEFT_WEIGHTS, PEFT_CONFIG)) as new:
+    with replaced_folder(folder, (PEFT_WEIGHTS, PEFT_CONFIG, *TOKENIZER_FILES)) as new:
+        copy_tokenizer(base, new)
         tensors = {f"{PEFT_PREFIX}{name}": tensor.contiguous() for name, tensor in adapters.items()}
         save_file(tensors, new / PEFT_WEIGHTS, metadata={"format": "pt"})
         (new / PEFT_WEIGHTS).chmod(new.stat().st_mode & 0o666)  # safetensors lets its owner alone read it

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.observability.files import write_atomically
+from llamarl.observability.formats import duration
 from llamarl.observability.spans import Span, covered_s, merged
 
 WORK_KINDS = frozenset({"generate", "score", "train", "weight_sync", "evaluate", "reply"})
@@ -51,9 +52,11 @@ class Verdict:
     """`generator-bound` (trainer, reward, any other role), `controller-bound`, `balanced` or `unknown`."""
     reason: str
     """Who waits for whom, in one sentence."""
+    window: str
+    """What it was measured over, for example `steps 11 to 20, 7.3s`."""
 
     def __str__(self) -> str:
-        return f"{self.bound}: {self.reason}"
+        return f"{self.bound} over {self.window}: {self.reason}"
 
 
 def account(spans: SpansByExecutor, start_s: float, end_s: float) -> Accounts:
@@ -103,23 +106,28 @@ def _covered_twice_s(roles: Sequence[Sequence[tuple[float, float]]]) -> float:
     return covered
 
 
-def verdict(accounts: Accounts) -> Verdict:
+def verdict(accounts: Accounts, first_step: int, last_step: int) -> Verdict:
     """Who waits for whom. Take a window of several steps: one step is noise."""
+    steps = f"steps {first_step} to {last_step}" if last_step >= first_step else "no step"
+    bound, reason = _bound(accounts)
+    return Verdict(bound=bound, reason=reason, window=f"{steps}, {duration(accounts.window_s)}")
+
+
+def _bound(accounts: Accounts) -> tuple[str, str]:
     roles = accounts.role_share
     generator, trainer = roles.get("generator", 0.0), roles.get("trainer", 0.0)
     if not any(roles.values()):
-        return Verdict(bound="unknown", reason="no executor has worked yet")
+        return "unknown", "no executor has worked yet"
     if accounts.unaccounted_share > LOST_SHARE:
         lost = f"no executor works {accounts.unaccounted_share:.0%} of the time"
-        return Verdict(bound="controller-bound", reason=f"{lost}, all wait for the controller")
+        return "controller-bound", f"{lost}, all wait for the controller"
     top = max(roles, key=lambda role: roles[role])
     if top not in ("generator", "trainer") and roles[top] > max(generator, trainer) + TIE_SHARE:
-        reason = f"trainer and generator wait for the {top}, which is busy {roles[top]:.0%} of the time"
-        return Verdict(bound=f"{top}-bound", reason=reason)
+        return f"{top}-bound", f"trainer and generator wait for the {top}, which is busy {roles[top]:.0%} of the time"
     bound = "balanced"
     if abs(generator - trainer) >= TIE_SHARE:
         bound = "generator-bound" if generator > trainer else "trainer-bound"
-    return Verdict(bound=bound, reason=_reason(bound, accounts, generator, trainer))
+    return bound, _reason(bound, accounts, generator, trainer)
 
 
 def _reason(bound: str, accounts: Accounts, generator: float, trainer: float) -> str:

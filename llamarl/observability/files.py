@@ -22,7 +22,7 @@ def write_atomically(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written; what `path` held before is untouched.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may write the same
     try:
         with partial.open("w", encoding="utf-8") as file:
             file.write(text)

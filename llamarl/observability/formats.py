@@ -63,13 +63,9 @@ def plain(text: str) -> str:
     return "".join("·" if unicodedata.category(letter)[0] == "C" else letter for letter in text)
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
-    """At most `width` cells; a longer history is averaged into them. A value that is not finite leaves a gap."""
-    return chart(values, width, 1)[0]
-
-
 def chart(values: Sequence[float], width: int, height: int) -> list[str]:
-    """`height` lines of at most `width` cells, from the top: columns that grow from the least to the largest value."""
+    """`height` lines of at most `width` cells, from the top: columns that grow from the least to the largest value. A
+    longer history is averaged into them; a value that is not finite leaves a gap."""
     cells = resample(values, width)
     known = [value for value in cells if math.isfinite(value)]
     low, high = (min(known), max(known)) if known else (0.0, 0.0)

@@ -14,8 +14,7 @@ from textwrap import wrap
 from rich.cells import chop_cells
 from rich.text import Text
 
-from llamarl.observability.accounting import Verdict
-from llamarl.observability.formats import chart, duration, number, percent, plain, remaining_s, sparkline
+from llamarl.observability.formats import chart, duration, number, percent, plain, remaining_s
 from llamarl.observability.metrics import EvalMetrics, StepMetrics
 from llamarl.observability.view import CompletionView, ExecutorView, RunInfo, RunView
 
@@ -74,20 +73,21 @@ def frame(board: Board, width: int, height: int, now_s: float) -> Text:
     """The screen, at most `width` cells wide and `height` lines high."""
     inner = max(width - 2, 1)
     view = board.view
+    verdict = view.metrics.verdict if view and view.metrics else None
     blocks = [_Block(0, _header(board, inner, now_s))]
     if view is None:
         blocks.append(_Block(1, _phases(board.phases, inner, now_s)))
     else:
         blocks[0].lines.extend(_progress(board, view, inner, now_s))
         blocks.append(_Block(2, _executors(view.executors, inner, now_s, max(height // 3 - 2, 3))))
-        blocks.append(_Block(3, _numbers(view, inner)))
-        if view.verdict:
-            blocks.append(_Block(4, _verdict(view.verdict, inner)))
+        blocks.append(_Block(3, _numbers(view, inner, board.info.max_staleness)))
+        if verdict:
+            blocks.append(_Block(4, _verdict(verdict, inner)))
     if board.warnings:
         blocks.append(_Block(1, _warnings(board.warnings, inner)))
     if view and view.completions:
         room = height - _size(blocks, spaced=True) - 1
-        blocks.insert(4 if view.verdict else 3, _Block(5, _completions(view.completions, inner, room)))
+        blocks.insert(4 if verdict else 3, _Block(5, _completions(view.completions, inner, room)))
     lines = _stack(blocks, height)
     for line in lines:
         line.rstrip()
@@ -193,24 +193,24 @@ def _executors(executors: Sequence[ExecutorView], inner: int, now_s: float, room
     return lines
 
 
-def _verdict(verdict: Verdict, inner: int) -> list[Text]:
-    first, *more = wrap(str(verdict), max(inner - LABEL_WIDTH, 20), max_lines=2, placeholder="…")
+def _verdict(verdict: str, inner: int) -> list[Text]:
+    first, *more = wrap(verdict, max(inner - LABEL_WIDTH, 20), max_lines=2, placeholder="…")
     text = Text(first)
-    text.stylize(ACCENT, 0, len(verdict.bound))
+    text.stylize(ACCENT, 0, verdict.find(" "))
     return [_row("verdict", text), *(_row("", line) for line in more)]
 
 
-def _numbers(view: RunView, inner: int) -> list[Text]:
+def _numbers(view: RunView, inner: int, max_staleness: int) -> list[Text]:
     wide = inner >= WIDE and len(view.rewards) > 1
     width = NUMBERS_WIDTH if wide else inner
     cell_width = max((width - LABEL_WIDTH) // 3, 16)
     rows = [
         ("generation", _Cell("", f"{number(view.generated_tokens_per_s)} tok/s"), *_queues(view)),
-        *(_metric_rows(view.metrics) if view.metrics else ()),
+        *(_metric_rows(view.metrics, max_staleness) if view.metrics else ()),
     ]
     lines = [_row(label, *(cell.text(cell_width) for cell in cells)) for label, *cells in rows]
     if view.metrics:
-        spark = "" if wide else sparkline(view.rewards, width - LABEL_WIDTH - 2 * cell_width)
+        spark = "" if wide else chart(view.rewards, width - LABEL_WIDTH - 2 * cell_width, 1)[0]
         cells = [cell.text(cell_width) for cell in _reward_cells(view.metrics)]
         lines.append(_row("reward", *cells, Text(spark, ACCENT)))
     if view.evals:
@@ -243,13 +243,13 @@ def _reward_cells(last: StepMetrics) -> tuple[_Cell, _Cell]:
     return reward, _Cell("solved", percent(last.solve_rate), "bold")
 
 
-def _metric_rows(last: StepMetrics) -> list[tuple[str, _Cell, _Cell, _Cell]]:
+def _metric_rows(last: StepMetrics, max_staleness: int) -> list[tuple[str, _Cell, _Cell, _Cell]]:
     over = WARN if last.staleness_max > last.staleness_limit else ""
     return [
         (
             "staleness",
             _Cell("mean", number(last.staleness_mean)),
-            _Cell("max", f"{last.staleness_max} of {last.staleness_limit}", over),
+            _Cell("max", f"{last.staleness_max} of {last.staleness_limit} (S {max_staleness})", over),
             _Cell("sync", duration(last.sync_s)),
         ),
         (
@@ -275,12 +275,13 @@ def _metric_rows(last: StepMetrics) -> list[tuple[str, _Cell, _Cell, _Cell]]:
 
 def _evals(evals: Sequence[EvalMetrics], width: int) -> Text:
     """The first evaluation and as many of the last as fit."""
-    cell_width = 18
+    cell_width = 30 if any(entry.num_invalid for entry in evals) else 18
     last = evals[1:][-max(width // cell_width - 1, 1) :]
     text = Text()
     for number_of, entry in enumerate((evals[0], *last)):
         text.append(f"step {entry.step} ", DIM)
-        text.append(percent(entry.accuracy, 1), "bold")
+        text.append(percent(entry.accuracy, 1), BAD if entry.num_invalid else "bold")
+        text.append(f" {entry.num_invalid:,} invalid" * bool(entry.num_invalid), BAD)
         text.pad_right(cell_width * (number_of + 1) - text.cell_len)
     return text
 

@@ -1,6 +1,6 @@
 """What one optimizer step and one evaluation measured. One flat JSON object each, ready for any sink.
 
-In JSON a key that is missing was not measured; `null` was measured and is not finite.
+In JSON a key that is missing was not measured; `null` was measured and is not finite, or is of no token.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+from llamarl.observability.formats import plain
 
 Row = dict[str, float | int | str | None]
 """A flat JSON object."""
@@ -26,13 +28,13 @@ class UpdateMetrics:
     """Step size of this step."""
     num_loss_tokens: int = 0
     """Trainable tokens."""
-    importance_ratio_mean: float = 1.0
-    """Mean pi/mu over trainable tokens, before the cap."""
-    importance_ratio_max: float = 1.0
+    importance_ratio_mean: float | None = None
+    """Mean pi/mu over trainable tokens, before the cap; None, as those below: of no token, as all groups are flat."""
+    importance_ratio_max: float | None = None
     """Largest pi/mu over trainable tokens, before the cap."""
-    capped_share: float = 0.0
-    """Share of trainable tokens whose ratio met the cap, 0 to 1."""
-    kl_to_behavior: float = 0.0
+    capped_share: float | None = None
+    """Share of trainable tokens whose ratio met the cap, 0 to 1; None also of a loss without one."""
+    kl_to_behavior: float | None = None
     """Estimate of KL(mu || pi) per token, in nats."""
 
 
@@ -82,6 +84,8 @@ class StepMetrics:
     """Share of the last ten steps, up to a second ago, that each executor worked, 0 to 1, by executor name."""
     sync_s: float
     """Seconds from the start of `publish` until this version was released to the generators."""
+    verdict: str | None = None
+    """Who waits for whom, over the window of `busy_share`, which it names; None where that is under a second."""
     fingerprint: str | None = None
     """Of the weights of this version as the generators serve them, in hexadecimal digits."""
     extra: Mapping[str, float] = field(default_factory=dict)
@@ -103,9 +107,10 @@ class EvalMetrics:
     policy_version_max: int
     """Newest policy version that answered."""
     accuracy: float
-    """pass@1: mean share of right responses, 0 to 1."""
+    """pass@1: mean share of right responses among those that the reward could judge, 0 to 1; NaN: none."""
     pass_at_k: float
-    """Chance that at least one of `k` responses is right, 0 to 1; equals `accuracy` for k = 1."""
+    """Chance that at least one of `k` responses is right, 0 to 1, of prompts with one that was judged; equals
+    `accuracy` for k = 1."""
     k: int
     """Responses per prompt."""
     mean_response_tokens: float
@@ -114,10 +119,31 @@ class EvalMetrics:
     """Prompts answered."""
     wall_s: float
     """Seconds that the evaluation took."""
+    num_invalid: int = 0
+    """Responses that the reward could not judge."""
+    invalid_reason: str | None = None
+    """Of the first of them."""
 
     def to_json(self) -> Row:
         """Flat JSON."""
         return flat("eval", self)
+
+    @property
+    def accuracy_error(self) -> float:
+        return share_error(self.accuracy, self.num_prompts - self.num_invalid / self.k)
+
+
+def share_error(share: float, num: float) -> float:
+    """Half of Wilson's score interval at one standard error, as if each of `num` were right or wrong.
+
+    Unlike sqrt(p (1 - p) / n) it is not 0 where all are wrong, or all right.
+    """
+    return math.sqrt(max(share * (1 - share), 0.0) / num + 0.25 / num**2) / (1 + 1 / num) if num > 0 else math.nan
+
+
+def unjudged(num_invalid: float, num_responses: float, reason: object) -> str:
+    """How many responses of an evaluation have no verdict, and why the first has none."""
+    return f"{num_invalid:,.0f} of {num_responses:,.0f} invalid: {plain(str(reason or 'no reason was given'))}"
 
 
 def flat(kind: str, record: Any) -> Row:
@@ -126,7 +152,7 @@ def flat(kind: str, record: Any) -> Row:
     for entry in fields(record):
         value = getattr(record, entry.name)
         if isinstance(value, UpdateMetrics):
-            row |= flat(kind, value)
+            row |= {one.name: finite(getattr(value, one.name)) for one in fields(value)}
         elif isinstance(value, Mapping):
             row.update({f"{entry.name}.{name}": finite(item) for name, item in value.items()})
         elif value is not None:

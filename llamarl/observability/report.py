@@ -41,6 +41,8 @@ class RunSummary:
     """One sentence, when it did not finish."""
     steps: int
     """Optimizer steps completed."""
+    first_step: int = 1
+    """The first one since the run began, or went on."""
     start_s: float
     """Seconds from the command to the start of the loop: processes, models, first evaluation."""
     wall_s: float
@@ -57,6 +59,8 @@ class RunSummary:
     """Largest staleness of any rollout that was trained on, in optimizer steps."""
     staleness_limit: int
     """Largest staleness that admission allowed, in optimizer steps."""
+    max_staleness: int
+    """S: `rollout.max_staleness`."""
     invalid_share: float
     """Share of rollouts that the reward could not judge, 0 to 1."""
     verdict: Verdict
@@ -73,14 +77,6 @@ class RunSummary:
     """What the user was warned of."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """Further numbers for `summary.json`."""
-
-    @property
-    def accuracy_before(self) -> float | None:
-        return self.before.accuracy if self.before else None
-
-    @property
-    def accuracy_after(self) -> float | None:
-        return self.after.accuracy if self.after else None
 
     def to_json(self) -> Row:
         """Flat JSON of the numbers; evaluations as `accuracy_before`, `pass_at_k_after`, and so on."""
@@ -115,7 +111,9 @@ def render_summary(summary: RunSummary) -> str:
 
 
 def _headline(summary: RunSummary) -> list[str]:
-    took = f"{summary.steps:,} steps in {duration(summary.wall_s)}, after {duration(summary.start_s)} of starting up"
+    first, last = summary.first_step, summary.steps
+    steps = f"{last:,} steps" if first == 1 else f"steps {first:,} to {last:,}" if last >= first else "no new step"
+    took = f"{steps} in {duration(summary.wall_s)}, after {duration(summary.start_s)} of starting up"
     if summary.end == "finished":
         return [f"{summary.name}: finished {took}"]
     return [
@@ -138,6 +136,8 @@ def _held_out(summary: RunSummary) -> list[str]:
         _table("accuracy", *cells(lambda entry: percent(entry.accuracy, 1)), _change(before, after)),
         _table("mean tokens", *cells(lambda entry: number(entry.mean_response_tokens))),
     ]
+    if bad := [entry for entry in (after, before) if entry and entry.num_invalid]:
+        lines += [_table("invalid", *cells(lambda entry: f"{entry.num_invalid:,}"), plain(bad[0].invalid_reason or ""))]
     if known.k > 1:
         lines.insert(2, _table(f"pass@{known.k}", *cells(lambda entry: percent(entry.pass_at_k, 1))))
     return lines
@@ -149,11 +149,10 @@ def _table(label: str, before: str, after: str, change: str = "") -> str:
 
 
 def _change(before: EvalMetrics | None, after: EvalMetrics | None) -> str:
-    """Difference in points with its standard error, as if both were independent: sqrt(sum p (1 - p) / n)."""
-    if before is None or after is None:
+    """Difference in points with its standard error, as if both were independent."""
+    if before is None or after is None or math.isnan(before.accuracy + after.accuracy):
         return ""
-    variances = [entry.accuracy * (1 - entry.accuracy) / max(entry.num_prompts, 1) for entry in (before, after)]
-    error = math.sqrt(sum(variances))
+    error = math.hypot(before.accuracy_error, after.accuracy_error)
     return f"{100 * (after.accuracy - before.accuracy):+.1f} points (standard error {100 * error:.1f})"
 
 
@@ -167,7 +166,7 @@ def _time(summary: RunSummary) -> list[str]:
             f"{percent(summary.overlap_share)} of the time; nobody works {percent(summary.unaccounted_share, 1)}",
         ),
         _fact("speed", f"{number(summary.samples_per_s)} rollouts/s"),
-        _fact("staleness", f"at most {summary.staleness_max} of {summary.staleness_limit} allowed"),
+        _fact("staleness", f"at most {summary.staleness_max} of {summary.staleness_limit} (S {summary.max_staleness})"),
         _fact("invalid rewards", percent(summary.invalid_share, 1)),
     ]
 

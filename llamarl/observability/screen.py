@@ -18,7 +18,7 @@ from llamarl.config import ConfigError
 from llamarl.config.schema import ScreenConfig
 from llamarl.observability.formats import duration, number, percent, remaining_s
 from llamarl.observability.layout import Board, PhaseView, frame
-from llamarl.observability.metrics import EvalMetrics, StepMetrics
+from llamarl.observability.metrics import EvalMetrics, StepMetrics, unjudged
 from llamarl.observability.spans import now_s
 from llamarl.observability.view import RunInfo, RunView
 
@@ -93,7 +93,7 @@ class LineScreen(Screen):
     def show(self, view: RunView) -> None:
         self._phase = self._phase_line = ""
         for entry in view.evals[self._num_evals :]:
-            _print(self._out, eval_line(entry))
+            _print(self._out, f"held-out at step {entry.step}: {eval_facts(entry)}")
         self._num_evals = len(view.evals)
         if view.metrics and view.metrics.step > self._step:
             self._step = view.metrics.step
@@ -113,13 +113,13 @@ def _print(stream: TextIO, text: str) -> None:
 
 def step_line(last: StepMetrics, info: RunInfo, recent_step_s: float) -> str:
     """One step for a log, about 120 characters."""
-    digits = len(str(info.steps))
+    digits, allowed = len(str(info.steps)), f"{last.staleness_limit} (S {info.max_staleness})"
     parts = [
         f"step {last.step:>{digits}}/{info.steps}",
         f"reward {number(last.reward_mean)}",
         f"solved {percent(last.solve_rate)}",
         f"length {number(last.response_tokens_mean)}",
-        f"stale {number(last.staleness_mean, 2)} max {last.staleness_max}/{last.staleness_limit}",
+        f"stale {number(last.staleness_mean, 2)} max {last.staleness_max}/{allowed}",
         f"ratio {number(last.update.importance_ratio_mean)} max {number(last.update.importance_ratio_max)}",
         f"grad {number(last.update.grad_norm)}",
         f"{duration(last.step_s)}",
@@ -131,16 +131,13 @@ def step_line(last: StepMetrics, info: RunInfo, recent_step_s: float) -> str:
     return "  ".join(parts)
 
 
-def eval_line(entry: EvalMetrics) -> str:
-    """One evaluation of a run, for a log."""
-    return f"held-out at step {entry.step}: {eval_facts(entry)}"
-
-
 def eval_facts(entry: EvalMetrics) -> str:
     """What an evaluation found, on one line."""
+    num_responses = entry.num_prompts * entry.k
+    bad = f"{unjudged(entry.num_invalid, num_responses, entry.invalid_reason)}  " if entry.num_invalid else ""
     at_k = f"  pass@{entry.k} {percent(entry.pass_at_k, 1)}" if entry.k > 1 else ""
     return (
-        f"accuracy {percent(entry.accuracy, 1)}{at_k}  "
+        f"{bad}accuracy {percent(entry.accuracy, 1)} ± {percent(entry.accuracy_error, 1)}{at_k}  "
         f"length {number(entry.mean_response_tokens)}  {entry.num_prompts:,} prompts  {duration(entry.wall_s)}"
     )
 

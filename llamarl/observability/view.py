@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamarl.observability.accounting import Verdict
 from llamarl.observability.metrics import EvalMetrics, StepMetrics
 
 
@@ -24,6 +23,8 @@ class RunInfo:
     """Optimizer steps in all."""
     groups_per_step: int
     """P: groups that one step consumes."""
+    max_staleness: int
+    """S: `rollout.max_staleness`, to which the bound adds what the window lets pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +36,7 @@ class ExecutorView:
     state: str
     """What it does now, in a few words: `decoding`, `waits for rollouts`."""
     busy_share: float
-    """Share of the recent past in which it worked, 0 to 1; NaN when not known yet."""
+    """`StepMetrics.busy_share` of the last step; NaN when not known yet."""
     heartbeat_s: float
     """When it was last heard of, on the clock of `spans.now_s`."""
 
@@ -80,7 +81,5 @@ class RunView:
     """Mean reward of each step so far."""
     evals: tuple[EvalMetrics, ...] = ()
     """Evaluations so far, oldest first."""
-    verdict: Verdict | None = None
-    """What bounds the speed now; None when not known yet."""
     completions: tuple[CompletionView, ...] = ()
     """A few responses of the last step."""

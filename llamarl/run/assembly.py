@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from types import FrameType
 from typing import Any
 
 from llamarl.config import ConfigError, RunConfig
@@ -36,6 +38,7 @@ async def assembled(
     journal: Journal | None = None,
     resumed: Callable[[Executors], Coroutine[Any, Any, ControllerState | None]] = _from_the_beginning,
     on_stop: Callable[[], None] = lambda: None,
+    leave: Callable[[], None] = lambda: None,
     handles_signals: bool = True,
 ) -> AsyncIterator[tuple[Controller, Supervisor]]:
     """A controller that has not started yet; at the end all executors are stopped, whatever has happened.
@@ -46,11 +49,13 @@ async def assembled(
         journal: of what is generated; None: none is kept.
         resumed: where a checkpoint says that the run goes on.
         on_stop: hears that executors are being stopped.
-        handles_signals: Ctrl-C and SIGTERM end what runs under the supervisor with `Interrupted`.
+        leave: gives the terminal back, before a second signal ends the process.
+        handles_signals: Ctrl-C and SIGTERM end what runs under the supervisor with `Interrupted`; what has ended by
+            itself stays as it ended.
     """
     supervisor = Supervisor()
-    try:
-        with interruptible(supervisor) if handles_signals else nullcontext():
+    with interruptible(supervisor, leave) if handles_signals else nullcontext():
+        try:
             executors = await supervisor.run(spawn())
             state = await supervisor.run(resumed(executors))
             controller = Controller(config, problems, executors, supervisor, telemetry, state, journal)
@@ -59,10 +64,10 @@ async def assembled(
             telemetry.attach(list(controller.executors), controller.replicas)
             supervisor.start(telemetry.poll_loop(), "status")
             yield controller, supervisor
-    finally:
-        on_stop()
-        await supervisor.stop()
-        await shutdown(config.cluster.shutdown_timeout_s)
+        finally:
+            on_stop()
+            await supervisor.stop()
+            await shutdown(config.cluster.shutdown_timeout_s)
 
 
 def nothing_to_resume(resume: bool, damaged: Sequence[str], warn: Callable[[str], None]) -> None:
@@ -77,9 +82,9 @@ def nothing_to_resume(resume: bool, damaged: Sequence[str], warn: Callable[[str]
 
 
 @contextmanager
-def interruptible(supervisor: Supervisor) -> Iterator[None]:
+def interruptible(supervisor: Supervisor, leave: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Ctrl-C, SIGTERM and the end of the terminal (unless `nohup` has it ignored) end the run in order; a second one
-    ends this process at once, and the executors with it."""
+    ends this process at once, after `leave`, and the executors with it."""
     loop = asyncio.get_running_loop()
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     numbers = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hangs_up else ()))
@@ -87,8 +92,17 @@ def interruptible(supervisor: Supervisor) -> Iterator[None]:
     def ask(number: signal.Signals) -> None:
         for other in numbers:
             loop.remove_signal_handler(other)
-            signal.signal(other, signal.SIG_DFL)
+            signal.signal(other, at_once)
         supervisor.fail(Interrupted(f"ended by {number.name}"))
+
+    def at_once(number: int, _: FrameType | None) -> None:
+        for other in numbers:
+            signal.signal(other, signal.SIG_DFL)
+        with suppress(OSError):  # the terminal has gone
+            leave()
+            text = f"llamarl: ended at once by a second {signal.Signals(number).name}; the last checkpoint stands\n"
+            os.write(2, text.encode())
+        os.kill(os.getpid(), number)
 
     for number in numbers:
         loop.add_signal_handler(number, ask, number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -18,7 +19,8 @@ from llamarl.checkpoint.copies import Copies, CopyFailed
 from llamarl.checkpoint.folder import saved_steps
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config, read_json
 from llamarl.models.folder import fingerprints
-from llamarl.observability.files import PIECE_NAME, lines, pieces
+from llamarl.observability.files import PIECE_NAME, lines, pieces, read_run_rows
+from llamarl.observability.metrics import EvalMetrics
 from llamarl.run.placement import models_in_use
 
 LOOK_S = 2.0
@@ -27,7 +29,7 @@ _LOCK, _MARK = ".lock", ".of-this-run"
 _OF_A_RUN = frozenset((
     "config.toml", "weights.json", "metrics.jsonl", "rollouts.jsonl", "events.jsonl", "journal.jsonl", "journal",
     "summary.json", "report.html", "trace.json", "output.log", "logs", "checkpoints", "kernels", "weights", "export",
-    "profile.json", "costs.json", "timeline.html", "timeline.png", "tensorboard", "wandb",
+    "merged", "profile.json", "costs.json", "timeline.html", "timeline.png", "tensorboard", "wandb",
 ))  # fmt: skip
 """Names that commands write into a run's folder. Hidden ones are theirs too while they write."""
 
@@ -116,6 +118,14 @@ class RunFolder:
     def recorded_steps(self) -> int:
         """Of which the metrics have a row."""
         return _last_step(self.metrics, b'"kind": "step"')
+
+    def first_eval(self) -> EvalMetrics | None:
+        """The first evaluation on record, of whichever life of the run."""
+        with suppress(OSError, ConfigError, TypeError, StopIteration):
+            row = next(row for _, row in read_run_rows(self.metrics, "") if row.pop("kind", "") == "eval")
+            row |= {name: math.nan for name, value in row.items() if value is None}
+            return EvalMetrics(**row)
+        return None
 
     def way_on(self) -> str:
         """How a run goes on that an executor has left."""

@@ -143,7 +143,13 @@ def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
     check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
     check_parallelism(shape, config.trainer.parallelism, config.model.path)
     check_models(config, shape)
-    warnings = _thread_warnings(config)
+    warnings, rollout = _thread_warnings(config), config.rollout
+    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    if cut := [f"rollout.{name} = {found:g}" for name in off if (found := getattr(rollout, name)) != off[name]]:
+        warnings.append(
+            f"{', '.join(cut)}: rollouts come from a cut distribution and the trainer counts with the whole one, so "
+            "importance ratios are too small; leave it out, or follow ratio_from_truncation"
+        )
     if (fsdp := config.trainer.parallelism.fsdp) > config.rollout.prompts_per_step:
         warnings.append(
             f"trainer.parallelism.fsdp = {fsdp} shares the {config.rollout.prompts_per_step} groups of a step "
@@ -174,7 +180,7 @@ def least_memory(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         taken["the trainer"] = shape.num_parameters * (4 if trainer.lora else 16)
     if generator.device == "cpu":
         each = shape.num_parameters * sizes[generator.dtype] + (generator.kv_cache_bytes or 0)
-        taken[f"{generator.replicas} generators"] = generator.replicas * each
+        taken[f"{generator.replicas} generator{'s' * (generator.replicas > 1)}"] = generator.replicas * each
     for name, settings in models_in_use(config).items():
         if settings.device == "cpu":
             other = load_shape(settings.path) if settings.path else shape

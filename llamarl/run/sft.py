@@ -107,8 +107,8 @@ class FineTuning:
         limits, supervisor = self.config.cluster, Supervisor()
         registry = open_registry(limits, self.folder.logs, self.warn)
         cluster = open_cluster(limits, self.folder.logs, registry)
-        try:
-            with interruptible(supervisor):
+        with interruptible(supervisor):
+            try:
                 handle = await supervisor.run(self._spawn(cluster, registry))
                 supervisor.watch(handle)
                 if registry is not None:
@@ -124,9 +124,9 @@ class FineTuning:
                     raise
                 finally:
                     await copying.finish(self.warn)
-        finally:
-            await supervisor.stop()
-            await cluster.shutdown(limits.shutdown_timeout_s)
+            finally:
+                await supervisor.stop()
+                await cluster.shutdown(limits.shutdown_timeout_s)
 
     async def _spawn(self, cluster: Cluster, registry: Registry | None) -> ExecutorHandle:
         config, num_ranks = self.config, self.config.trainer.parallelism.num_ranks

@@ -17,7 +17,6 @@ from llamarl.controller.admission import TooManyInvalid
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.clock import run_patiently
 from llamarl.controller.controller import Controller
-from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.journal import Journal
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.saving import NotSaved
@@ -27,9 +26,10 @@ from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.accounting import verdict, write_trace
 from llamarl.observability.events import EventLog, RecordedScreen, machine
+from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.page.run_data import flat_settings
 from llamarl.observability.recorder import RolloutRecorder
-from llamarl.observability.report import RunFile, RunSummary, write_summary
+from llamarl.observability.report import RunFile, RunSummary, render_summary, write_summary
 from llamarl.observability.screen import Screen, open_screen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.observability.spans import now_s
@@ -58,8 +58,8 @@ class _Progress:
     """How far a run came."""
 
     end: Literal["finished", "interrupted", "failed"] = "failed"
-    before: EvalResult | None = None
-    after: EvalResult | None = None
+    before: EvalMetrics | None = None
+    after: EvalMetrics | None = None
     loop_started_s: float = math.nan
     loop_ended_s: float = math.nan
     error: BaseException | None = None
@@ -75,6 +75,7 @@ def run(
         ConfigError: a device or a part cannot work.
         Interrupted: the user ended it; the last checkpoint is intact.
         ExecutorError, FolderLost, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong: it failed.
+        All have the summary of what was done as a note.
     """
     with rare_garbage_collections(), folder:
         return run_patiently(_Run(config, prepared, folder, resume, command_started_s).run())
@@ -110,11 +111,12 @@ class _Run:
             folder=folder.path,
             steps=config.steps,
             groups_per_step=rollout.prompts_per_step,
+            max_staleness=rollout.max_staleness,
         )
-        with open_screen(config.screen, info) as shown:
+        with open_screen(config.screen, info) as self._shown:
             keep = (lambda failure: screen.warn(str(failure)), config.record.max_bytes)
             events = EventLog(folder.events, *keep)
-            screen = RecordedScreen(shown, events)
+            screen = RecordedScreen(self._shown, events)
             events.add("start", machine=machine(), staleness_limit=limit, model=info.model, resumed=self._resume)
             for text in self._outcome.warnings:
                 screen.warn(text)
@@ -129,16 +131,17 @@ class _Run:
                 self._outcome.end = "interrupted" if isinstance(error, Interrupted) else "failed"
                 raise
             finally:
-                recorder.close()
-                log.close()
-                journal.close()
+                for one in (recorder, log, journal):
+                    one.close()
                 summary = self._summary(telemetry, limit)
-                with suppress(OSError):  # a full disk must not hide how the run ended
-                    write_trace(folder.trace, telemetry.spans)
-                    write_summary(folder.summary, summary)
+                if self._outcome.error is not None:
+                    self._outcome.error.add_note(render_summary(summary))
                 events.flush(is_last=True)
                 events.add("end", end=summary.end, reason=summary.end_reason)
                 events.close()
+                with suppress(OSError):  # a full disk must not hide how the run ended
+                    write_summary(folder.summary, summary)
+                    write_trace(folder.trace, telemetry.spans)
         return summary
 
     def _subject(self) -> Subject:
@@ -164,6 +167,7 @@ class _Run:
             resumed=lambda executors: self._resumed(executors, screen, journal),
             journal=journal,
             on_stop=lambda: self._stopping(screen),
+            leave=self._shown.__exit__,
         ) as (controller, supervisor):
             supervisor.start(self._folder.check_loop(), "run folder")
             if self._resume:
@@ -299,14 +303,15 @@ class _Run:
         outcome = self._outcome
         await controller.start()
         if self._problems.eval:
-            outcome.before = await controller.evaluate()
+            now = (await controller.evaluate()).metrics
+            outcome.before = (self._resume and self._folder.first_eval()) or now
         outcome.loop_started_s = now_s()
         telemetry.begin_loop(controller.version)
         await controller.train()
         outcome.loop_ended_s = now_s()
         telemetry.end_loop()
         if self._problems.eval:
-            outcome.after = await controller.evaluate()
+            outcome.after = (await controller.evaluate()).metrics
         await controller.save()
         await telemetry.poll()  # the spans of the last half second
 
@@ -330,6 +335,7 @@ class _Run:
             end=outcome.end,
             end_reason=str(outcome.error or "").split("\n", 1)[0],
             steps=telemetry.num_steps,
+            first_step=telemetry.first_step,
             start_s=started_s - self._command_started_s,
             wall_s=wall_s,
             samples_per_s=telemetry.num_samples / wall_s if wall_s else 0.0,
@@ -338,10 +344,11 @@ class _Run:
             busy_share=accounts.busy_share,
             staleness_max=telemetry.staleness_max,
             staleness_limit=staleness_limit,
+            max_staleness=self._config.rollout.max_staleness,
             invalid_share=telemetry.num_invalid / max(telemetry.num_samples, 1),
-            verdict=verdict(accounts),
-            before=outcome.before.metrics if outcome.before else None,
-            after=outcome.after.metrics if outcome.after else None,
+            verdict=verdict(accounts, telemetry.first_step, telemetry.num_steps),
+            before=outcome.before,
+            after=outcome.after,
             completions=telemetry.completions,
             files=tuple(RunFile(path=path, meaning=meaning) for path, meaning in folder.files.items()),
             warnings=(*outcome.warnings, *telemetry.warnings),

@@ -58,8 +58,8 @@ def what_if(request: Request, config: RunConfig, *, overwrite: bool, tell: Calla
         raise ConfigError(f"{config.output}/{config.name} exists; replace it (--overwrite) or choose another --name")
     with prepare_run_folder(config, resume=False, overwrite=overwrite) as folder:
         updates = _recorded(request, folder, f"off-policy replay of {request.folder.path} with {said}")
-        ratio = max(one.importance_ratio_max for one in updates)
-        kl = max(abs(one.kl_to_behavior) for one in updates)
+        ratio = max((one.importance_ratio_max or 1.0 for one in updates), default=1.0)
+        kl = max((abs(one.kl_to_behavior or 0.0) for one in updates), default=0.0)
         trust = "far from" if kl > FAR_NATS else "near"
         tell(
             f"trained on {request.tally.steps:,} recorded steps with {said}: importance ratios up to {ratio:.3g}, KL "

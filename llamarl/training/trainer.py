@@ -92,10 +92,10 @@ class Trainer(Optimization[Transformer]):
             grad_norm=taken.grad_norm,
             learning_rate=taken.learning_rate,
             num_loss_tokens=batch.num_loss_tokens,
-            importance_ratio_mean=1 + means.pop("importance_ratio_excess", 0.0),
-            importance_ratio_max=maxima.pop("importance_ratio_max", 1.0),
-            capped_share=means.pop("capped_share", 0.0),
-            kl_to_behavior=means.pop("kl_to_behavior", 0.0),
+            importance_ratio_mean=1 + means.pop("importance_ratio_excess") if num_computed else None,
+            importance_ratio_max=maxima.pop("importance_ratio_max", None),
+            capped_share=means.pop("capped_share", None),
+            kl_to_behavior=means.pop("kl_to_behavior", None),
         )
         metrics = {
             **means,

@@ -389,7 +389,7 @@ def test_a_finished_run_is_one_on_a_full_disk(toml: Path) -> None:
     command = f"{shlex.join(map(str, LLAMARL))} train {toml} --cluster.kind inline --steps 1 > /dev/full"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment(), cwd=ROOT)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert "No space left on device where the summary goes; it is in" in done.stderr
+    assert "No space left on device where the output goes; the summary is in" in done.stderr
 
 
 def test_surroundings_that_nothing_can_work_in(toml: Path, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_every_setting_with_its_origin(tmp_path: Path) -> None:
         "executor", "trainer", "critic", "generator-0", "reward", "reference",
     ]  # fmt: skip
     assert " s at best for prompts of 29 and responses of" in follows["step time"][0]
-    assert any(line.startswith("the critic takes at least") for line in follows["memory"])
+    assert any(line.startswith("the critic: at least") for line in follows["memory"])
 
 
 def test_as_text_and_as_a_dry_run(tmp_path: Path) -> None:

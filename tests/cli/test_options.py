@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from llamarl.cli import options
+from llamarl.cli.options import base_model
+from llamarl.cli.report import decoder
 from llamarl.config import ConfigError
 from llamarl.data.tokenizer import Tokenizer
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
@@ -36,3 +38,22 @@ def test_every_command_that_takes_long_says_where_it_is(
     assert said[-1].endswith("that is all")
     place = r"llamarl."
     assert f"llamarl {command}: still preparing, in {place}" in said[0] and said[0].endswith("; Ctrl-C ends it")
+
+
+def test_a_runs_model_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative one, first, where the run was started; else where the command is."""
+    run, here = tmp_path / "there/out/runs/one", tmp_path / "here"
+    for folder in (run, tmp_path / "there/models/base", here / "models/base", here / "models/other"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    assert base_model(run, "models/base", "out/runs") == str(tmp_path / "there/models/base")
+    assert base_model(run, "models/other", "out/runs") == "models/other"
+    assert base_model(run, "models/base", str(run.parent)) == "models/base"
+    assert base_model(run, str(here / "models/base"), "out/runs") == str(here / "models/base")
+    monkeypatch.chdir(run)
+    assert base_model(Path(), "models/base", "out/runs") == str(tmp_path / "there/models/base")
+
+
+def test_a_report_says_why_tokens_are_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert decoder(tmp_path) is None
+    assert "tokens are shown by their numbers, as no tokenizer was read: " in capsys.readouterr().err

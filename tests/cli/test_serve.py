@@ -24,6 +24,7 @@ from llamarl.cli.generate import open_engine
 from llamarl.cli.serve import EngineThread
 from llamarl.config.schema import GeneratorConfig
 from llamarl.data.tokenizer import Tokenizer
+from llamarl.gateway.app import build_app
 from llamarl.gateway.endpoint import Endpoint
 from llamarl.gateway.session import Session
 from llamarl.types import Rollout, SamplingParams
@@ -31,9 +32,6 @@ from tests.cli.test_generate import LLAMARL
 from tests.end_to_end.tiny import ROOT, environment, llamarl_here
 from tests.gateway.asgi import ask
 from tests.nightly import nightly
-
-pytest.importorskip("starlette", reason="the extra `serve` is not installed")
-from llamarl.gateway.app import build_app
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 

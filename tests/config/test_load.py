@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from llamarl import config
 from llamarl.config import ConfigError, load_config, load_sft_config
+from llamarl.config.schema import GeneratorConfig
 from tests.config.conftest import MINIMAL, Write
 
 VLLM = ("--generator.backend=vllm", "--generator.vllm.python=python3")
@@ -32,6 +35,14 @@ def test_defaults_fill_in(minimal: Path) -> None:
         ("stepz = 3", "unknown option `stepz`; did you mean `steps`?"),
         ("zzz = 3", "unknown option `zzz`; known here: name, output, seed, steps, recipe, model, data"),
         ("[trainer]\nlearning_rat = 1.0", "unknown option `trainer.learning_rat`; did you mean `learning_rate`?"),
+        ("[trainer]\nlr = 1.0", "unknown option `trainer.lr`; did you mean `learning_rate`?"),
+        ("[rollout]\nxy = 1.0", "unknown option `rollout.xy`; known here: "),
+        ("x = 1.0", "unknown option `x`; known here: "),
+        (
+            "[cluster]\non_generator_failure = 'stop'",
+            "cluster.on_generator_failure is cluster.on_failure.generator now; write cluster.on_failure.generator = ",
+        ),
+        ("[record]\njournal = 'all'", "record.journal is record.kind now; write 'resume'"),
         ("steps = 'ten'", "`steps = 'ten'`: input should be a valid integer"),
         ("steps = true", "`steps = True`: input should be a valid integer"),
         ("steps = 1.5", "`steps = 1.5`: input should be a valid integer"),
@@ -189,6 +200,20 @@ def test_part_by_name_and_an_option(write: Write) -> None:
     assert load_config(path, ["--trainer.loss.rho", "8"]).trainer.loss.options == {"rho": 8}
     both = load_config(path, ["--trainer.loss=other", "--trainer.loss.beta=0.1"]).trainer.loss
     assert (both.name, both.options) == ("other", {"beta": 0.1})
+
+
+def test_what_was_renamed_is_told_by_both_names() -> None:
+    """Also after the next change of many names at once."""
+    texts = [path.read_text() for path in Path(config.__file__).parent.glob("*.py")]
+    renamed = [pair for text in texts for pair in re.findall(r"([\w.]+) is ([\w.]+) now", text)]
+    assert len(renamed) >= 2
+    assert all(old != new for old, new in renamed), renamed
+
+
+def test_what_graphs_capture_is_said_of_cut_models_too() -> None:
+    """`Engine` captures whatever model is made for generation, by how many ranks ever."""
+    said = GeneratorConfig.model_fields["cuda_graphs"].description
+    assert said and "`tensor_parallel` too" in said and "unless" not in said
 
 
 def test_later_override_wins(minimal: Path) -> None:

@@ -30,6 +30,13 @@ def test_options_are_set(name: str) -> None:
     assert part.doubled == 6
 
 
+def test_a_loss_that_is_not_here_is_no_other_one() -> None:
+    with pytest.raises(
+        ConfigError, match=r"`trainer\.loss = 'dpo'` is unknown; there is no DPO here, .*; known: aipo, "
+    ):
+        build(Ref(name="dpo"), "llamarl.algorithms.losses", "trainer.loss")
+
+
 def test_shipped_loss_is_built() -> None:
     loss = build(Ref.model_validate({"name": "aipo", "rho": 8}), "llamarl.algorithms.losses", "trainer.loss")
     assert loss.rho == 8.0

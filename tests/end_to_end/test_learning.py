@@ -173,7 +173,8 @@ def test_eval_of_the_export(trained: Trained, exported: Path, tmp_path: Path) ->
     sampled = llamarl_here("eval", exported, file, "--reward", "exact", "--max-new-tokens", 6, "--samples", 4)
     assert sampled.returncode == 0, sampled.stderr
     one, four = (
-        float(number) for number in re.search(r"accuracy ([\d.]+)%  pass@4 ([\d.]+)%", sampled.stdout).groups()
+        float(number)
+        for number in re.search(r"accuracy ([\d.]+)% ± [\d.]+%  pass@4 ([\d.]+)%", sampled.stdout).groups()
     )
     assert 50 < one <= four <= 100
 

@@ -54,18 +54,21 @@ def test_only_adapters_travel_and_are_saved(learnt: Path, trained: Trained) -> N
 
 
 def test_what_is_exported(learnt: Path, trained: Trained, tmp_path: Path) -> None:
-    exported = llamarl_here("export", learnt, tmp_path / "adapters")
+    """Adapters and, from the same run, the whole model: each has a folder by default, and a tokenizer."""
+    exported = llamarl_here("export", learnt)
     assert exported.returncode == 0, exported.stderr
-    settings = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    settings = json.loads((learnt / "export/adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (RANK, 16.0, "LORA")
     assert settings["base_model_name_or_path"] == str(trained.toml.parent / "base")
-    with safe_open(tmp_path / "adapters/adapter_model.safetensors", framework="pt") as tensors:
+    with safe_open(learnt / "export/adapter_model.safetensors", framework="pt") as tensors:
         shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118 - the file is no mapping
     assert sum(rows * columns for rows, columns in shapes) == adapter_numbers(trained.toml.parent / "base")
-    merged = llamarl_here("export", learnt, tmp_path / "merged", "--merge")
+    base = trained.toml.parent / "base/tokenizer.json"
+    assert (learnt / "export/tokenizer.json").read_bytes() == base.read_bytes()
+    merged = llamarl_here("export", learnt, "--merge")
     assert merged.returncode == 0, merged.stderr
     output = tmp_path / "responses.jsonl"
-    done = llamarl_here("eval", tmp_path / "merged", "--config", trained.toml, "--output", output)
+    done = llamarl_here("eval", learnt / "merged", "--config", trained.toml, "--output", output)
     assert done.returncode == 0, done.stderr
     accuracy = sum(row["right"] for row in rows(output)) / len(rows(output))
     assert accuracy == json.loads((learnt / "summary.json").read_text())["accuracy_after"]

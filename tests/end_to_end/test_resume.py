@@ -41,6 +41,12 @@ def test_from_a_periodic_checkpoint(tmp_path: Path, toml: Path, kind: str) -> No
     files = [path.relative_to(cut) for path in cut.rglob("*.safetensors")]
     assert len(files) >= 3
     assert all((whole / file).read_bytes() == (cut / file).read_bytes() for file in files)
+    first, second = (json.loads((folder / "tiny/summary.json").read_text()) for folder in (whole, cut))
+    assert (second["step_before"], second["accuracy_before"]) == (0, first["accuracy_before"]), (
+        "of the run, not the life"
+    )
+    assert second["first_step"] == 3 and " over steps 3 to 6, " in second["verdict"]
+    assert "finished steps 3 to 6 in" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.config import load_config
 from llamarl.observability.page import findings
 from tests.architecture.repository import PACKAGE, ROOT, python_files, tree
 from tests.end_to_end.tiny import LLAMARL, environment, llamarl, make_model
@@ -29,18 +30,21 @@ def blocks(page: str, language: str) -> list[str]:
 
 def test_your_task_runs_as_it_stands(tmp_path: Path) -> None:
     """Data, reward and settings from the page, then the commands that it shows."""
-    (data,), (reward,), (settings,), (commands,) = (
+    (data, held_out), (reward,), (settings,), (commands,) = (
         blocks("your_task.md", language) for language in ("json", "python", "toml", "bash")
     )
     make_model(tmp_path / "model")
-    for name, text in (("train.jsonl", data), ("my_reward.py", reward), ("mine.toml", settings)):
+    files = {"train.jsonl": data, "test.jsonl": held_out, "my_reward.py": reward, "mine.toml": settings}
+    for name, text in files.items():
         (tmp_path / name).write_text(text)
+    assert load_config(tmp_path / "mine.toml").trainer.learning_rate > 1e-6, "in so few steps that moves nothing"
     for command in commands.splitlines():
         words = command.removeprefix("llamarl ").split()
         if words[0] == "train":  # processes of their own take ten times as long, and are tested elsewhere
             words += ["--cluster.kind", "inline", "--screen.kind", "lines", "--watch"]
         done = llamarl(*words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
+        assert "prompts are in data.train too" not in done.stderr
         if words[0] == "train" and "--dry-run" not in words:
             assert "llamarl train: watch at http://127.0.0.1:" in done.stderr
     page = (tmp_path / "runs" / "mine" / "report.html").read_text(encoding="utf-8")

@@ -13,13 +13,11 @@ import pytest
 from llamarl.config import ConfigError
 from llamarl.config.schema import RolloutConfig
 from llamarl.data.tokenizer import Tokenizer
+from llamarl.executors.gateway import GatewayExecutor
+from llamarl.gateway import workers
 from llamarl.gateway._worker import find_agent
 from llamarl.gateway.news import AgentCall, AgentEnd, AgentTask
 from llamarl.types import OBSERVED, FinishReason, Outcome, Prompt, Rollout, SamplingParams, continued
-
-pytest.importorskip("starlette", reason="the extra `serve` is not installed")
-from llamarl.executors.gateway import GatewayExecutor
-from llamarl.gateway import workers
 
 AGENT = {"name": "tests.executors.agents:run", "episode_s": 3.0, "workers": 2}
 

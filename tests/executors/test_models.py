@@ -275,7 +275,6 @@ def test_a_run_with_all_of_them(
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 def test_an_agent_with_a_reference_and_a_reward_model(make_config: MakeConfig, classifier: Path, kl_in: str) -> None:
-    pytest.importorskip("starlette", reason="the extra `serve` is not installed")
     agent = {"name": "tests.executors.agents:run", "episode_s": 60.0}
     config = make_config(
         steps=2, rollout={"agent": agent, "max_new_tokens": 40}, reference={"kl_in": kl_in, "kl_estimator": "k3"},

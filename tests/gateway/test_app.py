@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from llamarl.data.tokenizer import Tokenizer
+from llamarl.gateway import app as module
+from llamarl.gateway.app import build_app, listening, serving
 from llamarl.gateway.endpoint import Endpoint
 from llamarl.gateway.protocol import Refused
 from llamarl.gateway.session import Session
@@ -21,12 +24,6 @@ from llamarl.types import OBSERVED, Rollout
 from tests.data.test_chat import TEMPLATES
 from tests.gateway.asgi import ask
 from tests.gateway.conftest import tool_schema
-
-pytest.importorskip("starlette", reason="the extra `serve` is not installed")
-from starlette.testclient import TestClient
-
-from llamarl.gateway import app as module
-from llamarl.gateway.app import build_app, listening, serving
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 

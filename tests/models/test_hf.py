@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from llamarl.config import ConfigError
 from llamarl.models import hf
 from llamarl.models.attention import causal_attend
-from llamarl.models.hf import load_model, load_shape, new_model, open_model, save_model
+from llamarl.models.hf import load_model, load_shape, new_model, open_model, replaced_folder, save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.sharding.box import Box
@@ -250,3 +250,15 @@ def test_a_disk_without_room_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match=r"No space left on device.*; name a folder on a disk with room"):
         hf.save_tensors({}, small(), tmp_path / "model", None)
     assert not list(tmp_path.iterdir())
+
+
+def test_two_commands_do_not_write_one_folder(tmp_path: Path) -> None:
+    with replaced_folder(tmp_path / "export", ()) as new:
+        (new / "config.json").write_text("first")
+        said = r"another command writes .*export; wait for its end"
+        with pytest.raises(ConfigError, match=said), replaced_folder(tmp_path / "export", ()):
+            pytest.fail("it was let in")
+        with replaced_folder(tmp_path / "merged", ()):
+            pass
+    assert (tmp_path / "export/config.json").read_text() == "first"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "merged"], "no lock is left"

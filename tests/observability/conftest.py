@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from llamarl.observability.accounting import Verdict
 from llamarl.observability.metrics import EvalMetrics, StepMetrics, UpdateMetrics
 from llamarl.observability.view import CompletionView, ExecutorView, RunInfo, RunView
 
@@ -43,12 +42,13 @@ def step_metrics(step: int = 43, **changes: Any) -> StepMetrics:
         "truncated_share": 0.02,
         "staleness_mean": 0.82,
         "staleness_max": 1,
-        "staleness_limit": 1,
+        "staleness_limit": 2,
         "waiting_rollouts": 32,
         "running_rollouts": 96,
         "ready_groups": 9,
         "busy_share": {"generator": 0.97, "trainer": 0.58},
         "sync_s": 0.0043,
+        "verdict": "generator-bound over steps 34 to 43, 11s: the trainer waits for rollouts 42% of the time",
     }
     updated = {name: changes.pop(name) for name in UpdateMetrics.__slots__ if name in changes}
     return StepMetrics(**(values | {"update": replace(UPDATE, **updated)} | changes))
@@ -88,7 +88,6 @@ def run_view(step: int = 43, **changes: Any) -> RunView:
         "metrics": step_metrics(step),
         "rewards": tuple(0.01 * value for value in range(step)),
         "evals": (eval_metrics(0, 0.18), eval_metrics(20, 0.3), eval_metrics(40, 0.42)),
-        "verdict": Verdict(bound="generator-bound", reason="the trainer waits for rollouts 42% of the time"),
         "completions": (CompletionView(prompt="How many?", response="1+1=2\n#### 2", reward=1.0, advantage=0.38),),
     }
     return RunView(**(values | changes))
@@ -122,4 +121,5 @@ def info(tmp_path: Path) -> RunInfo:
         folder=tmp_path,
         steps=100,
         groups_per_step=16,
+        max_staleness=1,
     )

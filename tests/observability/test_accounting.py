@@ -50,7 +50,7 @@ def test_accounts_equal_brute_force(first, second, trainer):
 def test_an_empty_window_has_no_shares():
     accounts = account({"trainer": [Span("train", 0, 1)]}, 5.0, 5.0)
     assert (accounts.window_s, accounts.busy_share, accounts.unaccounted_share) == (0.0, {"trainer": 0.0}, 0.0)
-    assert verdict(accounts).bound == "unknown"
+    assert str(verdict(accounts, 1, 0)) == "unknown over no step, 0ms: no executor has worked yet"
 
 
 def accounts_of(*, overlap: float = 0.5, unaccounted: float = 0.01, **role_share: float) -> Accounts:
@@ -78,16 +78,16 @@ def accounts_of(*, overlap: float = 0.5, unaccounted: float = 0.01, **role_share
     ],
 )
 def test_verdicts(accounts, bound, words):
-    answer = verdict(accounts)
+    answer = verdict(accounts, 11, 20)
     assert answer.bound == bound
     assert words in answer.reason
-    assert str(answer).startswith(f"{bound}: ")
+    assert str(answer).startswith(f"{bound} over steps 11 to 20, 1m 00s: ")
 
 
 @given(st.floats(-0.02, 0.02), st.floats(-0.02, 0.02))
 def test_verdict_withstands_noise(first, second):
     noisy = accounts_of(generator=0.95 + first, reward=0.05, trainer=0.6 + second)
-    assert verdict(noisy).bound == "generator-bound"
+    assert verdict(noisy, 1, 9).bound == "generator-bound"
 
 
 def test_roles():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.observability.formats import chart, duration, number, percent, plain, remaining_s, resample, sparkline
+from llamarl.observability.formats import chart, duration, number, percent, plain, remaining_s, resample
 
 NAN = math.nan
 
@@ -72,12 +72,12 @@ def test_plain_is_one_printable_line(text):
     assert "\n" not in plain(text)
 
 
-def test_sparkline():
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([1, NAN, 2], 8) == "▁ █"
-    assert sparkline([3, 3], 8) == "▁▁"
-    assert sparkline([NAN], 8) == " "
-    assert sparkline([], 8) == ""
+def test_a_chart_of_one_line():
+    assert chart([0, 1, 2, 3, 4, 5, 6, 7], 8, 1)[0] == "▁▂▃▄▅▆▇█"
+    assert chart([1, NAN, 2], 8, 1)[0] == "▁ █"
+    assert chart([3, 3], 8, 1)[0] == "▁▁"
+    assert chart([NAN], 8, 1)[0] == " "
+    assert chart([], 8, 1)[0] == ""
 
 
 values = st.lists(st.floats(-1e6, 1e6) | st.just(NAN), max_size=50)

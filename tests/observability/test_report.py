@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from llamarl.observability.accounting import Verdict
 from llamarl.observability.files import write_atomically
+from llamarl.observability.metrics import share_error
 from llamarl.observability.report import RunFile, RunSummary, render_summary, write_summary
 from llamarl.observability.view import CompletionView
 
@@ -26,9 +28,10 @@ def make_summary(make_eval):
             "overlap_share": 0.55,
             "busy_share": {"generator-0": 0.97, "trainer": 0.58},
             "staleness_max": 1,
-            "staleness_limit": 1,
+            "staleness_limit": 2,
+            "max_staleness": 1,
             "invalid_share": 0.0,
-            "verdict": Verdict(bound="generator-bound", reason="the trainer waits"),
+            "verdict": Verdict(bound="generator-bound", reason="the trainer waits", window="steps 1 to 100, 1m 52s"),
             "before": make_eval(0, 0.184, k=4),
             "after": make_eval(100, 0.781, k=4),
             "completions": (CompletionView(prompt="a" * 500, response="b\x1b[2J" * 200, reward=1.0, advantage=0.5),),
@@ -44,8 +47,13 @@ def test_report_says_all(make_summary):
     text = render_summary(make_summary())
     for words in (
         *("finished 100 steps in 1m 52s, after 1m 23s", "18.4%       78.1%    +59.7 points (standard error 3.5)"),
-        *("pass@4", "generator-bound: the trainer waits", "generator-0 3%, trainer 42%", "nobody works 1.2%"),
-        *("at most 1 of 1", "warning: 3 rows lost", "runs/metrics.jsonl  one line per step", "advantage +0.50"),
+        *(
+            "pass@4",
+            "generator-bound over steps 1 to 100, 1m 52s: the trainer waits",
+            "generator-0 3%, trainer 42%",
+            "nobody works 1.2%",
+        ),
+        *("at most 1 of 2 (S 1)", "warning: 3 rows lost", "runs/metrics.jsonl  one line per step", "advantage +0.50"),
     ):
         assert words in text, words
     assert "\x1b" not in text
@@ -62,6 +70,28 @@ def test_without_evaluation_there_is_no_table(make_summary):
     assert "held-out" not in render_summary(make_summary(before=None, after=None))
 
 
+def test_an_evaluation_without_verdicts(make_summary, make_eval):
+    nobody = replace(make_eval(100, math.nan, k=4), num_invalid=1024, invalid_reason="grader\nmissing")
+    text = render_summary(make_summary(after=nobody))
+    assert "accuracy                   18.4%         nan\n" in text, "no change is told"
+    assert "invalid                        0       1,024    grader ↵ missing" in text
+
+
+def test_a_run_that_went_on_tells_the_steps_it_took_the_time_for(make_summary):
+    assert "finished steps 91 to 100 in 1m 52s" in render_summary(make_summary(first_step=91))
+    assert "finished no new step in" in render_summary(make_summary(first_step=101))
+
+
+@pytest.mark.parametrize(
+    ("share", "num", "low", "high"), [(0.0, 200, 0.0, 0.005), (1.0, 200, 0.995, 1.0), (0.5, 100, 0.45, 0.55)]
+)
+def test_errors_of_shares_are_wilsons(share, num, low, high):
+    """Its interval at one standard error, written out: center (p + 1 / 2n) / (1 + 1 / n)."""
+    center, half = (share + 0.5 / num) / (1 + 1 / num), share_error(share, num)
+    assert (center - half, center + half) == (pytest.approx(low, abs=3e-4), pytest.approx(high, abs=3e-4))
+    assert half > 0
+
+
 def test_json_is_flat_and_strict(make_summary, tmp_path):
     path = tmp_path / "summary.json"
     write_summary(path, make_summary(samples_per_s=math.nan, extra={"peak_bytes": 1e9}))
@@ -71,10 +101,6 @@ def test_json_is_flat_and_strict(make_summary, tmp_path):
     assert row["bound"] == "generator-bound"
     assert not any(isinstance(value, dict | list) for value in row.values())
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
-
-
-def test_accuracies(make_summary):
-    assert (make_summary().accuracy_before, make_summary(after=None).accuracy_after) == (0.184, None)
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):

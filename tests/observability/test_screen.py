@@ -49,9 +49,15 @@ def test_shows_the_key_numbers(width, height, info, make_view, now_s):
     for words in (
         *("running-total", "43/100", "8/16 groups", "1m 42s", "eta 1m 53s"),  # 56.5 steps of 2 s
         *("generator-0", "decoding 96", "97%", "waits for rollouts", "58%", "seen 0.5s ago"),
-        *("3,240 tok/s", "running 96", "waiting 32", "mean 0.820", "max 1 of 1", "mean 0.624", "solved 63%"),
+        *("3,240 tok/s", "running 96", "waiting 32", "mean 0.820", "max 1 of 2 (S 1)", "mean 0.624", "solved 63%"),
         *("mean 31.4", "max 3.91", "capped 0.1%", "grad norm 0.834", "step 0 18.0%", "step 40 42.0%"),
-        *("generator-bound: the trainer waits", "adv +0.38", "How many?", "1+1=2 ↵ #### 2", "█"),
+        *(
+            "generator-bound over steps 34 to 43, 11s: the trainer waits",
+            "adv +0.38",
+            "How many?",
+            "1+1=2 ↵ #### 2",
+            "█",
+        ),
     ):
         assert words in screen, words
 
@@ -187,8 +193,9 @@ def test_lines_one_per_step(info, make_view, make_metrics, make_eval):
         screen.warn("the disk is nearly full")
     lines = out.getvalue().splitlines()
     assert lines[:3] == ["starting executors", "evaluating 0/2", "evaluating 2/2"]
-    assert lines[3].startswith("held-out at step 0: accuracy 18.4%  pass@4 48.4%")
+    assert lines[3].startswith("held-out at step 0: accuracy 18.4% ± 2.4%  pass@4 48.4%")
     assert [line[:12] for line in lines[4:]] == ["step   1/100", "step   2/100"]
+    assert "max 1/2 (S 1)" in lines[4]
     assert "reward 0.624  solved 63%" in lines[4]
     assert "eta 3m 18s" in lines[4]
     assert err.getvalue() == "warning: the disk is nearly full\n"
@@ -227,7 +234,7 @@ from pathlib import Path
 from llamarl.config.schema import ScreenConfig
 from llamarl.observability.screen import open_screen
 from llamarl.observability.view import RunInfo
-info = RunInfo(name="demo", model="m", folder=Path(sys.argv[1]), steps=3, groups_per_step=1)
+info = RunInfo(name="demo", model="m", folder=Path(sys.argv[1]), steps=3, groups_per_step=1, max_staleness=1)
 with open_screen(ScreenConfig(), info) as screen:
     screen.phase("starting executors", 1, 2)
     subprocess.run(["echo", "from a child"], check=True)

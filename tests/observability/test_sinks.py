@@ -237,3 +237,8 @@ class TestPieces:
         assert {file.suffix for file in tmp_path.iterdir()} == {".gz", ".jsonl"} and len(pieces(path)) > 3
         assert [file.name for file in tmp_path.glob("*.jsonl")] == ["metrics.jsonl"]
         assert steps_of(path) == list(range(1, 32))
+
+
+def test_what_no_token_has_measured_is_null(make_metrics):
+    row = make_metrics(importance_ratio_mean=None, kl_to_behavior=None).to_json()
+    assert (row["importance_ratio_mean"], row["kl_to_behavior"], row["loss"]) == (None, None, -0.0123)

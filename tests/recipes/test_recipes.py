@@ -66,6 +66,7 @@ def test_one_of_the_user_s_own(toml: Path) -> None:
     ("overrides", "message"),
     [
         (["--recipe", "grpoo"], "`recipe = 'grpoo'` is unknown; did you mean `grpo`?"),
+        (["--recipe", "dpo"], "`recipe = 'dpo'` is unknown; there is no DPO here, which learns from pairs of answers"),
         (["--recipe", "tests.nowhere:eager"], "`recipe = 'tests.nowhere:eager'` cannot be imported"),
         (
             ["--recipe", "dapo", "--rollout.group_size", "1"],

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from llamarl.config import ConfigError, RunConfig
+from llamarl.observability.metrics import EvalMetrics
 from llamarl.run.folder import FolderLost, RunFolder, prepare_run_folder
 
 STEP = '{"kind": "step", "step": 1}\n'
@@ -167,3 +171,21 @@ def test_folders_of_other_names_among_the_checkpoints_are_ignored(config: RunCon
     for name in ("step-old", "step-1e9", "steps"):
         (folder.checkpoints / name).mkdir()
     assert folder.way_on() == "--resume goes on from step 8"
+
+
+def test_the_first_evaluation_on_record(config: RunConfig) -> None:
+    """Of whichever life, in whichever piece; one of other fields, or a damaged one, is none."""
+    with prepare_run_folder(config, resume=False, overwrite=False) as folder:
+        assert folder.first_eval() is None
+        entry = EvalMetrics(
+            step=0, policy_version_min=0, policy_version_max=0, accuracy=math.nan, pass_at_k=0.5, k=2,
+            mean_response_tokens=3.0, num_prompts=4, wall_s=1.0, num_invalid=8, invalid_reason="why",
+        )  # fmt: skip
+        rows = [json.dumps(one.to_json()) + "\n" for one in (entry, replace(entry, step=9, accuracy=0.5))]
+        folder.metrics.with_name("metrics-00001.jsonl").write_text(STEP + rows[0])
+        folder.metrics.write_text(rows[1])
+        found = folder.first_eval()
+        assert found is not None and math.isnan(found.accuracy)
+        assert replace(found, accuracy=0.5) == replace(entry, accuracy=0.5)
+        folder.metrics.with_name("metrics-00001.jsonl").write_text('{"kind": "eval", "step": 0}\n')
+        assert folder.first_eval() is None

@@ -88,6 +88,23 @@ def test_evaluation_on_the_training_data_is_said(tmp_path: Path, first: int, is_
     assert is_said == any("data.eval: all of its prompts are in data.train too" in one for one in prepared.warnings)
 
 
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        ({"temperature": 0.5}, None),
+        ({"top_p": 0.9}, "rollout.top_p = 0.9: rollouts come from a cut distribution"),
+        ({"top_k": 20, "min_p": 0.1}, "rollout.top_k = 20, rollout.min_p = 0.1: rollouts come from a cut distribution"),
+    ],
+)
+def test_sampling_that_the_trainer_does_not_know_of_is_said(
+    tmp_path: Path, rollout: dict[str, float], said: str | None
+) -> None:
+    problems, model = {"train": {"name": "running_total", "count": 9}}, make_model(tmp_path / "model")
+    settings = {"model": {"path": str(model)}, "data": problems, "rollout": rollout}
+    cut = [one for one in prepare(RunConfig.model_validate(settings)).warnings if "cut distribution" in one]
+    assert [one.startswith(said or "-") for one in cut] == [True] * (said is not None)
+
+
 def test_a_run_that_no_memory_of_this_host_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, by an estimate from below, part by part; what is on GPUs is none of this."""
     large = replace(shape(), hidden_size=4096, num_layers=32, intermediate_size=14336, vocab_size=128256)

@@ -128,8 +128,9 @@ class TestReport:
         assert_same_bits({name: after[name] for name in before}, before)
         assert (result.policy_version, result.skipped) == (1, False)
         assert (result.update.loss, result.update.grad_norm, result.metrics["num_computed_tokens"]) == (0, 0, 0)
-        assert (result.update.importance_ratio_mean, result.update.importance_ratio_max) == (1, 1)
-        assert result.update.importance_ratio_mean == 1
+        update = result.update
+        ratios = (update.importance_ratio_mean, update.importance_ratio_max, update.capped_share, update.kl_to_behavior)
+        assert ratios == (None,) * 4, "nobody has measured them, so they are not 1 and 0"
         assert all((advantages_G == 0).all() for advantages_G in result.advantages.values())
 
     def test_momentum_goes_on_without_gradient(self, make_trainer, make_groups) -> None:

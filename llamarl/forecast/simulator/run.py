@@ -189,7 +189,7 @@ class _Run:
             end=self._end,
             steps=tuple(steps),
             accounts=accounts,
-            verdict=verdict(accounts),
+            verdict=verdict(accounts, 1, len(steps)),
             staleness=dict(sorted(self._staleness.counts.items())),
             staleness_bound=self._bound,
             group_ids=tuple(self._staleness.group_ids),

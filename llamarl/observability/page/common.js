@@ -58,6 +58,13 @@ function seconds(value) {
 
 function theme(name) { return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim(); }
 
+// As a line of that color and those dashes is drawn.
+function stroke(color, dash) {
+  let at = 0;
+  const parts = dash.map((size, index) => `${index % 2 ? "transparent" : color} ${at}px ${at += size}px`);
+  return parts.length ? `repeating-linear-gradient(90deg, ${parts.join(", ")})` : color;
+}
+
 const entry = (color, ...texts) => make("span", { class: "entry" }, make("span", { class: "swatch", background: color }), ...texts);
 
 function table(head, rows) {

@@ -23,6 +23,10 @@ const CHARTS = [
   ["memory", "Memory, bytes", ["extra.rss_bytes.*", "extra.peak_memory_bytes"]],
 ];
 const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]], plots = new Map();
+const EXACT = /_(max|limit|rollouts|groups|segments)$|calls$/;
+
+// Maxima, limits and counts: a mean of them would be none.
+const isExact = (name, ys) => EXACT.test(name) || ys.every((y) => y == null || Number.isInteger(y));
 
 function along(run, mode) {
   const series = run.series;
@@ -54,22 +58,22 @@ function curvesOf(patterns, mode, weight) {
     if (!run.series) return;
     const xs = along(run, mode), wanted = namesOf(run, runs.length > 1 ? patterns.filter((_, index) => !index || patterns[index] === "held_out") : patterns);
     wanted.forEach((name, index) => {
-      const color = RUN_COLORS[(runs.length > 1 ? which : index) % RUN_COLORS.length];
+      const own = runs.length > 1 ? which : index, color = RUN_COLORS[own % RUN_COLORS.length], dash = DASHES[(runs.length > 1 ? which + index : index) % DASHES.length];
       const label = (runs.length > 1 ? run.name + " " : "") + name.replace("extra.", "");
       if (name === "held_out") {
         const at = (step) => mode === "step" ? step : xs[run.series.step.findLastIndex((one) => one <= step)] ?? 0;
         tables.push([run.evals.map((one) => at(one.step)), run.evals.map((one) => one.accuracy)]);
-        about.push({ label, color, errors: run.evals.map((one) => one.error) });
+        about.push({ label, color, dash, errors: run.evals.map((one) => one.error) });
         return;
       }
       const pairs = xs.map((x, place) => [x, run.series[name][place]]).filter(([x]) => x != null);
-      const ys = pairs.map(([, y]) => y), isSmooth = weight > 0 && !name.endsWith("limit");
+      const ys = pairs.map(([, y]) => y), isSmooth = weight > 0 && !isExact(name, ys);
       if (isSmooth) {
         tables.push([pairs.map(([x]) => x), ys]);
         about.push({ label: "", color: color + "50", dash: [] });
       }
       tables.push([pairs.map(([x]) => x), isSmooth ? smoothed(ys, weight) : ys]);
-      about.push({ label, color, dash: runs.length > 1 ? DASHES[index % 4] : [] });
+      about.push({ label, color, dash, isSmooth });
     });
   });
   return [tables, about];
@@ -107,7 +111,7 @@ function drawChart(id, title, patterns) {
   }
   const data = uPlot.join(tables), shape = JSON.stringify(about.map((one) => [one.label, one.color]));
   const key = box.querySelector(".key"), old = plots.get(id);
-  key.replaceChildren(...about.filter((one) => one.label).map((one) => entry(one.color, one.label, make("span", { class: "value" }))));
+  key.replaceChildren(...about.filter((one) => one.label).map((one) => entry(stroke(one.color, one.dash), one.label, make("span", { class: "value" }))));
   if (old && old.shape === shape) {
     old.about = about;
     old.setData(data);
@@ -131,10 +135,22 @@ function drawChart(id, title, patterns) {
 
 function showValues(plot, key, about) {
   const index = plot.cursor.idx, values = key.querySelectorAll(".value");
-  about.map((one, place) => [one, plot.data[place + 1]]).filter(([one]) => one.label)
-    .forEach(([, ys], place) => { values[place].textContent = index == null || ys[index] == null ? "" : " " + number(ys[index]); });
-  if (index != null) byId("cursor").textContent = `${byId("along").selectedOptions[0].text}: ${number(plot.data[0][index])}`;
+  // Measured is what a smooth curve has before it.
+  about.map((one, place) => [one, plot.data[place + 1], plot.data[place]]).filter(([one]) => one.label).forEach(([one, ys, measured], place) => {
+    const text = index == null || ys[index] == null ? "" : " " + number((one.isSmooth ? measured : ys)[index]);
+    values[place].textContent = text && one.isSmooth ? `${text} (smoothed ${number(ys[index])})` : text;
+  });
+  const every = Math.max(...runs.map((run) => run.every || 1)), means = every > 1 ? `, means of ${every} steps, of maxima the largest` : "";
+  if (index != null) byId("cursor").textContent = `${byId("along").selectedOptions[0].text}: ${number(plot.data[0][index])}${means}`;
 }
+
+byId("charts").addEventListener("keydown", (event) => {
+  const [first] = plots.values(), by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+  if (!first || !by) return;
+  event.preventDefault();
+  const xs = first.data[0], at = Math.min(Math.max((first.cursor.idx ?? xs.length) + by, 0), xs.length - 1);
+  plots.forEach((plot) => plot.setCursor({ left: plot.valToPos(xs[at], "x"), top: 0 }, true, false));
+});
 
 function drawCurves() {
   CHARTS.forEach((chart) => drawChart(...chart));

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
@@ -118,7 +119,13 @@ def document(runs: Sequence[dict[str, Any]], live: str = "") -> str:
     return re.sub("@(POLICY|STYLES|DATA|SCRIPTS)@", lambda found: parts[found[1]], body)
 
 
+def strict_json(content: Any) -> str:
+    """What is not finite, which JSON has no word for, is null."""
+    with suppress(ValueError):
+        return json.dumps(content, allow_nan=False, separators=(",", ":"))
+    return json.dumps(json.loads(json.dumps(content), parse_constant=lambda _: None), separators=(",", ":"))
+
+
 def embedded(content: Any) -> str:
     """JSON that can stand in a script element: no letter in it can end that, or begin markup."""
-    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return strict_json(content).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

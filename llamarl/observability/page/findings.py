@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
-from llamarl.observability.accounting import account, verdict
 from llamarl.observability.formats import number, percent
+from llamarl.observability.metrics import share_error, unjudged
 from llamarl.observability.page.run_data import RunData
 
 PART = 0.2
@@ -77,9 +77,9 @@ def highest(values: Sequence[float]) -> Window | None:
     """A twentieth of the steps, and two at least. None: there are fewer."""
     known = [(value, place) for place, value in enumerate(values) if math.isfinite(value)]
     size = max(2, len(known) // 20)
-    windows = (known[start : start + size] for start in range(len(known) - size + 1))
-    found = (Window(sum(value for value, _ in window) / size, window[-1][1], size) for window in windows)
-    return max(found, default=None)
+    sums = [0.0, *accumulate(value for value, _ in known)]
+    found = (((sums[end] - sums[end - size]) / size, known[end - 1][1], size) for end in range(size, len(sums)))
+    return max((Window(*one) for one in found), default=None)
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
@@ -89,9 +89,9 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
 
 
 def accuracy_error(entry: dict[str, Any]) -> float:
-    """Standard error of a held-out accuracy, as if each prompt were right or wrong: sqrt(p (1 - p) / n)."""
-    share = float(entry["accuracy"])
-    return math.sqrt(max(share * (1 - share), 0.0) / max(float(entry["num_prompts"]), 1.0))
+    """Of a held-out accuracy, by the row of its evaluation."""
+    num_judged = entry["num_prompts"] - float(entry.get("num_invalid") or 0) / max(float(entry.get("k") or 1), 1.0)
+    return share_error(float(entry["accuracy"]), num_judged)
 
 
 def findings(data: RunData) -> list[dict[str, str]]:
@@ -179,7 +179,7 @@ def _reward(data: RunData) -> Change | None:
 def _learnt(data: RunData) -> Iterator[Claim]:
     accuracy, reward = _accuracy(data.evals), _reward(data)
     doubt = _doubt(data, accuracy) if reward and reward.level == "good" else None
-    claims = list[Claim]()
+    claims = list(_unheld(data))
     if accuracy:
         change = f"{100 * accuracy.ends.change:+.1f} ± {100 * accuracy.ends.error:.1f} points"
         text = f"held-out accuracy {accuracy.text(lambda share: percent(share, 1), change)}"
@@ -202,6 +202,21 @@ def _learnt(data: RunData) -> Iterator[Claim]:
         yield Claim(text=shrank, chart="length")
 
 
+def _is_learnt_from(data: RunData) -> bool:
+    """The held-out problems, as the run has warned."""
+    return any(kind == "warning" and text.startswith("data.eval: all of its prompts") for kind, _, text in data.texts)
+
+
+def _unheld(data: RunData) -> Iterator[Claim]:
+    """What is wrong with the evaluations themselves."""
+    if _is_learnt_from(data):
+        text = "data.eval is data.train: held-out accuracy is that of prompts which were learnt from"
+        yield Claim(text=text, chart="settings", level="bad")
+    num, all_of_them, reason = data.unjudged
+    if num > INVALID_SHARE * all_of_them:
+        yield Claim(text=f"held-out: {unjudged(num, all_of_them, reason)}", chart="solve", level="bad")
+
+
 def _doubt(data: RunData, accuracy: Change | None) -> str | None:
     """What speaks against a reward that rises: right answers, which its first part judges, are fewer than before,
     held-out ones where there are some; or they are more in training alone."""
@@ -211,7 +226,7 @@ def _doubt(data: RunData, accuracy: Change | None) -> str | None:
         return "fewer answers are right: it may be hacked" if fell else None
     if accuracy.level == "bad":
         return "held-out accuracy fell: it may be hacked"
-    if accuracy.level == "note" and solved and solved.change > ERRORS * solved.error:
+    if not _is_learnt_from(data) and accuracy.level == "note" and solved and solved.change > ERRORS * solved.error:
         gap, error = solved.last - accuracy.ends.last, math.hypot(solved.error, accuracy.ends.error)
         return "held-out accuracy does not follow: it may be learnt by heart" if gap > ERRORS * error else None
     return None
@@ -222,17 +237,13 @@ def _is_cut(truncated: Ends) -> bool:
 
 
 def _speed(data: RunData) -> Iterator[Claim]:
-    spans = {name: list(table) for name, table in data.spans.items()}
-    work = [span for of_one in spans.values() for span in of_one if span.name == "train"]
-    if work:  # from the first step on: what comes before is starting up
-        start_s, end_s = min(span.start_s for span in work), max(span.end_s for span in work)
-        found = account(spans, start_s, end_s)
-        idle = [name for name, share in found.busy_share.items() if share < IDLE_SHARE and name.startswith("generator")]
-        yield Claim(text=str(verdict(found)), chart="timeline")
-        if idle:
-            yield Claim(text=f"{', '.join(idle[:4])} idle more than half of the time", chart="timeline", level="bad")
-    elif bound := data.summary.get("verdict"):
-        yield Claim(text=str(bound), chart="busy")
+    """As the run itself says: of all its steps once it has ended, before that of the last ones."""
+    last = data.summary or {name: column[-1] for name, column in data.columns.items()} | {"verdict": data.verdict}
+    if last.get("verdict"):
+        yield Claim(text=str(last["verdict"]), chart="timeline")
+    shares = {name[11:]: share for name, share in last.items() if name.startswith("busy_share.generator")}
+    if idle := [name for name, share in shares.items() if isinstance(share, float) and share < IDLE_SHARE]:
+        yield Claim(text=f"{', '.join(idle[:4])} idle more than half of the time", chart="timeline", level="bad")
 
 
 def _wrong(data: RunData) -> Iterator[Claim]:

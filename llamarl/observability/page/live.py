@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llamarl.config import ConfigError
-from llamarl.observability.page.document import NUM_FLOWS, described, document, flows, spread, window
+from llamarl.observability.page.document import NUM_FLOWS, described, document, flows, spread, strict_json, window
 from llamarl.observability.page.findings import findings
 from llamarl.observability.page.rollouts import Decode, Rollouts
 from llamarl.observability.page.run_data import RunData
@@ -17,7 +16,6 @@ from llamarl.observability.page.run_data import RunData
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
-    from starlette.responses import Response
 
 LOOK_S = 0.5
 """Of reading, before a page is answered: there may be more."""
@@ -57,6 +55,8 @@ class Watched:
                 "series": data.series(after),
                 "flows": flows(data, spread([step for step in data.flows if step > after - LATE_STEPS], NUM_FLOWS)),
             }
+            if not is_more:  # as of the steps it is sent with
+                found["claims"] = findings(data)
             if rest.partition(".")[0] != str(self._num_rare):
                 found |= self._rare
             return found | ({"settings": data.settings()} if is_whole else {})
@@ -65,7 +65,7 @@ class Watched:
         start_s, data = time.monotonic(), self.data
         now, then = (data.num_changes, (data.generation, bool(data.end))), self._rare_of
         if now[0] != then[0] and (start_s >= self._rare_at_s or now[1] != then[1]):
-            self._rare = {"claims": findings(data), "work": window(data, max_spans=900)}
+            self._rare = {"work": window(data, max_spans=900)}
             self._num_rare, self._rare_of = self._num_rare + 1, now
             took_s = time.monotonic() - start_s
             self._rare_at_s = start_s + max(RARE_S, took_s / RARE_SHARE)
@@ -97,13 +97,11 @@ def _read(refresh: Callable[[], bool]) -> bool:
 
 
 def build_app(runs: Sequence[Watched], token: str) -> Starlette:
-    """Answers below `/TOKEN/` alone. Raises ConfigError: starlette is not installed."""
-    try:
-        from starlette.applications import Starlette
-        from starlette.responses import HTMLResponse, JSONResponse
-        from starlette.routing import Route
-    except ImportError as error:
-        raise ConfigError(f"a live page needs starlette and uvicorn ({error}): pip install 'llamarl[serve]'") from None
+    """Answers below `/TOKEN/` alone."""
+    from starlette.applications import Starlette
+    from starlette.responses import HTMLResponse, JSONResponse, Response
+    from starlette.routing import Route
+
     base = f"/{token}/"
     page = document([{"name": run.data.folder.name, "folder": str(run.data.folder)} for run in runs], live=base)
     headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
@@ -111,9 +109,10 @@ def build_app(runs: Sequence[Watched], token: str) -> Starlette:
     async def answer(request: Request) -> Response:
         wanted = request.query_params
         try:
-            run = runs[int(wanted["run"])]
+            run = dict(enumerate(runs))[int(wanted["run"])]
             call = {"news": run.news, "work": run.work, "flow": run.flow, "rollouts": run.rollouts}
-            return JSONResponse(call[request.path_params["what"]](wanted), headers=headers)
+            found = strict_json(call[request.path_params["what"]](wanted))
+            return Response(found, headers=headers, media_type="application/json")
         except (KeyError, ValueError, IndexError, OverflowError):
             return JSONResponse({"error": "there is no such thing here"}, 404, headers=headers)
 

@@ -2,7 +2,7 @@
 function drawSummary() {
   byId("title").textContent = document.title = "llamarl: " + runs.map((run) => run.name).join(", ");
   byId("summary").replaceChildren(...runs.map((run, index) => make("div", { class: "run" },
-    make("p", {}, make("span", { class: "swatch", background: RUN_COLORS[index % 6] }), make("b", { text: run.name }), make("span", { class: "state", text: `${run.state}, ${run.steps} steps` }), ". ",
+    make("p", {}, make("span", { class: "swatch", background: stroke(RUN_COLORS[index % 6], runs.length > 1 ? DASHES[index % DASHES.length] : []) }), make("b", { text: run.name }), make("span", { class: "state", text: `${run.state}, ${run.steps} steps` }), ". ",
       ...run.claims.flatMap((claim, place) => [make("span", { class: claim.level }, make("a", { href: "#" + claim.chart, text: short(claim.text, 400) })), place + 1 < run.claims.length ? "; " : "."])),
     make("div", { class: "quiet", text: [run.model, run.folder].filter(Boolean).join(", ") }))));
   byId("legend").replaceChildren(...Object.entries(WORK_COLORS).filter(([kind]) => kind !== "other").map(([kind, color]) => entry(color, kind.replace("_", " "))));

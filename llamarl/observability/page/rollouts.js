@@ -8,6 +8,15 @@ function inBounds(text, value) {
   return Number.isNaN(from) || Number.isNaN(to) || (from <= value && value <= to);
 }
 
+// A table of rows to choose from is one stop of the Tab key; arrows go on from there.
+function chosenRow(cells, isChosen, choose, attributes) {
+  return row(cells, { ...attributes, tabindex: isChosen ? 0 : -1, onclick: choose, onkeydown: (event) => {
+    const next = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" }[event.key];
+    if (event.key === "Enter") choose();
+    else if (next) { event.preventDefault(); event.currentTarget[next]?.focus(); }
+  } });
+}
+
 const isUnfiltered = () => [...new FormData(byId("find")).values()].every((value) => !value);
 
 let finding = 0;
@@ -27,9 +36,9 @@ async function find(event) {
     && (!wanted.outcome || one.outcome === wanted.outcome) && String(one.prompt).toLowerCase().includes(text));
   if (page.live) looked.rows.sort((one, other) => other.step - one.step || other.group_id - one.group_id || one.index - other.index);
   byId("said").textContent = `${looked.rows.length} fit${looked.rows.length > 400 ? ", the first 400 are listed" : ""}; in this page: ${found?.said || "none"}.`;
-  const rows = looked.rows.slice(0, 400).map((one, index) => row(
+  const rows = looked.rows.slice(0, 400).map((one, index) => chosenRow(
     [one.step, one.group_id, one.reward, one.advantage, one.token_ids.length, one.staleness, one.outcome, short(one.prompt, 60)],
-    { tabindex: 0, "aria-selected": "false", onclick: () => show(index), onkeydown: (key) => { if (key.key === "Enter") show(index); } }));
+    !index, () => show(index), { "aria-selected": "false" }));
   byId("list").replaceChildren(table(["step", "group", "reward", "advantage", "tokens", "staleness", "outcome", "prompt"], rows));
   if (looked.rows.length) show(0);
   else byId("one").replaceChildren();
@@ -65,7 +74,10 @@ function tokensOf(one) {
 function show(index) {
   looked.at = index;
   looked.token = -1;
-  document.querySelectorAll("#list tbody tr").forEach((line, place) => line.setAttribute("aria-selected", place === index));
+  document.querySelectorAll("#list tbody tr").forEach((line, place) => {
+    line.setAttribute("aria-selected", place === index);
+    line.tabIndex = place === index ? 0 : -1;
+  });
   drawRollout();
 }
 
@@ -85,11 +97,12 @@ function drawRollout() {
     make("div", { class: "text", id: "prompt", text: shown(one.prompt) }), body, detail,
     make("p", { text: `reward ${number(one.reward)} (${one.outcome}${one.reason ? ": " + short(one.reason, 200) : ""}), advantage ${number(one.advantage)}, ${one.token_ids.length} tokens, ` +
       `${one.turns} turn${one.turns === 1 ? "" : "s"}, staleness ${one.staleness}, ended by ${one.finish_reason}; right is ${short(one.answer ?? "not known", 80)}` }),
-    make("p", { class: "quiet", text: "Dotted and slanted: what the environment wrote. A bar on the left: a turn begins." }),
+    make("p", { class: "quiet", text: "Dotted and slanted: what the environment wrote. A bar on the left: a turn begins." +
+      (Object.keys(timed().rollouts.words).length ? "" : " Tokens are shown by their numbers, as the run's tokenizer (model.path) was not found where this page was made.") }),
     make("h3", { text: `Its group (${group.length} here)` }),
-    table(["index", "reward", "advantage", "tokens", "response"], group.map(([other, place]) => row(
+    table(["index", "reward", "advantage", "tokens", "response"], group.map(([other, place]) => chosenRow(
       [other.index, other.reward, other.advantage, other.token_ids.length, short(other.response, 90)],
-      { tabindex: 0, class: place === looked.at ? "differs" : null, onclick: () => show(place), onkeydown: (key) => { if (key.key === "Enter") show(place); } }))));
+      place === looked.at, () => show(place), { class: place === looked.at ? "differs" : null }))));
 }
 
 function point(at) {

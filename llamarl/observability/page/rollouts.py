@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.observability.page.follow import CHUNK_ROWS, Follower, Place
+from llamarl.observability.page.run_data import LARGEST
 
 Decode = Callable[[int], str]
 """Text of one token."""
@@ -94,7 +95,9 @@ def bounds(text: str) -> tuple[float, float]:
 
 def _is_rollout(row: Mapping[str, Any]) -> bool:
     numbers = (row.get("step"), row.get("reward"), row.get("staleness"), row.get("group_id"), row.get("index"))
-    return all(isinstance(value, (int, float)) for value in numbers) and isinstance(row.get("token_ids"), list)
+    return all(isinstance(value, (int, float)) and abs(value) < LARGEST for value in numbers) and isinstance(
+        row.get("token_ids"), list
+    )
 
 
 def sample(folder: Path, decode: Decode | None, max_bytes: int) -> dict[str, Any]:
@@ -179,5 +182,5 @@ def _short(value: Any) -> Any:
 
 def _words(rows: Sequence[dict[str, Any]], decode: Decode | None) -> dict[str, Any]:
     """Text of each token that occurs, by its id; none where there is no tokenizer."""
-    ids = {int(token) for row in rows for token in row["token_ids"]}
+    ids = {token for row in rows for token in row["token_ids"] if isinstance(token, int) and 0 <= token < 1 << 31}
     return {"words": {str(token): decode(token) for token in sorted(ids)} if decode else {}}

@@ -9,9 +9,10 @@ import tomllib
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, load_config
@@ -27,6 +28,8 @@ MAX_FLOWS = 2_000
 """Steps whose groups are kept; the newest."""
 MAX_TEXTS = 500
 """Warnings and phases that are kept; the newest."""
+LARGEST = 1e100
+"""What is larger, or no number, counts as not known: its square would be infinite."""
 SILENT_S = 60.0
 """A run without an end whose files have not changed for so long may be dead."""
 KINDS = (*sorted(WORK_KINDS), "start", "checkpoint")
@@ -52,6 +55,10 @@ class RunData:
         self.flows = dict[int, dict[str, Any]]()
         self.texts: deque[tuple[str, float, str]] = deque(maxlen=MAX_TEXTS)
         """Kind, time and text of warnings and phases."""
+        self.unjudged: tuple[float, float, Any] = (0.0, 0.0, None)
+        """Of the last evaluation: how many responses have no verdict, of how many, and why the first has none."""
+        self.verdict = ""
+        """Of the last step."""
         self.start: dict[str, Any] = {}
         self.end: dict[str, Any] = {}
 
@@ -63,29 +70,31 @@ class RunData:
         before = self.num_changes
         for _, row in self._metrics.rows():
             self.num_changes += 1
-            with suppress(TypeError, ValueError, KeyError):
+            with suppress(TypeError, ValueError, KeyError, OverflowError):
                 self._measured(row)
         for _, row in self._events.rows():
             self.num_changes += 1
-            with suppress(TypeError, ValueError, KeyError, AttributeError):
+            with suppress(TypeError, ValueError, KeyError, AttributeError, OverflowError):
                 self._said(row)
         return self.num_changes != before
 
     def read_all(self) -> None:
-        """Everything that is there now; of a run without events, work is in its trace."""
+        """Everything that is there now."""
         while self.refresh():
             pass
-        if not self.spans:
-            self._read_trace()
 
     def _measured(self, row: dict[str, Any]) -> None:
+        row = {name: one for name, one in row.items() if not isinstance(one, (int, float)) or abs(one) < LARGEST}
         if row["kind"] == "eval":
+            num_responses = float(row["num_prompts"]) * float(row.get("k", 1))
+            self.unjudged = float(row.get("num_invalid", 0)), num_responses, row.get("invalid_reason")
             known = {name: float(row[name]) for name in ("step", "accuracy", "num_prompts")}
             self.evals.append({name: value for name, value in row.items() if name != "kind"} | known)
             return
         count, step = len(self.columns["step"]), float(row["step"])
         if count and step <= self.columns["step"][-1]:
             return  # done again after a crash; the first row stands
+        self.verdict = str(row.get("verdict") or "")
         for name, value in row.items():
             if isinstance(value, (int, float)) or value is None:
                 column = self.columns.setdefault(name, array("d", [math.nan]) * count)
@@ -95,7 +104,7 @@ class RunData:
                 column.append(math.nan)
 
     def _said(self, row: dict[str, Any]) -> None:
-        kind, at_s = row["kind"], float(row["at_s"])
+        kind, at_s = row["kind"], _time_s(row["at_s"])
         if kind == "start":
             self.start, self.end = self.start or row, {}
             self.texts.append(("phase", at_s, "resumed" if row.get("resumed") else "started"))
@@ -108,24 +117,14 @@ class RunData:
             for name, spans in row["spans"].items():
                 if name in self.spans or len(self.spans) < MAX_EXECUTORS:
                     table = self.spans.setdefault(name, SpanTable(MAX_SPANS))
-                    table.extend(Span(str(what), float(start_s), float(end_s)) for what, start_s, end_s in spans)
+                    table.extend(Span(str(what), _time_s(start_s), _time_s(end_s)) for what, start_s, end_s in spans)
         elif kind == "flow":
-            flow: dict[str, Any] = {name: float(value) for name, value in row.items() if name.endswith("ed_s")}
-            flow["groups"] = [[int(group[0]), *map(float, group[1:])] for group in row["groups"]]
+            flow: dict[str, Any] = {name: _time_s(value) for name, value in row.items() if name.endswith("ed_s")}
+            flow["groups"] = [[int(group[0]), *map(_time_s, group[1:])] for group in row["groups"]]
             if "trained_s" in flow:
                 self.flows[int(row["step"])] = flow
             if len(self.flows) > MAX_FLOWS:
                 del self.flows[next(iter(self.flows))]
-
-    def _read_trace(self) -> None:
-        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            events = json.loads((self.folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-            names = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
-            for event in (one for one in events if one["ph"] == "X"):
-                name, start_s = names[event["pid"]], event["ts"] / 1e6
-                if name in self.spans or len(self.spans) < MAX_EXECUTORS:
-                    span = Span(event["name"], start_s, start_s + event["dur"] / 1e6)
-                    self.spans.setdefault(name, SpanTable(MAX_SPANS)).extend([span])
 
     @property
     def num_steps(self) -> int:
@@ -219,11 +218,22 @@ class RunData:
         return found
 
     def series(self, after_step: int = 0, max_points: int = 1 << 30) -> dict[str, list[float | None]]:
-        """Of each metric, the values of later steps; means of neighbors where there are too many."""
+        """Of each metric, the values of later steps; means of neighbors where there are too many, of
+        maxima their largest."""
         steps = self.columns["step"]
         begin = bisect_right(steps, after_step)
         every = max(1, math.ceil((len(steps) - begin) / max_points))
-        return {name: _thinned(column[begin:], every) for name, column in self.columns.items()}
+        return {
+            name: _thinned(column[begin:], every, max if name.endswith("_max") else fmean)
+            for name, column in self.columns.items()
+        }
+
+
+def _time_s(value: Any) -> float:
+    """Raises ValueError: it is none."""
+    if not abs(time_s := float(value)) < LARGEST:
+        raise ValueError(value)
+    return time_s
 
 
 def _milliseconds(begin_s: float, end_s: float, work_s: float, origin_s: float) -> list[float]:
@@ -245,13 +255,13 @@ def _joined(spans: Sequence[Span], gap_s: float) -> Iterator[tuple[float, float,
         yield begin, end, work
 
 
-def _thinned(values: Sequence[float], every: int) -> list[float | None]:
-    means: Iterable[float] = values
+def _thinned(values: Sequence[float], every: int, joined: Callable[[list[float]], float]) -> list[float | None]:
+    found: Iterable[float] = values
     if every > 1:
         parts = (values[start : start + every] for start in range(0, len(values), every))
         known = ([value for value in part if math.isfinite(value)] for part in parts)
-        means = (sum(one) / len(one) if one else math.nan for one in known)
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in means]
+        found = (joined(one) if one else math.nan for one in known)
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in found]
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -40,7 +40,7 @@ function drawTimeline() {
     const causes = Object.entries(work.waits[name] || {}).sort((one, other) => other[1] - one[1]), idle = causes.reduce((sum, [, time]) => sum + time, 0);
     return row([name, share(all - idle), causes.map(([cause, time]) => `${cause} ${share(time)} (${seconds(time / 1000)})`).join(", ") || "nothing"]);
   });
-  byId("waits").replaceChildren(table(["executor", "works", `waits for, ${seconds(work.from / 1000)} to ${seconds(work.to / 1000)}`], lines));
+  byId("waits").replaceChildren(table(["executor", `works, ${seconds(work.from / 1000)} to ${seconds(work.to / 1000)}`, "waits for"], lines));
 }
 
 function drawTicks(context, x, top, right) {

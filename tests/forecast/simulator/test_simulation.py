@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -66,6 +67,17 @@ def test_generator_bound_step_is_generation(simulated: Simulate) -> None:
     token_s = (0.01 + 0.001 * 72) / 72
     assert mean_step_s(found) == pytest.approx(8 * 400 * token_s + 0.25, rel=0.03)
     assert found.verdict.bound == "generator-bound"
+
+
+def test_a_step_says_who_waits_and_over_which_steps(simulated: Simulate) -> None:
+    """The same function and window as the busy shares beside it; what the screen and the page show is this text."""
+    found = simulated(run_config(steps=30, **LARGE), costs=EXACT, replicas=8)
+    last = found.steps[-1]
+    said = re.fullmatch(r"trainer-bound over steps 20 to 30, .+; the trainer is busy (\d+)%", last.verdict or "")
+    assert said
+    assert int(said[1]) == round(100 * last.busy_share["trainer"])
+    assert found.steps[2].verdict and " over steps 1 to 3, " in found.steps[2].verdict
+    assert str(found.verdict).startswith("trainer-bound over steps 1 to 30, ")
 
 
 def mean_step_s(found: Simulation) -> float:

@@ -43,7 +43,8 @@ def step_row(step: int, **changes: Any) -> dict[str, Any]:
         "response_tokens_mean": 30.0, "response_tokens_max": 60, "truncated_share": 0.0, "staleness_mean": 1.0,
         "staleness_max": 1, "staleness_limit": 2, "grad_norm": 0.1, "loss": -0.1, "kl_to_behavior": 0.001,
         "importance_ratio_mean": 1.0, "importance_ratio_max": 1.5, "capped_share": 0.0,
-        "busy_share.trainer": 0.6, "extra.entropy_mean": 0.5, "fingerprint": "ab",
+        "busy_share.trainer": 0.6, "busy_share.generator-0": 0.7, "verdict": "balanced over steps 1 to 2, 4s: equal",
+        "extra.entropy_mean": 0.5, "fingerprint": "ab",
     } | changes  # fmt: skip
 
 

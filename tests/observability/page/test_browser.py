@@ -168,6 +168,36 @@ def test_smoothing_axes_and_a_shared_cursor(visit: Any, files: dict[str, str]) -
     assert sum(bool(value.strip()) for value in values) > 10, "other charts tell their values at the cursor, too"
 
 
+def test_what_a_curve_tells_was_measured(visit: Any, files: dict[str, str]) -> None:
+    """The slider changes what is in brackets alone; maxima, limits and counts have no mean."""
+    one = visit(files["one"])
+    one.page.evaluate("""() => {
+        const { series } = runs[0];
+        series.staleness_max = series.step.map((step) => step % 2 ? 3 : 1);
+        series.staleness_mean = series.step.map((step) => step % 2 ? 0.5 : 0.9);
+        series.importance_ratio_max = series.step.map((step) => step % 2 ? 7.5 : 1.5);
+        drawCurves();
+    }""")
+    one.page.focus("#charts")
+    one.page.keyboard.press("End")
+    one.page.keyboard.press("ArrowLeft")
+    assert one.page.inner_text("#cursor") == "steps: 59"
+
+    def values(chart: str) -> list[str]:
+        return [value.strip() for value in one.page.locator(f"#{chart} .value").all_inner_texts()]
+
+    mean, highest, limit = values("staleness")
+    assert re.fullmatch(r"0\.5 \(smoothed 0\.6\d*\)", mean)
+    assert (highest, limit, values("ratio-max")) == ("3", "2", ["7.5"])
+    one.page.eval_on_selector("#smoothing", "input => { input.value = 0; input.dispatchEvent(new Event('input')); }")
+    one.page.keyboard.press("Home")
+    assert values("staleness") == ["0.5", "3", "2"]
+    assert one.page.inner_text("#cursor") == "steps: 1"
+    one.page.evaluate("runs[0].every = 9")
+    one.page.keyboard.press("ArrowRight")
+    assert one.page.inner_text("#cursor") == "steps: 2, means of 9 steps, of maxima the largest"
+
+
 def test_what_curves_are_made_of(visit: Any, files: dict[str, str]) -> None:
     """A mean that forgets, and is right from its first value on; where a run stands in samples; the ends of errors."""
     one = visit(files["one"])
@@ -275,6 +305,10 @@ def test_runs_beside_each_other(visit: Any, files: dict[str, str]) -> None:
     assert one.page.locator("#summary .run").count() == 2
     assert "differs between runs" in one.page.inner_text("#table")
     assert one.page.locator("#reward .key .swatch").count() == 2
+    dashes = [str(one.page.evaluate(f"plots.get('reward').about[{at}].dash")) for at in (1, 3)]
+    assert dashes == ["[]", "[6, 4]"], "colors alone do not tell them apart"
+    drawn = one.page.locator("#reward .key .swatch").evaluate_all("all => all.map((one) => one.style.background)")
+    assert ["gradient" in background for background in drawn] == [False, True]
     one.page.select_option("#run", "1")
     one.until("document.querySelector('#under').textContent.includes('1m 20s')")
 
@@ -297,6 +331,12 @@ def test_zoom_by_keyboard_alone(visit: Any, files: dict[str, str]) -> None:
         pytest.fail(f"{selector} cannot be reached")
 
     under = one.page.inner_text("#under")
+    one.page.keyboard.press("Tab")
+    one.page.keyboard.press("Enter")
+    one.page.keyboard.press("Tab")
+    assert one.page.evaluate("document.activeElement.closest('main') !== null"), "past the head of the page"
+    stops = "[...document.querySelectorAll('*')].filter((one) => one.tabIndex >= 0 && one.checkVisibility()).length"
+    assert one.page.evaluate(stops) < 60, "a table is one stop, however many rows it has"
     focus("#step")
     one.page.keyboard.press("Control+a")
     one.page.keyboard.type("17")
@@ -311,7 +351,8 @@ def test_zoom_by_keyboard_alone(visit: Any, files: dict[str, str]) -> None:
     one.page.keyboard.press("Home")
     one.page.keyboard.press("+")
     assert one.page.inner_text("#under") not in (under, zoomed)
-    focus("#list tr:nth-child(2)")
+    focus("#list tr:nth-child(1)")
+    one.page.keyboard.press("ArrowDown")
     one.page.keyboard.press("Enter")
     assert one.page.get_attribute("#list tbody tr:nth-child(2)", "aria-selected") == "true"
     focus("#tokens")

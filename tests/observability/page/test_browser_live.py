@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 
 from llamarl.observability.page.live import Watched, build_app
 from tests.observability.page.browser import in_a_browser
@@ -22,7 +23,6 @@ pytestmark = in_a_browser
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    uvicorn = pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
     folder = make_run(tmp_path / "live", end=None)
     app, opened = build_app([Watched(folder, str)], "secret"), socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))

@@ -11,6 +11,7 @@ import pytest
 
 from llamarl.cli import report
 from llamarl.observability.page.findings import ends, findings
+from llamarl.run import prepare
 from tests.observability.page.runs import (
     BEGAN_S,
     eval_row,
@@ -66,12 +67,32 @@ class TestClaims:
         )
 
     def test_who_is_idle(self, tmp_path: Path) -> None:
-        """Each generator that works less than half of the time from the first step on, and no other executor."""
+        """Each generator that works less than half of the time, and no other executor."""
         folder = make_run(tmp_path / "made")
         assert not any("idle" in text for text in claims(folder))
-        spans = {"generator-1": [["generate", BEGAN_S, BEGAN_S + 19]], "reward": [["score", BEGAN_S, BEGAN_S + 1]]}
-        write_rows(folder / "events.jsonl", [{"kind": "spans", "at_s": BEGAN_S + 40, "spans": spans}])
+        idle = {"busy_share.generator-1": 0.4, "busy_share.generator-10": None, "busy_share.reward": 0.1}
+        write_rows(folder / "metrics.jsonl", [step_row(21, **idle)])
         assert claims(folder)["generator-1 idle more than half of the time"] == "timeline"
+
+    def test_an_evaluation_that_nobody_could_judge(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "made", end=None)
+        bad = eval_row(20, 0.0, 200) | {"accuracy": None, "num_invalid": 200, "invalid_reason": "grader\nmissing"}
+        write_rows(folder / "metrics.jsonl", [bad])
+        assert claims(folder)["held-out: 200 of 200 invalid: grader ↵ missing"] == "solve"
+        assert not any("held-out accuracy" in text for text in claims(folder)), "one evaluation is no change"
+
+    def test_an_evaluation_on_what_was_learnt_from(self, tmp_path: Path) -> None:
+        """Then nothing can be said of what is learnt by heart. The warning is the run's own."""
+        folder = make_run(tmp_path / "made", steps=0, end=None)
+        rows = [step_row(step, reward_mean=0.02 * step, solve_rate=0.02 * step) for step in range(1, 41)]
+        write_rows(folder / "metrics.jsonl", [eval_row(0, 0.2), *rows, eval_row(40, 0.22)])
+        assert any("learnt by heart" in text for text in claims(folder))
+        said = "data.eval: all of its prompts are in data.train too, so it does not tell learning from memory"
+        assert said in Path(prepare.__file__).read_text()
+        write_rows(folder / "events.jsonl", [{"kind": "warning", "at_s": BEGAN_S, "text": said}])
+        found = claims(folder)
+        assert any(text.startswith("data.eval is data.train") for text in found)
+        assert not any("learnt by heart" in text for text in found)
 
     def test_an_evaluation_that_is_damaged_is_left_out(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "made")
@@ -79,12 +100,17 @@ class TestClaims:
         assert len(read(folder).evals) == 2
         assert any("60.0%" in text for text in claims(folder))
 
-    def test_speed_counts_from_the_first_step_on(self, tmp_path: Path) -> None:
+    def test_what_bounds_the_speed_is_what_the_run_said(self, tmp_path: Path) -> None:
+        """Of its newest step while it goes on, of all its steps once it has ended; never a third number."""
         folder = make_run(tmp_path / "made")
-        before = claims(folder)
-        spans = {"trainer": [["start", BEGAN_S - 1000, BEGAN_S - 1]]}
-        write_rows(folder / "events.jsonl", [{"kind": "spans", "at_s": BEGAN_S + 41, "spans": spans}])
-        assert claims(folder) == before
+        write_rows(folder / "metrics.jsonl", [step_row(21, verdict="trainer-bound over steps 12 to 21, 9s: why")])
+        assert claims(folder)["trainer-bound over steps 12 to 21, 9s: why"] == "timeline"
+        whole = {"verdict": "balanced over steps 1 to 21, 40s: equal", "busy_share.generator-0": 0.3}
+        (folder / "summary.json").write_text(json.dumps({"end": "finished", **whole}))
+        found = claims(folder)
+        assert found["balanced over steps 1 to 21, 40s: equal"] == "timeline"
+        assert "generator-0 idle more than half of the time" in found
+        assert not any(text.startswith("trainer-bound") for text in found)
 
     def test_every_claim_has_its_picture(self, tmp_path: Path) -> None:
         script, body = (PAGE / "curves.js").read_text(), (PAGE / "page.html").read_text()

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 from starlette.testclient import TestClient
 
 from llamarl.cli import watch
@@ -83,16 +81,37 @@ def test_what_looks_at_all_spans_is_rare_until_the_end(
 ) -> None:
     monkeypatch.setattr(live, "RARE_S", 1e6)
     first = client.get("/secret/news?run=0&change=-1").json()
-    assert first["claims"] and first["work"]["rows"]
+    assert first["work"]["rows"]
     add_step(folder, 21)
     news = client.get(f"/secret/news?run=0&change={first['change']}&after=20").json()
     assert news["series"]["step"] == [21.0]
-    assert not {"claims", "work"} & set(news), "the page has them"
-    assert client.get("/secret/news?run=0&change=-1").json()["claims"] == first["claims"], "another page has not"
+    assert "work" not in news, "the page has it"
+    assert client.get("/secret/news?run=0&change=-1").json()["work"] == first["work"], "another page has not"
     write_rows(folder / "events.jsonl", [{"kind": "end", "at_s": 1.7e9 + 50, "end": "interrupted", "reason": "Ctrl-C"}])
     last = client.get(f"/secret/news?run=0&change={news['change']}&after=21").json()
     assert last["claims"][0]["text"] == "the run was interrupted: Ctrl-C"
     assert last["work"]["to"] > first["work"]["to"]
+
+
+def test_claims_are_those_of_the_steps_they_stand_above(
+    client: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However rarely all spans are looked at."""
+    monkeypatch.setattr(live, "RARE_S", 1e6)
+    change = client.get("/secret/news?run=0&change=-1").json()["change"]
+    for step in range(21, 41):
+        add_step(folder, step, reward_mean=0.9, verdict=f"balanced over steps 11 to {step}, 9s: equal")
+    news = client.get(f"/secret/news?run=0&change={change}&after=20").json()
+    texts = [claim["text"] for claim in news["claims"]]
+    assert any(text.startswith("reward rose") and "to 0.9 " in text for text in texts), texts
+    assert "balanced over steps 11 to 40, 9s: equal" in texts
+
+
+def test_a_run_that_falls_silent_says_so(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    change = client.get("/secret/news?run=0&change=-1").json()["change"]
+    monkeypatch.setattr("llamarl.observability.page.run_data.time.time", lambda: 2e12)
+    news = client.get(f"/secret/news?run=0&change={change}&after=20").json()
+    assert "may be dead" in news["claims"][0]["text"]
 
 
 def test_a_long_run_comes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +159,8 @@ def test_windows_flows_and_rollouts(client: TestClient) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "/wrong/", "/news?run=0", "/secret/passwd?run=0", "/secret/news?run=3", "/secret/news", "/secret/work?run=0",
+    ["/", "/wrong/", "/news?run=0", "/secret/passwd?run=0", "/secret/news?run=3", "/secret/rollouts?run=-1",
+     "/secret/news", "/secret/work?run=0",
      "/secret/flow?run=0&step=x", "/secret/../config.toml"],
 )  # fmt: skip
 def test_nothing_else_is_there(client: TestClient, path: str) -> None:

@@ -8,20 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from llamarl.cli import report
 from llamarl.config import ConfigError
 from llamarl.observability.page.document import document, embedded, whole
 from llamarl.observability.page.findings import findings
+from llamarl.observability.page.live import Watched, build_app
 from llamarl.observability.page.rollouts import Rollouts, bounds, sample
-from llamarl.observability.page.run_data import KINDS, RunData
+from llamarl.observability.page.run_data import RunData
 from tests.observability.page.runs import (
     BEGAN_S,
     NASTY,
     add_step,
+    eval_row,
+    flow_row,
     make_run,
     read,
     rollout_row,
+    span_rows,
     step_row,
     write_rows,
 )
@@ -92,18 +97,6 @@ class TestStates:
         assert run["steps"] == 20
         assert any("damaged" in claim["text"] for claim in run["claims"])
 
-    def test_a_run_without_events_has_its_trace(self, tmp_path: Path) -> None:
-        folder = make_run(tmp_path / "made")
-        (folder / "events.jsonl").unlink()
-        events = [
-            {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "trainer"}},
-            {"ph": "X", "name": "train", "ts": 0.0, "dur": 5e5, "pid": 1},
-        ]
-        (folder / "trace.json").write_text(json.dumps({"traceEvents": events}))
-        assert content(page_of(folder))["runs"][0]["work"][0]["rows"] == {
-            "trainer": [[KINDS.index("train"), 0.0, 500.0]]
-        }
-
     def test_no_folder_is_the_users_mistake(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no folder"):
             RunData(tmp_path / "missing")
@@ -145,11 +138,41 @@ class TestPage:
 
     def test_ten_thousand_steps_are_averaged(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "made", steps=0)
-        write_rows(folder / "metrics.jsonl", [step_row(step) for step in range(1, 10_001)])
+        rows = [step_row(step, importance_ratio_max=11.0 if step == 3 else 2.0) for step in range(1, 10_001)]
+        write_rows(folder / "metrics.jsonl", rows)
         run = content(page_of(folder))["runs"][0]
         assert len(run["series"]["step"]) <= 1200
         assert run["every"] == 9
         assert run["series"]["step"][0] == 5
+        assert run["series"]["importance_ratio_max"][0] == 11, "a mean of maxima is none"
+
+    @pytest.mark.parametrize(
+        "value", ["NaN", "Infinity", "1e999", "1e308", "-1e155", "null", '"x"', "{}", "[1]", "9" * 400]
+    )
+    def test_any_value_of_any_column(self, tmp_path: Path, value: str) -> None:
+        """Of a step, an evaluation, a rollout and an event: by hand, by another program, by a bit that fell over."""
+        folder = make_run(tmp_path / "made")
+        kinds = {
+            "metrics.jsonl": (step_row(21), eval_row(21, 0.5) | {"mean_response_tokens": 3.0, "num_invalid": 1}),
+            "rollouts.jsonl": (rollout_row(21, 99, 0),),
+            "events.jsonl": (span_rows(21), flow_row(21), {"kind": "start", "at_s": BEGAN_S, "machine": {"cores": 2}}),
+        }
+        for name, rows in kinds.items():
+            with (folder / name).open("a") as file:
+                for row, key in ((one, key) for one in rows for key in one):
+                    file.write(json.dumps(row | {key: "HERE"}).replace('"HERE"', value) + "\n")
+        for step in range(22, 42):  # and of each metric often enough to make claims of
+            with (folder / "metrics.jsonl").open("a") as file:
+                row = step_row(step)
+                metrics = {key: "HERE" for key in row if key not in ("kind", "step")}
+                file.write(json.dumps(row | metrics).replace('"HERE"', value) + "\n")
+        page = page_of(folder)
+        assert not re.search(r"\b(NaN|Infinity)\b", page.partition('id="data">')[2].partition("</script>")[0])
+        client = TestClient(build_app([Watched(folder, None)], "secret"))
+        for path in ("news?change=-1&run=0", "rollouts?run=0", "work?run=0&from=0&to=9", "flow?run=0&step=21"):
+            answer = client.get(f"/secret/{path}")
+            assert answer.status_code == 200, path
+            json.loads(answer.text, parse_constant=pytest.fail)
 
     def test_settings_that_differ(self, tmp_path: Path) -> None:
         runs = content(page_of(make_run(tmp_path / "one"), make_run(tmp_path / "other", rate=3e-4)))["runs"]

@@ -1,0 +1,268 @@
+"""Figures in documents that name the file of a measurement are those of that file."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.architecture.repository import ROOT, documents, name_of
+
+Value = str | Callable[[Any], float]
+"""Where a number is in the file, keys joined by `/`, or how it is computed from what is there."""
+RESULTS = ROOT / "benchmarks" / "results"
+SOAK = ROOT / "benchmarks" / "soak"
+NAMED = re.compile(r"`(benchmarks/(?:results|soak)/([\w.*-]+)\.json)`")
+
+
+class Figure(NamedTuple):
+    """Words of a document with `{}` for each number."""
+
+    page: str
+    words: str
+    file: str
+    numbers: tuple[tuple[Value, str], ...]
+    """Each with its format; `%` is written as documents do, after a space."""
+
+
+def generation(model: str) -> Callable[[Any], float]:
+    """Our float32 over vLLM's, the worst of the batch sizes."""
+
+    def worst(data: Any) -> float:
+        speed = {(one["model"], one["workload"], one["engine"], one["dtype"]): one for one in data["rows"]}
+        pairs = [
+            [speed[model, size, engine, "float32"]["tokens_per_cpu_s"] for engine in ("ours", "vllm")]
+            for size in ("uniform-32", "uniform-128")
+        ]
+        return min(ours / theirs for ours, theirs in pairs)
+
+    return worst
+
+
+def errors_of_steps(data: Any) -> list[float]:
+    return [abs(one["simulator"]["error"]["step_s"]) for one in data["settings_predicted"].values()]
+
+
+def lower(data: Any) -> float:
+    """Seeds with which the asynchronous mode ends below the synchronous one."""
+    found = {(row["mode"], row["seed"]): row["accuracy_after"] for row in data["rows"]}
+    return sum(found["max_staleness_1", seed] < found["max_staleness_0", seed] for seed in (0, 1, 2))
+
+
+ASYNC, HOSTS, WIRE = "asynchrony-2026-11-21", "hosts-2026-11-22", "hosts_weights-2026-11-22"
+SYNC, PLAN, DELTA = "weight_sync-2026-11-22", "weight_sync_plan-2026-11-22", "delta-2026-11-21"
+CHECKPOINT, FAULTS, DECODE = "checkpoint-2026-11-21", "faults-2026-11-23", "generation-avx512-2026-11-22"
+MODES = tuple(f"medians/{mode}/" for mode in ("max_staleness_1", "max_staleness_0", "colocated"))
+P405 = "planning/405B, 512 to 512 ranks/"
+FIGURES = (
+    Figure(
+        "README.md", "The asynchronous run took {} s per step (median of three seeds), the synchronous one {} s and "
+        "the colocated one, with each phase on both cores, {} s", ASYNC,
+        tuple((f"{one}step_s_median", ".2f") for one in MODES),
+    ),
+    Figure(
+        "README.md", "right after 60 steps (medians) are {}, {} and {}", ASYNC,
+        tuple((f"{one}accuracy_after", ".1%") for one in MODES),
+    ),
+    Figure("README.md", "lower in {} of three seeds", ASYNC, ((lower, ".0f"),)),
+    Figure(
+        "docs/checkpoints.md", "stood still for {} of a save's time (median of seven; {} in the first", CHECKPOINT,
+        (("blocked_share", ".0%"), ("blocked_share_of_the_first", ".0%")),
+    ),
+    Figure(
+        "docs/checkpoints.md", "{} s for {} GB", CHECKPOINT,
+        (("blocked_s", ".2f"), (lambda data: data["bytes"] / 1e9, ".2f")),
+    ),
+    Figure("docs/hosts.md", "first answer (without torch) | {} s |", HOSTS, (("attach_s", ".2f"),)),
+    Figure("docs/hosts.md", "a process of the same machine | {} times |", HOSTS, (("call_ratio", ".2f"),)),
+    Figure("docs/hosts.md", "the same processes on one | {} of the samples/s |", HOSTS, (("demo_ratio", ".2f"),)),
+    Figure("docs/hosts.md", "registry and heartbeats | {} of a core |", HOSTS, (("registry_share", ".1%"),)),
+    Figure(
+        "docs/hosts.md", "alone, proved | {} ({} to {} s), {} |", WIRE,
+        (
+            ("share_of_wire", ".2f"),
+            (lambda data: min(one["bare_s"] for one in data["rounds_s"]), ".2f"),
+            (lambda data: max(one["bare_s"] for one in data["rounds_s"]), ".2f"),
+            ("share_of_wire_proved", ".2f"),
+        ),
+    ),
+    Figure(
+        "docs/hosts.md", "against one replica | {} with relays, {} without |", WIRE,
+        (("relay_ratio", ".2f"), ("direct_ratio", ".2f")),
+    ),
+    Figure(
+        "docs/paper.md", "{} ms of processor time per group at 16,384 simulated GPUs, and {} ms more of transport",
+        "simulator-2026-11-21", (("controller_ms_per_group", ".2f"), ("transport_ms_per_group", ".2f")),
+    ),
+    Figure(
+        "docs/paper.md", "{} times the colocated baseline's samples per second", ASYNC,
+        (("speedup_vs_colocated", ".2f"),),
+    ),
+    Figure(
+        "docs/paper.md", "{} times the synchronous mode's samples per second", ASYNC,
+        (("speedup_vs_max_staleness_0", ".2f"),),
+    ),
+    Figure("docs/paper.md", "lower in {} of three seeds", ASYNC, ((lower, ".0f"),)),
+    Figure(
+        "docs/paper.md", "against vLLM in bfloat16, its fastest here, {} in bfloat16, {} in int8 and {} in float32 "
+        "(10M parameters), {}, {} and {} (100M); in float32 against its float32 {} and {}", DECODE,
+        (
+            *((f"ratio_vs_vllm/10m_{dtype}", ".2f") for dtype in ("bf16", "int8", "fp32")),
+            *((f"ratio_vs_vllm/100m_{dtype}", ".2f") for dtype in ("bf16", "int8", "fp32")),
+            (generation("10m"), ".2f"), (generation("100m"), ".2f"),
+        ),
+    ),
+    Figure(
+        "docs/paper.md", "{} times a gather and broadcast by shared memory, {} times between processes by sockets; "
+        "publishing by shared memory at {} of the speed of memcpy, with proof at {}, and {} where proving "
+        "overlaps with writing", SYNC,
+        (
+            ("ratio_vs_gather_broadcast", ".0f"), ("p2p_ratio_vs_gather_broadcast", ".1f"), ("share_of_memcpy", ".2f"),
+            ("share_of_memcpy_when_proved", ".2f"), ("share_of_memcpy_when_proved_overlapped", ".2f"),
+        ),
+    ),
+    Figure(
+        "docs/paper.md", "takes {} s, and the moves of one rank {} s", PLAN,
+        ((f"{P405}wall_s", ".2f"), (f"{P405}moves_of_one_rank_s", ".2f")),
+    ),
+    Figure(
+        "docs/reading_a_run.md", "with two pages open it took {} of a core", "watching-2026-11-23",
+        (("core_share", ".0%"),),
+    ),
+    Figure(
+        "docs/reading_a_run.md", "trained {} ± {} more tokens per second", "watching-2026-11-23",
+        ((lambda data: data["ratio"] - 1, ".1%"), ("standard_error", ".1%")),
+    ),
+    Figure(
+        "docs/recovery.md", "a killed generator's replacement decodes after {} s, one that was stopped for 30 s serves "
+        "again {} s after it goes on; the step after a trainer's death ends after {} s with the mirror and after {} s "
+        "from a checkpoint 25 steps back. The mirror takes {} of a step, the journal {}", FAULTS,
+        (
+            ("replacement_s", ".1f"), ("continue_s", ".1f"), ("trainer_mirror_s", ".1f"),
+            ("trainer_checkpoint_s", ".1f"), ("mirror_share", ".1%"), ("record_share", ".1%"),
+        ),
+    ),
+    Figure("docs/reliability.md", "the replacement decodes after {} s", FAULTS, (("replacement_s", ".1f"),)),
+    Figure("docs/reliability.md", "longest step {} s", FAULTS, (("stop/longest_step_s", ".1f"),)),
+    Figure(
+        "docs/reliability.md", "{} ms at the 99th percentile", FAULTS,
+        ((lambda data: 1e3 * data["stall_p99_s"], ".1f"),),
+    ),
+    Figure(
+        "docs/reliability.md", "{} GB by shared memory: {} times two memcpys, proved; {} times faster than gather and "
+        "broadcast, {} times by sockets", SYNC,
+        (
+            (lambda data: data["settings"]["weights_bytes"] / 1e9, ".2f"),
+            (lambda data: 1 / data["share_of_memcpy_when_proved"], ".2f"),
+            ("ratio_vs_gather_broadcast", ".0f"), ("p2p_ratio_vs_gather_broadcast", ".1f"),
+        ),
+    ),
+    Figure(
+        "docs/reliability.md", "blocked {} of the time, {} at the first", CHECKPOINT,
+        (("blocked_share", ".0%"), ("blocked_share_of_the_first", ".0%")),
+    ),
+    Figure(
+        "docs/reliability.md", "the controller grew from {} to {} MB, {} MB per 100 steps", "soak-2026-11-22",
+        tuple((f"processes/controller/rss_bytes/{one}", spec) for one, spec in
+              (("first", ".0f"), ("last", ".0f"), ("per_100_steps", ".1f"))),
+    ),
+    Figure(
+        "docs/reliability.md", "generator {} MB, the trainer {} and the reward executor {}", "soak-2026-11-22",
+        tuple((f"processes/{one}/rss_bytes/per_100_steps", ".2f") for one in ("generator-0", "trainer", "reward")),
+    ),
+    Figure("docs/theory.md", "median error of the mean step of {}", "prediction-2026-11-22",
+           ((lambda data: statistics.median(errors_of_steps(data)), ".1%"),)),
+    Figure("docs/theory.md", "and {}, single settings up to {}", "prediction-seed0-2026-11-22",
+           ((lambda data: statistics.median(errors_of_steps(data)), ".1%"),
+            (lambda data: max(errors_of_steps(data)), ".0%"))),
+    Figure(
+        "docs/training.md", "takes {} of the memory that all logits take, gradients included, and {} times as long",
+        "training-2026-11-21",
+        (("head/tiles_of_2^23/memory_ratio", ".0%"), ("head/tiles_of_2^23/time_ratio", ".1f")),
+    ),
+    Figure(
+        "docs/weight_sync.md", "it adds {} to a sync by shared memory, and {} to one by sockets", SYNC,
+        (("fingerprint_share/shared_memory/both", ".0%"), ("fingerprint_share/p2p/both", ".0%")),
+    ),
+    Figure(
+        "docs/weight_sync.md",
+        "changes {} of the bfloat16 values ({} of the bytes travel) and {} of the int8 codes ({},",
+        DELTA,
+        (
+            ("low/codecs/bfloat16/changed_share_values", ".2%"), ("low/codecs/bfloat16/bytes_share", ".1%"),
+            ("low/codecs/int8/changed_share_values", ".2%"), ("low/codecs/int8/bytes_share", ".1%"),
+        ),
+    ),
+    Figure(
+        "docs/weight_sync.md", "at its own 1.5e-4 it is {} and {}", DELTA,
+        (("demo/codecs/bfloat16/changed_share_values", ".0%"), ("demo/codecs/int8/changed_share_values", ".1%")),
+    ),
+)  # fmt: skip
+
+
+@cache
+def measured(file: str) -> Any:
+    (path,) = [path for folder in (RESULTS, SOAK) for path in folder.glob(f"{file}.json")]
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def in_words(figure: Figure) -> str:
+    """As the file has it."""
+    texts = list[str]()
+    for value, spec in figure.numbers:
+        number = measured(figure.file)
+        if isinstance(value, str):
+            for key in value.split("/"):
+                number = number[key]
+        else:
+            number = value(number)
+        texts.append(format(number, spec).replace("%", " %"))
+    return figure.words.format(*texts)
+
+
+def plain(page: str) -> str:
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=[f"{one.page}: {one.words[:40]}" for one in FIGURES])
+def test_a_figure_is_that_of_its_file(figure: Figure) -> None:
+    assert in_words(figure) in plain(figure.page)
+
+
+def parts(page: Path) -> list[str]:
+    """Rows of tables and paragraphs, each on one line; a table belongs to the paragraph above it."""
+    blocks = re.split(r"\n\s*\n(?!\|)", page.read_text(encoding="utf-8"))
+    return [
+        " ".join(part.split())
+        for block in blocks
+        for part in (block.splitlines() if block.lstrip().startswith("|") else [block])
+    ]
+
+
+@pytest.mark.parametrize("page", documents(), ids=name_of)
+def test_a_file_is_named_beside_figures_that_are_checked(page: Path) -> None:
+    checked = [(one.file, in_words(one)) for one in FIGURES if one.page == name_of(page)]
+    for part in parts(page):
+        for shown, name in NAMED.findall(part):
+            pattern = re.compile(re.escape(name).replace(r"\*", ".*"))
+            there = [file for file, words in checked if pattern.fullmatch(file) and words in part]
+            assert there, f"{name_of(page)} names {shown} and no figure of it is in FIGURES: {part[:200]}"
+
+
+def test_every_file_is_one_that_a_document_names() -> None:
+    pages = {figure.page: plain(figure.page) for figure in FIGURES}
+    for figure in FIGURES:
+        names = [re.escape(name).replace(r"\*", ".*") for _, name in NAMED.findall(pages[figure.page])]
+        assert any(re.fullmatch(name, figure.file) for name in names), f"{figure.page} does not name {figure.file}"
+
+
+def test_the_check_can_fail() -> None:
+    wrong = FIGURES[0]._replace(numbers=(*FIGURES[0].numbers[:-1], (lambda data: 0.99, ".2f")))
+    assert in_words(FIGURES[0]) in plain("README.md")
+    assert in_words(wrong) not in plain("README.md")

@@ -1,0 +1,30 @@
+"""Files that are whole, whoever else writes them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from llamarl.observability.files import write_atomically
+
+
+def test_two_processes_may_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one begins and ends while the first is at it; neither fails, and the last one stands."""
+    sync, path = os.fsync, tmp_path / "report.html"
+
+    def beside(descriptor: int) -> None:
+        pid = os.fork()
+        if not pid:
+            monkeypatch.setattr(os, "fsync", sync)
+            write_atomically(path, "second")
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert path.read_text() == "second"
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", beside)
+    write_atomically(path, "first")
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]

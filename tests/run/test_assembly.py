@@ -1,0 +1,92 @@
+"""How a run is ended from outside: in order, at once, or not at all when it has ended by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llamarl.controller.ports import Executors
+from llamarl.controller.supervision import Interrupted
+from llamarl.controller.telemetry import Telemetry
+from llamarl.observability.recorder import RolloutRecorder
+from llamarl.observability.screen import NullScreen
+from llamarl.observability.sinks import MetricsLog
+from llamarl.run.assembly import assembled
+from tests.controller.fake_generator import Generator
+from tests.controller.fake_trainer import Trainer
+from tests.controller.fakes import FakeHandle, Problems, Reward, config, prompts
+
+TWICE = """if True:
+    import asyncio, os, signal
+    from llamarl.controller.supervision import Supervisor
+    from llamarl.run.assembly import interruptible
+
+    async def main():
+        with interruptible(Supervisor(), lambda: os.write(1, b"the terminal is given back")):
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(0.05)
+    asyncio.run(main())"""
+
+
+def run(folder: Path, number: int | None, at_stop: int | None) -> list[str]:
+    """A run that is asked to end while it works, or when its executors are stopped; what asyncio complained of."""
+    settings, complaints = config(folder), list[str]()
+    problems = Problems(train=prompts(9), eval=(), stop_token_ids=(2,))
+    telemetry = Telemetry(settings, NullScreen(), MetricsLog(None, print), RolloutRecorder(None, print), 1)
+
+    async def spawn() -> Executors:
+        return Executors(
+            trainer=FakeHandle("trainer", Trainer()),
+            reward=FakeHandle("reward", Reward()),
+            generators=[FakeHandle("generator-0", Generator())],
+        )
+
+    async def shutdown(timeout_s: float) -> None:
+        if at_stop is not None:
+            os.kill(os.getpid(), at_stop)
+        await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(str(context)))
+        async with assembled(settings, problems, telemetry, shutdown, spawn) as (_, supervisor):
+            if number is not None:
+                os.kill(os.getpid(), number)
+            await supervisor.run(asyncio.sleep(0.05))
+
+    asyncio.run(main())
+    return complaints
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """As they were: a run that was asked to end leaves its own."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_what_has_finished_stays_finished(tmp_path: Path) -> None:
+    assert run(tmp_path, number=None, at_stop=signal.SIGINT) == []
+
+
+@pytest.mark.usefixtures("handlers")
+def test_what_is_asked_to_end_ends(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted, match="ended by SIGTERM"):
+        run(tmp_path, number=signal.SIGTERM, at_stop=None)
+
+
+def test_a_second_signal_says_so_and_gives_the_terminal_back() -> None:
+    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGTERM
+    assert done.stdout == "the terminal is given back"
+    assert done.stderr == "llamarl: ended at once by a second SIGTERM; the last checkpoint stands\n"
