@@ -48,8 +48,8 @@ class _Live:
 
 
 class Journal(JournalReader):
-    """What the disk refuses costs a warning, and what is said above up to the next checkpoint: then all that no step has
-    taken is written again."""
+    """What the disk refuses costs a warning, and what is said above up to the next checkpoint: with that all is written
+    again that no step has taken."""
 
     def __init__(
         self,

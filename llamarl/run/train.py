@@ -190,6 +190,8 @@ class _Run:
             telemetry.resume_at(min(step, self._folder.recorded_steps()))
             for groups, result in self._unrecorded:
                 telemetry.trained_again(groups, result)
+            if lack := self._folder.unrecorded(step):
+                telemetry.warn(f"--resume: {lack}; curves and reports go without them")
             self._folder.write_config(self._config)
         except OSError as error:
             raise ConfigError(

@@ -54,7 +54,7 @@ def what_if(request: Request, config: RunConfig, *, overwrite: bool, tell: Calla
     folder of the result. Raises ConfigError, ExecutorError."""
     other = changed(request.journal, config)
     said = ", ".join(f"{name} = {now!r} (was {was!r})" for name, (was, now) in other.items())
-    if not overwrite and Path(config.output, config.name).exists():
+    if not overwrite and RunFolder(Path(config.output, config.name)).has_begun():
         raise ConfigError(f"{config.output}/{config.name} exists; replace it (--overwrite) or choose another --name")
     with prepare_run_folder(config, resume=False, overwrite=overwrite) as folder:
         updates = _recorded(request, folder, f"off-policy replay of {request.folder.path} with {said}")
