@@ -72,8 +72,7 @@ class TrainerExecutor(Optimizing):
         """By the transports in use."""
         self._sampler: tuple[str, Publisher] | None = None
         """The transport that is being tried, and what publishes by it."""
-        sync = config.weight_sync
-        self._delta, self._power_of_two = sync.delta, sync.power_of_two_scales
+        self._delta = config.weight_sync.delta
         self._weights_folder = folder.parent / "weights"
         self._probes = Probes(self._trainer, config)
         self._resumed: tuple[ControllerState | None, list[str]] = (None, [])
@@ -151,7 +150,7 @@ class TrainerExecutor(Optimizing):
         publisher = publisher_class(transport)
         return publisher(
             plans[self._mesh.world.rank], self._mesh.exchange, self._weights_folder, delta=self._delta,
-            power_of_two=self._power_of_two, device=self._device,
+            device=self._device,
         )  # fmt: skip
 
     def publish(self, version: int, in_use: tuple[int, ...]) -> Published:

@@ -72,7 +72,7 @@ class FilePublisher(Publisher):
         parts = {_name(layout.specs[part.tensor], part): part for part in plan.parts[number]}
         tensors = {name: _empty(layout.specs[part.tensor], part) for name, part in parts.items()}
         targets = zip(parts.values(), tensors.values(), strict=True)
-        plan.write(number, version, weights, targets, proof, self._power_of_two)
+        plan.write(number, version, weights, targets, proof)
         metadata = {
             "publisher": self._address.publisher,
             "proof": json.dumps(proof.tolist()),
