@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.weight_sync.select import installed
+from llamarl.weight_sync.select import names
 from tests.end_to_end.test_replay import OPTIONS, trained
 from tests.end_to_end.tiny import llamarl, llamarl_here
 from tests.nightly import nightly
@@ -20,7 +20,7 @@ EQUAL = r"replayed 6 steps, 36 rollouts, [\d,]+ tokens, 36 rewards: all equal"
 
 
 def test_all_transports_are_here() -> None:
-    assert {name for name, _ in CODECS} == set(installed())
+    assert {name for name, _ in CODECS} == set(names())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

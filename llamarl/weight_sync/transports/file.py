@@ -81,8 +81,8 @@ class FilePublisher(Publisher):
         paths = list[Path]()
         for base in bases:
             changed = _changes(self._own / file_name(base, layout.digest, plan.rank), tensors)
-            path = self._own / file_name(version, layout.digest, plan.rank, base)
-            paths.append(_save(path, changed, {}))
+            if changed:  # a file of no tensors is none that can be read
+                paths.append(_save(self._own / file_name(version, layout.digest, plan.rank, base), changed, {}))
         # Last: who finds it finds all.
         return [*paths, _save(self._own / file_name(version, layout.digest, plan.rank), tensors, metadata)]
 
