@@ -127,6 +127,17 @@ class RunFolder:
         lacking = tuple(step for step in range(1, done + 1) if step not in found)
         return f"{self.metrics} has no rows of steps {ranges(lacking)}" if lacking else ""
 
+    def other_file(self, config: RunConfig) -> str:
+        """A file of a model that is not what it was when the run began; empty: all are, or their model is about to be
+        made. Raises ConfigError."""
+        before = read_json(self.weights, "remove it") if self.weights.exists() else {}
+        for folder, files in _weight_files(config).items():
+            was = before.get(folder, files)
+            for name in sorted(was.keys() | files.keys()) if files else ():
+                if was.get(name) != files.get(name):
+                    return str(Path(folder, name))
+        return ""
+
     def way_on(self) -> str:
         """How a run goes on that an executor has left."""
         if done := self.done_steps():
@@ -225,8 +236,11 @@ def _check_resumable(folder: RunFolder, config: RunConfig) -> None:
     """Raises ConfigError when the run cannot go on from here, which `--overwrite` need not mend."""
     if folder.config.exists():
         _check_same_weights(load_config(folder.config), config)
-    if folder.weights.exists():
-        _check_same_files(read_json(folder.weights, "remove it"), _weight_files(config))
+    if file := folder.other_file(config):
+        raise ConfigError(
+            f"--resume: {file} is not what it was when the run began, so its checkpoints and this model do not belong "
+            "together; put it back, or start another run with another --name"
+        )
     if (done := folder.done_steps()) > config.steps:
         raise ConfigError(
             f"--resume: the run has done {done} steps and steps = {config.steps}; give --steps {done} or more"
@@ -271,18 +285,6 @@ def _weight_files(config: RunConfig) -> dict[str, dict[str, str]]:
     """Fingerprints of all models, by folder and file."""
     folders = {config.model.path, *(settings.path for settings in models_in_use(config).values() if settings.path)}
     return {path: fingerprints(path) for path in sorted(folders)}
-
-
-def _check_same_files(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> None:
-    """Raises ConfigError when there are others under the same name; a model that is about to be made is none."""
-    for folder, files in now.items():
-        was = before.get(folder, files)
-        for name in sorted(was.keys() | files.keys()) if files else ():
-            if was.get(name) != files.get(name):
-                raise ConfigError(
-                    f"--resume: {Path(folder, name)} is not what it was when the run began, so its checkpoints and "
-                    "this model do not belong together; put it back, or start another run with another --name"
-                )
 
 
 def prepare_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> RunFolder:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
+from llamarl.cluster.home import code_fingerprint
 from llamarl.cluster.open import open_cluster, open_registry
 from llamarl.cluster.port import port
 from llamarl.cluster.registry import Registry
@@ -115,7 +116,14 @@ class _Run:
             keep = (lambda failure: screen.warn(str(failure)), config.record.max_bytes)
             events = EventLog(folder.events, *keep)
             screen = RecordedScreen(shown, events)
-            events.add("start", machine=machine(), staleness_limit=limit, model=info.model, resumed=self._resume)
+            events.add(
+                "start",
+                machine=machine(),
+                code=code_fingerprint(),
+                staleness_limit=limit,
+                model=info.model,
+                resumed=self._resume,
+            )
             for text in self._outcome.warnings:
                 screen.warn(text)
             log, recorder = MetricsLog(folder.metrics, *keep), RolloutRecorder(folder.rollouts, *keep)

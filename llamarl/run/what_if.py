@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from llamarl.cluster.home import code_fingerprint
 from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.events import EventLog, RecordedScreen, machine
+from llamarl.observability.formats import counted
 from llamarl.observability.metrics import UpdateMetrics
 from llamarl.observability.page.run_data import flat_settings
 from llamarl.observability.recorder import RolloutRecorder
@@ -53,7 +55,7 @@ def what_if(request: Request, config: RunConfig, *, overwrite: bool, tell: Calla
     """Trains on the recorded steps with the settings of `config`, of which the request's are a copy for replays; the
     folder of the result. Raises ConfigError, ExecutorError."""
     other = changed(request.journal, config)
-    said = ", ".join(f"{name} = {now!r} (was {was!r})" for name, (was, now) in other.items())
+    said = ", ".join(f"{name} = {now!r} (was {was!r})" for name, (was, now) in other.items()) or "nothing that differs"
     if not overwrite and RunFolder(Path(config.output, config.name)).has_begun():
         raise ConfigError(f"{config.output}/{config.name} exists; replace it (--overwrite) or choose another --name")
     with prepare_run_folder(config, resume=False, overwrite=overwrite) as folder:
@@ -61,9 +63,10 @@ def what_if(request: Request, config: RunConfig, *, overwrite: bool, tell: Calla
         ratio = max(one.importance_ratio_max for one in updates)
         kl = max(abs(one.kl_to_behavior) for one in updates)
         trust = "far from" if kl > FAR_NATS else "near"
+        steps = counted(request.tally.steps, "recorded step")
         tell(
-            f"trained on {request.tally.steps:,} recorded steps with {said}: importance ratios up to {ratio:.3g}, KL "
-            f"to what sampled the rollouts up to {kl:.2g} nats a token: {trust} what a run of its own would learn from"
+            f"trained on {steps} with {said}: importance ratios up to {ratio:.3g}, KL to what sampled the rollouts up "
+            f"to {kl:.2g} nats a token: {trust} what a run of its own would learn from"
         )
     return folder.path
 
@@ -72,7 +75,7 @@ def _recorded(request: Request, folder: RunFolder, mark: str) -> Sequence[Update
     """Takes the steps, and writes what a run writes of them."""
     config, rollout, updates = request.config, request.config.rollout, list[UpdateMetrics]()
     events = EventLog(folder.events, print)
-    events.add("start", machine=machine(), replay_of=str(request.folder.path))
+    events.add("start", machine=machine(), code=code_fingerprint(), replay_of=str(request.folder.path))
     log, recorder = MetricsLog(folder.metrics, print), RolloutRecorder(folder.rollouts, print)
     limit = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
     telemetry = Telemetry(config, RecordedScreen(NullScreen(), events), log, recorder, limit, events=events)

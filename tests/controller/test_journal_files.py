@@ -8,6 +8,7 @@ import io
 import os
 import random
 import threading
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 
 from llamarl.controller import journal as module
 from llamarl.controller.journal import Journal
+from llamarl.controller.records import records
+from llamarl.observability.files import compress
 from llamarl.types import FinishReason, Rollout
 from tests.controller.test_journal import PROMPTS, SETTINGS, SIZE, Author, read, same, same_group, written
 
@@ -110,6 +113,40 @@ def test_a_compressed_file_that_is_damaged_is_told(tmp_path: Path) -> None:
         for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :]):
             path.write_bytes(damaged)
             assert f"{str(path)[:-3]} is missing, or damaged after byte" in read(author.folder)[2]
+
+
+def test_what_stands_before_a_damaged_byte_is_read(tmp_path: Path) -> None:
+    author, _ = written(tmp_path / "run", 6, 900, num_checkpoints=0, compresses=True, keeps="all")
+    (path,) = (author.folder / "journal").iterdir()
+    compressed, plain = path.read_bytes(), path.with_suffix("")
+    all_of_it = [record.end for record in records(plain)]
+    assert len(compressed) > 20_000
+    for at in range(2_000, len(compressed), 1_700):
+        path.write_bytes(compressed[:at] + bytes([compressed[at] ^ 8]) + compressed[at + 1 :])
+        ends = [record.end for record in records(plain)]
+        least = len(zlib.decompressobj(wbits=31).decompress(compressed[: at - 512]))
+        assert ends == all_of_it[: len(ends)] and len(ends) >= sum(end <= least for end in all_of_it) > 5
+        _, reached, said = read(author.folder)
+        assert 0 < reached["step"] <= author.version and said == "", "as if it had been cut there"
+
+
+def test_a_compressed_file_that_came_out_damaged_takes_nothings_place(
+    ended: Author, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def flips(descriptor: int) -> None:
+        fsync(descriptor)
+        with open(f"/proc/self/fd/{descriptor}", "r+b") as file:
+            byte = file.read(300)[-1]
+            file.seek(299)
+            file.write(bytes([byte ^ 16]))
+
+    before = {path.name for path in (ended.folder / "journal").iterdir()}
+    monkeypatch.setattr(os, "fsync", flips)
+    for path in sorted((ended.folder / "journal").iterdir()):
+        compress(path)
+    assert {path.name for path in (ended.folder / "journal").iterdir()} == before and replayed(ended)
 
 
 def whole(author: Author, group_id: int) -> None:
