@@ -131,6 +131,11 @@ def versions_of(row: Mapping[str, Any]) -> Iterator[int]:
     return chain.from_iterable(repeat(version, times) for version, times in row["policy_versions"])
 
 
+def start_of_run() -> dict[str, Any]:
+    """For `events.jsonl`: what it takes to know that a replay computes as the run did."""
+    return {"machine": machine(), "code": code_fingerprint()}
+
+
 def _starts(folder: RunFolder) -> list[dict[str, Any]]:
     """What `events.jsonl` says of each time that the run began or went on."""
     rows = (row for _, row in read_run_rows(folder.events, _FIX)) if folder.events.exists() else ()

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
-from llamarl.cluster.home import code_fingerprint
 from llamarl.cluster.open import open_cluster, open_registry
 from llamarl.cluster.port import port
 from llamarl.cluster.registry import Registry
@@ -27,7 +26,7 @@ from llamarl.controller.supervision import Interrupted, Stalled, rare_garbage_co
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.accounting import verdict, write_trace
-from llamarl.observability.events import EventLog, RecordedScreen, machine
+from llamarl.observability.events import EventLog, RecordedScreen
 from llamarl.observability.page.run_data import flat_settings
 from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.report import RunFile, RunSummary, write_summary
@@ -50,6 +49,7 @@ from llamarl.run.hosts import Elastic, gathered
 from llamarl.run.journal import open_journal
 from llamarl.run.placement import LocalPlaces, Places, place
 from llamarl.run.prepare import Prepared
+from llamarl.run.recorded import start_of_run
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import RolloutGroup
 
@@ -116,14 +116,7 @@ class _Run:
             keep = (lambda failure: screen.warn(str(failure)), config.record.max_bytes)
             events = EventLog(folder.events, *keep)
             screen = RecordedScreen(shown, events)
-            events.add(
-                "start",
-                machine=machine(),
-                code=code_fingerprint(),
-                staleness_limit=limit,
-                model=info.model,
-                resumed=self._resume,
-            )
+            events.add("start", **start_of_run(), staleness_limit=limit, model=info.model, resumed=self._resume)
             for text in self._outcome.warnings:
                 screen.warn(text)
             log, recorder = MetricsLog(folder.metrics, *keep), RolloutRecorder(folder.rollouts, *keep)

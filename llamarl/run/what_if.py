@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from llamarl.cluster.home import code_fingerprint
 from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
-from llamarl.observability.events import EventLog, RecordedScreen, machine
+from llamarl.observability.events import EventLog, RecordedScreen
 from llamarl.observability.formats import counted
 from llamarl.observability.metrics import UpdateMetrics
 from llamarl.observability.page.run_data import flat_settings
@@ -20,6 +19,7 @@ from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.run.folder import RunFolder, prepare_run_folder
 from llamarl.run.placement import models_in_use
+from llamarl.run.recorded import start_of_run
 from llamarl.run.replay import Request, replay
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import RolloutGroup
@@ -75,7 +75,7 @@ def _recorded(request: Request, folder: RunFolder, mark: str) -> Sequence[Update
     """Takes the steps, and writes what a run writes of them."""
     config, rollout, updates = request.config, request.config.rollout, list[UpdateMetrics]()
     events = EventLog(folder.events, print)
-    events.add("start", machine=machine(), code=code_fingerprint(), replay_of=str(request.folder.path))
+    events.add("start", **start_of_run(), replay_of=str(request.folder.path))
     log, recorder = MetricsLog(folder.metrics, print), RolloutRecorder(folder.rollouts, print)
     limit = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
     telemetry = Telemetry(config, RecordedScreen(NullScreen(), events), log, recorder, limit, events=events)
