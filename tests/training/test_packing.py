@@ -152,6 +152,37 @@ def test_nothing_to_learn_from() -> None:
     assert pack(sample_groups([(3, []), (2, [])]), 10) == []
 
 
+@pytest.mark.parametrize(
+    ("sequences", "shared"),
+    [
+        ([[1, 2, 3, 4, 50], [1, 2, 9, 4, 60]], [[1, 2]]),
+        ([[1, 2, 3, 50], [1, 2, 3, 60], [1, 7, 3, 60]], [[1]]),
+        ([[1, 2, 3, 50], [1, 2, 3, 60]], [[1, 2, 3]]),
+        ([[1, 2, 50, 3], [1, 2, 3, 60]], [[1, 2]]),
+        ([[1, 2, 50], [8, 2, 50], [1, 3, 50]], [[1], [8, 2]]),
+    ],
+)
+def test_sequences_share_what_they_begin_with_alike_and_no_more(
+    sequences: list[list[int]], shared: list[list[int]]
+) -> None:
+    """Tokens from 50 on were sampled."""
+    samples = []
+    for number, tokens in enumerate(sequences):
+        ids = np.array(tokens, np.int32)
+        columns = {"token_ids": ids, "loss_mask": ids >= 50, "advantages": np.full(len(ids), number, np.float32)}
+        samples.append(TrainSample(columns=columns))
+    (batch,) = pack([SampleGroup(prompt_token_ids_T=np.array([], np.int32), samples=tuple(samples))], 100)
+    starts = [tokens for tokens in shared for sequence in sequences if sequence[0] == tokens[0]]
+    assert list(batch.prompt_lengths) == [len(tokens) for tokens in shared]
+    found = dict[int, list[int]]()
+    for number, (rows, _) in enumerate(unpack(batch)):
+        at = np.flatnonzero(batch.sequence_R == number)
+        of = int(batch.columns_R["advantages"][at[0]])
+        found[of] = [*batch.token_ids_N[rows].tolist(), int(batch.targets_R[at[-1]])]
+        assert batch.token_ids_N[rows][: len(starts[number])].tolist() == starts[number]
+    assert found == dict(enumerate(sequences)), "each is predicted from its own tokens"
+
+
 class TestToSampleGroup:
     def test_tokens_may_have_advantages_of_their_own(self, make_group) -> None:
         group = make_group(responses=[(4, 5), (6,)])
