@@ -160,16 +160,18 @@ def test_nothing_to_learn_from() -> None:
         ([[1, 2, 3, 50], [1, 2, 3, 60]], [[1, 2, 3]]),
         ([[1, 2, 50, 3], [1, 2, 3, 60]], [[1, 2]]),
         ([[1, 2, 50], [8, 2, 50], [1, 3, 50]], [[1], [8, 2]]),
+        ([[1, 2, -3, 50], [1, 2, 3, 60]], [[1, 2]]),
     ],
 )
 def test_sequences_share_what_they_begin_with_alike_and_no_more(
     sequences: list[list[int]], shared: list[list[int]]
 ) -> None:
-    """Tokens from 50 on were sampled."""
+    """Tokens from 50 on were sampled, and -3, which is a 3."""
     samples = []
     for number, tokens in enumerate(sequences):
-        ids = np.array(tokens, np.int32)
-        columns = {"token_ids": ids, "loss_mask": ids >= 50, "advantages": np.full(len(ids), number, np.float32)}
+        ids, is_sampled = np.abs(np.array(tokens, np.int32)), [token < 0 or token >= 50 for token in tokens]
+        advantages = np.full(len(ids), number, np.float32)
+        columns = {"token_ids": ids, "loss_mask": np.array(is_sampled), "advantages": advantages}
         samples.append(TrainSample(columns=columns))
     (batch,) = pack([SampleGroup(prompt_token_ids_T=np.array([], np.int32), samples=tuple(samples))], 100)
     starts = [tokens for tokens in shared for sequence in sequences if sequence[0] == tokens[0]]
@@ -180,7 +182,9 @@ def test_sequences_share_what_they_begin_with_alike_and_no_more(
         of = int(batch.columns_R["advantages"][at[0]])
         found[of] = [*batch.token_ids_N[rows].tolist(), int(batch.targets_R[at[-1]])]
         assert batch.token_ids_N[rows][: len(starts[number])].tolist() == starts[number]
-    assert found == dict(enumerate(sequences)), "each is predicted from its own tokens"
+    assert found == {number: [*map(abs, tokens)] for number, tokens in enumerate(sequences)}, (
+        "each is predicted from its own tokens"
+    )
 
 
 class TestToSampleGroup:
