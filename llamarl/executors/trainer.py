@@ -106,6 +106,10 @@ class TrainerExecutor(Optimizing):
         self._background_s = background_s
         return result
 
+    def outsized(self) -> str:
+        """A weight that no learning rate has made so large, and the way out; empty: there is none."""
+        return self._trainer.outsized()
+
     def set_layout(self, rank: int, specs: tuple[TensorSpec, ...]) -> None:
         """What rank `rank` of every generator wants to receive; called for each rank, in order."""
         self._layouts[rank:] = [specs]  # the first ones may be told again

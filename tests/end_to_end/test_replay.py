@@ -239,8 +239,9 @@ def test_a_flipped_weight_is_named(tmp_path: Path, toml: Path, monkeypatch: pyte
         patched.setattr(Trainer, "step", flipping)
         run = trained(tmp_path, toml)
     said = differs(run)
-    found = r"step 4, rollout 0 of group \d+, trainer_logprobs\[0\]: recorded \S+, replayed \S+. Likely cause: the step"
-    assert re.search(f"{found} took other weights", said)
+    assert re.search(
+        r"step 4, rollout 0 of group \d+, trainer_logprobs\[0\]: .*cause: the step took other weights", said
+    )
     assert llamarl_here("replay", run, "--steps", "1:3").returncode == 0
     said = differs(run, "--only", "generate")
     assert re.search(r"step 4, weights of version 4, tensor [\w.]+: recorded [0-9a-f]{16}, replayed [0-9a-f]{16}", said)
