@@ -49,8 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if options.against:
             steps, found = parting(_folder(options.run), _folder(options.against))
-            are = "is" if steps == 1 else "are"
-            print(f"{counted(steps, 'step')} {are} equal" + (f"; the runs part at {found}" if found else ""))
+            said = f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} equal"
+            print(said + (f"; the runs part at {found}" if found else ""))
             return FAILURE if found else 0
         first, last = _range(options.steps, _folder(options.run).done_steps())
         return _what_if(options, overrides, first, last) if overrides else _replay(options, first, last)
@@ -108,10 +108,8 @@ def compare(
     close, cause = arithmetic(run, folder, tally)
     cause = cause or other_code(folder)
     request = _request(run, config, folder, steps[0], steps[1] - 1, tally)
-    recorded = Recorded(folder, close, cause)
-    request = request._replace(
-        parts=parts, close=close, cause=cause, read=recorded.check_journal, learnt=recorded.check
-    )
+    was = Recorded(folder, close, cause)
+    request = request._replace(parts=parts, close=close, cause=cause, read=was.check_journal, learnt=was.check)
     with redirect_stdout(io.StringIO()):  # executors in this process write to nobody
         replay(request._replace(told=lambda step: told(step - steps[0] + 1)))
     return tally

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -258,10 +259,11 @@ def _last_step(path: Path, sign: bytes) -> int:
 
 
 def _steps(file: Path, sign: bytes) -> Iterator[int]:
-    for row in lines(file) if file.exists() else ():
-        if sign in row and row.endswith(b"\n"):
-            with suppress(ValueError, LookupError, TypeError):
-                yield int(json.loads(row)["step"])
+    with suppress(EOFError, zlib.error):  # of a compressed one that is damaged, what stands before
+        for row in lines(file) if file.exists() else ():
+            if sign in row and row.endswith(b"\n"):
+                with suppress(ValueError, LookupError, TypeError):
+                    yield int(json.loads(row)["step"])
 
 
 def _check_same_weights(before: RunConfig, now: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import shutil
 from collections.abc import Callable
@@ -243,6 +244,10 @@ def test_steps_without_rows_are_named(config: RunConfig) -> None:
     folder.metrics.write_text("".join(rows[3:]) + '{"kind": "eval", "step": 5}\n{"kind": "step", "step": 8')
     assert folder.unrecorded(3) == ""
     assert folder.unrecorded(8) == f"{folder.metrics} has no rows of steps 4-5,7-8"
-    folder.metrics.unlink()
+    compressed = gzip.compress(folder.metrics.with_name("metrics-00001.jsonl").read_bytes())
+    folder.metrics.with_name("metrics-00001.jsonl.gz").write_bytes(compressed[:-6])
     folder.metrics.with_name("metrics-00001.jsonl").unlink()
+    assert folder.unrecorded(3) == "", "it is read as far as it goes"
+    folder.metrics.with_name("metrics-00001.jsonl.gz").unlink()
+    folder.metrics.unlink()
     assert folder.unrecorded(8) == f"{folder.metrics} has no rows of steps 1-8"
