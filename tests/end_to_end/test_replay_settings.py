@@ -34,8 +34,6 @@ def test_in_one_process(tmp_path: Path, toml: Path, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("transport", "delta"), CODECS)
 def test_between_processes(tmp_path: Path, toml: Path, transport: str, delta: bool, dtype: str) -> None:
-    if transport == "nixl":
-        pytest.importorskip("nixl")
     sync = ("--weight_sync.transport", transport, "--weight_sync.delta", str(delta).lower())
     done = llamarl("train", toml, "--output", tmp_path, *OPTIONS, *sync, "--generator.dtype", dtype)
     assert done.returncode == 0, done.stderr
