@@ -40,23 +40,18 @@ from llamarl.training.trainer import Trainer
 from llamarl.types import GenerationRequest, Prompt, RewardItem, Rollout, RolloutGroup, SamplingParams
 from llamarl.weight_sync.delta import encode
 
-CODECS: dict[str, tuple[Precision, bool]] = {
-    "float32": ("float32", False),
-    "bfloat16": ("bfloat16", False),
-    "int8": ("int8", False),
-    "int8, scales are powers of two": ("int8", True),
-}
+CODECS: tuple[Precision, ...] = ("float32", "bfloat16", "int8")
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 FIRST_STEPS = 2
 """Left out of the figures: in them AdamW's moments are young."""
 
 
-def published(model: GeneratorModel, weights: Mapping[str, Tensor], power_of_two: bool) -> dict[str, Tensor]:
+def published(model: GeneratorModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that a generator of one rank serves."""
     tensors = dict[str, Tensor]()
     for spec in model.specs():
         if spec.dtype in QUANTIZED_DTYPES:
-            values, scales = quantize_rows(weights[spec.name], spec.dtype, power_of_two)
+            values, scales = quantize_rows(weights[spec.name], spec.dtype)
             tensors |= {spec.key: values, f"{spec.name}.scale": scales}
         elif spec.part == "values":
             tensors[spec.key] = weights[spec.name].detach().to(getattr(torch, spec.dtype), copy=True)
@@ -154,10 +149,10 @@ def measure(config: RunConfig, steps: int) -> dict[str, Any]:
     torch.manual_seed(config.seed)
     loop = Loop(config)
     weights = dict(loop.trainer.model.named_parameters())
-    models = {name: GeneratorModel(loop.trainer.model.shape, codec[0], "cpu") for name, codec in CODECS.items()}
+    models = {name: GeneratorModel(loop.trainer.model.shape, name, "cpu") for name in CODECS}
 
     def copies() -> dict[str, dict[str, Tensor]]:
-        return {name: published(models[name], weights, codec[1]) for name, codec in CODECS.items()}
+        return {name: published(models[name], weights) for name in CODECS}
 
     old, rewards, every = copies(), list[float](), {name: list[dict[str, float]]() for name in CODECS}
     for number in range(steps):

@@ -25,9 +25,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint is damaged; the message names the file and what is wrong with it."""
 
 
-def saved_steps(checkpoints: Path) -> list[int]:
-    """Steps that have a checkpoint, ascending; not yet verified."""
-    return sorted(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-" + "[0-9]" * 8))
+def saved_steps(checkpoints: Path, last: str = MANIFEST) -> list[int]:
+    """Steps that have a checkpoint, ascending; not yet verified. Without `last`, or what is left of one."""
+    found = checkpoints.glob("step-" + "[0-9]" * 8)
+    return sorted(int(path.name.removeprefix("step-")) for path in found if (path / last).exists())
 
 
 def step_folder(step: int) -> str:

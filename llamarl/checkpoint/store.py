@@ -187,8 +187,8 @@ class CheckpointStore:
         return step not in self._damaged and seems_whole(self._folder / step_folder(step))
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, ascending; not yet verified."""
-        return saved_steps(self._folder)
+        """Steps that have a checkpoint, or what is left of one, ascending; not yet verified."""
+        return saved_steps(self._folder, last="")
 
     def beside(self, name: str) -> CheckpointStore:
         """One in a folder of this one, for the same ranks."""

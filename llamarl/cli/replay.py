@@ -20,10 +20,11 @@ from llamarl.cli.main import FAILURE
 from llamarl.cli.options import command_parser, told_of_delay
 from llamarl.cluster.api import ExecutorError
 from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.observability.formats import counted
 from llamarl.run.against import parting
 from llamarl.run.folder import RunFolder
 from llamarl.run.prepare import prepare
-from llamarl.run.recorded import Diverged, Recorded
+from llamarl.run.recorded import Diverged, Recorded, other_code
 from llamarl.run.replay import PARTS, Request, Tally, arithmetic, replay, replayable
 from llamarl.run.what_if import what_if
 
@@ -50,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if options.against:
             steps, found = parting(_folder(options.run), _folder(options.against))
-            print(f"{steps:,} steps are equal" + (f"; the runs part at {found}" if found else ""))
+            said = f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} equal"
+            print(said + (f"; the runs part at {found}" if found else ""))
             return FAILURE if found else 0
         first, last = _range(options.steps, _folder(options.run).done_steps())
         return _what_if(options, overrides, first, last) if overrides else _replay(options, first, last)
@@ -89,9 +91,10 @@ def _replay(options: argparse.Namespace, first: int, last: int) -> int:
                     told(done)
     for text in (*dict.fromkeys(tally.notes), *tally.rewards):
         print(text, file=sys.stderr)
-    compared = [f"{tally.steps:,} steps", f"{tally.rollouts:,} rollouts"]
-    compared += [f"{tally.tokens:,} tokens"] * bool(tally.tokens) + [f"{tally.judged:,} rewards"] * bool(tally.judged)
-    equal = f"{len(tally.rewards):,} rewards differ, all else is equal" if tally.rewards else "all equal"
+    compared = [counted(tally.steps, "step"), counted(tally.rollouts, "rollout")]
+    compared += [counted(many, noun) for many, noun in ((tally.tokens, "token"), (tally.judged, "reward")) if many]
+    differ = "differs" if len(tally.rewards) == 1 else "differ"
+    equal = f"{counted(len(tally.rewards), 'reward')} {differ}, all else is equal" if tally.rewards else "all equal"
     print(f"replayed {', '.join(compared)}: {equal}")
     return FAILURE if tally.rewards else 0
 
@@ -105,8 +108,10 @@ def compare(
     run = load_config(folder.config)
     config, parts = replayable(run, [options.only] if options.only else PARTS, tally)
     close, cause = arithmetic(run, folder, tally)
+    cause = cause or other_code(folder)
     request = _request(run, config, folder, steps[0], steps[1] - 1, tally)
-    request = request._replace(parts=parts, close=close, cause=cause, learnt=Recorded(folder, close, cause).check)
+    was = Recorded(folder, close, cause)
+    request = request._replace(parts=parts, close=close, cause=cause, read=was.check_journal, learnt=was.check)
     with redirect_stdout(io.StringIO()):  # executors in this process write to nobody
         replay(request._replace(told=lambda step: told(step - steps[0] + 1)))
     return tally

@@ -50,6 +50,7 @@ def _warm_start(config: SftConfig) -> int:
 
 def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
     from llamarl.cluster.api import ExecutorError
+    from llamarl.cluster.open import check_cluster
     from llamarl.controller.saving import NotSaved
     from llamarl.controller.supervision import Interrupted
     from llamarl.run.folder import FolderLost, check_run_folder, prepare_run_folder
@@ -61,6 +62,7 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
         print(f"llamarl sft: {said}", file=sys.stderr)
 
     with told_of_delay("sft"):
+        check_cluster(config.cluster)
         check_run_folder(config, resume=resume, overwrite=overwrite)
     ensure_base_model(config)
     with told_of_delay("sft"):

@@ -52,6 +52,7 @@ def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> in
     """In this process; the exit code."""
     from llamarl.cli.watch import watching
     from llamarl.cluster.api import ExecutorError, MeshFailed
+    from llamarl.cluster.open import check_cluster
     from llamarl.controller.admission import TooManyInvalid
     from llamarl.controller.saving import NotSaved
     from llamarl.controller.supervision import Interrupted, Stalled
@@ -65,6 +66,7 @@ def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> in
 
     with told_of_delay("train"):
         check_parts(config)
+        check_cluster(config.cluster)
         check_run_folder(config, resume=options.resume, overwrite=options.overwrite)
     ensure_base_model(config)
     with told_of_delay("train"):

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from llamarl.cluster.api import Cluster
-from llamarl.cluster.certificates import CONTROLLER, monarch_env
+from llamarl.cluster.certificates import CONTROLLER, monarch_env, server_context
 from llamarl.cluster.engine_files import log_env, own_temporary_folder
 from llamarl.cluster.registry import Registry
 from llamarl.config import ConfigError
 from llamarl.config.cluster import ClusterConfig
+from llamarl.config.errors import ConfigError
+
+
+def check_cluster(settings: ClusterConfig) -> None:
+    """Whether this machine has what `settings` ask for, before anything is started. Raises ConfigError."""
+    if settings.kind != "inline" and importlib.util.find_spec("monarch") is None:
+        raise ConfigError(
+            f"cluster.kind = {settings.kind!r} needs Monarch, which is not installed; pip install "
+            "'torchmonarch>=0.7,<0.8', or set cluster.kind = 'inline'"
+        )
+    if settings.kind == "hosts":
+        server_context(Path(settings.pki), CONTROLLER)
+        address, _, port = settings.listen.rpartition(":")
+        try:
+            family, _, _, _, place = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0]
+            socket.create_server(place, family=family).close()
+        except OSError as error:
+            raise ConfigError(
+                f"cluster.listen = {settings.listen!r}: {error.strerror}; name a free port here"
+            ) from None
 
 
 def open_cluster(settings: ClusterConfig, log_folder: Path | None = None, registry: Registry | None = None) -> Cluster:

@@ -147,9 +147,6 @@ class WeightSyncConfig(Section):
     """How weights travel; `auto` measures at the start what is possible here and takes the fastest."""
     delta: bool = False
     """Send only what changed since the last version, where that is less: for slow links and low learning rates."""
-    power_of_two_scales: bool = False
-    """With `delta` and 8-bit weights: round scales up to powers of two, which seldom move, so that less changes; values
-    lose up to one bit."""
     patience_s: float = Field(default=10.0, gt=0)
     """A generator that has not adopted a version after so long, or four times as long as half of the others and 4 s, is
     left behind: the run goes on without it, and it gets no new requests until it has caught up."""
@@ -161,6 +158,18 @@ class WeightSyncConfig(Section):
     max_mismatch: float = Field(default=0.5, gt=0)
     """Mean absolute difference of these log-probabilities, in nats, from which the run stops: the weights are wrong.
     Rounding gives 0.001 (bfloat16) to 0.1 (8 bits)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_power_of_two_scales(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "power_of_two_scales" not in values:
+            return values
+        if values["power_of_two_scales"]:
+            raise ValueError(
+                "weight_sync.power_of_two_scales = true is no setting any more; leave it out: weight_sync.delta alone "
+                "sends what changed, with scales as they are"
+            )
+        return {name: value for name, value in values.items() if name != "power_of_two_scales"}  # of an older run
 
 
 class RewardConfig(Section):
@@ -334,11 +343,6 @@ class RunConfig(Section):
             raise ValueError(
                 "weight_sync.delta = true saves nothing where generators serve or read what lies in the trainer's "
                 "memory; leave it out, or use weight_sync.transport = 'p2p' with cluster.kind = 'monarch'"
-            )
-        if self.weight_sync.power_of_two_scales and not (self.weight_sync.delta and generator.dtype in ("int8", "fp8")):
-            raise ValueError(
-                "weight_sync.power_of_two_scales = true is for what changes of 8-bit weights; leave it out, or set "
-                "weight_sync.delta = true and generator.dtype = 'int8' or 'fp8'"
             )
         if generator.dtype == "fp8" and generator.device == "cpu":
             raise ValueError("generator.dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'int8'")

@@ -354,7 +354,8 @@ class Controller:
                 published = self._newest
                 assert published is not None
                 replica.tried, replica.fetching, replica.fetching_since_s = published, published.version, clock.time()
-                fetch = adopted_and_probed(replica, published, self._config.weight_sync.max_mismatch)
+                most = self._config.weight_sync.max_mismatch
+                fetch = adopted_and_probed(replica, published, most, self._trainer.outsized)
                 answer = await self.replicas.unless_dead(replica, fetch)
                 if answer is None:
                     return

@@ -16,11 +16,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import IO, Any, Literal
 
-from llamarl.controller.journal_reader import FORMAT, JournalReader, Step, lack_of, over
+from llamarl.controller.journal_reader import FORMAT, JournalReader, Step, over
 from llamarl.controller.records import Key, encode, encode_group
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.files import compress, sync
@@ -34,8 +35,21 @@ UNWRITTEN_S = 1.0
 """Scored groups wait for so long: writing many at once takes a fraction of the time."""
 
 
+@dataclass(slots=True)
+class _Live:
+    """A group that no step has taken yet."""
+
+    first: int
+    """The first file with a part of it."""
+    rollouts: dict[Key, Rollout] = field(default_factory=dict)
+    """So far, until it is scored."""
+    scored: tuple[RolloutGroup, int] | None = None
+    """All of it, with the index of its prompt."""
+
+
 class Journal(JournalReader):
-    """What the disk refuses costs a warning, and what is said above up to the next checkpoint."""
+    """What the disk refuses costs a warning, and what is said above up to the next checkpoint: with that all is written
+    again that no step has taken."""
 
     def __init__(
         self,
@@ -70,8 +84,8 @@ class Journal(JournalReader):
         self._unsynced = list[Path]()
         self._unwritten, self._unwritten_since_s = list[tuple[RolloutGroup, int]](), 0.0
         """Scored groups with the indices of their prompts."""
-        self._live = dict[int, tuple[int, dict[Key, Rollout] | None]]()
-        """Of groups that are not trained on yet: the first file with a part, and rollouts so far; None: scored."""
+        self._live = dict[int, _Live]()
+        """By group. While there is a file, it is on record."""
         self._compressing = threading.Thread()
         self._compressing.start()
 
@@ -88,24 +102,23 @@ class Journal(JournalReader):
         """These were finished or parked; each with the group that it is for."""
         self.write_late()
         new = list[tuple[int, int, Rollout]]()
-        for group_id, one in rollouts if self._file else ():
-            _, known = self._live.get(group_id, (0, None))
-            before = known.get((one.group_id, one.index)) if known else None
+        for group_id, one in rollouts if self._folder else ():
+            live = self._live.get(group_id)
+            before = live.rollouts.get((one.group_id, one.index)) if live else None
             start = min(before.num_tokens, one.num_tokens) if before else 0  # one that FAILED has none any more
             if one.num_tokens > start or one.finish_reason.is_final:
                 new.append((group_id, start, one))
         header, segment = {"kind": "rollouts", "groups": [group_id for group_id, _, _ in new]}, self._segment
-        if new and self._append(lambda: encode(header, [(start, one) for _, start, one in new])):
+        if new:
+            self._append(lambda: encode(header, [(start, one) for _, start, one in new]))
             for group_id, _, one in new:
-                _, known = self._live.setdefault(group_id, (segment, {}))
-                if known is not None:
-                    known[one.group_id, one.index] = one
+                self._live.setdefault(group_id, _Live(segment)).rollouts[one.group_id, one.index] = one
 
     def groups(self, groups: Iterable[RolloutGroup], prompt_of: Callable[[int], int]) -> None:
         """These are scored; `prompt_of` says the index of a group's prompt."""
         if not self._unwritten:
             self._unwritten_since_s = perf_counter()
-        self._unwritten += [(group, prompt_of(group.group_id)) for group in groups] if self._file else ()
+        self._unwritten += [(group, prompt_of(group.group_id)) for group in groups] if self._folder else ()
 
     def write_late(self) -> None:
         """Scored groups that have waited for long enough; `UNWRITTEN_S` after each somebody calls this."""
@@ -116,23 +129,28 @@ class Journal(JournalReader):
         """With one more record; whether all is there. Many at once: a write lets other threads have the interpreter,
         who may keep it for milliseconds."""
         groups, self._unwritten = self._unwritten, []
-        live = [self._live.get(group.group_id, (self._segment, None)) for group, _ in groups]
+        live = [self._live.setdefault(group.group_id, _Live(self._segment)) for group, _ in groups]
 
         def encoded() -> bytes:
-            pairs = zip(groups, live, strict=True)
-            return b"".join([*(encode_group(*one, known or {}) for one, (_, known) in pairs), last])
+            return b"".join([*(encode_group(*one, of.rollouts) for one, of in zip(groups, live, strict=True)), last])
 
-        if not (groups or last) or not self._append(encoded):
-            return False
-        for (group, _), (first, _) in zip(groups, live, strict=True):
-            self._live[group.group_id] = first, None
-        return True
+        is_there = bool(groups or last) and self._append(encoded)
+        for one, of in zip(groups, live, strict=True):
+            of.scored, of.rollouts = one, {}
+        return is_there
+
+    def _write_again(self) -> None:
+        """A file is begun after a failure, which may have kept from the disk whatever no step has taken."""
+        live, self._live = self._live, {}
+        self._unwritten = [*(of.scored for of in live.values() if of.scored), *self._unwritten]
+        self.rollouts([(one, rollout) for one, of in live.items() if not of.scored for rollout in of.rollouts.values()])
+        self._write_groups()
 
     def located(self, state: ControllerState) -> ControllerState:
         """`state` with what it takes to go on from there."""
         if self._folder is None:
             return state
-        live = (self._live[group_id][0] for group_id, _ in state["unconsumed"] if group_id in self._live)
+        live = (self._live[group_id].first for group_id, _ in state["unconsumed"] if group_id in self._live)
         first = self._firsts.setdefault(state["step"], min(live, default=self._segment))
         return {**state, "journal": {"first": first, "segment": self._segment, "bytes": self._size}}
 
@@ -142,8 +160,7 @@ class Journal(JournalReader):
         row: dict[str, Any] = {"step": step, "groups": list(group_ids), "state": self.located(state)}
         segment = self._segment
         if self._write_groups(encode({"kind": "step"} | row)):
-            lacking = [one for one in group_ids if self._live.get(one, (0, {}))[1] is not None]
-            self._steps[step] = Step(segment, lack_of(step, lacking))
+            self._steps[step] = Step(segment)
             self._lines.write(row)
         for group_id in over(self._live, group_ids, state):
             del self._live[group_id]
@@ -169,11 +186,14 @@ class Journal(JournalReader):
         unsynced, self._unsynced = self._unsynced, []
         if self._folder is None:
             return ()
+        has_failed = self._file is None
         try:
             (self._folder / "journal").mkdir(exist_ok=True)
             self._begin_segment()
         except OSError as error:
             self.fail(error)
+        if has_failed:
+            self._write_again()
         return (*unsynced, self._folder / "journal.jsonl", self._folder / "journal", self._folder)
 
     def committed(self, step: int) -> None:
@@ -205,20 +225,19 @@ class Journal(JournalReader):
         """Whether it is there."""
         if self._file is None:
             return False
-        start_s, data = perf_counter(), encoded()
+        start_s, data, is_there = perf_counter(), encoded(), False
         try:
             rest = memoryview(data)
             while rest:
                 rest = rest[self._file.write(rest) :]
             self._size += len(data)
+            is_there = True
             if self._size > SEGMENT_BYTES:
                 self._begin_segment()
         except OSError as error:
             self.fail(error)
-            return False
-        finally:
-            self.seconds += perf_counter() - start_s
-        return True
+        self.seconds += perf_counter() - start_s
+        return is_there
 
     def _begin_segment(self) -> None:
         """Raises OSError: the one before is as it was."""

@@ -125,6 +125,10 @@ class JournalReader:
         """Fingerprints of versions as generators served them, and of their tensors."""
         self._pending = _Pending()
         """When the run went on."""
+        self.other: tuple[str, Any, Any] | None = None
+        """A setting that is not what it was: its name, what it was, and what it is."""
+        self.lack = ""
+        """Why there are no more steps than `go_on` has found."""
 
     def go_on(self, state: ControllerState | None) -> tuple[ControllerState | None, str]:
         """Reads what there is: the state after the last step that can be trained again from a checkpoint's `state`
@@ -133,10 +137,14 @@ class JournalReader:
         faults, was = self._read_segments(position)
         reached, last = start, max(self._steps, default=start)
         if name := _first_other(was, self._settings):
+            self.other = name, was.get(name), self._settings.get(name)
             faults.append(f"{name} is not what it was")
             self._forget_after(_NOTHING)
         while (lack := self._lack(reached + 1)) == "":
             reached += 1
+        is_torn = not faults and reached == last
+        end = f"{self._path(self._segment)} was cut, or is damaged after byte {self._size}"
+        self.lack = end if is_torn else "; ".join(faults) or lack
         self._forget_after(reached)
         for _ in self._taken(self._firsts.get(reached, 0), self._pending):
             pass

@@ -6,7 +6,6 @@ the header describes, end to end. A file holds nothing else.
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import os
@@ -34,6 +33,8 @@ from llamarl.types import (
 
 _DIGEST, _SIZES = struct.Struct("<Q"), struct.Struct("<QQ")
 _FRAME_BYTES = _DIGEST.size + _SIZES.size
+_PIECE_BYTES = 512
+"""Of a compressed file: before one that is damaged everything is read."""
 Key = tuple[int, int]
 """Group and index of a rollout; a greedy one has a group of its own."""
 
@@ -103,13 +104,10 @@ def records(path: Path) -> Iterator[Record]:
 def _opened(path: Path) -> IO[bytes]:
     with suppress(FileNotFoundError):
         return path.open("rb")
-    data = io.BytesIO()
-    with (
-        suppress(EOFError, zlib.error, gzip.BadGzipFile),
-        gzip.open(path.with_name(f"{path.name}.gz")) as file,
-    ):
-        while block := file.read(1 << 16):
-            data.write(block)
+    data, unpacking = io.BytesIO(), zlib.decompressobj(wbits=31)  # gzip's
+    with suppress(zlib.error), path.with_name(f"{path.name}.gz").open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            data.write(unpacking.decompress(piece))
     return data
 
 

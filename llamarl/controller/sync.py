@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -160,10 +160,10 @@ class Transports:
 
 
 async def adopted_and_probed(
-    replica: Replica, published: Published, max_mismatch: float
+    replica: Replica, published: Published, max_mismatch: float, outsized: Callable[[], Awaitable[str]]
 ) -> tuple[Adoption, Mismatch | None]:
     """Has `replica` fetch and serve a version; how that went and, where the trainer gave a probe, how far its
-    log-probabilities then are from the trainer's.
+    log-probabilities then are from the trainer's. `outsized` names a weight of the trainer's that is damaged.
 
     Raises:
         WeightsWrong: further than `weight_sync.max_mismatch`.
@@ -176,10 +176,10 @@ async def adopted_and_probed(
     if not found.mean <= max_mismatch:
         own = float(np.abs(np.concatenate(published.probe.logprobs, dtype=np.float64)).mean())
         if not own < RUINED_NATS:
+            fix = "lower trainer.learning_rate or trainer.max_grad_norm, and go on from an earlier checkpoint"
             raise NonFiniteStep(
                 f"training has diverged: after step {published.version} the trainer's own log-probabilities are "
-                f"{own:.3g} nats on average; lower trainer.learning_rate or trainer.max_grad_norm, and go on from an "
-                "earlier checkpoint"
+                f"{own:.3g} nats on average; {await outsized() or fix}"
             )
         raise WeightsWrong(
             f"{replica.name} serves version {published.version}, yet its log-probabilities are {found.mean:.3g} nats "

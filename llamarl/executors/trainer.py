@@ -72,8 +72,7 @@ class TrainerExecutor(Optimizing):
         """By the transports in use."""
         self._sampler: tuple[str, Publisher] | None = None
         """The transport that is being tried, and what publishes by it."""
-        sync = config.weight_sync
-        self._delta, self._power_of_two = sync.delta, sync.power_of_two_scales
+        self._delta = config.weight_sync.delta
         self._weights_folder = folder.parent / "weights"
         self._probes = Probes(self._trainer, config)
         self._resumed: tuple[ControllerState | None, list[str]] = (None, [])
@@ -106,6 +105,10 @@ class TrainerExecutor(Optimizing):
         result.metrics["trainer_background_s"] = background_s - self._background_s
         self._background_s = background_s
         return result
+
+    def outsized(self) -> str:
+        """A weight that no learning rate has made so large, and the way out; empty: there is none."""
+        return self._trainer.outsized()
 
     def set_layout(self, rank: int, specs: tuple[TensorSpec, ...]) -> None:
         """What rank `rank` of every generator wants to receive; called for each rank, in order."""
@@ -151,7 +154,7 @@ class TrainerExecutor(Optimizing):
         publisher = publisher_class(transport)
         return publisher(
             plans[self._mesh.world.rank], self._mesh.exchange, self._weights_folder, delta=self._delta,
-            power_of_two=self._power_of_two, device=self._device,
+            device=self._device,
         )  # fmt: skip
 
     def publish(self, version: int, in_use: tuple[int, ...]) -> Published:

@@ -307,22 +307,14 @@ inline int32_t to_float8(float value) {
 
 template <class Q, class Round>
 int64_t quantize(
-    const float* w, int64_t stride, int64_t num_rows, int64_t k, float most, int power_of_two, Q* values, float* scales,
-    Round round) {
+    const float* w, int64_t stride, int64_t num_rows, int64_t k, float most, Q* values, float* scales, Round round) {
     const float inverse_most = quotient(1.0, most);
     for (int64_t row = 0; row < num_rows; ++row, w += stride, values += k) {
         const float largest = absmax(w, k, kLeast);
         if (largest != largest) return row;
-        float scale = largest * inverse_most, inverse = quotient(most, largest);
-        if (power_of_two) {
-            int32_t bits;
-            std::memcpy(&bits, &scale, 4);
-            bits = (bits + 0x7fffff) & 0x7f800000;
-            std::memcpy(&scale, &bits, 4);
-            inverse = quotient(1.0, scale);
-        }
+        const float inverse = quotient(most, largest);
         for (int64_t i = 0; i < k; ++i) values[i] = round(w[i] * inverse);
-        scales[row] = scale;
+        scales[row] = largest * inverse_most;
     }
     return -1;
 }
@@ -387,12 +379,12 @@ void linear_int8(
 // Both return the first row with a value that is not finite, -1 when there is none.
 
 int64_t quantize_int8(
-    const float* w, int64_t stride, int64_t n, int64_t k, int power_of_two, int8_t* values, float* scales) {
-    return quantize(w, stride, n, k, 127.0f, power_of_two, values, scales, [](float v) { return int8_t(to_int(v)); });
+    const float* w, int64_t stride, int64_t n, int64_t k, int8_t* values, float* scales) {
+    return quantize(w, stride, n, k, 127.0f, values, scales, [](float v) { return int8_t(to_int(v)); });
 }
 
 int64_t quantize_float8_e4m3fn(
-    const float* w, int64_t stride, int64_t n, int64_t k, int power_of_two, uint8_t* values, float* scales) {
-    return quantize(w, stride, n, k, 448.0f, power_of_two, values, scales, [](float v) { return uint8_t(to_float8(v)); });
+    const float* w, int64_t stride, int64_t n, int64_t k, uint8_t* values, float* scales) {
+    return quantize(w, stride, n, k, 448.0f, values, scales, [](float v) { return uint8_t(to_float8(v)); });
 }
 }

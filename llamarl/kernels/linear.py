@@ -41,7 +41,7 @@ def kernels() -> Kernel:
     if loaded.library is None:
         return loaded
     for function in (loaded.library.quantize_int8, loaded.library.quantize_float8_e4m3fn):
-        function.argtypes, function.restype = (_P, _I, _I, _I, ctypes.c_int, _P, _P), _I
+        function.argtypes, function.restype = (_P, _I, _I, _I, _P, _P), _I
     for kind in paths.KINDS.values():
         if not paths.offered(kind):
             error = paths.error_of(paths.row_major_path(loaded, kind)[0], kind)
@@ -160,15 +160,13 @@ class Linear:
         self._path.pack(self._values_N_K.data_ptr(), *self.shape, self._packed.data_ptr())
 
 
-def quantize(library: ctypes.CDLL, weight_N_K: Tensor, power_of_two: bool, values_N_K: Tensor, scales_N: Tensor) -> int:
+def quantize(library: ctypes.CDLL, weight_N_K: Tensor, values_N_K: Tensor, scales_N: Tensor) -> int:
     """The arithmetic of `models/quantize.py` on float32 rows; the first that is not finite, or -1."""
     kind = "int8" if values_N_K.dtype == torch.int8 else "float8_e4m3fn"
     n, k = weight_N_K.shape
     pointers = values_N_K.data_ptr(), scales_N.data_ptr()
     increment_version(values_N_K)
-    return getattr(library, f"quantize_{kind}")(
-        weight_N_K.data_ptr(), weight_N_K.stride(0), n, k, power_of_two, *pointers
-    )
+    return getattr(library, f"quantize_{kind}")(weight_N_K.data_ptr(), weight_N_K.stride(0), n, k, *pointers)
 
 
 def _is_plain(x: Tensor) -> bool:

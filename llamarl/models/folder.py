@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from safetensors import SafetensorError, safe_open
 
 from llamarl.config import ConfigError, open_file, read_json
 from llamarl.models.shape import ModelShape, stop_ids
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
@@ -34,6 +36,36 @@ def fingerprints(folder: str | Path) -> dict[str, str]:
             raise ConfigError(f"cannot read {path}: {error.strerror}; copy it again") from None
         found[path.name] = f"{size} bytes, xxh3-128 {digest.hexdigest()} of samples"
     return found
+
+
+def check_weights(folder: str | Path) -> None:
+    """By the header of each file, which says how long it is. Raises ConfigError: one is missing, or not whole."""
+    for path in weight_files(Path(folder)):
+        opened(path, "np")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Of one file or of shards with an index. Raises ConfigError: one is missing."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / WEIGHTS_INDEX).is_file():
+        raise ConfigError(f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}; save the checkpoint as safetensors")
+    weight_map = read_model_file(folder, WEIGHTS_INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ConfigError(f"{folder / WEIGHTS_INDEX} has no `weight_map`; copy the file again")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder} has no {name}, which {WEIGHTS_INDEX} names; copy the missing shard")
+    return [folder / name for name in names]
+
+
+def opened(path: Path, framework: str = "pt") -> Any:
+    """A file of weights. Raises ConfigError: it is damaged."""
+    try:
+        return safe_open(path, framework=framework)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} is no whole safetensors file ({error}); copy it again") from None
 
 
 def load_shape(folder: str | Path) -> ModelShape:

@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from llamarl.config import ConfigError
-from llamarl.models.folder import CONFIG, GENERATION_CONFIG, load_shape, read_model_file
+from llamarl.models.folder import CONFIG, GENERATION_CONFIG, WEIGHTS, load_shape, opened, weight_files
 from llamarl.models.shape import ModelShape, hf_eos
 from llamarl.models.transformer import Transformer
 from llamarl.observability.files import sync
 from llamarl.sharding.box import Box
 
-WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 Read = Callable[[str, Box], Tensor]
@@ -60,8 +58,8 @@ class Weights:
         self._files = dict[str, Path]()
         self.other_head: Path | None = None
         """Where the output head of the checkpoint is, when the model has none of its own."""
-        for path in _weight_files(folder):
-            with _opened(path) as file:
+        for path in weight_files(folder):
+            with opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 - the file is no mapping
                     shape = tuple(file.get_slice(name).get_shape())
                     if name == HEAD and name not in expected:
@@ -224,31 +222,9 @@ def _generation_config(shape: ModelShape) -> dict[str, Any]:
     return {key: value for key, value in ids.items() if value is not None}
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if not (folder / WEIGHTS_INDEX).is_file():
-        raise ConfigError(f"{folder} has neither {WEIGHTS} nor {WEIGHTS_INDEX}; save the checkpoint as safetensors")
-    weight_map = read_model_file(folder, WEIGHTS_INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ConfigError(f"{folder / WEIGHTS_INDEX} has no `weight_map`; copy the file again")
-    names = sorted(set(weight_map.values()))
-    for name in names:
-        if not (folder / name).is_file():
-            raise ConfigError(f"{folder} has no {name}, which {WEIGHTS_INDEX} names; copy the missing shard")
-    return [folder / name for name in names]
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ConfigError(f"{path} is no whole safetensors file ({error}); copy it again") from None
-
-
 def _part(path: Path, name: str, box: Box) -> Tensor:
     """No other bytes are read; the file is closed, so that what was mapped of it does not add up."""
-    with _opened(path) as file:
+    with opened(path) as file:
         tensor = file.get_slice(name)
         return tensor[box.within(Box.whole(tensor.get_shape()))]
 

@@ -33,13 +33,11 @@ class NonFiniteWeights(ValueError):
 def quantize_rows(
     weight_N_K: Tensor,
     dtype: str,
-    power_of_two: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(values_N_K, scales_N) with weight ~ values * scales, off by at most half a step of the row's largest value.
 
     Args:
-        power_of_two: round scales up to powers of two, with which scaling is exact.
         out: contiguous tensors to write into; scales are float32.
 
     Raises:
@@ -56,9 +54,9 @@ def quantize_rows(
     library = linear.kernels().library
     tensors = (weight_N_K, values_N_K, scales_N)
     if library is None or weight_N_K.stride(1) != 1 or any(tensor.device.type != "cpu" for tensor in tensors):
-        row = _quantize_in_torch(weight_N_K, QUANTIZED_DTYPES[dtype], power_of_two, values_N_K, scales_N)
+        row = _quantize_in_torch(weight_N_K, QUANTIZED_DTYPES[dtype], values_N_K, scales_N)
     else:
-        row = linear.quantize(library, weight_N_K, power_of_two, values_N_K, scales_N)
+        row = linear.quantize(library, weight_N_K, values_N_K, scales_N)
     if row >= 0:
         raise NonFiniteWeights(row, dtype)
     return values_N_K, scales_N
@@ -69,25 +67,17 @@ def dequantize_rows(values_N_K: Tensor, scales_N: Tensor) -> Tensor:
     return values_N_K.float() * scales_N[:, None]
 
 
-def _quantize_in_torch(
-    weight_N_K: Tensor, most: float, power_of_two: bool, values_N_K: Tensor, scales_N: Tensor
-) -> int:
+def _quantize_in_torch(weight_N_K: Tensor, most: float, values_N_K: Tensor, scales_N: Tensor) -> int:
     """The first row that is not finite, or -1."""
     largest_N = weight_N_K.abs().amax(1)
     bad = (~largest_N.isfinite()).nonzero()
     if len(bad):
         return int(bad[0])
     largest_N = largest_N.clamp_min_(_LEAST)
-    scale_N = largest_N * (1 / most)
-    dividend = most
-    if power_of_two:
-        # Up to the next power of two: any bit of the mantissa carries into the exponent.
-        scale_N = ((scale_N.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-        largest_N, dividend = scale_N, 1.0
     # A tensor as dividend: with a number torch multiplies by a rounded reciprocal.
-    inverse_N = torch.full_like(largest_N, dividend) / largest_N
+    inverse_N = torch.full_like(largest_N, most) / largest_N
     scaled_N_K = weight_N_K * inverse_N[:, None]
     # Cast where they lie: the values may go to another device.
     values_N_K.copy_((scaled_N_K.round_() if values_N_K.dtype == torch.int8 else scaled_N_K).to(values_N_K.dtype))
-    scales_N.copy_(scale_N)
+    scales_N.copy_(largest_N * (1 / most))
     return -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -71,13 +72,17 @@ def read_run_rows(path: str | Path, fix: str) -> Iterator[tuple[str, dict[str, A
 
 
 def compress(path: Path) -> None:
-    """Puts a compressed file in the place of a full piece, unless the disk refuses: either can be read."""
+    """Puts a compressed file that has been read again in the place of a full piece, unless the disk refuses: either can
+    be read."""
     partial = path.with_name(f".{path.name}.gz.partial")
-    with suppress(OSError):
+    with suppress(OSError, EOFError, zlib.error):
         with path.open("rb") as source, gzip.open(partial, "wb", compresslevel=1) as file:
             shutil.copyfileobj(source, file, 1 << 20)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
+        with gzip.open(partial) as written:
+            while written.read(1 << 20):
+                pass
         partial.rename(path.with_name(f"{path.name}.gz"))
         path.unlink()
     partial.unlink(missing_ok=True)

@@ -44,6 +44,11 @@ def percent(share: float | None, digits: int = 0) -> str:
     return f"{share:.{digits}%}" if math.isfinite(share) else str(share)
 
 
+def counted(many: int, noun: str) -> str:
+    """`1 step`, `2,000 steps`."""
+    return f"{many:,} {noun}{'s' * (many != 1)}"
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """`digits` significant digits, all whole ones, no exponent in the usual range; `nan` stays visible."""
     if value is None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import chain, groupby, repeat
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from llamarl.config import load_config
 from llamarl.observability.files import read_run_rows
 from llamarl.observability.page.run_data import flat_settings
 from llamarl.run.folder import RunFolder
-from llamarl.run.recorded import first_difference
+from llamarl.run.recorded import first_difference, versions_of
 
 _WHY = {"outcome": "reward", "reward": "reward", "advantage": "advantages or shaping: the rewards are equal",
         "trainer_logprobs": "weights: the trainer began the step with others"}  # fmt: skip
@@ -78,7 +78,7 @@ def _of_rows(
         place = f"rollout {row['index']} of group {row['group_id']}"
         if row["prompt"] != now["prompt"]:
             return Parting(step, place, row["prompt"], now["prompt"], "data: another prompt")
-        for token, (version, its) in enumerate(zip(_versions(row), _versions(now), strict=False)):
+        for token, (version, its) in enumerate(zip(versions_of(row), versions_of(now), strict=False)):
             at = f"{place}, token {token}"
             if version != its:
                 return Parting(step, f"{at}, its version", version, its, _ORDER)
@@ -89,11 +89,6 @@ def _of_rows(
             if found := first_difference(row.get(name), now.get(name)):
                 return Parting(step, f"{place}, {name}{found[0]}", *found[1:], _WHY.get(name, "order"))
     return None
-
-
-def _versions(row: dict[str, Any]) -> Iterator[int]:
-    """Of each token."""
-    return chain.from_iterable(repeat(version, times) for version, times in row["policy_versions"])
 
 
 def _why(version: int, one: dict[int, str], other: dict[int, str]) -> str:

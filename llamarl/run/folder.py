@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from llamarl.config import ConfigError, RunConfig, dump_toml, load_config, read_
 from llamarl.models.folder import fingerprints
 from llamarl.observability.files import PIECE_NAME, lines, pieces, read_run_rows
 from llamarl.observability.metrics import EvalMetrics
-from llamarl.run.placement import models_in_use
+from llamarl.run.placement import models_in_use, ranges
 
 LOOK_S = 2.0
 """Between two looks at whether the run's folder is still there."""
@@ -111,6 +112,10 @@ class RunFolder:
         """Of the checkpoints, ascending; not verified."""
         return saved_steps(self.checkpoints)
 
+    def has_begun(self) -> bool:
+        """There is a step, or a checkpoint or what is left of one."""
+        return bool(saved_steps(self.checkpoints, last="") or self.done_steps() or self.recorded_steps())
+
     def done_steps(self) -> int:
         """What checkpoints and journal lead to; not verified."""
         return max([*self.saved_steps(), _last_step(self.journal, b'"groups": ')])
@@ -127,11 +132,28 @@ class RunFolder:
             return EvalMetrics(**row)
         return None
 
+    def unrecorded(self, done: int) -> str:
+        """Of so many steps, those of which the metrics have no row; empty: they have all."""
+        found = {step for file in pieces(self.metrics) for step in _steps(file, b'"kind": "step"')}
+        lacking = tuple(step for step in range(1, done + 1) if step not in found)
+        return f"{self.metrics} has no rows of steps {ranges(lacking)}" if lacking else ""
+
+    def other_file(self, config: RunConfig) -> str:
+        """A file of a model that is not what it was when the run began; empty: all are, or their model is about to be
+        made. Raises ConfigError."""
+        before = read_json(self.weights, "remove it") if self.weights.exists() else {}
+        for folder, files in _weight_files(config).items():
+            was = before.get(folder, files)
+            for name in sorted(was.keys() | files.keys()) if files else ():
+                if was.get(name) != files.get(name):
+                    return str(Path(folder, name))
+        return ""
+
     def way_on(self) -> str:
         """How a run goes on that an executor has left."""
         if done := self.done_steps():
             return f"--resume goes on from step {done}"
-        return "no checkpoint was saved yet, so --overwrite starts it again"
+        return "no step was completed yet, so --resume begins again"
 
 
 def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Path:
@@ -139,7 +161,8 @@ def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Pat
     only copies are left.
 
     Raises:
-        ConfigError: it exists and neither `resume` nor `overwrite` was asked for, or what was asked for cannot be.
+        ConfigError: a run has begun there, or others have files there, and neither `resume` nor `overwrite` was asked
+            for, or what was asked for cannot be.
     """
     path = Path(config.output) / config.name
     if overwrite and resume:
@@ -151,7 +174,7 @@ def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Pat
             raise ConfigError(f"--resume: there is no run in {path}; start it without --resume")
         return path
     if not (resume or overwrite):
-        raise ConfigError(f"{path} exists; go on with it (--resume), replace it (--overwrite) or choose another --name")
+        _check_unused(path)
     if (path / _LOCK).exists():
         _locked(path).close()
     if resume:
@@ -165,6 +188,13 @@ def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Pat
             "move what is yours elsewhere or choose another --name"
         )
     return path
+
+
+def _check_unused(path: Path) -> None:
+    """Raises ConfigError, unless it is empty, or a start was refused there, or ended before its first step."""
+    is_ours = (path / _LOCK).exists() and not any(_not_of_a_run(path)) and not RunFolder(path).has_begun()
+    if not is_ours and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError(f"{path} exists; go on with it (--resume), replace it (--overwrite) or choose another --name")
 
 
 def _settle_copies(config: RunConfig, path: Path, *, resume: bool, overwrite: bool) -> None:
@@ -219,8 +249,11 @@ def _check_resumable(folder: RunFolder, config: RunConfig) -> None:
     """Raises ConfigError when the run cannot go on from here, which `--overwrite` need not mend."""
     if folder.config.exists():
         _check_same_weights(load_config(folder.config), config)
-    if folder.weights.exists():
-        _check_same_files(read_json(folder.weights, "remove it"), _weight_files(config))
+    if file := folder.other_file(config):
+        raise ConfigError(
+            f"--resume: {file} is not what it was when the run began, so its checkpoints and this model do not belong "
+            "together; put it back, or start another run with another --name"
+        )
     if (done := folder.done_steps()) > config.steps:
         raise ConfigError(
             f"--resume: the run has done {done} steps and steps = {config.steps}; give --steps {done} or more"
@@ -234,15 +267,15 @@ def _check_resumable(folder: RunFolder, config: RunConfig) -> None:
 
 def _last_step(path: Path, sign: bytes) -> int:
     """Of the rows with this sign; whoever reads all of them says what is damaged."""
-    for file in reversed(pieces(path)):
-        last = 0
+    return next(filter(None, (max(_steps(file, sign), default=0) for file in reversed(pieces(path)))), 0)
+
+
+def _steps(file: Path, sign: bytes) -> Iterator[int]:
+    with suppress(EOFError, zlib.error):  # of a compressed one that is damaged, what stands before
         for row in lines(file) if file.exists() else ():
             if sign in row and row.endswith(b"\n"):
                 with suppress(ValueError, LookupError, TypeError):
-                    last = max(last, int(json.loads(row)["step"]))
-        if last:
-            return last
-    return 0
+                    yield int(json.loads(row)["step"])
 
 
 def _check_same_weights(before: RunConfig, now: RunConfig) -> None:
@@ -268,18 +301,6 @@ def _weight_files(config: RunConfig) -> dict[str, dict[str, str]]:
     return {path: fingerprints(path) for path in sorted(folders)}
 
 
-def _check_same_files(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> None:
-    """Raises ConfigError when there are others under the same name; a model that is about to be made is none."""
-    for folder, files in now.items():
-        was = before.get(folder, files)
-        for name in sorted(was.keys() | files.keys()) if files else ():
-            if was.get(name) != files.get(name):
-                raise ConfigError(
-                    f"--resume: {Path(folder, name)} is not what it was when the run began, so its checkpoints and "
-                    "this model do not belong together; put it back, or start another run with another --name"
-                )
-
-
 def prepare_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> RunFolder:
     """Creates the run's folder, or takes it over, locked. The resolved config is in it, unless it is resumed: that
     counts once what it holds has been read.
@@ -291,20 +312,24 @@ def prepare_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> R
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.lock()
-        for old in folder.path.iterdir() if overwrite else ():
+        if not (resume or overwrite):
+            _check_unused(folder.path)  # another run may have begun and ended in between
+        for old in () if resume else folder.path.iterdir():
             if old.name != _LOCK:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         if overwrite and config.checkpoint.copy_to:
             Copies(config.checkpoint, config.name).clear()
+        if not resume:
+            folder.write_config(config)  # first: by it others know whose folder this is
         for made in (folder.logs, folder.checkpoints):
             made.mkdir(exist_ok=True)
         (folder.checkpoints / _MARK).touch()
-        if not resume:
-            folder.write_config(config)
         if not folder.weights.exists():
             folder.weights.write_text(json.dumps(_weight_files(config), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         folder.__exit__()
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(
             f"cannot write to {folder.path}: {error.strerror or error}; choose another --output"
         ) from error

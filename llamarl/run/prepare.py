@@ -19,7 +19,7 @@ from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.environments._worker import build_environment, tools_of
 from llamarl.gateway._worker import find_agent
 from llamarl.generation.vllm_server import check_python
-from llamarl.models.folder import load_shape
+from llamarl.models.folder import check_weights, load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.observability.trackers._base import tracker_class
 from llamarl.observability.usage import available_bytes
@@ -91,12 +91,15 @@ def _check_agent(config: RunConfig) -> None:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Reads model shape, tokenizer and prompts; the model exists.
+    """Reads model shape, headers of weights, tokenizer and prompts; the model exists.
 
     Raises:
         ConfigError: the model, the data or a combination of them cannot work.
     """
     shape, warnings = check_layout(config)
+    if config.cluster.kind != "hosts":  # whose controller needs no weights
+        for path in {config.model.path, *(one.path for one in models_in_use(config).values() if one.path)}:
+            check_weights(path)
     placement = None if config.cluster.kind == "hosts" else place(config)
     if placement is not None:
         placement.check()

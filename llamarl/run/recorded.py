@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, groupby, repeat
 from typing import Any
 
+import numpy as np
+
+from llamarl.cluster.home import code_fingerprint
 from llamarl.observability.events import machine
 from llamarl.observability.files import read_run_rows
 from llamarl.observability.metrics import flat
@@ -17,6 +20,8 @@ from llamarl.types import RolloutGroup
 
 _EXACT = ("value_loss", "critic_grad_norm", "explained_variance")
 """Metrics of steps that depend on nothing but groups and weights, beside those of the update."""
+_FIRST = ("token_ids", "behavior_logprobs", "policy_versions", "reward")
+"""Columns on which others depend."""
 _FIX = "give the folder of a run"
 
 
@@ -34,45 +39,76 @@ class Recorded:
         """
         Args:
             close: numbers may be so far apart; 0: they are equal.
-            cause: of all differences; empty: it depends.
+            cause: of all differences between what is computed; empty: it depends.
         """
         self._close, self._cause = close, cause
-        rows = (row for _, row in read_run_rows(folder.rollouts, _FIX))
-        self._rollouts = groupby(rows, key=lambda row: int(row["step"]))
+        self._read, self._taken = (_by_step(folder) for _ in range(2))
         metrics = (row for _, row in read_run_rows(folder.metrics, _FIX))
         self._metrics = {int(row["step"]): row for row in metrics if row.get("kind") == "step"}
 
+    def check_journal(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """What the journal has of a step that is to be taken. Raises Diverged: `rollouts.jsonl` says something else."""
+        rows = {(row["group_id"], row["index"]): row for row in _of(step, self._read)}
+        unknown = {group.group_id: np.zeros(len(group.rollouts)) for group in groups}
+        for now in _expected(step, groups, unknown, {}):
+            was = rows.get((now["group_id"], now["index"]), now)
+            for name in (*_FIRST, *(name for name in now if name != "advantage")):
+                cause = "rollouts.jsonl or the journal was changed after the run"
+                _check(step, now, name, first_difference(was.get(name), now[name]), cause)
+
     def check(self, step: int, groups: Sequence[RolloutGroup], result: PolicyStepResult) -> None:
-        """Raises Diverged: this is not what the run has on record of the step."""
-        known, changed = self._metrics.get(step, {}), "was changed after the run"
-        found = flat("step", result.update)
+        """What is computed. Raises Diverged: this is not what the run has on record of the step."""
+        rows, expected = _of(step, self._taken), [*_expected(step, groups, result.advantages, result.columns)]
+        if len(rows) != len(expected):
+            raise Diverged(step, "rollouts.jsonl, its rows", len(rows), len(expected), "a file that was cut or edited")
+        for name in ("group_id", "index", "advantage", *result.columns):
+            differ = [
+                first_difference(was.get(name), now.get(name), self._close)
+                for was, now in zip(rows, expected, strict=True)
+            ]
+            cause = "the step took other weights, or its groups in another order, than is on record"
+            cause = cause if len([*filter(None, differ)]) > 1 else "rollouts.jsonl was changed after the run"
+            for now, found in zip(expected, differ, strict=True):
+                _check(step, now, name, found, self._cause or cause)
+        known, found = self._metrics.get(step, {}), flat("step", result.update)
         found |= {f"extra.{name}": value for name, value in result.metrics.items() if name in _EXACT}
         for name, value in found.items():
             if known.get(name, value) != value and not (self._close and name != "learning_rate"):
-                cause = f"metrics.jsonl {changed}, or the step took other weights or its groups in another order"
+                cause = "metrics.jsonl was changed after the run, or the step took its groups in another order"
                 raise Diverged(step, name, known[name], value, self._cause or cause)
-        expected = [
-            json.loads(json.dumps(row)) | {name: json.loads(text) for name, text in texts.items()}
-            for row, texts in rows_of(step, groups, result.advantages, result.columns)
-        ]
-        rows = self._of(step)
-        if len(rows) != len(expected):
-            raise Diverged(step, "rollouts.jsonl, its rows", len(rows), len(expected), "a file that was cut or edited")
-        for was, now in zip(rows, expected, strict=True):
-            for name in now:
-                if where := first_difference(was.get(name), now[name], self._close):
-                    what = f"rollout {now['index']} of group {now['group_id']}, {name}{where[0]}"
-                    raise Diverged(step, what, *where[1:], self._cause or f"rollouts.jsonl {changed}")
 
-    def _of(self, step: int) -> list[dict[str, Any]]:
-        for at, rows in self._rollouts:
-            if at >= step:
-                return list(rows) if at == step else []
-        return []
+
+def _check(step: int, row: Mapping[str, Any], name: str, found: tuple[str, Any, Any] | None, cause: str) -> None:
+    """Raises Diverged, with what was `found` to differ."""
+    if found:
+        what = f"rollout {row['index']} of group {row['group_id']}, {name}{found[0]}"
+        raise Diverged(step, what, *found[1:], cause)
+
+
+def _by_step(folder: RunFolder) -> Iterator[tuple[int, Iterator[dict[str, Any]]]]:
+    rows = (row for _, row in read_run_rows(folder.rollouts, _FIX))
+    return groupby(rows, key=lambda row: int(row["step"]))
+
+
+def _of(step: int, steps: Iterator[tuple[int, Iterator[dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """Its rows; steps are asked for in their order."""
+    for at, rows in steps:
+        if at >= step:
+            return [row | {"policy_versions": [*versions_of(row)]} for row in rows] if at == step else []
+    return []
+
+
+def _expected(step: int, *recorded: Any) -> Iterator[dict[str, Any]]:
+    """As `_of`, of what `rows_of` makes rows of."""
+    for row, texts in rows_of(step, *recorded):
+        read = json.loads(json.dumps(row)) | {name: json.loads(text) for name, text in texts.items()}
+        yield read | {"policy_versions": [*versions_of(read)]}
 
 
 def first_difference(was: Any, now: Any, close: float = 0.0) -> tuple[str, Any, Any] | None:
     """Where two JSON values differ, and how."""
+    if was == now:
+        return None
     if isinstance(was, list) and isinstance(now, list):
         for place, (old, new) in enumerate(zip(was, now, strict=False)):
             if found := first_difference(old, new, close):
@@ -80,7 +116,7 @@ def first_difference(was: Any, now: Any, close: float = 0.0) -> tuple[str, Any, 
         return None if len(was) == len(now) else (", its length", len(was), len(now))
     if close and isinstance(was, float) and isinstance(now, float) and abs(was - now) <= close:
         return None
-    return None if was == now else ("", was, now)
+    return "", was, now
 
 
 def first_tensor(recorded: str, found: str, names: Sequence[str]) -> str:
@@ -90,12 +126,31 @@ def first_tensor(recorded: str, found: str, names: Sequence[str]) -> str:
     return next((f", tensor {name}" for name, part in pairs if recorded[part] not in ("", found[part])), "")
 
 
+def versions_of(row: Mapping[str, Any]) -> Iterator[int]:
+    """The policy version of each token of a row of `rollouts.jsonl`."""
+    return chain.from_iterable(repeat(version, times) for version, times in row["policy_versions"])
+
+
+def start_of_run() -> dict[str, Any]:
+    """For `events.jsonl`: what it takes to know that a replay computes as the run did."""
+    return {"machine": machine(), "code": code_fingerprint()}
+
+
+def _starts(folder: RunFolder) -> list[dict[str, Any]]:
+    """What `events.jsonl` says of each time that the run began or went on."""
+    rows = (row for _, row in read_run_rows(folder.events, _FIX)) if folder.events.exists() else ()
+    return [row for row in rows if "machine" in row]
+
+
+def other_code(folder: RunFolder) -> str:
+    """Why this code may compute something else than the run's did; empty: it is the same, or not on record."""
+    others = {row["code"] for row in _starts(folder) if "code" in row} - {now := code_fingerprint()}
+    return f"the code of llamarl is another one, {now} and not {min(others)}" if others else ""
+
+
 def other_machine(folder: RunFolder) -> str:
     """What of this machine is not as it was where the run began or went on last, and changes arithmetic."""
-    rows = (row for _, row in read_run_rows(folder.events, _FIX)) if folder.events.exists() else ()
-    recorded: Mapping[str, Any] = {}
-    for row in rows:
-        recorded = row.get("machine", recorded)
+    recorded: Mapping[str, Any] = next((row["machine"] for row in reversed(_starts(folder))), {})
     now, versions = machine(), recorded.get("versions", {})
     pairs = [(name, versions.get(name), now["versions"].get(name)) for name in ("torch", "llamarl")]
     pairs += [(name, recorded.get(name), now[name]) for name in ("processor", "instructions")]

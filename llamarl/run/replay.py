@@ -94,7 +94,9 @@ class Request(NamedTuple):
     close: float = 0.0
     """The arithmetic is another one, and log-probabilities may be so far apart."""
     cause: str = ""
-    """Why it is."""
+    """Why it is, or why the code is another one."""
+    read: Callable[[int, Sequence[RolloutGroup]], None] = lambda step, groups: None
+    """Hears of steps as the journal has them, before they are taken. Raises Diverged."""
     learnt: Callable[[int, Sequence[RolloutGroup], PolicyStepResult], None] | None = None
     """Hears of steps that the trainer has taken again. Raises Diverged."""
     told: Callable[[int], None] = lambda step: None
@@ -160,7 +162,7 @@ class _Replay:
         self._generator: ReplayPort | None = None
         self._scoring: Scoring | None = None
         self._trains, self._transport = list(request.parts) != ["reward"], ""
-        self._tensors, self._tokens = list[str](), 0
+        self._tensors, self._tokens, self._begin = list[str](), 0, 0
         self._ahead = deque[tuple[int, list[RolloutGroup]]]()
         """Steps that have been read and not been taken."""
 
@@ -217,7 +219,7 @@ class _Replay:
                 self._critic = port(CriticPort, critic, timeout_s)
                 if await self._critic.restore(begin) != begin:
                     raise ConfigError(f"the critic's checkpoint of step {begin} is not there, and the trainer's is")
-        steps = self._steps_after(begin)
+        self._begin, steps = begin, self._steps_after(begin)
         for version in range(begin, request.last + 1):
             await self._read(steps, version)
             if self._generator:
@@ -238,7 +240,7 @@ class _Replay:
         request, said = self._request, list[str]()
         self._journal = open_journal(request.journal, request.problems, request.folder, said.append)
         try:
-            state, lost = self._journal.go_on(cast("ControllerState | None", {"step": begin} if begin else None))
+            state, _ = self._journal.go_on(cast("ControllerState | None", {"step": begin} if begin else None))
         except OSError as error:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
         since, name = self._journal.since
@@ -248,8 +250,12 @@ class _Replay:
                 f"what came before is no part of it any more; give --steps {since + 1}:{request.last} --only train"
             )
         if (reached := state["step"] if state else 0) < request.last:
-            cause = lost.replace("are done again", "cannot be read") or "record.kind = 'resume' kept no more"
-            raise Diverged(reached + 1, "the journal", f"steps to {request.last}", f"steps to {reached}", cause)
+            if other := self._journal.other:
+                cause = "config.toml, or what data.train reads, was changed after the run"
+                raise Diverged(request.first, f"setting {other[0]}", *other[1:], cause)
+            kept = "; record.kind = 'resume' keeps what --resume needs" * (request.journal.record.kind == "resume")
+            sides = f"steps to {request.last}", f"steps to {reached}"
+            raise Diverged(reached + 1, "the journal", *sides, self._journal.lack + kept)
         return self._journal.steps_after(begin)
 
     async def _read(self, steps: Iterator[tuple[int, list[RolloutGroup]]], version: int) -> None:
@@ -259,6 +265,8 @@ class _Replay:
         while read < min(version + 1 + self._reach, request.last):
             read, groups = next(steps)
             self._ahead.append((read, groups))
+            if request.first <= read:
+                request.read(read, groups)
             if self._generator and "generate" in request.parts and request.first <= read:
                 items = [(self._asked(group), one) for group in groups for one in group.rollouts]
                 self._tokens += sum(int(one.is_sampled_T.sum()) for _, one in items)
@@ -280,7 +288,10 @@ class _Replay:
         if fingerprint not in ("", adoption.fingerprint) and not request.close:
             what = f"weights of version {version}{first_tensor(tensors, adoption.tensors, self._tensors)}"
             cause = "the run's trainer had other weights, or took its groups in another order, than is on record"
-            raise Diverged(version, what, fingerprint, adoption.fingerprint, cause)
+            if version == self._begin:
+                file = request.folder.other_file(request.journal) or "generator.* in config.toml, or a checkpoint,"
+                cause = f"{file} was changed after the run"
+            raise Diverged(version, what, fingerprint, adoption.fingerprint, request.cause or cause)
         if "generate" in request.parts:
             replayed = await generator.replay(version)
             self._tally.tokens += replayed.num_tokens

@@ -25,7 +25,7 @@ from llamarl.data.prompts import load_prompts
 from llamarl.data.sampler import PromptSampler, fingerprint
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.distributed.rendezvous import open_rendezvous
-from llamarl.models.folder import load_shape
+from llamarl.models.folder import check_weights, load_shape
 from llamarl.observability.sinks import MetricsLog
 from llamarl.run.assembly import WIND_DOWN_S, interruptible, nothing_to_resume
 from llamarl.run.copying import Copying
@@ -48,6 +48,8 @@ def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[Sampl
     """
     shape, path = load_shape(config.model.path), config.model.path
     check_parallelism(shape, config.trainer.parallelism, path)
+    if config.cluster.kind != "hosts":
+        check_weights(path)
     tokenizer = Tokenizer(path)
     check_vocabulary(tokenizer, shape.vocab_size)
     loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings)
@@ -160,6 +162,8 @@ class FineTuning:
             nothing_to_resume(self.resume, damaged, self.warn)
         if self.resume:
             log.drop_after(done)
+            if lack := self.folder.unrecorded(done):
+                self.warn(f"--resume: {lack}")
             self.folder.write_config(config)
         supervisor.start(self.folder.check_loop(), "run folder")
         while done < config.steps:

@@ -25,7 +25,7 @@ from llamarl.controller.supervision import Interrupted, Stalled, rare_garbage_co
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.accounting import verdict, write_trace
-from llamarl.observability.events import EventLog, RecordedScreen, machine
+from llamarl.observability.events import EventLog, RecordedScreen
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.page.run_data import flat_settings
 from llamarl.observability.recorder import RolloutRecorder
@@ -49,6 +49,7 @@ from llamarl.run.hosts import Elastic, gathered
 from llamarl.run.journal import open_journal
 from llamarl.run.placement import LocalPlaces, Places, place
 from llamarl.run.prepare import Prepared
+from llamarl.run.recorded import start_of_run
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import RolloutGroup
 
@@ -117,7 +118,7 @@ class _Run:
             keep = (lambda failure: screen.warn(str(failure)), config.record.max_bytes)
             events = EventLog(folder.events, *keep)
             screen = RecordedScreen(self._shown, events)
-            events.add("start", machine=machine(), staleness_limit=limit, model=info.model, resumed=self._resume)
+            events.add("start", **start_of_run(), staleness_limit=limit, model=info.model, resumed=self._resume)
             for text in self._outcome.warnings:
                 screen.warn(text)
             log, recorder = MetricsLog(folder.metrics, *keep), RolloutRecorder(folder.rollouts, *keep)
@@ -194,6 +195,8 @@ class _Run:
             telemetry.resume_at(min(step, self._folder.recorded_steps()))
             for groups, result in self._unrecorded:
                 telemetry.trained_again(groups, result)
+            if lack := self._folder.unrecorded(step):
+                telemetry.warn(f"--resume: {lack}; curves and reports go without them")
             self._folder.write_config(self._config)
         except OSError as error:
             raise ConfigError(

@@ -10,7 +10,8 @@ from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
-from llamarl.observability.events import EventLog, RecordedScreen, machine
+from llamarl.observability.events import EventLog, RecordedScreen
+from llamarl.observability.formats import counted
 from llamarl.observability.metrics import UpdateMetrics
 from llamarl.observability.page.run_data import flat_settings
 from llamarl.observability.recorder import RolloutRecorder
@@ -18,6 +19,7 @@ from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.run.folder import RunFolder, prepare_run_folder
 from llamarl.run.placement import models_in_use
+from llamarl.run.recorded import start_of_run
 from llamarl.run.replay import Request, replay
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import RolloutGroup
@@ -53,17 +55,18 @@ def what_if(request: Request, config: RunConfig, *, overwrite: bool, tell: Calla
     """Trains on the recorded steps with the settings of `config`, of which the request's are a copy for replays; the
     folder of the result. Raises ConfigError, ExecutorError."""
     other = changed(request.journal, config)
-    said = ", ".join(f"{name} = {now!r} (was {was!r})" for name, (was, now) in other.items())
-    if not overwrite and Path(config.output, config.name).exists():
+    said = ", ".join(f"{name} = {now!r} (was {was!r})" for name, (was, now) in other.items()) or "nothing that differs"
+    if not overwrite and RunFolder(Path(config.output, config.name)).has_begun():
         raise ConfigError(f"{config.output}/{config.name} exists; replace it (--overwrite) or choose another --name")
     with prepare_run_folder(config, resume=False, overwrite=overwrite) as folder:
         updates = _recorded(request, folder, f"off-policy replay of {request.folder.path} with {said}")
         ratio = max((one.importance_ratio_max or 1.0 for one in updates), default=1.0)
         kl = max((abs(one.kl_to_behavior or 0.0) for one in updates), default=0.0)
         trust = "far from" if kl > FAR_NATS else "near"
+        steps = counted(request.tally.steps, "recorded step")
         tell(
-            f"trained on {request.tally.steps:,} recorded steps with {said}: importance ratios up to {ratio:.3g}, KL "
-            f"to what sampled the rollouts up to {kl:.2g} nats a token: {trust} what a run of its own would learn from"
+            f"trained on {steps} with {said}: importance ratios up to {ratio:.3g}, KL to what sampled the rollouts up "
+            f"to {kl:.2g} nats a token: {trust} what a run of its own would learn from"
         )
     return folder.path
 
@@ -72,7 +75,7 @@ def _recorded(request: Request, folder: RunFolder, mark: str) -> Sequence[Update
     """Takes the steps, and writes what a run writes of them."""
     config, rollout, updates = request.config, request.config.rollout, list[UpdateMetrics]()
     events = EventLog(folder.events, print)
-    events.add("start", machine=machine(), replay_of=str(request.folder.path))
+    events.add("start", **start_of_run(), replay_of=str(request.folder.path))
     log, recorder = MetricsLog(folder.metrics, print), RolloutRecorder(folder.rollouts, print)
     limit = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
     telemetry = Telemetry(config, RecordedScreen(NullScreen(), events), log, recorder, limit, events=events)

@@ -49,11 +49,12 @@ class Health:
             if self._mesh.fsdp.size > 1:
                 self._first_bad += f" on fsdp rank {self._mesh.fsdp.rank}"
 
-    def ended(self, said: str, is_finite: bool, find: Callable[[], str] | None = None) -> str:
+    def ended(self, said: str, is_finite: bool, find: Callable[[], str] | None = None, known: str = "") -> str:
         """Why the step is to be skipped; empty when it is not.
 
         Args:
             find: see `find_cause`.
+            known: a cause that needs no search, with the way out.
 
         Raises:
             NonFiniteStep: it ends the run, by `trainer.on_nonfinite` or `trainer.max_skipped_steps`.
@@ -63,9 +64,11 @@ class Health:
             return ""
         places = ", ".join(dict.fromkeys(place for place in self._mesh.exchange(self._first_bad) if place))
         cause = f"{said}{places and f' from {places}'}"
-        cause += f": {find()}" if find else ""
+        found = known or (find() if find else "")
+        cause += found and f": {found}"
         if self._config.on_nonfinite == "stop":
-            raise NonFiniteStep(f"{cause}; lower {self._rate}, or set trainer.on_nonfinite = 'skip'")
+            fix = "" if known else f"; lower {self._rate}, or set trainer.on_nonfinite = 'skip'"
+            raise NonFiniteStep(cause + fix)
         self.num_skipped_in_row += 1
         if self.num_skipped_in_row == self._config.max_skipped_steps:
             raise NonFiniteStep(f"{cause}; {self.num_skipped_in_row} steps in a row (trainer.max_skipped_steps)")

@@ -30,6 +30,8 @@ from llamarl.types import RolloutGroup, SampleGroup
 from llamarl.weight_sync.layout import TensorSpec
 
 T = TypeVar("T")
+OUTSIZED = 1e9
+"""Neither rewards nor weights are so large in a training that goes wrong by itself: learning rates are 10 at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +128,9 @@ class Optimization(ABC, Generic[Model]):
         of_pass = f" pass {len(logged)} of {self.config.passes}" if self.config.passes > 1 else ""
         said = f"{self.NAME}step {self.policy_version}{of_pass}: loss {loss}, gradient norm {grad_norm}"
         alone = partial(self.alone, denominator=denominator)
-        cause = self.health.ended(said, finite, partial(find_cause, rollouts, groups, alone) if rollouts else None)
+        outsized = "" if finite else self.outsized(rollouts)
+        find = partial(find_cause, rollouts, groups, alone) if rollouts else None
+        cause = self.health.ended(said, finite, find, outsized)
         self.policy_version += 1
         return Update(
             loss=loss, grad_norm=grad_norm, learning_rate=rate, sums=sums, maxima=maxima, num_passes=len(logged),
@@ -172,6 +176,19 @@ class Optimization(ABC, Generic[Model]):
         norm = self.sharding.clip_gradients(self.config.max_grad_norm)
         self.optimizer.zero_grad(set_to_none=False)
         return sums, norm
+
+    def outsized(self, groups: Sequence[RolloutGroup] = ()) -> str:
+        """A reward or weight that no learning rate has made so large, and the way out; empty: there is none."""
+        found = [
+            f"the reward of group {group.group_id} rollout {index} is {one.value:g}; bound what the reward gives"
+            for group in groups
+            for index, one in enumerate(group.results)
+            if not abs(one.value) < OUTSIZED
+        ]
+        for name, weight in self.sharding.weights.items() if not found else ():
+            if weight.numel() and not (largest := float(weight.detach().abs().max())) < OUTSIZED:
+                found.append(f"{name} holds {largest:g}, as of damaged memory; go on from an earlier checkpoint")
+        return next(filter(None, self.mesh.exchange("".join(found[:1]))), "")
 
     @property
     def is_logging(self) -> bool:

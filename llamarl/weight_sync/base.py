@@ -86,9 +86,8 @@ class WriterPlan:
         weights: Mapping[str, Tensor],
         targets: Iterable[tuple[Part, Tensor]],
         proof: np.ndarray,
-        power_of_two: bool = False,
     ) -> None:
-        """Copies parts of one layout to their targets, cast or quantized; with `power_of_two`, such are the scales.
+        """Copies parts of one layout to their targets, cast or quantized.
 
         Adds to `proof` [2, tensors], which begins with zeros, the fingerprint and then the number of bytes of each
         part: where the numbers of all writers add up to a tensor, it is all there.
@@ -110,7 +109,7 @@ class WriterPlan:
                 continue
             halves = (part, target), found[f"{spec.name}.scale", box]
             try:
-                quantize_rows(source, spec.dtype, power_of_two, out=(target, halves[1][1]))
+                quantize_rows(source, spec.dtype, out=(target, halves[1][1]))
             except NonFiniteWeights as error:
                 row, name = box.starts[0] + error.row, f"{spec.name} (version {version})"
                 raise NonFiniteWeights(row, error.dtype, name) from None
@@ -126,8 +125,7 @@ class Publisher(ABC):
     """A trainer rank's end.
 
     Where one takes `delta`, it sends what changed since a version that the reader has, if that is less. The bytes that
-    are served stay the same, unless `power_of_two` rounds 8-bit scales up to powers of two: these seldom move, so less
-    changes, but rounding errors are half as large again.
+    are served stay the same.
     """
 
     RANK: ClassVar[int] = 1
@@ -148,7 +146,6 @@ class Publisher(ABC):
         exchange: Exchange,
         folder: Path | None = None,
         delta: bool = False,
-        power_of_two: bool = False,
         device: torch.device = CPU,
     ) -> None:
         """
@@ -162,7 +159,7 @@ class Publisher(ABC):
                 "delta = false, or transport = 'p2p' or 'file'"
             )
         self._plan, self._exchange, self._folder = plan, exchange, folder
-        self._delta, self._power_of_two, self._device = delta, power_of_two, device
+        self._delta, self._device = delta, device
 
     @abstractmethod
     def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:

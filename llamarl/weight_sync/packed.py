@@ -90,7 +90,7 @@ class PackedPublisher(Publisher):
             slot.proofs[index][:] = 0
             places = (place for bucket in self._buckets[index] for place in bucket.parts)
             targets = ((part, packed(layout, slot.flats[index], part, start)) for part, start in places)
-            plan.write(index, version, weights, targets, slot.proofs[index], self._power_of_two)
+            plan.write(index, version, weights, targets, slot.proofs[index])
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # nobody else knows this stream
         self._slots[version] = slot

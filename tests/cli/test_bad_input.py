@@ -16,8 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.end_to_end.tiny import LLAMARL, ROOT, environment, llamarl, llamarl_here
-from tests.nightly import NIGHTLY
+from tests.end_to_end.tiny import LLAMARL, ROOT, environment, llamarl_here
 
 Done = subprocess.CompletedProcess[str]
 
@@ -226,15 +225,6 @@ def test_rewards_of_the_user_s_own(
 
 def test_missing_model_folder(toml: Path) -> None:
     check(llamarl_here("train", toml, "--model.path", "/nowhere/model"), "/nowhere/model")
-
-
-@pytest.mark.parametrize("kind", ["inline", *(["monarch"] if NIGHTLY else [])])
-def test_truncated_weights(toml: Path, model: Path, tmp_path: Path, kind: str) -> None:
-    """Only the executors read weights: what they find reaches the user as the same sentence, from any cluster."""
-    folder = damaged(model, tmp_path, lambda copy: halve(copy / "model.safetensors"))
-    run = llamarl if kind == "monarch" else llamarl_here
-    done = run("train", toml, "--model.path", folder, "--cluster.kind", kind)
-    check(done, "model.safetensors", "no whole safetensors file", "copy it again")
 
 
 @pytest.mark.parametrize(

@@ -256,3 +256,13 @@ def test_sft_config(write: Write) -> None:
     assert (config.shape.hidden_size, config.source.options) == (64, {"error_rate": 0.5})
     with pytest.raises(ConfigError, match=r"unknown option `shape\.hidden_sise`; did you mean `hidden_size`"):
         load_sft_config(path, ["--shape.hidden_sise=64"])
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_a_setting_that_is_no_more(minimal: Path, value: str) -> None:
+    """Where it was off, as in the settings of older runs, nothing is lost."""
+    override = f"--weight_sync.power_of_two_scales={value}"
+    if value == "true":
+        assert "power_of_two_scales = true is no setting any more; leave it out" in _message(minimal, override)
+    else:
+        assert load_config(minimal, [override]) == load_config(minimal)

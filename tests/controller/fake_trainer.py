@@ -41,6 +41,8 @@ class Trainer:
     """`learnt` of each checkpoint; as `saved` it is the disk."""
     mirror: dict[int, list[list[int]]] | None = None
     """The newest copies of `learnt`, which outlive it, by step."""
+    damage: str = ""
+    """What is said of a weight."""
     _groups: dict[int, RolloutGroup] = field(default_factory=dict)
 
     async def add_groups(self, groups: list[RolloutGroup]) -> None:
@@ -79,6 +81,9 @@ class Trainer:
         sequence = np.arange(5, dtype=np.int32)
         probe = Probe(sequences=[sequence], logprobs=[np.full(4, version, np.float32)])
         return Published(version=version, addresses={"": slot}, probe=probe)
+
+    async def outsized(self) -> str:
+        return self.damage
 
     async def save(self, state: dict[str, Any]) -> asyncio.Task[None]:
         """Answers later, beside other calls."""

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import errno
 import gzip
+import io
 import os
 import random
 import threading
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llamarl.controller import journal as module
 from llamarl.controller.journal import Journal
+from llamarl.controller.records import records
+from llamarl.observability.files import compress
 from llamarl.types import FinishReason, Rollout
 from tests.controller.test_journal import PROMPTS, SETTINGS, SIZE, Author, read, same, same_group, written
 
@@ -109,6 +115,40 @@ def test_a_compressed_file_that_is_damaged_is_told(tmp_path: Path) -> None:
             assert f"{str(path)[:-3]} is missing, or damaged after byte" in read(author.folder)[2]
 
 
+def test_what_stands_before_a_damaged_byte_is_read(tmp_path: Path) -> None:
+    author, _ = written(tmp_path / "run", 6, 900, num_checkpoints=0, compresses=True, keeps="all")
+    (path,) = (author.folder / "journal").iterdir()
+    compressed, plain = path.read_bytes(), path.with_suffix("")
+    all_of_it = [record.end for record in records(plain)]
+    assert len(compressed) > 20_000
+    for at in range(2_000, len(compressed), 1_700):
+        path.write_bytes(compressed[:at] + bytes([compressed[at] ^ 8]) + compressed[at + 1 :])
+        ends = [record.end for record in records(plain)]
+        least = len(zlib.decompressobj(wbits=31).decompress(compressed[: at - 512]))
+        assert ends == all_of_it[: len(ends)] and len(ends) >= sum(end <= least for end in all_of_it) > 5
+        _, reached, said = read(author.folder)
+        assert 0 < reached["step"] <= author.version and said == "", "as if it had been cut there"
+
+
+def test_a_compressed_file_that_came_out_damaged_takes_nothings_place(
+    ended: Author, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def flips(descriptor: int) -> None:
+        fsync(descriptor)
+        with open(f"/proc/self/fd/{descriptor}", "r+b") as file:
+            byte = file.read(300)[-1]
+            file.seek(299)
+            file.write(bytes([byte ^ 16]))
+
+    before = {path.name for path in (ended.folder / "journal").iterdir()}
+    monkeypatch.setattr(os, "fsync", flips)
+    for path in sorted((ended.folder / "journal").iterdir()):
+        compress(path)
+    assert {path.name for path in (ended.folder / "journal").iterdir()} == before and replayed(ended)
+
+
 def whole(author: Author, group_id: int) -> None:
     """A group, as far as it takes to score it."""
     author.active[group_id] = {n: author.grown(group_id, n, None, is_final=True) for n in range(SIZE)}
@@ -169,19 +209,78 @@ def test_a_group_of_which_a_part_is_lost_is_none(tmp_path: Path) -> None:
     assert group is None and [one.num_tokens for one in held.values()] == [one.num_tokens for one in parked.values()]
 
 
-def test_a_step_on_groups_that_the_disk_refused_is_not_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_checkpoint_after_a_failure_keeps_what_no_step_has_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    """Scored or parked before the failure or after it, be it that of one more record or of the way to the disk; the
+    first checkpoint after it is refused, too."""
+    (tmp_path / "run").mkdir()
+    author, full = Author(tmp_path / "run", 2, keeps="all"), OSError(errno.ENOSPC, "No space left on device")
+
+    def parked(group_id: int) -> None:
+        grown = (author.grown(group_id, 0, None, is_final=False) for _ in range(99))
+        author.active[group_id] = {0: next(one for one in grown if one.num_tokens)}
+        author.journal.rollouts([(group_id, author.active[group_id][0])])
+
+    author.next_id = 9
+    whole(author, 1)
+    author.complete_step([1])
+    whole(author, 2)
+    author.journal.write_late()
+    parked(3)
+    if is_full:
+        file = author.journal._file
+        author.journal._file = io.BytesIO(bytes(1))  # it cannot be truncated
+        monkeypatch.setattr(author.journal._file, "write", raising(full), raising=False)
+        assert file is not None
+        file.close()
+    else:
+        author.journal.fail(full)
+    whole(author, 4)
+    parked(5)
+    whole(author, 6)
+    author.complete_step([6])
+    assert not author.journal.has(2), "it is told"
+    with monkeypatch.context() as still:
+        still.setattr(Path, "write_bytes", raising(full))
+        author.checkpoint()
+    state = author.checkpoint()
+    if not is_full:  # what did not come to the disk
+        (author.folder / "journal/00000001.groups").unlink()
+    author.complete_step([2])
+    author.complete_step([4])
+    assert author.journal.has(3) and author.journal.has(4) and len(author.said) == 1
+    author.journal.close()
+    journal, reached, said = read(author.folder, state)
+    assert reached["step"] == 4 and said == ""
+    steps = dict(journal.steps_after(2))
+    assert [[group.group_id for group in groups] for groups in steps.values()] == [[2], [4]]
+    assert all(same_group(group, author.whole[group.group_id]) for (group,) in steps.values())
+    for group_id in (3, 5):
+        assert same(journal.kept(group_id)[1][group_id, 0], author.active[group_id][0])
+
+
+def raising(error: OSError) -> Callable[..., Any]:
+    def call(*_: Any) -> Any:
+        raise error
+
+    return call
+
+
+def test_a_file_that_cannot_be_begun_costs_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before is full, and has all of the step."""
     (tmp_path / "run").mkdir()
     author = Author(tmp_path / "run", 2)
     whole(author, 1)
-    author.complete_step([1])
+    with monkeypatch.context() as refused:
+        refused.setattr(module, "SEGMENT_BYTES", 10)
+        refused.setattr(Path, "write_bytes", raising(OSError(errno.ENOSPC, "No space left on device")))
+        author.complete_step([1])
+    assert 1 in author.journal._steps and len(author.said) == 1
+    author.checkpoint()
     assert author.journal.has(1)
-    author.journal.fail(OSError(errno.ENOSPC, "No space left on device"))
-    whole(author, 2)
-    author.journal.next_segment()
-    author.complete_step([2])
-    assert not author.journal.has(2)
     author.journal.close()
-    assert "group 2 of step 2 is missing in the journal" in read(author.folder)[2]
 
 
 def test_what_another_version_wrote_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,6 @@ REFUSED = {
     "generator.kv_cache_bytes": (100, "does not hold one prompt and response"),
     "generator.device": ("cuda", "no GPU"),
     "weight_sync.delta": ("true", "saves nothing"),
-    "weight_sync.power_of_two_scales": ("true", "is for what changes of 8-bit weights"),
     "weight_sync.max_mismatch": (1e-30, "WeightsWrong"),
     "trainer.microbatch_tokens": (20, "can have together"),
     "trainer.device": ("cuda", "no GPU"),

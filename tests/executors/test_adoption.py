@@ -50,6 +50,19 @@ class Ranks(TensorParallelEngine):
         self.version = version
 
 
+def test_tokens_carry_the_version_of_the_weights_that_made_them() -> None:
+    """Also one that is sampled at the very moment in which the version becomes another one."""
+    fetched, tokens = Fetched(), list[tuple[int, int]]()
+
+    class Sampling(Ranks):
+        def set_version(self, version: int) -> None:
+            super().set_version(version)
+            tokens.append((version, fetched.used[-1] if fetched.used else -1))
+
+    Adoptions(cast(Adopter, fetched), Sampling()).begin(3, ADDRESS)
+    assert tokens == [(3, 3)]
+
+
 def test_an_idle_rank_0_waits_for_the_others_and_does_not_spin() -> None:
     fetched, engine = Fetched(), Ranks()
     reply = Adoptions(cast(Adopter, fetched), engine).begin(3, ADDRESS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.checkpoint.folder import MANIFEST
 from llamarl.config import ConfigError, RunConfig
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.run.folder import FolderLost, RunFolder, prepare_run_folder
@@ -37,6 +39,7 @@ def ended(config: RunConfig) -> RunFolder:
     with prepare_run_folder(config, resume=False, overwrite=False) as folder:
         folder.metrics.write_text(STEP)
         (folder.checkpoints / "step-00000008").mkdir()
+        (folder.checkpoints / "step-00000008" / MANIFEST).touch()
     return folder
 
 
@@ -156,7 +159,7 @@ def test_another_model_under_the_same_name(config: RunConfig, tmp_path: Path, ch
 def test_checkpoints_that_are_elsewhere_are_no_fresh_start(config: RunConfig, is_there: bool) -> None:
     """A folder that is not mounted; a run that was ended before its first checkpoint does start again."""
     folder = ended(config)
-    (folder.checkpoints / "step-00000008").rmdir()
+    shutil.rmtree(folder.checkpoints / "step-00000008")
     prepare_run_folder(config, resume=True, overwrite=False).__exit__()
     folder.checkpoints.rename(folder.path.parent / "unmounted")
     if is_there:
@@ -167,10 +170,91 @@ def test_checkpoints_that_are_elsewhere_are_no_fresh_start(config: RunConfig, is
 
 
 def test_folders_of_other_names_among_the_checkpoints_are_ignored(config: RunConfig) -> None:
+    """And a broken copy, of which the manifest would have come last."""
     folder = ended(config)
-    for name in ("step-old", "step-1e9", "steps"):
+    for name in ("step-old", "step-1e9", "steps", "step-99999999"):
         (folder.checkpoints / name).mkdir()
-    assert folder.way_on() == "--resume goes on from step 8"
+    assert folder.way_on() == "--resume goes on from step 8" and folder.saved_steps() == [8]
+    prepare_run_folder(config, resume=True, overwrite=False).__exit__()
+
+
+@pytest.mark.parametrize("left", ["nothing", "lock", "all", "output", "generated"])
+def test_a_start_that_came_to_nothing_leaves_no_run(config: RunConfig, left: str) -> None:
+    """Refused, or ended before its first step: the next one needs no `--overwrite`, and finds nothing of it."""
+    path = Path(config.output, config.name)
+    if left == "nothing":
+        path.mkdir()
+    else:
+        with prepare_run_folder(config, resume=False, overwrite=False) as folder:
+            assert folder.way_on() == "no step was completed yet, so --resume begins again"
+        if left == "lock":
+            for made in (folder.logs, folder.checkpoints):
+                shutil.rmtree(made)
+            folder.config.unlink()
+            folder.weights.unlink()
+        elif left != "all":
+            (folder.logs / "trainer.log").write_text("it raised")
+            folder.metrics.write_text('{"kind": "eval", "step": 0}\n')
+        if left == "generated":
+            folder.journal.touch()
+            (path / "journal").mkdir()
+            (path / "journal/00000001.groups").write_bytes(b"some rollouts")
+    with prepare_run_folder(config.model_copy(update={"steps": 3}), resume=False, overwrite=False) as again:
+        assert "steps = 3" in again.config.read_text() and not again.metrics.exists()
+        assert {one.name for one in path.iterdir()} == {".lock", "config.toml", "weights.json", "logs", "checkpoints"}
+
+
+@pytest.mark.parametrize("what", ["step", "checkpoint", "broken checkpoint", "journal", "own file", "own config"])
+def test_what_came_to_something_is_not_touched(config: RunConfig, what: str) -> None:
+    with prepare_run_folder(config, resume=False, overwrite=False) as folder:
+        step = folder.checkpoints / "step-00000000"
+        if what == "step":
+            folder.metrics.write_text(STEP)
+        elif what == "journal":
+            folder.journal.write_text('{"step": 1, "groups": [3], "state": {}}\n')
+        elif "checkpoint" in what:
+            step.mkdir()
+            (step / ("shard" if "broken" in what else MANIFEST)).touch()
+        elif what == "own file":
+            (folder.path / "notes.txt").touch()
+    if what == "own config":  # of a user who keeps it where the run would be
+        (folder.path / ".lock").unlink()
+    before = sorted(folder.path.rglob("*"))
+    with pytest.raises(ConfigError, match=r"exists; go on with it \(--resume\), replace it"):
+        prepare_run_folder(config, resume=False, overwrite=False)
+    assert sorted(folder.path.rglob("*")) == before
+
+
+def test_a_run_that_another_ended_meanwhile_is_not_taken(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the folder and its lock."""
+    lock = RunFolder.lock
+
+    def late(self: RunFolder) -> None:
+        lock(self)
+        self.metrics.write_text(STEP)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "lock", late)
+        with pytest.raises(ConfigError, match="exists; go on with it"):
+            prepare_run_folder(config, resume=False, overwrite=False)
+    with RunFolder(Path(config.output, config.name)) as folder:
+        folder.lock()  # nobody else holds it
+
+
+def test_steps_without_rows_are_named(config: RunConfig) -> None:
+    folder = ended(config)
+    rows = [f'{{"kind": "step", "step": {step}}}\n' for step in (1, 2, 3, 6, 9)]
+    folder.metrics.with_name("metrics-00001.jsonl").write_text("".join(rows[:3]))
+    folder.metrics.write_text("".join(rows[3:]) + '{"kind": "eval", "step": 5}\n{"kind": "step", "step": 8')
+    assert folder.unrecorded(3) == ""
+    assert folder.unrecorded(8) == f"{folder.metrics} has no rows of steps 4-5,7-8"
+    compressed = gzip.compress(folder.metrics.with_name("metrics-00001.jsonl").read_bytes())
+    folder.metrics.with_name("metrics-00001.jsonl.gz").write_bytes(compressed[:-6])
+    folder.metrics.with_name("metrics-00001.jsonl").unlink()
+    assert folder.unrecorded(3) == "", "it is read as far as it goes"
+    folder.metrics.with_name("metrics-00001.jsonl.gz").unlink()
+    folder.metrics.unlink()
+    assert folder.unrecorded(8) == f"{folder.metrics} has no rows of steps 1-8"
 
 
 def test_the_first_evaluation_on_record(config: RunConfig) -> None:

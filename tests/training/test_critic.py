@@ -154,13 +154,18 @@ def test_a_step_that_is_not_finite(make_groups: MakeGroups) -> None:
         replace(group, results=tuple(replace(one, value=np.inf) for one in group.results)) for group in make_groups()
     ]
     critic = make_critic()
-    with pytest.raises(NonFiniteStep, match=r"critic step 0: .* lower critic.learning_rate_scale"):
+    with pytest.raises(NonFiniteStep, match=r"critic step 0: .*: the reward of group 0 rollout 0 is inf; bound what"):
         run(critic, valued(critic, groups))
+    unlike = valued(critic, make_groups())
+    for group in unlike:
+        group.rollouts[0].columns["values"][:] = np.inf
+    with pytest.raises(NonFiniteStep, match=r"critic step 0: .* lower critic.learning_rate_scale"):
+        run(critic, unlike)
     skipping = make_critic(on_nonfinite="skip")
     before = [weight.clone() for weight in skipping.model.parameters()]
     result = finished(skipping.learn(valued(skipping, groups)))
     assert result.skipped and result.metrics["critic_skipped"] == 1 and result.policy_version == 1
-    assert "loss inf" in result.cause and "every group" in result.cause
+    assert "loss inf" in result.cause and "the reward of group 0 rollout 0 is inf" in result.cause
     assert all(torch.equal(a, b) for a, b in zip(before, skipping.model.parameters(), strict=True))
     assert all(not weight.grad.any() for weight in skipping.model.parameters())
 
@@ -172,5 +177,7 @@ def test_so_many_skipped_steps_in_a_row_end_it(make_groups: MakeGroups) -> None:
     bad[1] = replace(bad[1], results=(bad[1].results[0], replace(bad[1].results[1], value=np.inf)))
     skipped = [finished(critic.learn(groups)).skipped for groups in (good, bad, good, bad)]
     assert skipped == [False, True, False, True]
-    with pytest.raises(NonFiniteStep, match=r"critic step 4: .*group 1 rollout 1 \(loss\); 2 steps in a row"):
+    with pytest.raises(
+        NonFiniteStep, match=r"critic step 4: .*the reward of group 1 rollout 1 is inf; .*; 2 steps in a row"
+    ):
         finished(critic.learn(bad))

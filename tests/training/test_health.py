@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -111,6 +112,24 @@ class TestCause:
         )
         assert expected in said
 
+    def test_a_reward_out_of_all_proportion(self, make_trainer, make_groups) -> None:
+        groups = make_groups(((3, 4), (5, 6)), reward=lambda index: 1e300 if index == 1 else 0.5)
+        said = self.cause(make_trainer(), groups)
+        assert said.endswith(": the reward of group 0 rollout 1 is 1e+300; bound what the reward gives")
+
+    @pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight"])
+    def test_a_weight_with_a_flipped_bit(self, make_trainer, make_groups, name: str) -> None:
+        """The highest one of the exponent. Where that makes no number infinite, it is named when somebody asks."""
+        trainer, groups = make_trainer(), make_groups()
+        assert trainer.outsized(groups) == ""
+        with torch.no_grad():
+            dict(trainer.model.named_parameters())[name].view(torch.int32)[3, 5] ^= 1 << 30
+        expected = rf"{name} holds [\d.]+e\+3\d, as of damaged memory; go on from an earlier checkpoint"
+        assert re.fullmatch(expected, trainer.outsized())
+        groups[0].rollouts[2].behavior_logprobs_T[4] = NAN
+        said = self.cause(trainer, groups)
+        assert re.search(expected, said) and "learning_rate" not in said
+
     def test_the_index_is_that_of_the_rollout_not_of_what_is_left(self, make_trainer, make_groups) -> None:
         """Rollouts without advantage are not computed."""
         groups = make_groups(((3, 4, 5, 6),), reward=lambda index: (1.0, 1.0, 0.0, 2.0)[index])
@@ -128,6 +147,8 @@ class TestCause:
         groups[1].rollouts[1].token_ids_T[1] = 40
         with torch.no_grad():
             trainer.model.model.embed_tokens.weight[40] = NAN
+        assert ": model.embed_tokens.weight holds nan" in self.cause(trainer, groups)
+        trainer.outsized = lambda groups: ""
         assert ": group 1 rollout 1 (log-probs);" in self.cause(trainer, groups)
 
     def test_a_loss(self, make_trainer, make_groups) -> None:
@@ -149,6 +170,8 @@ class TestCause:
         trainer = make_trainer()
         with torch.no_grad():
             trainer.model.model.norm.weight[0] = NAN
+        assert ": model.norm.weight holds nan" in self.cause(trainer, make_groups())
+        trainer.outsized = lambda groups: ""
         assert "every group, which points at weights or loss" in self.cause(trainer, make_groups())
 
     def test_looking_for_it_leaves_nothing(self, make_trainer, make_groups) -> None:

@@ -152,6 +152,41 @@ def test_nothing_to_learn_from() -> None:
     assert pack(sample_groups([(3, []), (2, [])]), 10) == []
 
 
+@pytest.mark.parametrize(
+    ("sequences", "shared"),
+    [
+        ([[1, 2, 3, 4, 50], [1, 2, 9, 4, 60]], [[1, 2]]),
+        ([[1, 2, 3, 50], [1, 2, 3, 60], [1, 7, 3, 60]], [[1]]),
+        ([[1, 2, 3, 50], [1, 2, 3, 60]], [[1, 2, 3]]),
+        ([[1, 2, 50, 3], [1, 2, 3, 60]], [[1, 2]]),
+        ([[1, 2, 50], [8, 2, 50], [1, 3, 50]], [[1], [8, 2]]),
+        ([[1, 2, -3, 50], [1, 2, 3, 60]], [[1, 2]]),
+    ],
+)
+def test_sequences_share_what_they_begin_with_alike_and_no_more(
+    sequences: list[list[int]], shared: list[list[int]]
+) -> None:
+    """Tokens from 50 on were sampled, and -3, which is a 3."""
+    samples = []
+    for number, tokens in enumerate(sequences):
+        ids, is_sampled = np.abs(np.array(tokens, np.int32)), [token < 0 or token >= 50 for token in tokens]
+        advantages = np.full(len(ids), number, np.float32)
+        columns = {"token_ids": ids, "loss_mask": np.array(is_sampled), "advantages": advantages}
+        samples.append(TrainSample(columns=columns))
+    (batch,) = pack([SampleGroup(prompt_token_ids_T=np.array([], np.int32), samples=tuple(samples))], 100)
+    starts = [tokens for tokens in shared for sequence in sequences if sequence[0] == tokens[0]]
+    assert list(batch.prompt_lengths) == [len(tokens) for tokens in shared]
+    found = dict[int, list[int]]()
+    for number, (rows, _) in enumerate(unpack(batch)):
+        at = np.flatnonzero(batch.sequence_R == number)
+        of = int(batch.columns_R["advantages"][at[0]])
+        found[of] = [*batch.token_ids_N[rows].tolist(), int(batch.targets_R[at[-1]])]
+        assert batch.token_ids_N[rows][: len(starts[number])].tolist() == starts[number]
+    assert found == {number: [*map(abs, tokens)] for number, tokens in enumerate(sequences)}, (
+        "each is predicted from its own tokens"
+    )
+
+
 class TestToSampleGroup:
     def test_tokens_may_have_advantages_of_their_own(self, make_group) -> None:
         group = make_group(responses=[(4, 5), (6,)])

@@ -131,6 +131,13 @@ def test_few_changes_are_few_bytes(run) -> None:
     assert is_dense(run.fetch(1)), "it has just joined"
 
 
+def test_where_everything_changed_it_is_sent_whole(run) -> None:
+    run.fetch(0)
+    run.weights[1] = {name: 1.5 * weight + 0.1 for name, weight in run.weights[0].items()}
+    run.trainer.publish(1, run.weights[1], {0})
+    assert is_dense(run.fetch(0))
+
+
 def test_a_base_that_is_another_than_it_says_is_found_out_and_weights_are_sent_whole(run) -> None:
     run.fetch(0)
     run.publish(0.01)

@@ -72,7 +72,7 @@ class FilePublisher(Publisher):
         parts = {_name(layout.specs[part.tensor], part): part for part in plan.parts[number]}
         tensors = {name: _empty(layout.specs[part.tensor], part) for name, part in parts.items()}
         targets = zip(parts.values(), tensors.values(), strict=True)
-        plan.write(number, version, weights, targets, proof, self._power_of_two)
+        plan.write(number, version, weights, targets, proof)
         metadata = {
             "publisher": self._address.publisher,
             "proof": json.dumps(proof.tolist()),
@@ -81,8 +81,8 @@ class FilePublisher(Publisher):
         paths = list[Path]()
         for base in bases:
             changed = _changes(self._own / file_name(base, layout.digest, plan.rank), tensors)
-            path = self._own / file_name(version, layout.digest, plan.rank, base)
-            paths.append(_save(path, changed, {}))
+            if changed:  # a file of no tensors is none that can be read
+                paths.append(_save(self._own / file_name(version, layout.digest, plan.rank, base), changed, {}))
         # Last: who finds it finds all.
         return [*paths, _save(self._own / file_name(version, layout.digest, plan.rank), tensors, metadata)]
 

@@ -1,0 +1,62 @@
+"""A start that is refused leaves nothing in the way of the corrected command, and what can be read is read first."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.cli.test_bad_input import check, damaged, halve
+from tests.end_to_end.tiny import llamarl, llamarl_here
+from tests.nightly import NIGHTLY
+
+
+@pytest.mark.parametrize("kind", ["inline", *(["monarch"] if NIGHTLY else [])])
+def test_truncated_weights(toml: Path, model: Path, tmp_path: Path, kind: str) -> None:
+    """Known before anything is started, and nothing of the run is there."""
+    folder = damaged(model, tmp_path, lambda copy: halve(copy / "model.safetensors"))
+    run = llamarl if kind == "monarch" else llamarl_here
+    done = run("train", toml, "--model.path", folder, "--cluster.kind", kind)
+    check(done, "model.safetensors", "no whole safetensors file", "copy it again")
+    assert not (toml.parent / "runs").exists()
+
+
+@pytest.mark.parametrize("kind", ["inline", *(["monarch"] if NIGHTLY else [])])
+def test_what_an_executor_refuses_leaves_no_run(toml: Path, model: Path, tmp_path: Path, kind: str) -> None:
+    """Only they read all of the weights. The corrected command runs, and once it has done a step it is a run."""
+
+    def change(copy: Path) -> None:
+        weights = load_file(copy / "model.safetensors")
+        del weights["model.norm.weight"]
+        save_file(weights, copy / "model.safetensors")
+
+    run, options = llamarl if kind == "monarch" else llamarl_here, ("--cluster.kind", kind, "--steps", 1)
+    check(run("train", toml, *options, "--model.path", damaged(model, tmp_path, change)), "1 tensors are missing")
+    assert (toml.parent / "runs/tiny").exists()
+    done = run("train", toml, *options)
+    assert done.returncode == 0, done.stderr
+    check(run("train", toml, *options), "exists; go on with it")
+
+
+def test_a_port_that_another_listens_at(toml: Path, tmp_path: Path) -> None:
+    """And missing certificates: known before hosts are waited for, by `sft` too."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        hosts = ("--cluster.kind", "hosts", "--cluster.pki", tmp_path / "pki", "--cluster.listen", listen)
+        for command in ("train", "sft"):
+            check(llamarl_here(command, toml, *hosts), "`llamarl certs` makes it", command=command)
+        assert llamarl_here("certs", tmp_path / "pki", "--hosts", "b=127.0.0.2").returncode == 0
+        for command in ("train", "sft"):
+            check(llamarl_here(command, toml, *hosts), listen, "Address already in use", "a free port", command=command)
+    assert not (toml.parent / "runs").exists()
+
+
+def test_monarch_that_is_missing(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "monarch" else found(name))
+    for command in ("train", "sft"):
+        check(llamarl_here(command, toml), "'monarch' needs Monarch", "pip install", "'inline'", command=command)
+    assert not (toml.parent / "runs").exists()
