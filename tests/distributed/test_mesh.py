@@ -180,7 +180,7 @@ def test_ranks_that_are_replaced_leave_nothing_behind() -> None:
         for connection in held:
             connection.close()
     assert open_rendezvous(2, 0.05) is not None
-    threads = [thread for thread in threading.enumerate() if thread.name == "rendezvous"]
+    threads = [thread for thread in threading.enumerate() if thread.name == "entrance"]
     for thread in threads:
         thread.join(NOTICE_S)
     assert not any(thread.is_alive() for thread in threads)

@@ -1,0 +1,92 @@
+"""`Entrance`: a listening port that costs the process next to nothing, however many strangers come to it.
+
+Nobody can keep strangers from connecting. So who has connected has to prove itself, whatever that means where it wants
+to go, and of those that have not yet the oldest is put out for the newest. Running out of descriptors, whoever took
+them, ends no entrance.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+MAX_UNPROVED = 64
+"""Connections at one entrance."""
+PROOF_S = 10.0
+"""For one message of a proof, on a busy machine too."""
+BACKLOG = 1024
+"""Connections that the system keeps until they are accepted."""
+PAUSE_S = 0.02
+"""Before the next try, where the process has no descriptor left."""
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Raises OSError."""
+    return socket.create_server((host, port), backlog=BACKLOG)
+
+
+class Entrance:
+    """Accepts in a thread of its own, until `close`."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        serve: Callable[[socket.socket, Callable[[], None]], object],
+        wait_s: float | None = None,
+    ) -> None:
+        """
+        Args:
+            listener: closed in the end.
+            serve: gets a connection, which it must not wait for in this thread, and what to call once that has proved
+                itself, or is gone; any thread may.
+            wait_s: it ends when nobody has come for so long.
+        """
+        self._listener, self._serve = listener, serve
+        self._listener.settimeout(wait_s)
+        self._unproved = dict[int, socket.socket]()
+        """Copies, the oldest first: who serves a connection may have given its own away."""
+        self._numbers, self._lock = itertools.count(), threading.Lock()
+        self._is_open = True
+        threading.Thread(target=self._listen, name="entrance", daemon=True).start()
+
+    def close(self) -> None:
+        """Nobody can come any more; those that are here stay. May be called again."""
+        self._is_open = False
+        with suppress(OSError):  # closed before
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in it
+
+    def _listen(self) -> None:
+        with self._listener:
+            while self._is_open:
+                try:
+                    self._accept()
+                except TimeoutError:
+                    return
+                except (OSError, RuntimeError):  # closed, a caller that has gone, or no descriptor or thread is left
+                    self._put_out_oldest(0)
+                    time.sleep(PAUSE_S)
+
+    def _accept(self) -> None:
+        accepted, _ = self._listener.accept()
+        number, copy = next(self._numbers), accepted.dup()
+        with self._lock:
+            self._unproved[number] = copy
+        self._put_out_oldest(MAX_UNPROVED)
+        self._serve(accepted, partial(self._forget, number))
+
+    def _put_out_oldest(self, room: int) -> None:
+        """Unless there is room for all."""
+        with self._lock:
+            if len(self._unproved) > room:
+                with self._unproved.pop(next(iter(self._unproved))) as oldest, suppress(OSError):  # gone by itself
+                    oldest.shutdown(socket.SHUT_RDWR)
+
+    def _forget(self, number: int) -> None:
+        with self._lock:
+            if (copy := self._unproved.pop(number, None)) is not None:
+                copy.close()
