@@ -15,6 +15,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
@@ -26,6 +27,7 @@ from pydantic import ValidationError
 from llamarl.cluster.certificates import CONTROLLER, mismatch, server_context
 from llamarl.cluster.home import BEAT_S, BROKEN, SILENT_S, Inventory, Line, own_inventory
 from llamarl.config.errors import ConfigError
+from llamarl.net.entrance import Entrance, listen, on_loop
 
 START_S = 30.0
 """For an agent that was let in to start the engine on its host."""
@@ -146,12 +148,12 @@ class Registry:
         self._logs, self._tell = logs, tell
         self._received = dict[tuple[str, str], int]()
         """Bytes of each host's log files."""
-        self._said = dict[str, str]()
-        """The last refusal of each address."""
+        self._said = defaultdict[str, Counter[str]](Counter)
+        """How often an address was refused, and why."""
         self._loop = asyncio.new_event_loop()
         """Of the thread that answers agents."""
         self._caller: asyncio.AbstractEventLoop | None = None
-        self._server: asyncio.Server | None = None
+        self._entrance: Entrance | None = None
         self._serving = set[asyncio.Task[Any]]()
         self._changed = asyncio.Event()
         self._starting = set[str]()
@@ -161,15 +163,15 @@ class Registry:
         self.leaves: Callable[[Host], None] = lambda host: self.dismiss(host, "nothing runs there")
         """A host asks to leave; `dismiss` lets it go."""
 
-    async def open(self, listen: str) -> str:
+    async def open(self, place: str) -> str:
         """Where it listens, the port included. Callbacks come on the loop of the caller. Raises ConfigError."""
         self._caller = asyncio.get_running_loop()
         threading.Thread(target=self._loop.run_forever, name="registry", daemon=True).start()
-        address, _, port = listen.rpartition(":")
+        address, _, port = place.rpartition(":")
         try:
             return f"{address}:{await _in(self._loop, self._open(address, int(port)))}"
         except OSError as error:
-            raise ConfigError(f"cluster.listen = {listen!r}: {error.strerror}; name a free port here") from None
+            raise ConfigError(f"cluster.listen = {place!r}: {error.strerror}; name a free port here") from None
 
     async def until(self, num_hosts: int, timeout_s: float) -> None:
         """So many hosts are here. Raises ConfigError."""
@@ -177,7 +179,11 @@ class Registry:
             await _in(self._loop, asyncio.wait_for(self._come(num_hosts), timeout_s))
         except TimeoutError:
             here = ", ".join(sorted(self.hosts)) or "none"
-            refused = "".join(f"; {reason}" for reason in self._said.values())
+            refused = "".join(
+                f"; {peer} was refused as a host: {reason} ({number} times)"
+                for peer, reasons in self._said.items()
+                for reason, number in reasons.items()
+            )
             raise ConfigError(
                 f"cluster.num_hosts = {num_hosts}, but after {timeout_s:g} s (cluster.host_timeout_s) these have "
                 f"called: {here}{refused}; start `llamarl host` on the others, or lower num_hosts"
@@ -197,8 +203,9 @@ class Registry:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _open(self, address: str, port: int) -> int:
-        self._server = await asyncio.start_server(self._serve, address, port)
-        return self._server.sockets[0].getsockname()[1]
+        listener = listen(address, port)
+        self._entrance = Entrance(listener, on_loop(self._serve))
+        return listener.getsockname()[1]
 
     async def _come(self, num_hosts: int) -> None:
         while sum(host.is_known for host in self.hosts.values()) < num_hosts:
@@ -206,8 +213,8 @@ class Registry:
             await self._changed.wait()
 
     async def _close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._entrance is not None:
+            self._entrance.close()
         if self._serving:  # agents hang up when they hear it
             await asyncio.wait(self._serving, timeout=BYE_S)
         for task in (left := list(self._serving)):
@@ -222,7 +229,9 @@ class Registry:
         if self._caller is not None:
             _call_in(self._caller, callback, *arguments)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, proved: Callable[[], None]
+    ) -> None:
         peer = (writer.get_extra_info("peername") or ("one who is gone",))[0]
         line = Line(reader, writer, self._context)
         task = asyncio.current_task()
@@ -230,6 +239,7 @@ class Registry:
         self._serving.add(task)
         try:
             certificate = await line.secure()
+            proved()
             line.tell(run=self._run)  # first: what was written before would hide why the caller is refused
             host = await self._admitted(line, peer, certificate)
             if host is not None:
@@ -245,10 +255,9 @@ class Registry:
     def _refuse(self, line: Line, peer: str, reason: str) -> None:
         with suppress(*BROKEN):  # the handshake may have failed
             line.tell(refused=reason)
-        said = f"{peer} was refused as a host: {reason}"
-        if self._said.get(peer) != said:  # it may try again and again
-            self._said[peer] = said
-            self._say(said)
+        self._said[peer][reason] += 1
+        if self._said[peer][reason] == 1:  # it may try again and again
+            self._say(f"{peer} was refused as a host: {reason}")
 
     async def _admitted(self, line: Line, peer: str, certificate: Mapping[str, Any]) -> Host | None:
         """A new host; None: somebody asked only that one may leave. Raises ConfigError, and what is in `BROKEN`."""

@@ -45,7 +45,9 @@ class RanksLost(RuntimeError):
 def connect(place: str, secret: str, timeout_s: float) -> Connection:
     """To the process that listens at `host:port`. Raises OSError, EOFError or AuthenticationError."""
     host, port = place.rsplit(":", 1)
-    connection = _bounded(socket.create_connection((host, int(port)), timeout_s), timeout_s)
+    made = socket.create_connection((host, int(port)), timeout_s)
+    connection = _bounded(made, timeout_s)
+    made.detach()
     answer_challenge(connection, secret.encode())
     deliver_challenge(connection, secret.encode())
     return connection
@@ -64,15 +66,17 @@ def open_entrance(
     """
 
     def prove(accepted: socket.socket, proved: Callable[[], None]) -> None:
-        try:
-            with suppress(*BROKEN), _bounded(accepted, PROOF_S) as connection:
+        with suppress(*BROKEN):
+            connection = _bounded(accepted, PROOF_S)
+            try:
                 deliver_challenge(connection, secret.encode())
                 answer_challenge(connection, secret.encode())
+                _bound(accepted, timeout_s)
+            finally:  # from here on the connection is the one that closes it
                 proved()
-                _bound(connection, timeout_s)
+                accepted.detach()
+            with connection:
                 serve(connection)
-        finally:
-            proved()
 
     def begin(*connected: Any) -> None:
         threading.Thread(target=prove, args=connected, name="entrance", daemon=True).start()
@@ -93,15 +97,14 @@ def _bounded(made: socket.socket, timeout_s: float) -> Connection:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     _bound(made, timeout_s)
-    return Connection(made.detach())
+    return Connection(made.fileno())
 
 
-def _bound(made: socket.socket | Connection, timeout_s: float) -> None:
+def _bound(made: socket.socket, timeout_s: float) -> None:
     seconds, microseconds = divmod(int(timeout_s * 1e6), 1_000_000)
     limit = seconds.to_bytes(8, "little") + microseconds.to_bytes(8, "little")
-    with socket.socket(fileno=os.dup(made.fileno())) as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 class Links:

@@ -7,11 +7,12 @@ them, ends no entrance.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 
@@ -21,13 +22,36 @@ PROOF_S = 10.0
 """For one message of a proof, on a busy machine too."""
 BACKLOG = 1024
 """Connections that the system keeps until they are accepted."""
-PAUSE_S = 0.02
-"""Before the next try, where the process has no descriptor left."""
+CLOSE_S = 1.0
+"""For the thread to close the port."""
+PAUSE_S = 0.002
+"""Before the next try, where the process has no descriptor left: for one that was put out to be closed."""
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
     """Raises OSError."""
     return socket.create_server((host, port), backlog=BACKLOG)
+
+
+Serve = Callable[[socket.socket, Callable[[], None]], object]
+"""Gets a connection, which it must not wait for, and what to call once that has proved itself, at the latest before its
+descriptor is closed by any other way than the socket's own."""
+
+
+def on_loop(
+    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter, Callable[[], None]], Coroutine[None, None, None]],
+    limit: int = 1 << 16,
+) -> Serve:
+    """Connections go to coroutines on the event loop that runs now; `limit`: bytes that are read ahead."""
+    loop = asyncio.get_running_loop()
+
+    async def begin(accepted: socket.socket, proved: Callable[[], None]) -> None:
+        try:
+            await serve(*await asyncio.open_connection(sock=accepted, limit=limit), proved)
+        finally:
+            proved()
+
+    return lambda accepted, proved: asyncio.run_coroutine_threadsafe(begin(accepted, proved), loop)
 
 
 class Entrance:
@@ -36,29 +60,30 @@ class Entrance:
     def __init__(
         self,
         listener: socket.socket,
-        serve: Callable[[socket.socket, Callable[[], None]], object],
+        serve: Serve,
         wait_s: float | None = None,
     ) -> None:
         """
         Args:
             listener: closed in the end.
-            serve: gets a connection, which it must not wait for in this thread, and what to call once that has proved
-                itself, or is gone; any thread may.
+            serve: called in that thread; what it is to call may be called by any.
             wait_s: it ends when nobody has come for so long.
         """
         self._listener, self._serve = listener, serve
         self._listener.settimeout(wait_s)
         self._unproved = dict[int, socket.socket]()
-        """Copies, the oldest first: who serves a connection may have given its own away."""
+        """The oldest first."""
         self._numbers, self._lock = itertools.count(), threading.Lock()
         self._is_open = True
-        threading.Thread(target=self._listen, name="entrance", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="entrance", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Nobody can come any more; those that are here stay. May be called again."""
         self._is_open = False
         with suppress(OSError):  # closed before
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in it
+        self._thread.join(CLOSE_S)
 
     def _listen(self) -> None:
         with self._listener:
@@ -73,9 +98,9 @@ class Entrance:
 
     def _accept(self) -> None:
         accepted, _ = self._listener.accept()
-        number, copy = next(self._numbers), accepted.dup()
+        number = next(self._numbers)
         with self._lock:
-            self._unproved[number] = copy
+            self._unproved[number] = accepted
         self._put_out_oldest(MAX_UNPROVED)
         self._serve(accepted, partial(self._forget, number))
 
@@ -83,10 +108,10 @@ class Entrance:
         """Unless there is room for all."""
         with self._lock:
             if len(self._unproved) > room:
-                with self._unproved.pop(next(iter(self._unproved))) as oldest, suppress(OSError):  # gone by itself
-                    oldest.shutdown(socket.SHUT_RDWR)
+                oldest = next(iter(self._unproved))
+                with suppress(OSError):  # it has gone by itself
+                    self._unproved.pop(oldest).shutdown(socket.SHUT_RDWR)
 
     def _forget(self, number: int) -> None:
         with self._lock:
-            if (copy := self._unproved.pop(number, None)) is not None:
-                copy.close()
+            self._unproved.pop(number, None)
