@@ -6,15 +6,14 @@ import asyncio
 import os
 import secrets
 import select
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from llamarl.cli.options import command_parser
 from llamarl.cli.report import decoder
+from llamarl.cluster.start_up import dependent
 from llamarl.config import ConfigError
 from llamarl.observability.page.live import Watched, build_app
 
@@ -24,13 +23,6 @@ START_S, END_S = 20.0, 5.0
 """Longest waits for what a run has begun and ends."""
 NICENESS = 19
 """Above that of the run: where both want a core, the run has it."""
-
-_PROGRAM = f"""
-import ctypes, sys
-ctypes.CDLL(None).prctl(1, {signal.SIGTERM:d})  # PR_SET_PDEATHSIG
-from llamarl.cli.watch import main
-main(sys.argv[1:])
-"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,7 +53,7 @@ def watching(folder: Path) -> Iterator[str]:
     if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
         raise ConfigError("--watch needs starlette and uvicorn: pip install 'llamarl[serve]'")
     # A group of its own: Ctrl-C is for the run, which ends this, however it ends itself.
-    command = [sys.executable, "-c", _PROGRAM, str(folder)]
+    command = [*dependent("from llamarl.cli.watch import main; main(sys.argv[1:])"), str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         try:
             assert process.stdout is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from llamarl.generation.vllm_server import check_python
 from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.observability.trackers._base import tracker_class
-from llamarl.observability.usage import available_bytes
+from llamarl.observability.usage import MIN_FILES, available_bytes
 from llamarl.rewards._build import build_reward
 from llamarl.run.placement import Placement, models_in_use, place
 from llamarl.training.cost import activation_bytes
@@ -31,6 +32,9 @@ from llamarl.weight_sync.select import check_name
 
 CACHE_BLOCK_TOKENS = 16
 """That keys and values are kept for at a time, by all kernels."""
+
+RANK_FILES, GENERATOR_FILES = 8, 3
+"""That a rank of the trainer has open for each of its other ranks, and for each rank of the generators."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +147,7 @@ def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
     check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
     check_parallelism(shape, config.trainer.parallelism, config.model.path)
     check_models(config, shape)
+    check_files(config)
     warnings = _thread_warnings(config)
     if (fsdp := config.trainer.parallelism.fsdp) > config.rollout.prompts_per_step:
         warnings.append(
@@ -150,6 +155,19 @@ def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
             "(rollout.prompts_per_step), so some ranks have none; raise the one or lower the other"
         )
     return shape, warnings
+
+
+def check_files(config: RunConfig) -> None:
+    """Raises ConfigError when a process could not open as many connections as the run needs."""
+    ranks, generator = config.trainer.parallelism.num_ranks, config.generator
+    of_trainer = RANK_FILES * ranks + GENERATOR_FILES * generator.replicas * generator.tensor_parallel
+    needed = MIN_FILES + max(of_trainer, config.cluster.num_hosts)
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        raise ConfigError(
+            f"a process of this run may have {needed} files open, and this shell allows {allowed}: run ulimit -n "
+            f"{needed}, here and on the run's other hosts, or lower generator.replicas"
+        )
 
 
 def check_microbatch(config: RunConfig, shape: ModelShape, longest_prompt: int) -> None:

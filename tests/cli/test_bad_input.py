@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -398,3 +399,24 @@ def test_surroundings_that_nothing_can_work_in(toml: Path, tmp_path: Path) -> No
         env = environment() | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, cwd=tmp_path)
         check(done, part)
+
+
+def test_closed_streams_are_there_for_all_that_is_started() -> None:
+    """Else the first file that a process opens becomes its standard output."""
+    code = (
+        "import subprocess, sys; from llamarl.cli.main import _check_surroundings; _check_surroundings()\n"
+        "child = 'import os, sys; sys.exit(None in (sys.stdin, sys.stdout, sys.stderr) or len(os.listdir(0)))'\n"
+        "child = 'import sys; sys.exit(None in (sys.stdin, sys.stdout, sys.stderr))'\n"
+        "sys.exit(subprocess.run([sys.executable, '-c', child]).returncode)"
+    )
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", command], env=environment(), cwd=ROOT).returncode == 0
+
+
+def test_as_many_files_as_the_system_allows() -> None:
+    code = (
+        "import resource; from llamarl.cli.main import _check_surroundings; _check_surroundings()\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (3000, 3000)"
+    )
+    command = f"ulimit -Sn 600; ulimit -Hn 3000; {shlex.quote(sys.executable)} -c {shlex.quote(code)}"
+    assert subprocess.run(["bash", "-c", command], env=environment(), cwd=ROOT).returncode == 0
