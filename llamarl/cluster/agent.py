@@ -26,7 +26,16 @@ from typing import Any
 
 from llamarl.cluster.certificates import client_context, monarch_env
 from llamarl.cluster.engine_files import log_env
-from llamarl.cluster.home import BLAST_S, BROKEN, MAX_LINE_BYTES, SILENT_S, Line, count_devices, own_inventory
+from llamarl.cluster.home import (
+    BLAST_S,
+    BROKEN,
+    MAX_LINE_BYTES,
+    SILENT_S,
+    Line,
+    code_fingerprint,
+    count_devices,
+    own_inventory,
+)
 from llamarl.cluster.start_up import LIFELINE
 from llamarl.config.errors import ConfigError
 from llamarl.net.entrance import Entrance, listen, on_loop
@@ -170,7 +179,8 @@ class Agent:
         line = await call(self._host, self._port, self._context, self._address)
         try:
             run = await self._run_of(line)
-            line.tell(**self._inventory.model_dump())
+            inventory = self._inventory.model_copy(update={"code": code_fingerprint()})  # the engine runs what is there
+            line.tell(**inventory.model_dump())
             self._welcomed(run, await line.hear(CONTROLLER_SILENT_S))
             engine = Engine(self._address, self._env, self._logs / f"host-{self._inventory.name}.log")
             try:
