@@ -75,7 +75,7 @@ def kubernetes_manifest(config: RunConfig, secrets: Mapping[str, Mapping[str, st
 
 
 def kubernetes_secrets(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Files of the hosts' Secret and of the controller's, made in the folder of what is submitted. Raises ConfigError."""
+    """Files of the hosts' Secret and the controller's, made in the folder of what is submitted. Raises ConfigError."""
     pki = files_folder(config) / "pki"
     names = [*_pods(config), CONTROLLER]
     make_certificates(pki, {name: (name, f"{name}.{config.name}") for name in names}, POD_PKI_DAYS)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -49,8 +53,33 @@ class Prepared:
     """Sentences for the user."""
 
 
+@contextmanager
+def _within(limit_s: float) -> Iterator[None]:
+    """Whatever a user's module does as it is imported; a signal ends it. Raises ConfigError."""
+
+    def end(*_: object) -> None:
+        raise ConfigError(
+            f"the parts that this run names are not imported and built after cluster.start_timeout_s = {limit_s:g} s; "
+            "let their modules do less as they are imported, or raise it"
+        )
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def check_parts(config: RunConfig) -> None:
     """Builds what the config names by `Ref`, and looks for vLLM, so that a mistake shows early. Raises ConfigError."""
+    is_main = threading.current_thread() is threading.main_thread()
+    with _within(config.cluster.start_timeout_s) if is_main else nullcontext():
+        _check_parts(config)
+
+
+def _check_parts(config: RunConfig) -> None:
     build(config.trainer.loss, "llamarl.algorithms.losses", "trainer.loss")
     advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
     if config.rollout.group_size == 1 and isinstance(advantage, GroupAdvantage):
@@ -271,7 +300,10 @@ def _thread_warnings(config: RunConfig) -> list[str]:
     """Executors that work at the same time and want more threads than there are cores.
 
     Two OpenMP threads that share a core wait for each other at every operation and can be 20 times slower than one.
+    Who shares a machine is not known before the hosts have called.
     """
+    if config.cluster.kind == "hosts":
+        return []
     trainer, generator = config.trainer, config.generator
     processes = generator.replicas * generator.tensor_parallel
     of_generators = processes * generator.threads if generator.device == "cpu" else 0

@@ -280,7 +280,9 @@ def test_a_pod_sees_its_own_key_alone(tmp_path: Path) -> None:
         client_context(folder / own, own)
     server_context(folder / CONTROLLER, CONTROLLER)
     text = subprocess.run(
-        ["openssl", "x509", "-in", str(folder / "demo-host-2" / "demo-host-2.crt"), "-noout", "-text"], capture_output=True, text=True
+        ["openssl", "x509", "-in", str(folder / "demo-host-2" / "demo-host-2.crt"), "-noout", "-text"],
+        capture_output=True,
+        text=True,
     ).stdout
     assert "DNS:demo-host-2, DNS:demo-host-2.demo" in text
 

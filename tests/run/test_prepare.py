@@ -127,3 +127,20 @@ def test_connections_that_a_process_could_not_open(
         return
     with pytest.raises(ConfigError, match=f"may have {needed} files open, and this shell allows 1024: run ulimit"):
         preparing.check_files(config)
+
+
+def test_a_part_whose_import_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_part.py").write_text("import time\ntime.sleep(600)")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = {"reward": {"parts": ["slow_part:Slow"]}, "cluster": {"start_timeout_s": 0.2}}
+    config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "d"}} | settings)
+    with pytest.raises(ConfigError, match=r"not imported and built after cluster.start_timeout_s = 0.2 s"):
+        preparing.check_parts(config)
+    assert preparing.signal.getitimer(preparing.signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_threads_of_several_hosts_are_not_counted_together() -> None:
+    settings = {"generator": {"replicas": 4096}, "cluster": {"kind": "hosts", "listen": "a:1"}}
+    base = {"model": {"path": "m"}, "data": {"train": "d"}}
+    assert preparing._thread_warnings(RunConfig.model_validate(base | settings)) == []
+    assert preparing._thread_warnings(RunConfig.model_validate(base | {"generator": settings["generator"]}))
