@@ -50,6 +50,7 @@ def check(done: Done, *parts: str, command: str = "train") -> None:
         (["--reward.weights", "[1.0, 2.0]"], ["reward.weights has 2 numbers for 1 parts"]),
         (["--cluster.kind", "slurm"], ["cluster.kind", "'monarch', 'hosts' or 'inline'"]),
         (["--cluster.kind", "hosts", "--cluster.listen", "127.0.0.2:65536"], ["cluster.listen", "ports end at 65535"]),
+        (["--cluster.kind", "hosts", "--cluster.listen", "[::1]:6700"], ["cluster.listen = '[::1]:6700'", "IPv6"]),
         (["--name", "../escape"], ["name", "'../escape'"]),
         (["--data.template", "no place"], ["data.template", "use {question}"]),
         (["--steps"], ["--steps", "no value"]),
@@ -77,6 +78,8 @@ def test_settings(toml: Path, overrides: list[str], parts: list[str]) -> None:
 
 def test_no_port_of_a_controller() -> None:
     check(llamarl_here("host", "127.0.0.2:65536"), "ADDRESS '127.0.0.2:65536' is no address:port", command="host")
+    of_ipv6 = llamarl_here("host", "127.0.0.2:6700", "--address", "fd00::1")
+    check(of_ipv6, "--address fd00::1: hosts meet at IPv4 addresses or names alone", command="host")
 
 
 def test_a_microbatch_that_is_too_small_for_a_sequence(toml: Path) -> None:
