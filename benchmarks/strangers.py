@@ -26,11 +26,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from _record import write_result
@@ -173,32 +173,30 @@ def hold(address: str, number: int, connections: int, seconds: float) -> None:
     """The strangers of one port: as many as this process may have, which say nothing."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    held, end_s = list[socket.socket](), time.monotonic() + seconds
+    held = list[socket.socket]()
     for _ in range(connections):
         one = socket.socket()
         one.setblocking(False)
         one.connect_ex((address, number))
         held.append(one)
-    time.sleep(max(0.0, end_s - time.monotonic()))
+    time.sleep(seconds)
 
 
 async def attacked(run: TinyRun, kinds: dict[Port, str], connections: int, seconds: float) -> dict[Port, list[float]]:
-    """Seconds until each port's answers meanwhile."""
-    here = [sys.executable, __file__, "--hold"]
+    """Seconds until each port's answers, from the first stranger on to the end of the last one."""
+    words = [sys.executable, __file__, "--hold"]
     holders = [
-        subprocess.Popen([*here, port.address, str(port.number), str(connections), str(seconds)]) for port in kinds
+        subprocess.Popen([*words, port.address, str(port.number), str(connections), str(seconds)]) for port in kinds
     ]
-    end_s, times = time.monotonic() + seconds, {port: list[float]() for port in kinds}
+    times = {port: list[float]() for port in kinds}
 
     async def ask(port: Port, kind: str) -> None:
-        while time.monotonic() < end_s:
+        while any(holder.poll() is None for holder in holders):
             with suppress(ConnectionRefusedError):  # closed, which is seen afterwards
                 times[port].append(await asyncio.to_thread(answered_s, port, kind, run.folder / "pki"))
             await asyncio.sleep(LOOK_S)
 
     await asyncio.gather(*(ask(port, kind) for port, kind in kinds.items() if kind != "none"))
-    for holder in holders:
-        holder.wait()
     return times
 
 
@@ -234,32 +232,24 @@ def measured(run: TinyRun, connections: int, seconds: float) -> dict[str, Any]:
     kinds = {port: kind_of(port, pki) for port in ports}
     quiet = {port: answered_s(port, kind, pki) if kind != "none" else None for port, kind in kinds.items()}
     before, before_s, said = run.num_steps() - first, time.monotonic() - start_s, run.said()
-    times, first = asyncio.run(attacked(run, kinds, connections, seconds)), run.num_steps()
-    during = first - before
-    time.sleep(max(5.0, seconds / 4))
+    begin_s, first = time.monotonic(), run.num_steps()
+    times = asyncio.run(attacked(run, kinds, connections, seconds))
+    during_s, during, first = time.monotonic() - begin_s, run.num_steps() - first, run.num_steps()
+    time.sleep(after_s := max(5.0, seconds / 4))
     left, after = run.ports(), run.num_steps() - first
     new = [line for line in run.said().splitlines() if line not in said and any(word in line for word in WORDS)]
+    answers = [
+        port._asdict()
+        | {"kind": kind, "quiet_s": quiet[port], "asked": len(times[port]), "longest_s": max(times[port], default=None)}
+        for port, kind in kinds.items()
+    ]
     return {
-        "ports": [
-            port._asdict()
-            | {
-                "kind": kind,
-                "quiet_s": quiet[port],
-                "asked": len(times[port]),
-                "longest_s": max(times[port], default=None),
-            }
-            for port, kind in kinds.items()
-        ],
-        "longest_s": max((max(times[port], default=ANSWER_S) for port, kind in kinds.items() if kind != "none")),
+        "ports": answers,
+        "longest_s": max(max(times[port], default=ANSWER_S) for port, kind in kinds.items() if kind != "none"),
         "ports_closed": [port._asdict() for port in ports if port not in left],
         "processes_ended": [name for pid, name in names.items() if not Path(f"/proc/{pid}").exists()],
-        "kinds": Counter(kinds.values()),
         "said": new[:20],
-        "steps_per_s": {
-            "before": before / before_s,
-            "during": during / seconds,
-            "after": after / max(5.0, seconds / 4),
-        },
+        "steps_per_s": {"before": before / before_s, "during": during / during_s, "after": after / after_s},
     }
 
 

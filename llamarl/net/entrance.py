@@ -20,7 +20,7 @@ MAX_UNPROVED = 64
 """Connections at one entrance."""
 PROOF_S = 10.0
 """For one message of a proof, on a busy machine too."""
-BACKLOG = 1024
+BACKLOG = 4096
 """Connections that the system keeps until they are accepted."""
 CLOSE_S = 1.0
 """For the thread to close the port."""
