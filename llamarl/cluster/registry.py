@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from llamarl.cluster.certificates import CONTROLLER, mismatch, server_context
 from llamarl.cluster.home import BEAT_S, BROKEN, SILENT_S, BadMessage, Inventory, Line, own_inventory
 from llamarl.config.errors import ConfigError
-from llamarl.net.entrance import Entrance, listen, on_loop
+from llamarl.net.entrance import Entrance, Proved, listen, on_loop
 
 START_S = 30.0
 """For an agent that was let in to start the engine on its host."""
@@ -237,9 +237,7 @@ class Registry:
         if self._caller is not None:
             _call_in(self._caller, callback, *arguments)
 
-    async def _serve(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, proved: Callable[[], None]
-    ) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, proved: Proved) -> None:
         peer = (writer.get_extra_info("peername") or ("one who is gone",))[0]
         line = Line(reader, writer, self._context)
         task = asyncio.current_task()

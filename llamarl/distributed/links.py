@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any
 
 from llamarl.config.device import ADDRESS
-from llamarl.net.entrance import PROOF_S, Entrance, listen
+from llamarl.net.entrance import PROOF_S, Entrance, Proved, listen
 
 BROKEN = (OSError, EOFError, AuthenticationError)
 """What a connection does whose other end is gone, silent, or none of ours."""
@@ -65,7 +65,7 @@ def open_entrance(
         wait_s: it ends when nobody has come for so long.
     """
 
-    def prove(accepted: socket.socket, proved: Callable[[], None]) -> None:
+    def prove(accepted: socket.socket, proved: Proved) -> None:
         with suppress(*BROKEN):
             connection = _bounded(accepted, PROOF_S)
             try:

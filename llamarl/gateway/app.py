@@ -13,7 +13,7 @@ from llamarl.config import ConfigError
 from llamarl.gateway.endpoint import Endpoint
 from llamarl.gateway.protocol import Refused
 from llamarl.gateway.session import Session
-from llamarl.net.entrance import Entrance, Serve
+from llamarl.net.entrance import Entrance, Proved, Serve
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -58,7 +58,7 @@ def serving(app: Starlette) -> Server:
                     self.app_state["proved"]()
                     super().connection_lost(exc)
 
-            def begin(accepted: socket.socket, proved: Callable[[], None]) -> None:
+            def begin(accepted: socket.socket, proved: Proved) -> None:
                 made = partial(Protocol, self.config, self.server_state, {"proved": proved})
                 asyncio.run_coroutine_threadsafe(loop.connect_accepted_socket(made, accepted), loop)
 

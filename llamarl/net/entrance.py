@@ -33,19 +33,20 @@ def listen(host: str, port: int = 0) -> socket.socket:
     return socket.create_server((host, port), backlog=BACKLOG)
 
 
-Serve = Callable[[socket.socket, Callable[[], None]], object]
+Proved = Callable[[], None]
+Serve = Callable[[socket.socket, Proved], object]
 """Gets a connection, which it must not wait for, and what to call once that has proved itself, at the latest before its
 descriptor is closed by any other way than the socket's own."""
 
 
 def on_loop(
-    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter, Callable[[], None]], Coroutine[None, None, None]],
+    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter, Proved], Coroutine[None, None, None]],
     limit: int = 1 << 16,
 ) -> Serve:
     """Connections go to coroutines on the event loop that runs now; `limit`: bytes that are read ahead."""
     loop = asyncio.get_running_loop()
 
-    async def begin(accepted: socket.socket, proved: Callable[[], None]) -> None:
+    async def begin(accepted: socket.socket, proved: Proved) -> None:
         try:
             await serve(*await asyncio.open_connection(sock=accepted, limit=limit), proved)
         finally:
@@ -57,12 +58,7 @@ def on_loop(
 class Entrance:
     """Accepts in a thread of its own, until `close`."""
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        serve: Serve,
-        wait_s: float | None = None,
-    ) -> None:
+    def __init__(self, listener: socket.socket, serve: Serve, wait_s: float | None = None) -> None:
         """
         Args:
             listener: closed in the end.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from llamarl.net.entrance import PROOF_S, Entrance, listen
+from llamarl.net.entrance import PROOF_S, Entrance, Proved, listen
 from llamarl.observability.trackers._base import Subject, Tracker
 
 UNITS = (("_per_s", "_per_second"), ("_s", "_seconds"), ("_share", "_ratio"))
@@ -46,7 +46,7 @@ class Prometheus(Tracker):
     def close(self) -> None:
         self._entrance.close()
 
-    def _serve(self, accepted: socket.socket, proved: Callable[[], None]) -> None:
+    def _serve(self, accepted: socket.socket, proved: Proved) -> None:
         def answer() -> None:
             with accepted, suppress(OSError):  # it asks nothing, or has gone
                 self._handler(accepted, accepted.getpeername(), None)
