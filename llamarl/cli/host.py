@@ -39,6 +39,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"ADDRESS {options.controller!r} is no address:port; give the run's cluster.listen")
     address = options.address or _own_address(host, int(port))
     check_member(options.name, address)
+    if ":" in address:
+        raise ConfigError(f"--address {address}: hosts meet at IPv4 addresses or names alone; give one of this machine")
     pki = Path(options.pki)
     if options.drain:
         try:

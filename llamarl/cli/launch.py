@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     write_output(path, text)
     if is_slurm:
         return _submitted(["sbatch", str(path)], "")
-    with_secret = script.kubernetes_manifest(config, script.kubernetes_secret(config))
+    with_secret = script.kubernetes_manifest(config, script.kubernetes_secrets(config))
     return _submitted(["kubectl", "apply", "--filename", "-"], with_secret)
 
 

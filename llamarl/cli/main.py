@@ -15,6 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from llamarl.config import ConfigError
+from llamarl.observability.usage import MIN_FILES
 
 COMMANDS = {
     "train": "run reinforcement learning from a TOML file",
@@ -36,7 +37,8 @@ COMMANDS = {
     "doctor": "check that this machine can run llamarl",
 }
 
-MIN_FILES = 512
+MAX_FILES = 1 << 16
+"""Open at once, where the system allows it; executors inherit the limit."""
 _OUTSIDE = {
     errno.ENOSPC: " where the output goes; make room on that disk",
     errno.EMFILE: "; raise the limit (ulimit -n)",
@@ -122,9 +124,12 @@ def _end_for(name: str, error: OSError) -> NoReturn:
 
 def _check_surroundings() -> None:
     """What the system gives a command to work with. Raises ConfigError."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started this
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # closed by whoever started this, which holds for all that this starts
+            null = os.open(os.devnull, os.O_RDWR)  # it may have the number itself, as the lowest that is free
+            os.dup2(null, number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
         elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # an ASCII terminal gets what it can show
     try:
@@ -132,10 +137,11 @@ def _check_surroundings() -> None:
     except FileNotFoundError:
         raise ConfigError("the working folder has been deleted; go to one that exists") from None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < MIN_FILES:
-        if hard != resource.RLIM_INFINITY and hard < MIN_FILES:
-            raise ConfigError(f"this shell may open {hard} files at once (ulimit -n); allow {MIN_FILES}")
-        resource.setrlimit(resource.RLIMIT_NOFILE, (MIN_FILES, hard))
+    limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if limit < MIN_FILES:
+        raise ConfigError(f"this shell may open {limit} files at once (ulimit -n); allow {MIN_FILES}")
+    if soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
 def _print_help() -> None:

@@ -6,15 +6,14 @@ import asyncio
 import os
 import secrets
 import select
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from llamarl.cli.options import command_parser
 from llamarl.cli.report import decoder
+from llamarl.cluster.start_up import dependent
 from llamarl.observability.page.live import Watched, build_app
 
 EPILOG = """It only reads the folders, of a run that goes on, has ended, or is on another machine whose disk is mounted
@@ -23,13 +22,6 @@ START_S, END_S = 20.0, 5.0
 """Longest waits for what a run has begun and ends."""
 NICENESS = 19
 """Above that of the run: where both want a core, the run has it."""
-
-_PROGRAM = f"""
-import ctypes, sys
-ctypes.CDLL(None).prctl(1, {signal.SIGTERM:d})  # PR_SET_PDEATHSIG
-from llamarl.cli.watch import main
-main(sys.argv[1:])
-"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -57,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 def watching(folder: Path) -> Iterator[str]:
     """While a run goes on, a process of its own shows it; what it says of where."""
     # A group of its own: Ctrl-C is for the run, which ends this, however it ends itself.
-    command = [sys.executable, "-c", _PROGRAM, str(folder)]
+    command = [*dependent("from llamarl.cli.watch import main; main(sys.argv[1:])"), str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         try:
             assert process.stdout is not None

@@ -26,9 +26,19 @@ from typing import Any
 
 from llamarl.cluster.certificates import client_context, monarch_env
 from llamarl.cluster.engine_files import log_env
-from llamarl.cluster.home import BLAST_S, BROKEN, MAX_LINE_BYTES, SILENT_S, Line, count_devices, own_inventory
+from llamarl.cluster.home import (
+    BLAST_S,
+    BROKEN,
+    MAX_LINE_BYTES,
+    SILENT_S,
+    Line,
+    code_fingerprint,
+    count_devices,
+    own_inventory,
+)
 from llamarl.cluster.start_up import LIFELINE
 from llamarl.config.errors import ConfigError
+from llamarl.net.entrance import Entrance, listen, on_loop
 
 CONTROLLER_SILENT_S = 4.0
 """A little more patience than the registry has: it should be the one who says what is lost."""
@@ -169,7 +179,8 @@ class Agent:
         line = await call(self._host, self._port, self._context, self._address)
         try:
             run = await self._run_of(line)
-            line.tell(**self._inventory.model_dump())
+            inventory = self._inventory.model_copy(update={"code": code_fingerprint()})  # the engine runs what is there
+            line.tell(**inventory.model_dump())
             self._welcomed(run, await line.hear(CONTROLLER_SILENT_S))
             engine = Engine(self._address, self._env, self._logs / f"host-{self._inventory.name}.log")
             try:
@@ -253,20 +264,22 @@ class Agent:
     async def _receive(self, num_bytes: int, secret: str) -> dict[str, Any]:
         """Opens a port for one who measures the wire to here."""
 
-        async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, proved: Callable[[], None]) -> None:
             with suppress(*BROKEN):
                 async with asyncio.timeout(BLAST_S):
                     if secrets.compare_digest(await reader.readexactly(len(secret)), secret.encode()):
-                        server.close()
+                        proved()
+                        entrance.close()
                         left = num_bytes
                         while left and (data := await reader.read(1 << 20)):
                             left -= len(data)
                         writer.write(b"." if not left else b"!")
             writer.close()
 
-        server = await asyncio.start_server(count, self._address, 0, limit=4 << 20)
-        asyncio.get_running_loop().call_later(BLAST_S, server.close)
-        return {"port": server.sockets[0].getsockname()[1]}
+        listener = listen(self._address)
+        entrance = Entrance(listener, on_loop(count, 4 << 20))
+        asyncio.get_running_loop().call_later(BLAST_S, entrance.close)
+        return {"port": listener.getsockname()[1]}
 
 
 async def _send(address: str, port: int, num_bytes: int, secret: str) -> dict[str, Any]:

@@ -100,7 +100,9 @@ class CallTimeout(ExecutorError):
         self.doing = doing
 
     def __str__(self) -> str:
-        return f"{self.executor}.{self.method} had no answer after {self.timeout_s:g} s; {self.executor} {self.doing}"
+        settings = {"start": " (cluster.start_timeout_s)", "status": "", "peek": ""}
+        limit = f"{self.timeout_s:g} s{settings.get(self.method, ' (cluster.call_timeout_s)')}"
+        return f"{self.executor}.{self.method} had no answer after {limit}; {self.executor} {self.doing}"
 
 
 class PayloadTooLarge(ExecutorError):

@@ -12,8 +12,10 @@ import os
 import pwd
 import shutil
 import stat
+import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from llamarl.config.errors import ConfigError
@@ -108,3 +110,18 @@ def _locked(folder: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+@contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """The engine's start prints where its logs are, past Python and past its own settings."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)

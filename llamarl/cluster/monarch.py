@@ -7,6 +7,7 @@ one endpoint passes bytes to the `ExecutorHost` of each rank. One proc mesh per 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import ctypes
 import json
 import os
@@ -15,8 +16,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from llamarl.cluster.api import (
     Tell,
 )
 from llamarl.cluster.deaths import cause_of, cause_of_reaped, kill_group, killed_by
+from llamarl.cluster.engine_files import quiet_stderr
 from llamarl.cluster.handle import BaseHandle, stop_all
 from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
 from llamarl.cluster.payload import Reply, error_of, pickled, value_of
@@ -81,6 +83,8 @@ _TRUST = "trust_all_connections"
 """Who may connect is TLS's matter, or the file system's."""
 _LOST_S = 1.0
 """For what is left of an executor that has lost a host."""
+_CLIENT_S = 0.3
+"""For Monarch's client to end."""
 _CAUSE_S = 4.0
 """Longest wait for Monarch to tell why a process that is known to be dead has died."""
 
@@ -244,9 +248,10 @@ class MonarchCluster(Cluster):
             os.environ.setdefault(name, value)
         reload_config_from_env()
         monarch.actor.unhandled_fault_hook = _ignore_fault
-        with _quiet_stderr():
+        with quiet_stderr():
             monarch.actor.enable_transport(transport)
             self._machine = this_host()
+        atexit.register(_end_client)  # before Monarch's own, which would report that it has run out of time
 
     async def spawn(self, spec: ExecutorSpec, timeout_s: float, tell: Tell | None = None) -> ExecutorHandle:
         handle = MonarchHandle(spec, [self._start(spec, self._machine, spec.num_ranks, self._bootstrap_command)])
@@ -381,20 +386,11 @@ def bootstrap_command(
     return BootstrapCommand(sys.executable, None, start_up.command(_ENGINE_MODULE, spec.code_paths, log_file), found)
 
 
+def _end_client() -> None:
+    """What Monarch does at the end; all executors have been stopped, so nothing is lost when it takes too long."""
+    with suppress(TimeoutError):
+        monarch.actor.shutdown_context(host_timeout=_CLIENT_S).get(timeout=3 * _CLIENT_S)
+
+
 def _ignore_fault(failure: MeshFailure) -> None:
     """Every handle watches its own processes; the default hook would interrupt the main thread."""
-
-
-@contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """Monarch's start prints where its logs are, past Python and past its own settings."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)

@@ -12,7 +12,6 @@ from llamarl.cluster.api import Cluster
 from llamarl.cluster.certificates import CONTROLLER, monarch_env, server_context
 from llamarl.cluster.engine_files import log_env, own_temporary_folder
 from llamarl.cluster.registry import Registry
-from llamarl.config import ConfigError
 from llamarl.config.cluster import ClusterConfig
 from llamarl.config.errors import ConfigError
 

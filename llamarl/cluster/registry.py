@@ -13,8 +13,10 @@ import asyncio
 import itertools
 import secrets
 import socket
+import ssl
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
@@ -24,14 +26,17 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from llamarl.cluster.certificates import CONTROLLER, mismatch, server_context
-from llamarl.cluster.home import BEAT_S, BROKEN, SILENT_S, Inventory, Line, own_inventory
+from llamarl.cluster.home import BEAT_S, BROKEN, SILENT_S, BadMessage, Inventory, Line, own_inventory
 from llamarl.config.errors import ConfigError
+from llamarl.net.entrance import Entrance, Proved, listen, on_loop
 
 START_S = 30.0
 """For an agent that was let in to start the engine on its host."""
 
 DRIFT = 1e-4
 """How fast clocks part at most: what is known of them gets worse with time."""
+SAY_S = 10.0
+"""Between two lines about who is here, while others are waited for."""
 BYE_S = 1.0
 """For hosts to hear that the run has ended."""
 
@@ -50,7 +55,7 @@ class Host:
         self.inventory, self.name, self.url = inventory, inventory.name, url
         self.offset_s = self.error_s = float("inf")
         """Its clock is this far ahead of ours, and how wrong that can be: half of the shortest way there and back."""
-        self._known_s = time.time()
+        self._known_s = self.heard_s = time.time()
         self.is_known = False
         """It has answered, so that its clock is known."""
         self.is_leaving = False
@@ -146,12 +151,12 @@ class Registry:
         self._logs, self._tell = logs, tell
         self._received = dict[tuple[str, str], int]()
         """Bytes of each host's log files."""
-        self._said = dict[str, str]()
-        """The last refusal of each address."""
+        self._said = defaultdict[str, Counter[str]](Counter)
+        """How often an address was refused, and why."""
         self._loop = asyncio.new_event_loop()
         """Of the thread that answers agents."""
         self._caller: asyncio.AbstractEventLoop | None = None
-        self._server: asyncio.Server | None = None
+        self._entrance: Entrance | None = None
         self._serving = set[asyncio.Task[Any]]()
         self._changed = asyncio.Event()
         self._starting = set[str]()
@@ -161,27 +166,36 @@ class Registry:
         self.leaves: Callable[[Host], None] = lambda host: self.dismiss(host, "nothing runs there")
         """A host asks to leave; `dismiss` lets it go."""
 
-    async def open(self, listen: str) -> str:
+    async def open(self, place: str) -> str:
         """Where it listens, the port included. Callbacks come on the loop of the caller. Raises ConfigError."""
         self._caller = asyncio.get_running_loop()
         threading.Thread(target=self._loop.run_forever, name="registry", daemon=True).start()
-        address, _, port = listen.rpartition(":")
+        address, _, port = place.rpartition(":")
         try:
             return f"{address}:{await _in(self._loop, self._open(address, int(port)))}"
         except OSError as error:
-            raise ConfigError(f"cluster.listen = {listen!r}: {error.strerror}; name a free port here") from None
+            raise ConfigError(f"cluster.listen = {place!r}: {error.strerror}; name a free port here") from None
 
     async def until(self, num_hosts: int, timeout_s: float) -> None:
         """So many hosts are here. Raises ConfigError."""
+        come = asyncio.create_task(_in(self._loop, asyncio.wait_for(self._come(num_hosts), timeout_s)))
         try:
-            await _in(self._loop, asyncio.wait_for(self._come(num_hosts), timeout_s))
+            while not (await asyncio.wait({come}, timeout=SAY_S))[0]:
+                self._tell(f"{len(self.hosts)} of {num_hosts} hosts have called: {self._here()}")
+            await come
         except TimeoutError:
-            here = ", ".join(sorted(self.hosts)) or "none"
-            refused = "".join(f"; {reason}" for reason in self._said.values())
+            refused = "".join(
+                f"; {peer} was refused as a host: {reason} ({number} times)"
+                for peer, reasons in self._said.items()
+                for reason, number in reasons.items()
+            )
             raise ConfigError(
                 f"cluster.num_hosts = {num_hosts}, but after {timeout_s:g} s (cluster.host_timeout_s) these have "
-                f"called: {here}{refused}; start `llamarl host` on the others, or lower num_hosts"
+                f"called: {self._here()}{refused}; start `llamarl host` on the others, or lower num_hosts"
             ) from None
+
+    def _here(self) -> str:
+        return ", ".join(sorted(self.hosts)) or "none"
 
     def dismiss(self, host: Host, reason: str) -> None:
         """Lets a host go in order, which ends its agent when it was to leave."""
@@ -197,8 +211,9 @@ class Registry:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _open(self, address: str, port: int) -> int:
-        self._server = await asyncio.start_server(self._serve, address, port)
-        return self._server.sockets[0].getsockname()[1]
+        listener = listen(address, port)
+        self._entrance = Entrance(listener, on_loop(self._serve))
+        return listener.getsockname()[1]
 
     async def _come(self, num_hosts: int) -> None:
         while sum(host.is_known for host in self.hosts.values()) < num_hosts:
@@ -206,8 +221,8 @@ class Registry:
             await self._changed.wait()
 
     async def _close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._entrance is not None:
+            self._entrance.close()
         if self._serving:  # agents hang up when they hear it
             await asyncio.wait(self._serving, timeout=BYE_S)
         for task in (left := list(self._serving)):
@@ -222,7 +237,7 @@ class Registry:
         if self._caller is not None:
             _call_in(self._caller, callback, *arguments)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, proved: Proved) -> None:
         peer = (writer.get_extra_info("peername") or ("one who is gone",))[0]
         line = Line(reader, writer, self._context)
         task = asyncio.current_task()
@@ -230,25 +245,27 @@ class Registry:
         self._serving.add(task)
         try:
             certificate = await line.secure()
+            proved()
             line.tell(run=self._run)  # first: what was written before would hide why the caller is refused
             host = await self._admitted(line, peer, certificate)
             if host is not None:
                 await self._attend(host, line)
-        except (*BROKEN, ConfigError, KeyError) as error:
-            self._refuse(line, peer, str(error) or type(error).__name__)
+        except (BadMessage, ConfigError, KeyError, ssl.SSLError) as error:
+            self._refuse(line, peer, str(error) or type(error).__name__, "refused")
+        except BROKEN as error:  # the next call may do better
+            self._refuse(line, peer, str(error) or type(error).__name__, "busy")
         except asyncio.CancelledError:  # the run ends; asyncio's streams would report it as an error
             pass
         finally:
             self._serving.remove(task)
             line.close()
 
-    def _refuse(self, line: Line, peer: str, reason: str) -> None:
+    def _refuse(self, line: Line, peer: str, reason: str, how: str) -> None:
         with suppress(*BROKEN):  # the handshake may have failed
-            line.tell(refused=reason)
-        said = f"{peer} was refused as a host: {reason}"
-        if self._said.get(peer) != said:  # it may try again and again
-            self._said[peer] = said
-            self._say(said)
+            line.tell(**{how: reason})
+        self._said[peer][reason] += 1
+        if self._said[peer][reason] == 1:  # it may try again and again
+            self._say(f"{peer} was refused as a host: {reason}")
 
     async def _admitted(self, line: Line, peer: str, certificate: Mapping[str, Any]) -> Host | None:
         """A new host; None: somebody asked only that one may leave. Raises ConfigError, and what is in `BROKEN`."""
@@ -282,11 +299,14 @@ class Registry:
         return host
 
     def _objection(self, one: Inventory, peer: str, certificate: Mapping[str, Any], addresses: set[str]) -> str:
-        """Why a host may not take part; empty when it may."""
+        """Why a host may not take part; empty when it may. Raises ConnectionRefusedError: not yet."""
         if reason := mismatch(certificate, one.name, one.address):
             return f"{reason}; name the host as in `llamarl certs`"
         if peer not in addresses:
-            return f"it calls from {peer}, not from its address {one.address}"
+            objection = f"it calls from {peer}, not from its address {one.address}"
+            if one.address in addresses:
+                return objection
+            raise ConnectionRefusedError(f"{objection}, by DNS {', '.join(sorted(addresses))}, which may be behind")
         own = self._own
         for what, theirs, ours in (
             ("code", one.code, own.code),
@@ -310,6 +330,7 @@ class Registry:
         try:
             while not host.lost:
                 message = await line.hear()
+                host.heard_s = time.time()
                 if host.lost:  # let go
                     break
                 if "answer" in message:
@@ -324,11 +345,23 @@ class Registry:
                     self._asks_to_leave(host)
         except TimeoutError:
             reason = f"it has been silent for {SILENT_S:g} s"
+            self._look_for_all()
         except (*BROKEN, KeyError, ValueError, TypeError) as error:
             reason = str(error)
         finally:
             beats.cancel()
-            self._lose(host, f"host {host.name} ({host.inventory.address}) is lost: {reason}")
+            if not host.lost:
+                self._lose(host, f"host {host.name} ({host.inventory.address}) is lost: {reason}")
+                self._say(host.lost)
+
+    def _look_for_all(self) -> None:
+        """A host is silent: if nobody else is heard either, it is this machine that is lost, and so it says."""
+        silent_s = time.time() - max(host.heard_s for host in self.hosts.values())
+        if len(self.hosts) > 1 and silent_s > SILENT_S / 2:
+            reason = f"this machine is cut off: all {len(self.hosts)} hosts have been silent for over {silent_s:.1f} s"
+            self._say(reason)
+            for host in list(self.hosts.values()):
+                self._lose(host, f"host {host.name} ({host.inventory.address}) is lost: {reason}")
 
     def _lose(self, host: Host, reason: str) -> None:
         if not host.lost:

@@ -22,6 +22,14 @@ main()
 """
 
 
+def dependent(code: str) -> list[str]:
+    """A command that runs Python code until it has ended, or this process does, however that happens: SIGTERM ends it
+    then."""
+    end = f"ctypes.CDLL(None).prctl(1, {signal.SIGTERM:d})"  # PR_SET_PDEATHSIG
+    ended = f"if os.getppid() != {os.getpid()}: sys.exit()"
+    return [sys.executable, "-c", f"import ctypes, os, sys\n{end}\n{ended}\n{code}"]
+
+
 def command(engine_module: str, code_paths: tuple[str, ...], log_file: Path | None) -> list[str]:
     """Arguments for the Python interpreter that run `engine_module` for a rank.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -72,7 +73,7 @@ class OnFailureConfig(Section):
 class ClusterConfig(Section):
     kind: Literal["monarch", "hosts", "inline"] = "monarch"
     """Where executors run: processes on this machine, processes on the hosts that call, or all in this process."""
-    listen: str = Field(default="", pattern=r"^(|[^\s:/]+:\d{1,5})$")
+    listen: str = ""
     """With `hosts`: `address:port` of this machine that `llamarl host` calls on the others."""
     pki: str = "pki"
     """With `hosts`: folder of the certificates that `llamarl certs` makes."""
@@ -117,6 +118,11 @@ class ClusterConfig(Section):
                 raise ValueError(
                     "cluster.kind = 'hosts' needs cluster.listen, an address and port of this machine that the others "
                     "can reach, for example '10.0.0.1:6700'"
+                )
+            if not re.fullmatch(r"[^\s:/]+:\d{1,5}", self.listen):
+                raise ValueError(
+                    f"cluster.listen = {self.listen!r} is no address:port; give an IPv4 address or a name (IPv6 is not "
+                    "supported), for example '10.0.0.1:6700'"
                 )
             if int(self.listen.rpartition(":")[2]) > MAX_PORT:
                 raise ValueError(f"cluster.listen = {self.listen!r}: ports end at {MAX_PORT}; choose a free one below")

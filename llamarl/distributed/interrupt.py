@@ -7,9 +7,11 @@ that were opened with the groups are shut down.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import stat
+import struct
 import time
 from collections.abc import Set
 from contextlib import suppress
@@ -20,6 +22,7 @@ QUIET_S = 0.05
 """So long no byte has moved before connections are shut down."""
 PATIENCE_S = 2.0
 """They are shut down all the same after so long."""
+_SO_ATTACH_FILTER = 26
 _TCP_INFO, _BYTES = 11, slice(120, 136)
 """Of Linux: which option tells of a connection, and where in it the bytes that were acknowledged and received."""
 
@@ -33,6 +36,20 @@ def open_sockets() -> dict[int, int]:
             if stat.S_ISSOCK(status.st_mode):
                 found[status.st_ino] = int(name)
     return found
+
+
+def deafen(sockets: Set[int]) -> None:
+    """Those of `sockets` that listen hear nobody any more: the system drops what comes for them.
+
+    gloo goes on listening when all ranks have met, accepts whoever comes, and ends the process when it cannot.
+    """
+    nothing = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a filter's one instruction: keep 0 bytes
+    program = struct.pack("HL", 1, ctypes.addressof(nothing))
+    for inode, descriptor in open_sockets().items():
+        if inode in sockets:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # closed meanwhile
+                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def end_collectives(sockets: Set[int]) -> None:

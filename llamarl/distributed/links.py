@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import queue
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +15,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any
 
 from llamarl.config.device import ADDRESS
+from llamarl.net.entrance import PROOF_S, Entrance, Proved, listen
 
 BROKEN = (OSError, EOFError, AuthenticationError)
 """What a connection does whose other end is gone, silent, or none of ours."""
@@ -42,18 +45,44 @@ class RanksLost(RuntimeError):
 def connect(place: str, secret: str, timeout_s: float) -> Connection:
     """To the process that listens at `host:port`. Raises OSError, EOFError or AuthenticationError."""
     host, port = place.rsplit(":", 1)
-    connection = _bounded(socket.create_connection((host, int(port)), timeout_s), timeout_s)
+    made = socket.create_connection((host, int(port)), timeout_s)
+    connection = _bounded(made, timeout_s)
+    made.detach()
     answer_challenge(connection, secret.encode())
     deliver_challenge(connection, secret.encode())
     return connection
 
 
-def accept(accepted: socket.socket, secret: str, timeout_s: float) -> Connection:
-    """The other end of `connect`. Raises OSError, EOFError or AuthenticationError."""
-    connection = _bounded(accepted, timeout_s)
-    deliver_challenge(connection, secret.encode())
-    answer_challenge(connection, secret.encode())
-    return connection
+def open_entrance(
+    host: str, secret: str, serve: Callable[[Connection], None], timeout_s: float, wait_s: float | None = None
+) -> tuple[Entrance, str]:
+    """The other end of `connect`, and its `host:port`.
+
+    Args:
+        serve: gets each connection whose other end knows the secret, in a thread of its own; may raise what is in
+            `BROKEN`, and the connection ends as it returns.
+        timeout_s: for one read or write.
+        wait_s: it ends when nobody has come for so long.
+    """
+
+    def prove(accepted: socket.socket, proved: Proved) -> None:
+        with suppress(*BROKEN):
+            connection = _bounded(accepted, PROOF_S)
+            try:
+                deliver_challenge(connection, secret.encode())
+                answer_challenge(connection, secret.encode())
+                _bound(accepted, timeout_s)
+            finally:  # from here on the connection is the one that closes it
+                proved()
+                accepted.detach()
+            with connection:
+                serve(connection)
+
+    def begin(*connected: Any) -> None:
+        threading.Thread(target=prove, args=connected, name="entrance", daemon=True).start()
+
+    listener = listen(host)
+    return Entrance(listener, begin, wait_s), f"{host}:{listener.getsockname()[1]}"
 
 
 def local_host(connection: Connection) -> str:
@@ -65,13 +94,17 @@ def local_host(connection: Connection) -> str:
 def _bounded(made: socket.socket, timeout_s: float) -> Connection:
     """Reads and writes that take longer fail with OSError."""
     made.settimeout(None)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _bound(made, timeout_s)
+    return Connection(made.fileno())
+
+
+def _bound(made: socket.socket, timeout_s: float) -> None:
     seconds, microseconds = divmod(int(timeout_s * 1e6), 1_000_000)
     limit = seconds.to_bytes(8, "little") + microseconds.to_bytes(8, "little")
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Connection(made.detach())
 
 
 class Links:
@@ -85,14 +118,22 @@ class Links:
     def listen(self, host: str, secret: str, tell: Callable[[str], None], timeout_s: float) -> None:
         """Rank 0: `tell`s where it listens, until all have come. Raises OSError."""
         deadline_s = time.monotonic() + timeout_s
-        with socket.create_server((host, 0)) as listener:
-            tell(f"{host}:{listener.getsockname()[1]}")
+        come = queue.SimpleQueue[tuple[int, Connection]]()
+
+        def serve(connection: Connection) -> None:
+            rank = connection.recv()
+            come.put((rank, Connection(os.dup(connection.fileno()))))
+
+        entrance, place = open_entrance(host, secret, serve, self._timeout_s)
+        try:
+            tell(place)
             while len(self._links) < self.size - 1:
-                listener.settimeout(max(1e-3, deadline_s - time.monotonic()))
-                accepted, _ = listener.accept()
-                with suppress(*BROKEN):  # a stranger, or one who will be missed
-                    link = accept(accepted, secret, self._timeout_s)
-                    self._links[link.recv()] = link
+                rank, link = come.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                self._links[rank] = link
+        except queue.Empty:
+            raise TimeoutError(f"only {len(self._links) + 1} of {self.size} ranks have come") from None
+        finally:
+            entrance.close()
 
     def connect(self, address: str, secret: str) -> None:
         """The others: to rank 0. Raises what is in `BROKEN`."""

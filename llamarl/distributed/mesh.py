@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from llamarl.distributed.interrupt import end_collectives, open_sockets
+from llamarl.distributed.interrupt import deafen, end_collectives, open_sockets
 from llamarl.distributed.links import BROKEN, Links, RanksLost, interface_of, local_host, own_address
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.distributed.store import TorchStore
@@ -194,6 +194,8 @@ def join_mesh(
         cause = f"{type(error).__name__}: {error}"
         raise RanksLost(f"rank {rank} did not meet all {world} ranks in {start_timeout_s:g} s: {cause}") from error
     sockets = open_sockets().keys() - others
+    if device.type == "cpu":  # NCCL comes back to its ports
+        deafen(sockets)
     places = zip(AXES, mesh.get_coordinate() or (), shape, strict=True)
     return RankMesh(
         **{axis: Axis(place, size, mesh.get_group(axis)) for axis, place, size in places},

@@ -8,14 +8,13 @@ address. Others need nothing but the address and the secret, so they may be on o
 from __future__ import annotations
 
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple
 
-from llamarl.distributed.links import BROKEN, accept, connect, own_address
+from llamarl.distributed.links import BROKEN, connect, open_entrance, own_address
 
 ANSWER_S = 30.0
 """For the store to take a request, beside what the request itself waits for."""
@@ -73,22 +72,19 @@ class RendezvousStore:
             secret: empty: a new one.
             serve: gets, in a thread each, connections of another purpose, which end as it returns.
         """
-        self._listener = socket.create_server((host, 0))
-        self._listener.settimeout(timeout_s)
-        address = f"{host}:{self._listener.getsockname()[1]}"
-        self.rendezvous = Rendezvous(address, secret or secrets.token_hex(16))
+        secret = secret or secrets.token_hex(16)
         self._num_ranks, self._others = num_ranks, serve
         self._changed = threading.Condition()
         self._values = dict[str, bytes]()
         self._notes = list[Note]()
         self._watching = dict[int, Connection]()
         self._num_come = 0
-        threading.Thread(target=self._listen, name="rendezvous", daemon=True).start()
+        self._entrance, address = open_entrance(host, secret, self._serve, ANSWER_S, timeout_s)
+        self.rendezvous = Rendezvous(address, secret)
 
     def close(self) -> None:
         """Nobody can come any more; those that are there are served until they leave."""
-        with suppress(OSError):  # closed before
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in it
+        self._entrance.close()
 
     def set(self, key: str, value: bytes) -> None:
         with self._changed:
@@ -101,22 +97,15 @@ class RendezvousStore:
             self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_s)
             return [self._values.get(key) for key in keys]
 
-    def _listen(self) -> None:
-        with self._listener, suppress(OSError):  # closed, or nobody comes
-            while True:
-                accepted, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(accepted,), name="rendezvous", daemon=True).start()
-
-    def _serve(self, accepted: socket.socket) -> None:
-        with suppress(*BROKEN), accept(accepted, self.rendezvous.secret, ANSWER_S) as connection:
-            purpose = connection.recv()
-            if isinstance(purpose, int):
-                self._watch(connection, purpose)
-            elif purpose is not None and self._others is not None:
-                self._others(connection, purpose)
-            while purpose is None and connection.poll(None):
-                method, *arguments = connection.recv()
-                connection.send(getattr(self, method)(*arguments))
+    def _serve(self, connection: Connection) -> None:
+        purpose = connection.recv()
+        if isinstance(purpose, int):
+            self._watch(connection, purpose)
+        elif purpose is not None and self._others is not None:
+            self._others(connection, purpose)
+        while purpose is None and connection.poll(None):
+            method, *arguments = connection.recv()
+            connection.send(getattr(self, method)(*arguments))
 
     def _watch(self, connection: Connection, rank: int) -> None:
         """Notes from a rank, and to it, until it leaves or is gone."""

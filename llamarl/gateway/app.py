@@ -14,6 +14,7 @@ from llamarl.config import ConfigError
 from llamarl.gateway.endpoint import CHARS_PER_TOKEN, Endpoint
 from llamarl.gateway.protocol import Refused, parsed
 from llamarl.gateway.session import Session
+from llamarl.net.entrance import Entrance, Proved, Serve
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -47,12 +48,55 @@ def serving(app: ASGIApp, hosts: Sequence[str] = LOOPBACK) -> Server:
     """
     import uvicorn
 
+    class Serving(uvicorn.Server):
+        """Its connections come by entrances."""
+
+        entrances: Sequence[Entrance] = ()
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup([])
+            self.entrances = [Entrance(one, self._on(asyncio.get_running_loop())) for one in sockets or ()]
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            for entrance in self.entrances:
+                entrance.close()
+            await super().shutdown()
+
+        def _on(self, loop: asyncio.AbstractEventLoop) -> Serve:
+            protocol: Any = self.config.http_protocol_class
+
+            class Protocol(protocol):
+                def connection_lost(self, exc: Exception | None) -> None:
+                    self.app_state["proved"]()
+                    super().connection_lost(exc)
+
+            def begin(accepted: socket.socket, proved: Proved) -> None:
+                made = partial(Protocol, self.config, self.server_state, {"proved": proved})
+                asyncio.run_coroutine_threadsafe(loop.connect_accepted_socket(made, accepted), loop)
+
+            return begin
+
     config = uvicorn.Config(
-        _own_pages_only(app, hosts) if hosts else app, log_level="warning", access_log=False, ws="none", lifespan="off",
-        proxy_headers=False, server_header=False, limit_concurrency=MAX_CONNECTIONS,
+        _proving(_own_pages_only(app, hosts) if hosts else app), log_level="warning", access_log=False, ws="none",
+        lifespan="off", proxy_headers=False, server_header=False, limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=STOP_S, timeout_keep_alive=KEEP_ALIVE_S,
     )  # fmt: skip
-    return uvicorn.Server(config)
+    return Serving(config)
+
+
+def _proving(app: ASGIApp) -> Callable[..., Awaitable[None]]:
+    """Who has sent a request has proved enough: it is refused at once, and hung up on, or may stay."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        async def told(message: Any) -> None:
+            if message.get("status") in (401, 403, 404):
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        scope["state"]["proved"]()
+        await app(scope, receive, told)
+
+    return answer
 
 
 def _own_pages_only(app: ASGIApp, hosts: Sequence[str]) -> ASGIApp:

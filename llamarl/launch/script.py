@@ -49,8 +49,8 @@ def slurm_script(config: RunConfig, path: str, overrides: Sequence[str]) -> str:
     return _filled("slurm.sh.jinja", config=config, own=own, train=train, **places)
 
 
-def kubernetes_manifest(config: RunConfig, secret: Mapping[str, str] | None = None) -> str:
-    """For `kubectl apply`; with the Secret NAME-pki if its files are given. Raises ConfigError."""
+def kubernetes_manifest(config: RunConfig, secrets: Mapping[str, Mapping[str, str]] | None = None) -> str:
+    """For `kubectl apply`; with the Secrets if their files are given. Raises ConfigError."""
     settings, name = config.launch.kubernetes, config.name
     for option in (option for option in ("image", "claim") if not getattr(settings, option)):
         raise ConfigError(f"launch.kubernetes.{option} is missing; give it with --launch.kubernetes.{option} VALUE")
@@ -68,15 +68,27 @@ def kubernetes_manifest(config: RunConfig, secret: Mapping[str, str] | None = No
     resources = {resource: amount for resource, amount in amounts.items() if amount}
     requests = {"requests": resources, "limits": resources}
     config = config.model_copy(update={"cluster": cluster})
-    return _filled("kubernetes.yaml.jinja", config=config, toml=dump_toml(config), resources=requests, secret=secret)
+    pods = [(pod, file) for pod in _pods(config) for file in _files_of(pod)]
+    items = [{"key": file, "path": f"{pod}/{file}"} for pod, file in pods]
+    values = {"toml": dump_toml(config), "resources": requests, "secrets": secrets or {}, "items": items}
+    return _filled("kubernetes.yaml.jinja", config=config, **values)
 
 
-def kubernetes_secret(config: RunConfig) -> dict[str, str]:
-    """Files of the Secret, made in the folder of what is submitted. Raises ConfigError."""
+def kubernetes_secrets(config: RunConfig) -> dict[str, dict[str, str]]:
+    """Files of the hosts' Secret and the controller's, made in the folder of what is submitted. Raises ConfigError."""
     pki = files_folder(config) / "pki"
     names = [*_pods(config), CONTROLLER]
     make_certificates(pki, {name: (name, f"{name}.{config.name}") for name in names}, POD_PKI_DAYS)
-    return {path.name: path.read_text() for path in sorted(pki.iterdir()) if path.name != "ca.key"}
+    files = {
+        f"{config.name}-pki": sorted({file for pod in _pods(config) for file in _files_of(pod)}),
+        f"{config.name}-pki-{CONTROLLER}": _files_of(CONTROLLER),
+    }
+    return {name: {file: (pki / file).read_text() for file in own} for name, own in files.items()}
+
+
+def _files_of(member: str) -> list[str]:
+    """By which it proves who it is, and knows the others."""
+    return ["ca.crt", f"{member}.crt", f"{member}.key"]
 
 
 def _pods(config: RunConfig) -> list[str]:

@@ -15,6 +15,8 @@ GROUPS = "/sys/fs/cgroup"
 """Where version 2 of control groups is mounted."""
 
 
+MIN_FILES = 512
+"""That a process may open at once, beside connections to other ranks and hosts."""
 MAX_IN_METRICS = 16
 """Executors whose memory is in the metrics of every step; the summary has all."""
 
@@ -34,13 +36,14 @@ NOTHING = Usage(0, 0, 0)
 
 
 def usage() -> Usage:
-    """Of this process."""
-    if sys.platform != "linux":
-        # macOS has no cheap way to the current size; this is the peak, in bytes there.
-        return Usage(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0, 0)
-    with open("/proc/self/statm") as file:
-        rss_bytes = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return Usage(rss_bytes, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+    """Of this process. Never fails: whether a process is well is asked with it."""
+    try:
+        with open("/proc/self/statm") as file:
+            rss_bytes = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return Usage(rss_bytes, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+    except OSError:  # no descriptor is left, or this is macOS, with no cheap way to the current size; it is the peak
+        unit = 1024 if sys.platform == "linux" else 1
+        return Usage(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, 0, 0)
 
 
 def by_kind(executors: Mapping[str, Usage], limit: int | None) -> dict[str, float]:

@@ -129,6 +129,15 @@ class Hosting:
                 rows.append((name, str(number), host, devices))
         return aligned(rows)
 
+    def crowded(self) -> list[str]:
+        """Hosts whose executors want more threads than they have cores, a sentence each."""
+        return [
+            f"{threads} CPU threads work at once on the {host.inventory.cores} cores of host {name}, which is slow; "
+            "lower trainer.threads or generator.threads, or name other hosts in cluster.place"
+            for name, host in dict(self._hosts).items()
+            if (threads := self._threads_at(name, "cpu", least=0)) > host.inventory.cores
+        ]
+
     def take(self, wanted: Wanted) -> HostAssignment:
         """Raises NoRoom."""
         one = self._assigned[wanted.executor] = self._assign(wanted)
@@ -201,13 +210,16 @@ class Hosting:
 
     def _has_cores(self, name: str, num_ranks: int) -> bool:
         """For a generator on its CPU; a host with none of them takes one in any case."""
-        threads = self._config.generator.threads * num_ranks
-        busy = 0
-        for one in self._assigned.values():
-            if name in one.ranks:
-                settings = getattr(self._config, one.wanted.role, None)
-                busy += getattr(settings, "threads", 1) * one.ranks[name]
-        return not self._generators_at(name) or busy + threads <= self._here[name].inventory.cores
+        threads = self._threads_at(name) + self._config.generator.threads * num_ranks
+        return not self._generators_at(name) or threads <= self._here[name].inventory.cores
+
+    def _threads_at(self, name: str, *devices: str, least: int = 1) -> int:
+        """Of the executors there, of those on `devices` if there are any; those without a setting have the least."""
+        return sum(
+            getattr(getattr(self._config, one.wanted.role, None), "threads", least) * one.ranks[name]
+            for one in self._assigned.values()
+            if name in one.ranks and (not devices or one.wanted.device in devices)
+        )
 
 
 def imagined(config: RunConfig, names: Sequence[str] = ()) -> tuple[Hosting, int]:

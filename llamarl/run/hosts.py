@@ -49,7 +49,7 @@ async def gathered(
     with _token(folder) as token:
         hosts = list(registry.hosts.values())
         await asyncio.gather(*(_look(config, hosting, host, folder, token) for host in hosts))
-    for line in (*(host.describe() for host in hosts), *hosting.table()):
+    for line in (*(host.describe() for host in hosts), *hosting.table(), *hosting.crowded()):
         tell(line)
     return hosting
 

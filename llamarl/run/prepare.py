@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -22,7 +27,7 @@ from llamarl.generation.vllm_server import check_python
 from llamarl.models.folder import check_weights, load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.observability.trackers._base import tracker_class
-from llamarl.observability.usage import available_bytes
+from llamarl.observability.usage import MIN_FILES, available_bytes
 from llamarl.rewards._build import build_reward
 from llamarl.run.placement import Placement, models_in_use, place
 from llamarl.training.cost import activation_bytes
@@ -31,6 +36,9 @@ from llamarl.weight_sync.select import check_name
 
 CACHE_BLOCK_TOKENS = 16
 """That keys and values are kept for at a time, by all kernels."""
+
+RANK_FILES, GENERATOR_FILES = 8, 3
+"""That a rank of the trainer has open for each of its other ranks, and for each rank of the generators."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +53,33 @@ class Prepared:
     """Sentences for the user."""
 
 
+@contextmanager
+def _within(limit_s: float) -> Iterator[None]:
+    """Whatever a user's module does as it is imported; a signal ends it. Raises ConfigError."""
+
+    def end(*_: object) -> None:
+        raise ConfigError(
+            f"the parts that this run names are not imported and built after cluster.start_timeout_s = {limit_s:g} s; "
+            "let their modules do less as they are imported, or raise it"
+        )
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def check_parts(config: RunConfig) -> None:
     """Builds what the config names by `Ref`, and looks for vLLM, so that a mistake shows early. Raises ConfigError."""
+    is_main = threading.current_thread() is threading.main_thread()
+    with _within(config.cluster.start_timeout_s) if is_main else nullcontext():
+        _check_parts(config)
+
+
+def _check_parts(config: RunConfig) -> None:
     build(config.trainer.loss, "llamarl.algorithms.losses", "trainer.loss")
     advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
     if config.rollout.group_size == 1 and isinstance(advantage, GroupAdvantage):
@@ -146,6 +179,7 @@ def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
     check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
     check_parallelism(shape, config.trainer.parallelism, config.model.path)
     check_models(config, shape)
+    check_files(config)
     warnings, rollout = _thread_warnings(config), config.rollout
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     if cut := [f"rollout.{name} = {found:g}" for name in off if (found := getattr(rollout, name)) != off[name]]:
@@ -159,6 +193,19 @@ def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
             "(rollout.prompts_per_step), so some ranks have none; raise the one or lower the other"
         )
     return shape, warnings
+
+
+def check_files(config: RunConfig) -> None:
+    """Raises ConfigError when a process could not open as many connections as the run needs."""
+    ranks, generator = config.trainer.parallelism.num_ranks, config.generator
+    of_trainer = RANK_FILES * ranks + GENERATOR_FILES * generator.replicas * generator.tensor_parallel
+    needed = MIN_FILES + max(of_trainer, config.cluster.num_hosts)
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        raise ConfigError(
+            f"a process of this run may have {needed} files open, and this shell allows {allowed}: run ulimit -n "
+            f"{needed}, here and on the run's other hosts, or lower generator.replicas"
+        )
 
 
 def check_microbatch(config: RunConfig, shape: ModelShape, longest_prompt: int) -> None:
@@ -268,7 +315,10 @@ def _thread_warnings(config: RunConfig) -> list[str]:
     """Executors that work at the same time and want more threads than there are cores.
 
     Two OpenMP threads that share a core wait for each other at every operation and can be 20 times slower than one.
+    Who shares a machine is not known before the hosts have called.
     """
+    if config.cluster.kind == "hosts":
+        return []
     trainer, generator = config.trainer, config.generator
     processes = generator.replicas * generator.tensor_parallel
     of_generators = processes * generator.threads if generator.device == "cpu" else 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
+from llamarl.cluster.start_up import dependent
 from llamarl.config import ConfigError, RunConfig, load_sft_config
 from llamarl.training.base_model import is_made
 
@@ -17,6 +17,7 @@ def ensure_base_model(config: RunConfig) -> None:
     """
     if not config.model.warm_start or is_made(config.model.path, load_sft_config(config.model.warm_start)):
         return
-    command = [sys.executable, "-m", "llamarl", "sft", config.model.warm_start, "--output", config.model.path]
+    command = dependent("from llamarl.cli.main import script; script()")
+    command += ["sft", config.model.warm_start, "--output", config.model.path]
     if subprocess.run(command, check=False).returncode:
         raise ConfigError(f"model.warm_start = {config.model.warm_start!r} did not make {config.model.path}, see above")

@@ -29,8 +29,8 @@ from llamarl.weight_sync.layout import Layout
 
 SILENT_S = 2.0
 """A relay that says nothing for so long is left; it tells twice a second that it still waits itself."""
-SLOWER = 4.0
-"""So many times the slower one's time may pass, beside twice `SILENT_S`: one relay further up may have to be left."""
+SLOWER, GRACE_S = 4.0, 1.0
+"""So many times the slower one's time may pass, beside so many seconds for a machine that is busy for a moment."""
 TIRED_VERSIONS = 8
 """For so many versions one that was left is a relay to nobody."""
 
@@ -225,7 +225,7 @@ class _Pace:
         if self._pace_s is None:
             self._allowed_s = self._used_s + self._timeout_s
         else:
-            self._allowed_s = 2 * SILENT_S + SLOWER * max(self._pace_s, self._own_s or 0.0) * self._num_bytes
+            self._allowed_s = GRACE_S + SLOWER * max(self._pace_s, self._own_s or 0.0) * self._num_bytes
 
     def waits(self) -> None:
         """The relay has not got it yet. Raises TooSlow: not in twice its time either, in which it may leave another."""

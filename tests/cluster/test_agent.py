@@ -9,12 +9,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from llamarl.cluster import agent
 from llamarl.cluster.agent import Agent, _kill, _seen, _send
 from llamarl.cluster.certificates import make_certificates
-from llamarl.cluster.home import MAX_LINE_BYTES
+from llamarl.cluster.home import MAX_LINE_BYTES, Line
 from tests.cluster.harness import is_alive
 
 
@@ -94,3 +96,31 @@ def test_looking_at_a_shared_folder_changes_nothing_that_others_read(tmp_path: P
     assert _seen(**asked)["folder"] == "another folder is there"
     token.unlink()
     assert "No such file" in _seen(**asked)["folder"]
+
+
+def test_each_call_has_the_fingerprint_of_what_is_there_now(one: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edit while an agent waits for a run ends no agent."""
+    told = list[str]()
+
+    class Closed(Line):
+        def __init__(self) -> None:
+            """To nobody."""
+
+        def tell(self, **message: Any) -> None:
+            told.append(message["code"])
+
+        async def hear(self, timeout_s: float = 0.0) -> dict[str, Any]:
+            return {"run": "1", "busy": "not now"}
+
+        def close(self) -> None:
+            pass
+
+    async def call(*_: object) -> Line:
+        return Closed()
+
+    monkeypatch.setattr(agent, "call", call)
+    for code in ("one", "other"):
+        monkeypatch.setattr(agent, "code_fingerprint", lambda code=code: code)
+        with pytest.raises(ConnectionRefusedError, match="not now"):
+            asyncio.run(one._take_part())
+    assert told == ["one", "other"]

@@ -74,7 +74,10 @@ def test_timeout_names_what_runs_and_drops_what_waits(kind: Kind) -> None:
         handle = await cluster.spawn(echo(), SPAWN_S)
         sleep = asyncio.ensure_future(handle.call("sleep", 0.6, timeout_s=CALL_S))
         await asyncio.sleep(0)
-        with pytest.raises(CallTimeout, match=r"echo\.remember had no answer after 0\.1 s; echo is in sleep") as caught:
+        with pytest.raises(
+            CallTimeout,
+            match=r"echo\.remember had no answer after 0\.1 s \(cluster\.call_timeout_s\); echo is in sleep",
+        ) as caught:
             await handle.call("remember", 1, timeout_s=0.1)
         assert (caught.value.executor, caught.value.method, caught.value.timeout_s) == ("echo", "remember", 0.1)
         await sleep
@@ -225,7 +228,10 @@ def test_spawn_reports_what_went_wrong(kind: Kind) -> None:
         broken, missing, slow = map(str, results)
         assert re.search(r"(?s)broken\.__init__ failed.*ValueError: no such checkpoint", broken)
         assert re.search(r"(?s)missing\.__init__ failed.*no_such_module", missing)
-        assert re.search(r"slow\.start had no answer after 2 s; slow (is in start for|has not said yet)", slow)
+        assert re.search(
+            r"slow\.start had no answer after 2 s \(cluster.start_timeout_s\); slow (is in start for|has not said yet)",
+            slow,
+        )
         with pytest.raises(PayloadTooLarge):
             await cluster.spawn(echo(closed_file="x" * MAX_PAYLOAD_BYTES), SPAWN_S)
 

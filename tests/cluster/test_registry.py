@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import ssl
 import subprocess
 import sys
@@ -14,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from llamarl.cluster import home
+from llamarl.cluster import home, registry
 from llamarl.cluster.agent import Refused, ask_to_leave, call
 from llamarl.cluster.certificates import CONTROLLER, client_context, make_certificates
 from llamarl.cluster.home import SILENT_S, Inventory, Line, own_inventory
 from llamarl.cluster.registry import Host, HostLost, Registry
 from llamarl.config import ConfigError
+from llamarl.net.entrance import MAX_UNPROVED
 
 ADDRESSES = {"b": "127.0.0.3", "c": "127.0.0.4"}
 MEMBERS = {CONTROLLER: (CONTROLLER, "127.0.0.2"), **{name: (name, address) for name, address in ADDRESSES.items()}}
@@ -105,7 +107,9 @@ def test_a_host_is_here_until_its_connection_ends(pki: Path, tmp_path: Path) -> 
         assert bench.registry.hosts == {}
         await bench.come()
 
-    assert run(pki, tmp_path, main).joined == ["b", "b"]
+    bench = run(pki, tmp_path, main)
+    assert bench.joined == ["b", "b"]
+    assert bench.told == ["host b (127.0.0.3) is lost: the other end has closed the connection"]
 
 
 def test_a_silent_host_is_lost_within_the_limit(pki: Path, tmp_path: Path) -> None:
@@ -119,6 +123,65 @@ def test_a_silent_host_is_lost_within_the_limit(pki: Path, tmp_path: Path) -> No
         assert not other.lost
 
     run(pki, tmp_path, main)
+
+
+def test_all_hosts_silent_at_once_mean_that_this_machine_is_cut_off(pki: Path, tmp_path: Path) -> None:
+    async def main(bench: Bench) -> None:
+        come = [await bench.come(), await bench.come("c")]
+        for name, (_, host) in zip("bc", come, strict=True):
+            reason = rf"host {name} \(127.*\) is lost: this machine is cut off: all 2 hosts have been silent for over "
+            assert re.match(reason, await lost(host))
+
+    told = run(pki, tmp_path, main).told
+    assert len(told) == 1 and told[0].startswith("this machine is cut off: all 2 hosts have been silent for over ")
+
+
+def test_a_name_whose_address_is_told_late_may_call_again(pki: Path, tmp_path: Path, monkeypatch) -> None:
+    """A pod that is back at a new address, and a name that nobody knows yet."""
+    make_certificates(pki, {"d": ("d", "d.run")}, days=2)
+    answers: list[set[str] | OSError] = [OSError("Name or service not known"), {"10.9.9.9"}, {"127.0.0.4"}]
+
+    async def resolved(host: str) -> set[str]:
+        assert host == "d.run"
+        found = answers.pop(0)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(registry, "_addresses", resolved)
+
+    async def main(bench: Bench) -> None:
+        heard = list[dict[str, Any]]()
+        for _ in range(3):
+            line = await bench.call("d", "127.0.0.4")
+            await line.hear()
+            line.tell(**bench.inventory("b") | {"name": "d", "address": "d.run"})
+            heard.append(await line.hear())
+        late = "it calls from 127.0.0.4, not from its address d.run, by DNS 10.9.9.9, which may be behind"
+        assert heard == [{"busy": "Name or service not known"}, {"busy": late}, {"logs": {}}]
+
+    run(pki, tmp_path, main)
+
+
+def test_mistakes_that_alternate_are_said_once_each(pki: Path, tmp_path: Path) -> None:
+    async def main(bench: Bench) -> None:
+        for number in range(6):
+            await bench.refused("b", **({"code": "0"} if number % 2 else {"packages": {"torch": "1.0"}}))
+        with pytest.raises(ConfigError, match=r"its code is 0.* \(3 times\); "):
+            await bench.registry.until(1, 0.1)
+
+    assert len(run(pki, tmp_path, main).told) == 2
+
+
+def test_silent_strangers_keep_no_host_away(pki: Path, tmp_path: Path) -> None:
+    async def main(bench: Bench) -> None:
+        address, _, port = bench.place.rpartition(":")
+        silent = [socket.create_connection((address, int(port))) for _ in range(2 * MAX_UNPROVED)]
+        await bench.come()
+        for one in silent:
+            one.close()
+
+    assert run(pki, tmp_path, main).joined == ["b"]
 
 
 def test_clocks_are_known_as_well_as_the_quickest_answer_tells(pki: Path, tmp_path: Path) -> None:
@@ -253,7 +316,10 @@ def test_who_leaves_before_anything_runs_there_goes_at_once(pki: Path, tmp_path:
     run(pki, tmp_path, main)
 
 
-def test_too_few_hosts_are_named_with_what_was_refused(pki: Path, tmp_path: Path) -> None:
+def test_too_few_hosts_are_named_with_what_was_refused(pki: Path, tmp_path: Path, monkeypatch) -> None:
+    """And from time to time, who is here."""
+    monkeypatch.setattr(registry, "SAY_S", 0.05)
+
     async def main(bench: Bench) -> None:
         line, _ = await bench.come()
         await bench.refused("c", code="0")
@@ -264,7 +330,7 @@ def test_too_few_hosts_are_named_with_what_was_refused(pki: Path, tmp_path: Path
             await bench.registry.until(3, 0.2)
         beats.cancel()
 
-    run(pki, tmp_path, main)
+    assert "1 of 3 hosts have called: b" in run(pki, tmp_path, main).told
 
 
 def test_logs_are_brought_together_and_go_on_where_they_ended(pki: Path, tmp_path: Path) -> None:

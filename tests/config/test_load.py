@@ -51,6 +51,10 @@ def test_defaults_fill_in(minimal: Path) -> None:
         ("name = '../elsewhere'", "`name = '../elsewhere'`: string should match pattern"),
         ("rollout = 5", "`rollout = 5`: input should be a valid dictionary"),
         ("[trainer]\nlearning_rate = nan", "`trainer.learning_rate = nan`"),
+        (
+            "[cluster]\nkind = 'hosts'\nlisten = '[::1]:1'",
+            "cluster.listen = '[::1]:1' is no address:port; give an IPv4",
+        ),
         ("[cluster]\ncall_timeout_s = inf", "`cluster.call_timeout_s = inf`: input should be a finite number"),
         ("[trainer]\non_nonfinite = 'ignore'", "`trainer.on_nonfinite = 'ignore'`: input should be 'stop' or 'skip'"),
         ("[trainer]\nloss = {rho = 4.0}", "`trainer.loss.name` is missing; set it in the file or with --trainer.loss"),

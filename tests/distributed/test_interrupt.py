@@ -69,3 +69,18 @@ def test_bytes_that_never_stop_end_too(pair, monkeypatch: pytest.MonkeyPatch) ->
     assert end(one) >= 0.2
     sender.join(10)
     assert sender.refused
+
+
+def test_a_deaf_port_keeps_its_connections_and_takes_no_new_ones(pair) -> None:
+    one, other = pair
+    before = interrupt.open_sockets().keys()
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as known:
+        accepted, _ = listener.accept()
+        with accepted:
+            interrupt.deafen(interrupt.open_sockets().keys() - before)
+            with pytest.raises(TimeoutError):
+                socket.create_connection(listener.getsockname(), 0.3)
+            known.sendall(b"x")
+            assert accepted.recv(1) == b"x"
+    one.sendall(b"y")
+    assert other.recv(1) == b"y"

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,39 @@ def link_of(fd: str) -> str:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:  # the descriptor of the listing itself
         return ""
+
+
+def listening_ports() -> list[int]:
+    """Of this process."""
+    found = list[int]()
+    for descriptor in open_sockets().values():
+        with socket.socket(fileno=os.dup(descriptor)) as one:
+            if one.family == socket.AF_INET and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.append(one.getsockname()[1])
+    return found
+
+
+def compute_deaf(where: Rendezvous, rank: int) -> tuple[int, float]:
+    """How many of its ports are there and could be reached, once all have met."""
+    mesh = join(where, rank, {"tp": 2}, timeout_s=20.0)
+    reached = 0
+    for port in (ports := listening_ports()):
+        with suppress(TimeoutError):
+            socket.create_connection(("127.0.0.1", port), 0.2).close()
+            reached += 1
+    with mesh.together():
+        total = mesh.tp.sum(torch.ones(3))
+    mesh.close()
+    assert ports and total.tolist() == [2.0, 2.0, 2.0]
+    return reached, len(ports)
+
+
+def test_strangers_reach_no_port_of_ranks_that_have_met(workers: Workers) -> None:
+    """gloo would accept them, and end the process without a descriptor for the next."""
+    with rendezvous() as where, workers.take(2) as ranks:
+        for rank, worker in enumerate(ranks):
+            worker.start(compute_deaf, where, rank)
+        assert [reached for reached, _ in results(ranks)] == [0, 0]
 
 
 def test_three_ranks_compute_together(workers: Workers) -> None:
@@ -180,7 +213,7 @@ def test_ranks_that_are_replaced_leave_nothing_behind() -> None:
         for connection in held:
             connection.close()
     assert open_rendezvous(2, 0.05) is not None
-    threads = [thread for thread in threading.enumerate() if thread.name == "rendezvous"]
+    threads = [thread for thread in threading.enumerate() if thread.name == "entrance"]
     for thread in threads:
         thread.join(NOTICE_S)
     assert not any(thread.is_alive() for thread in threads)

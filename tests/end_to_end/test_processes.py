@@ -265,16 +265,18 @@ def test_an_end_while_executors_start(tmp_path: Path, toml: Path, number: signal
     assert gone(pids, 2.0) == []
 
 
-def test_an_end_while_the_base_model_is_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_end_while_the_base_model_is_made(tmp_path: Path, number: signal.Signals) -> None:
+    """At the first moment at which there is a process that makes it."""
     write_task(tmp_path)
     sft = tmp_path / "sft.toml"
     sft.write_text(sft.read_text().replace("steps = 180", "steps = 100000"))
     command = Command.start(tmp_path, "train", tmp_path / "run.toml")
     command.until(lambda: len(descendants(command.process.pid)) > 0)
     pids = descendants(command.process.pid)
-    code, _ = command.end(signal.SIGTERM, END_S)
-    assert code == 130
-    assert gone(pids, 2.0) == []
+    code, _ = command.end(number, END_S)
+    assert code == (130 if number == signal.SIGTERM else -number)
+    assert gone(pids, END_S) == []
     assert not (tmp_path / "base").exists() and not (tmp_path / "runs").exists()
 
 

@@ -180,7 +180,7 @@ def test_transports_are_tried_with_a_sample_and_one_carries_all(
             generator.try_sample(version, trainer.publish_sample(version, transport))
     trainer.choose("file")
     synced(trainer, generator, 0, ())
-    for thread in [thread for thread in threading.enumerate() if thread.name == "rendezvous"]:
+    for thread in [thread for thread in threading.enumerate() if thread.name == "entrance"]:
         thread.join(5)
     gc.collect()
     assert open_sockets().keys() <= before.keys()  # garbage of earlier tests may go meanwhile

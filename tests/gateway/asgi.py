@@ -33,7 +33,7 @@ async def ask(
         "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
         "http_version": "1.1", "scheme": "http", "server": ("127.0.0.1", 8000), "client": ("127.0.0.1", 1),
         "root_path": "", "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "headers": [(name.encode(), value.encode()) for name, value in said.items()],
+        "headers": [(name.encode(), value.encode()) for name, value in said.items()], "state": {"proved": lambda: None},
     }  # fmt: skip
     parts, sent, over = [data], list[dict[str, Any]](), asyncio.Event()
 

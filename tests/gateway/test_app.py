@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from llamarl.gateway.app import build_app, listening, serving
 from llamarl.gateway.endpoint import Endpoint
 from llamarl.gateway.protocol import Refused
 from llamarl.gateway.session import Session
+from llamarl.net.entrance import MAX_UNPROVED
 from llamarl.types import OBSERVED, Rollout
 from tests.data.test_chat import TEMPLATES
 from tests.gateway.asgi import ask
@@ -258,3 +260,40 @@ def test_pages_of_the_web_cannot_ask(
     if status == 403:
         assert found.json["error"].keys() == {"message", "type", "param", "code"}
         assert asyncio.run(ask(open_to_all, "/v1/completions", {"prompt": "x"}, **headers)).status == 200
+
+
+def test_silent_connections_keep_nobody_from_an_answer(scripted: Callable[..., Any]) -> None:
+    """Of those that have sent no request the oldest goes for the newest; who is refused is hung up on."""
+    _, endpoint, session = scripted("one")
+
+    def session_of(key: str) -> tuple[Endpoint, Session]:
+        if key != "right":
+            raise Refused(401, "wrong key", "authentication_error")
+        return endpoint, session
+
+    async def asked(place: tuple[str, int], key: str, connection: str = "close") -> str:
+        reader, writer = await asyncio.open_connection(*place)
+        head = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nConnection: {connection}"
+        writer.write(f"{head}\r\n\r\n".encode())
+        answer = (await asyncio.wait_for(reader.read(), 30.0)).decode()
+        writer.close()
+        return answer.partition("\r\n")[0]
+
+    async def main() -> None:
+        opened, server = listening("127.0.0.1", 0), module.serving(build_app(session_of))
+        place = opened.getsockname()
+        task = asyncio.create_task(server.serve([opened]))
+        silent = [await asyncio.open_connection(*place) for _ in range(2 * MAX_UNPROVED)]
+        for reader, _ in silent[:MAX_UNPROVED]:
+            with suppress(ConnectionError):
+                assert not await asyncio.wait_for(reader.read(), 30.0)
+        assert await asked(place, "right") == "HTTP/1.1 200 OK"
+        assert await asked(place, "wrong", "keep-alive") == "HTTP/1.1 401 Unauthorized"
+        for _, writer in silent:
+            writer.close()
+        server.should_exit = True
+        await asyncio.wait_for(task, 30.0)
+        while opened.fileno() >= 0:  # its thread closes it
+            await asyncio.sleep(0.001)
+
+    asyncio.run(main())

@@ -52,22 +52,29 @@ def test_pods_meet_and_train(hosts: Namespaces, tmp_path: Path) -> None:
         ),
     ]
     config = script.several_hosts(str(toml), overrides)
-    manifest = script.kubernetes_manifest(config, script.kubernetes_secret(config))
-    parts: dict[str, Any] = {part["kind"]: part for part in yaml.safe_load_all(manifest)}
-    folder = tmp_path / "etc"
-    for kind, name, content in (("ConfigMap", "run", "data"), ("Secret", "pki", "stringData")):
-        (folder / name).mkdir(parents=True)
-        for file, text in parts[kind][content].items():
-            (folder / name / file).write_text(text.replace(script.POD_PKI, str(folder / "pki")))
-            (folder / name / file).chmod(0o440)
+    secrets = script.kubernetes_secrets(config)
+    parts: dict[str, Any] = {
+        part["kind"]: part for part in yaml.safe_load_all(script.kubernetes_manifest(config, secrets))
+    }
+    folder, of_hosts = tmp_path / "etc", secrets["tiny-pki"]
+    volumes = parts["StatefulSet"]["spec"]["template"]["spec"]["volumes"]
+    (items,) = (one["secret"]["items"] for one in volumes if one["name"] == "pki")
+    files = {f"run/{file}": text for file, text in parts["ConfigMap"]["data"].items()}
+    files |= {f"pki/controller/{file}": text for file, text in secrets["tiny-pki-controller"].items()}
+    files |= {f"pki/{item['path']}": of_hosts[item["key"]] for item in items}
+    for file, text in files.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text.replace(script.POD_PKI, str(folder / "pki" / "controller")))
+        (folder / file).chmod(0o440)
 
     def pod(host: str, kind: str, name: str) -> subprocess.Popen[str]:
         [container] = parts[kind]["spec"]["template"]["spec"]["containers"]
         *shell, command = container["command"]
+        command = command.replace(script.POD_PKI, f"{folder}/pki/{name}").replace("/etc/llamarl", str(folder))
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         with (tmp_path / f"{name}.log").open("w") as log:
             return hosts.popen(
-                host, [*shell, command.replace("/etc/llamarl", str(folder))], env={"POD_NAME": name, "PATH": path},
+                host, [*shell, command], env={"POD_NAME": name, "PATH": path},
                 stdout=log, stderr=log, cwd=ROOT,
             )  # fmt: skip
 

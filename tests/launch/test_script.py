@@ -263,25 +263,39 @@ def test_runs_that_no_pod_can_have_are_refused(overrides: list[str], message: st
         kubernetes(*HOSTS, *overrides)
 
 
-def test_pods_know_each_other(tmp_path: Path) -> None:
-    """The Secret's certificates are for the names that the pods have; the authority's key is not among them."""
+def test_a_pod_sees_its_own_key_alone(tmp_path: Path) -> None:
+    """The certificates are for the names that the pods have; the authority's key goes nowhere."""
     config = script.several_hosts(DEMO, (*HOSTS, *POD, "--output", str(tmp_path)))
-    secret = parsed(script.kubernetes_manifest(config, script.kubernetes_secret(config)))["Secret"]
-    hosts = [f"demo-host-{i}" for i in range(3)]
-    assert set(secret["stringData"]) == {
-        "ca.crt",
-        *(f"{name}.{end}" for name in (*hosts, CONTROLLER) for end in ("crt", "key")),
-    }
-    assert secret["metadata"]["name"] == "demo-pki"
+    parts = list(yaml.safe_load_all(script.kubernetes_manifest(config, script.kubernetes_secrets(config))))
+    secrets = {part["metadata"]["name"]: part["stringData"] for part in parts if part["kind"] == "Secret"}
+    assert set(secrets["demo-pki-controller"]) == {"ca.crt", "controller.crt", "controller.key"}
     folder = tmp_path / "as mounted"
-    folder.mkdir()
-    for name, text in secret["stringData"].items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o440)
-    client_context(folder, "demo-host-2")
-    server_context(folder, CONTROLLER)
+    for part in parts:
+        if part["kind"] not in ("Job", "StatefulSet"):
+            continue
+        pod = part["spec"]["template"]["spec"]
+        (mount,) = (one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "pki")
+        (volume,) = (one["secret"] for one in pod["volumes"] if one["name"] == "pki")
+        files = secrets[volume["secretName"]]
+        if part["kind"] == "Job":
+            assert "subPathExpr" not in mount and "items" not in volume
+            found = {f"controller/{file}": text for file, text in files.items()}
+        else:
+            assert mount["subPathExpr"] == "$(POD_NAME)"
+            found = {item["path"]: files[item["key"]] for item in volume["items"]}
+        for path, text in found.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+            (folder / path).chmod(0o440)
+    for i in range(3):
+        own = f"demo-host-{i}"
+        assert {path.name for path in (folder / own).iterdir()} == {"ca.crt", f"{own}.crt", f"{own}.key"}
+        client_context(folder / own, own)
+    server_context(folder / CONTROLLER, CONTROLLER)
     text = subprocess.run(
-        ["openssl", "x509", "-in", str(folder / "demo-host-2.crt"), "-noout", "-text"], capture_output=True, text=True
+        ["openssl", "x509", "-in", str(folder / "demo-host-2" / "demo-host-2.crt"), "-noout", "-text"],
+        capture_output=True,
+        text=True,
     ).stdout
     assert "DNS:demo-host-2, DNS:demo-host-2.demo" in text
 

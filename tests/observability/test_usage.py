@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import threading
 from pathlib import Path
@@ -39,3 +40,15 @@ def test_a_container_s_limit_counts(
     monkeypatch.setattr(usages, "GROUPS", tmp_path)
     found = available_bytes()
     assert found == available if available else found > 1 << 24
+
+
+def test_a_process_without_descriptors_is_still_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its usage goes with every answer to whether it is alive."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    found = usage()
+    monkeypatch.undo()
+    assert found.rss_bytes > 1 << 20 and found.descriptors == found.threads == 0

@@ -171,3 +171,12 @@ def test_no_device_is_given_twice(data: st.DataObject) -> None:
     assert len(set(used)) == len(used)
     replicas = generator["replicas"]
     assert replicas == "auto" or len(hosting.of_role("generator")) <= replicas
+
+
+def test_threads_are_counted_on_each_host() -> None:
+    """Three in all are none too many for two cores if no host has them together."""
+    hosts = {name: Machine(name, cores=2) for name in ("b", "c")}
+    assert Hosting(config_of(generator={"replicas": 2}), hosts).crowded() == []
+    place = {"trainer": ["b"], "generator": ["b"]}
+    (said,) = Hosting(config_of(place, generator={"replicas": 2}), hosts).crowded()
+    assert said.startswith("3 CPU threads work at once on the 2 cores of host b, which is slow; ")

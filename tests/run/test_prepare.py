@@ -10,6 +10,7 @@ import pytest
 from llamarl.config import ConfigError
 from llamarl.config.schema import RunConfig
 from llamarl.models.shape import ModelShape
+from llamarl.observability.usage import MIN_FILES
 from llamarl.run import prepare as preparing
 from llamarl.run.prepare import check_cache, check_host_memory, check_tensor_parallel, prepare
 from llamarl.sharding.tensor_parallel import tensor_parallel_box
@@ -122,3 +123,41 @@ def test_a_run_that_no_memory_of_this_host_holds_is_refused(monkeypatch: pytest.
     with pytest.raises(ConfigError, match=said):
         check_host_memory(RunConfig.model_validate(config), large)
     check_host_memory(RunConfig.model_validate(config | {"trainer": {"device": "cuda"}}), large)
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ({}, None),
+        ({"generator": {"replicas": 4096}}, MIN_FILES + 8 + 3 * 4096),
+        ({"trainer": {"parallelism": {"fsdp": 512}}}, MIN_FILES + 8 * 512 + 3),
+        ({"cluster": {"kind": "hosts", "listen": "a:1", "num_hosts": 2048}}, MIN_FILES + 2048),
+    ],
+)
+def test_connections_that_a_process_could_not_open(
+    settings: dict[str, dict[str, object]], needed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparing.resource, "getrlimit", lambda _: (1024, 1024))
+    config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "d"}} | settings)
+    if needed is None:
+        preparing.check_files(config)
+        return
+    with pytest.raises(ConfigError, match=f"may have {needed} files open, and this shell allows 1024: run ulimit"):
+        preparing.check_files(config)
+
+
+def test_a_part_whose_import_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_part.py").write_text("import time\ntime.sleep(600)")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = {"reward": {"parts": ["slow_part:Slow"]}, "cluster": {"start_timeout_s": 0.2}}
+    config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "d"}} | settings)
+    with pytest.raises(ConfigError, match=r"not imported and built after cluster.start_timeout_s = 0.2 s"):
+        preparing.check_parts(config)
+    assert preparing.signal.getitimer(preparing.signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_threads_of_several_hosts_are_not_counted_together() -> None:
+    settings = {"generator": {"replicas": 4096}, "cluster": {"kind": "hosts", "listen": "a:1"}}
+    base = {"model": {"path": "m"}, "data": {"train": "d"}}
+    assert preparing._thread_warnings(RunConfig.model_validate(base | settings)) == []
+    assert preparing._thread_warnings(RunConfig.model_validate(base | {"generator": settings["generator"]}))

@@ -298,3 +298,19 @@ class TestChains:
         for seconds in (4.0, 2.0, 6.0):
             chains.sent(0, 0, seconds, 2)
         assert chains.pace_s(0, 0) == 1.0 and chains.pace_s(1, 0) is None
+
+
+def test_one_at_a_bad_wire_is_left_by_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small weights take milliseconds elsewhere: a second and a half is enough to know."""
+    now_s = [100.0]
+    monkeypatch.setattr(relays.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(relays, "SILENT_S", 2.0)
+    pace = relays._Pace(1e-9, 1e-9, 60.0)
+    pace.begin(1 << 20)
+    now_s[0] += 0.5
+    pace.end()
+    pace.begin(1 << 20)
+    now_s[0] += 1.0
+    with pytest.raises(relays.TooSlow):
+        pace.end()
+    assert pace.is_to_blame

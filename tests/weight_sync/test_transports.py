@@ -229,7 +229,7 @@ class TestPairs:
             subscriber.fetch(0, publisher.publish(0, self.weights(0), ()))
             publisher.close()
             subscriber.close()
-        threads = [thread for thread in threading.enumerate() if thread.name == "rendezvous"]
+        threads = [thread for thread in threading.enumerate() if thread.name == "entrance"]
         for thread in threads:
             thread.join(5)
         assert not any(thread.is_alive() for thread in threads)

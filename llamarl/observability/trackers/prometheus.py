@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import socket
+import threading
 from collections.abc import Mapping
-from typing import ClassVar
+from contextlib import suppress
+from typing import Any, ClassVar
 
+from llamarl.net.entrance import PROOF_S, Entrance, Proved, listen
 from llamarl.observability.trackers._base import Subject, Tracker
 
 UNITS = (("_per_s", "_per_second"), ("_s", "_seconds"), ("_share", "_ratio"))
@@ -18,13 +22,15 @@ class Prometheus(Tracker):
     PACKAGE: ClassVar[str] = "prometheus_client"
 
     def __init__(self, subject: Subject) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+        from prometheus_client import CollectorRegistry, Counter, Gauge, MetricsHandler
 
         self._registry, self._kind, self._run = CollectorRegistry(), Gauge, subject.name
         self._gauges = dict[str, Gauge]()
         self._steps = Counter("llamarl_steps", "Optimizer steps", ["run"], registry=self._registry).labels(subject.name)
         self._step = subject.step
-        self._server, self._thread = start_http_server(subject.port, addr="127.0.0.1", registry=self._registry)
+        self._handler: Any = MetricsHandler.factory(self._registry)
+        self._handler.timeout = PROOF_S
+        self._entrance = Entrance(listen("127.0.0.1", subject.port), self._serve)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._steps.inc(max(step - self._step, 0))
@@ -38,9 +44,15 @@ class Prometheus(Tracker):
             self._gauges[name].labels(**labels).set(value)
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._entrance.close()
+
+    def _serve(self, accepted: socket.socket, proved: Proved) -> None:
+        def answer() -> None:
+            with accepted, suppress(OSError):  # it asks nothing, or has gone
+                self._handler(accepted, accepted.getpeername(), None)
+            proved()
+
+        threading.Thread(target=answer, name="prometheus", daemon=True).start()
 
 
 def exposed(key: str) -> tuple[str, str]:

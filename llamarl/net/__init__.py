@@ -1,0 +1,1 @@
+"""Ports that this package listens at; no torch."""

@@ -1,0 +1,113 @@
+"""`Entrance`: a listening port that costs the process next to nothing, however many strangers come to it.
+
+Nobody can keep strangers from connecting. So who has connected has to prove itself, whatever that means where it wants
+to go, and of those that have not yet the oldest is put out for the newest. Running out of descriptors, whoever took
+them, ends no entrance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+
+MAX_UNPROVED = 64
+"""Connections at one entrance."""
+PROOF_S = 10.0
+"""For one message of a proof, on a busy machine too."""
+BACKLOG = 4096
+"""Connections that the system keeps until they are accepted."""
+CLOSE_S = 1.0
+"""For the thread to close the port."""
+PAUSE_S = 0.002
+"""Before the next try, where the process has no descriptor left: for one that was put out to be closed."""
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Raises OSError."""
+    return socket.create_server((host, port), backlog=BACKLOG)
+
+
+Proved = Callable[[], None]
+Serve = Callable[[socket.socket, Proved], object]
+"""Gets a connection, which it must not wait for, and what to call once that has proved itself, at the latest before its
+descriptor is closed by any other way than the socket's own."""
+
+
+def on_loop(
+    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter, Proved], Coroutine[None, None, None]],
+    limit: int = 1 << 16,
+) -> Serve:
+    """Connections go to coroutines on the event loop that runs now; `limit`: bytes that are read ahead."""
+    loop = asyncio.get_running_loop()
+
+    async def begin(accepted: socket.socket, proved: Proved) -> None:
+        try:
+            await serve(*await asyncio.open_connection(sock=accepted, limit=limit), proved)
+        finally:
+            proved()
+
+    return lambda accepted, proved: asyncio.run_coroutine_threadsafe(begin(accepted, proved), loop)
+
+
+class Entrance:
+    """Accepts in a thread of its own, until `close`."""
+
+    def __init__(self, listener: socket.socket, serve: Serve, wait_s: float | None = None) -> None:
+        """
+        Args:
+            listener: closed in the end.
+            serve: called in that thread; what it is to call may be called by any.
+            wait_s: it ends when nobody has come for so long.
+        """
+        self._listener, self._serve = listener, serve
+        self._listener.settimeout(wait_s)
+        self._unproved = dict[int, socket.socket]()
+        """The oldest first."""
+        self._numbers, self._lock = itertools.count(), threading.Lock()
+        self._is_open = True
+        self._thread = threading.Thread(target=self._listen, name="entrance", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Nobody can come any more; those that are here stay. May be called again."""
+        self._is_open = False
+        with suppress(OSError):  # closed before
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in it
+        self._thread.join(CLOSE_S)
+
+    def _listen(self) -> None:
+        with self._listener:
+            while self._is_open:
+                try:
+                    self._accept()
+                except TimeoutError:
+                    return
+                except (OSError, RuntimeError):  # closed, a caller that has gone, or no descriptor or thread is left
+                    self._put_out_oldest(0)
+                    time.sleep(PAUSE_S)
+
+    def _accept(self) -> None:
+        accepted, _ = self._listener.accept()
+        number = next(self._numbers)
+        with self._lock:
+            self._unproved[number] = accepted
+        self._put_out_oldest(MAX_UNPROVED)
+        self._serve(accepted, partial(self._forget, number))
+
+    def _put_out_oldest(self, room: int) -> None:
+        """Unless there is room for all."""
+        with self._lock:
+            if len(self._unproved) > room:
+                oldest = next(iter(self._unproved))
+                with suppress(OSError):  # it has gone by itself
+                    self._unproved.pop(oldest).shutdown(socket.SHUT_RDWR)
+
+    def _forget(self, number: int) -> None:
+        with self._lock:
+            self._unproved.pop(number, None)

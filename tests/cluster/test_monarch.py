@@ -1,0 +1,34 @@
+"""What llamarl adds to Monarch's own processes. Not covered: Monarch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("monarch", reason="the engine is not installed")
+
+CODE = """
+from llamarl.cluster import monarch
+monarch.MonarchCluster(None)
+shut_down = monarch.monarch.actor.shutdown_context
+
+class Slow:
+    def get(self, timeout):
+        raise TimeoutError
+
+calls = []
+import monarch._src.actor.actor_mesh as engine
+def shut_down_slowly(host_timeout=None):
+    found = shut_down(host_timeout)
+    calls.append(host_timeout)
+    return Slow() if len(calls) == 1 else found
+engine.shutdown_context = monarch.monarch.actor.shutdown_context = shut_down_slowly
+"""
+
+
+def test_a_slow_end_of_the_engine_is_nobody_s_business() -> None:
+    """Monarch's own function at the end of the process would print a traceback."""
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

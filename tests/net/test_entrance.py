@@ -1,0 +1,151 @@
+"""Strangers at a port: it stays open, and the process keeps its descriptors."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from llamarl.net.entrance import MAX_UNPROVED, Entrance, listen
+
+WAIT_S = 30.0
+SOFT_LIMIT, NUM_SILENT = 128, 200
+
+
+def echo(accepted: socket.socket, proved: Callable[[], None]) -> None:
+    """Who says `open` has proved itself; everything is sent back."""
+
+    def serve() -> None:
+        with accepted:
+            accepted.setblocking(True)
+            try:
+                while said := accepted.recv(100):
+                    if said == b"open":
+                        proved()
+                    accepted.sendall(said)
+            except OSError:  # put out
+                pass
+            finally:
+                proved()
+
+    threading.Thread(target=serve, daemon=True).start()
+
+
+@pytest.fixture
+def place() -> Iterator[tuple[str, int]]:
+    listener = listen("127.0.0.1")
+    entrance = Entrance(listener, echo)
+    yield listener.getsockname()
+    entrance.close()
+
+
+def asked(place: tuple[str, int], connection: socket.socket | None = None) -> bytes:
+    with connection or socket.create_connection(place, WAIT_S) as known:
+        known.sendall(b"open")
+        return known.recv(100)
+
+
+def is_put_out(connection: socket.socket, wait_s: float = 0.0) -> bool:
+    """The other end has hung up."""
+    ready, _, _ = select.select([connection], [], [], wait_s)
+    try:
+        return bool(ready) and not connection.recv(1)
+    except ConnectionError:
+        return True
+
+
+def test_the_oldest_stranger_goes_for_the_newest(place: tuple[str, int]) -> None:
+    with ExitStack() as stack:
+        known = stack.enter_context(socket.create_connection(place, WAIT_S))
+        known.sendall(b"open")
+        assert known.recv(100) == b"open"
+        silent = [stack.enter_context(socket.create_connection(place)) for _ in range(MAX_UNPROVED + 3)]
+        for one in silent[:3]:
+            assert is_put_out(one, WAIT_S)
+        assert not any(is_put_out(one) for one in silent[3:])
+        known.sendall(b"still here")
+        assert known.recv(100) == b"still here"
+
+
+def test_who_has_left_makes_room(place: tuple[str, int]) -> None:
+    with socket.create_connection(place) as first:
+        for _ in range(2 * MAX_UNPROVED):
+            with socket.create_connection(place, WAIT_S) as one:
+                one.sendall(b"x")
+                assert one.recv(1) == b"x"
+        assert not is_put_out(first)
+
+
+def test_a_closed_entrance_lets_nobody_in() -> None:
+    listener = listen("127.0.0.1")
+    address, entrance = listener.getsockname(), Entrance(listener, echo)
+    assert asked(address) == b"open"
+    for _ in range(2):
+        entrance.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+
+
+def test_it_ends_when_nobody_comes() -> None:
+    listener = listen("127.0.0.1")
+    Entrance(listener, echo, wait_s=0.01)
+    ends_s = time.monotonic() + WAIT_S
+    while listener.fileno() >= 0:
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)
+
+
+def serve_poorly() -> None:
+    """A process with few descriptors, all of which are taken for a while."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT_LIMIT, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    listener = listen("127.0.0.1")
+    Entrance(listener, echo)
+    _say(json.dumps(listener.getsockname()))
+    taken = list[int]()
+    for line in sys.stdin:
+        if line == "take all\n":
+            with suppress(OSError):
+                while True:
+                    taken.append(os.dup(0))
+        else:
+            while taken:
+                os.close(taken.pop())
+        _say("done")
+
+
+def _say(line: str) -> None:
+    os.write(1, line.encode() + b"\n")
+
+
+def test_no_descriptors_for_a_while_end_nothing() -> None:
+    """More strangers than the process may have files, then all of its files taken by somebody else."""
+    command = [sys.executable, "-c", "from tests.net.test_entrance import serve_poorly; serve_poorly()"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process, ExitStack() as stack:
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None and stdout is not None
+        stack.callback(process.kill)
+
+        def tell(what: str) -> None:
+            print(what, file=stdin, flush=True)
+            assert stdout.readline() == "done\n"
+
+        host, port = json.loads(stdout.readline())
+        for _ in range(NUM_SILENT):
+            stack.enter_context(socket.create_connection((host, port), WAIT_S))
+        assert asked((host, port)) == b"open"
+        tell("take all")
+        waiting = [stack.enter_context(socket.create_connection((host, port), WAIT_S)) for _ in range(2 * MAX_UNPROVED)]
+        assert is_put_out(waiting[0], WAIT_S)
+        tell("give back")
+        assert asked((host, port)) == b"open"
