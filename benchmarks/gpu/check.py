@@ -65,8 +65,8 @@ class Part:
     """It belongs to the first call."""
 
 
-PYTEST = "-m pytest -v -rfE --tb=short -p no:cacheprovider -o minversion=0"
-"""A test's name and outcome are a line, as it ends; an older pytest does."""
+PYTEST = "-m pytest -v -rfE --tb=short -p no:cacheprovider -o minversion=0 -o addopts=--import-mode=importlib"
+"""A test's name and outcome are a line, as it ends; an older pytest does, and plugins that lack a setting."""
 DEMO = (
     "-m llamarl train configs/demo.toml --cluster.kind inline --trainer.device {device} --generator.device {device} "
     "--steps {steps} --output {folder} --screen.kind lines --eval.every_steps 0 --model.path {base}"
