@@ -67,16 +67,8 @@ BARS: Sequence[Bar] = (
 
 def table(rows: Iterable[Row]) -> list[str]:
     """A line per bar: figure, bar, and share of the roofline."""
-    rows = [_derived(row) for row in rows]
+    rows = list(rows)
     return [_line(bar, rows) for bar in BARS]
-
-
-def _derived(row: Row) -> Row:
-    if isinstance(row.get("failed"), list):
-        row = row | {"num_failed": len(row["failed"])}
-    if "fetch_s" in row:  # each byte is read and written, and read again for its proof
-        row = row | {"fetch_share": 3 * row["num_bytes"] / row["fetch_s"] / row["copy_bytes_per_s"]}
-    return row
 
 
 def _line(bar: Bar, rows: Sequence[Row]) -> str:

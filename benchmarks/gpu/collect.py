@@ -11,11 +11,11 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+import bars
 
-import bars  # noqa: E402 - found by the line above
-from _record import RESULTS, write_result  # noqa: E402
+sys.path.append(str(Path(__file__).parents[1]))
+
+from _record import RESULTS, write_result
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Decoding by the native engine, with CUDA graphs and without, against the time that reading weights and cache takes.
 
-    python benchmarks/gpu/decode.py [--device cuda] [--models 8b 1b] [--batches 64 256 512] [--context 8192]
+    python benchmarks/gpu/decode.py [--device cpu] [--model 8b] [--dtype fp8] [--batches 64 256] [--context 8192]
 
-Models have random weights. All rows are prefilled first; then so many steps are timed at once, with all rows running.
+The model has random weights. All rows are prefilled first; then so many steps are timed at once, with all rows running.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from shapes import MODELS, RandomWeights, copy_bytes_per_s, say, seconds_of
+from shapes import MODELS, RandomWeights, copy_bytes_per_s, requests, say, seconds_of, settings
 
 from llamarl.generation.engine import Engine
 from llamarl.generation.kv_cache import KVCache
 from llamarl.generation.model import GeneratorModel
-from llamarl.types import GenerationRequest, SamplingParams
 
 STEPS, REPEATS, WARM_UP = 32, 3, 8
 COUNT = WARM_UP + STEPS * REPEATS
@@ -29,39 +27,29 @@ CONTEXT = {64: 1024}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--models", nargs="+", default=["8b", "1b"])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "fp8", "int8"])
+    parser.add_argument("--model", default="8b", choices=MODELS)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 256, 512])
     parser.add_argument("--context", type=int, help="tokens of a row when it is timed")
-    options = parser.parse_args()
-    bandwidth, on_gpu = copy_bytes_per_s(options.device), options.device.startswith("cuda")
-    for name, dtype in itertools.product(options.models, options.dtypes):
-        shape = MODELS[name]
-        if options.context:
-            shape = replace(shape, max_position_embeddings=2 * options.context)
-        model = GeneratorModel(shape, dtype, options.device)
-        model.load(RandomWeights(shape, options.device))
-        for batch, graphs in itertools.product(options.batches, (True, False) if on_gpu else (False,)):
-            context = options.context or (CONTEXT.get(batch, 256) if name != "toy" else 64)
-            about = {"model": name, "dtype": dtype, "graphs": graphs, "batch": batch, "context": context}
-            say(about, lambda b=batch, c=context, g=graphs, m=model: measure(m, b, c, g, bandwidth))
-        del model
+    options = settings(parser, dtype="bfloat16", batches=[4], context=96)
+    shape, bandwidth = MODELS[options.model], copy_bytes_per_s(options.device)
+    if options.context:
+        shape = replace(shape, max_position_embeddings=2 * options.context)
+    model = GeneratorModel(shape, options.dtype, options.device)
+    model.load(RandomWeights(shape, options.device))
+    for batch, graphs in itertools.product(options.batches, (True, False) if options.device != "cpu" else (False,)):
+        context = options.context or CONTEXT.get(batch, 256)
+        about = {"model": options.model, "dtype": options.dtype, "graphs": graphs, "batch": batch, "context": context}
+        say(about, lambda b=batch, c=context, g=graphs: measure(model, b, c, g, bandwidth))
 
 
 def running(model: GeneratorModel, batch: int, context: int, graphs: bool) -> Engine:
     """An engine that decodes so many rows, all of so many tokens when half of the steps to be timed are done."""
-    shape, rng = model.shape, np.random.default_rng(0)
+    shape = model.shape
     kv_bytes = KVCache.block_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, model.kv_dtype)
     kv_bytes *= batch * ((context + 4 * COUNT) // 16 + 2)
     engine = Engine(model, max_running=batch, prefill_tokens=8192, kv_bytes=kv_bytes, graphs=graphs)
-    engine.submit(
-        GenerationRequest(
-            group_id=i, prompt_token_ids_T=rng.integers(1, shape.vocab_size, max(context - COUNT // 2, 1), np.int32),
-            group_size=1, sampling=SamplingParams(max_new_tokens=4 * COUNT, seed=i),
-        )
-        for i in range(batch)
-    )  # fmt: skip
+    engine.submit(requests(shape, range(batch), max(context - COUNT // 2, 1), 4 * COUNT))
     while engine.stats().running < batch:
         engine.step()
     for _ in range(WARM_UP):

@@ -1,6 +1,6 @@
 """Smaller measurements on a GPU: prefill, log-probs of trainer and generator, attention alone, the longest kernels.
 
-python benchmarks/gpu/probes.py mismatch prefill attention profile [--device cuda] [--model 1b]
+python benchmarks/gpu/probes.py mismatch|prefill|attention|profile [--device cpu] [--model 1b]
 """
 
 from __future__ import annotations
@@ -9,23 +9,20 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from decode import running
-from shapes import DATA_SHEET_TFLOPS, MODELS, RandomWeights, copy_bytes_per_s, say, seconds_of
-from torch import Tensor
+from shapes import DATA_SHEET_TFLOPS, MODELS, RandomWeights, copy_bytes_per_s, requests, say, seconds_of, settings
 from train import make_trainer
 
 from llamarl.generation.engine import Engine
 from llamarl.generation.model import GeneratorModel, part_reader
 from llamarl.kernels import triton_decode
 from llamarl.kernels.attention import BLOCK_SIZE
-from llamarl.models.shape import ModelShape
 from llamarl.training.optimization import finished
-from llamarl.types import GenerationRequest, Rollout, SamplingParams
+from llamarl.types import GenerationRequest, Rollout
 
 REPEATS, LONGEST = 5, 20
 Rows = Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]
@@ -37,30 +34,20 @@ def main() -> None:
         "mismatch": mismatch, "prefill": prefill, "attention": attention, "profile": profile,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("probes", nargs="+", choices=probes)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("probe", choices=probes)
     parser.add_argument("--model", default="1b", choices=MODELS)
-    options = parser.parse_args()
-    for name in options.probes:
-        for about, work in probes[name](options.model, options.device):
-            say({"probe": name, "model": options.model} | about, work)
+    options = settings(parser)
+    for about, work in probes[options.probe](options.model, options.device):
+        say({"probe": options.probe, "model": options.model} | about, work)
 
 
-def random_prompts(shape: ModelShape, rows: int, length: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [rng.integers(1, shape.vocab_size, length, np.int32) for _ in range(rows)]
-
-
-def generated(engine: Engine, prompts: Sequence[np.ndarray], response: int) -> list[Rollout]:
+def generated(engine: Engine, given: Sequence[GenerationRequest]) -> list[Rollout]:
     """A rollout of each, in their order."""
-    sampling, found = SamplingParams(max_new_tokens=response), dict[int, Rollout]()
-    engine.submit(
-        GenerationRequest(group_id=i, prompt_token_ids_T=prompt, group_size=1, sampling=replace(sampling, seed=i))
-        for i, prompt in enumerate(prompts)
-    )
+    engine.submit(given)
+    found = dict[int, Rollout]()
     while engine.has_work:
         found |= {one.group_id: one for one in engine.step()}
-    return [found[i] for i in range(len(prompts))]
+    return [found[one.group_id] for one in given]
 
 
 def mismatch(model: str, device: str) -> Rows:
@@ -73,15 +60,11 @@ def mismatch(model: str, device: str) -> Rows:
         served = GeneratorModel(shape, dtype, device)
         served.load(weights)
         engine = Engine(served, max_running=16, prefill_tokens=4096, kv_bytes=(64 if is_toy else 2048) << 20)
-        prompts = random_prompts(shape, 16, 64)
-        rollouts = generated(engine, prompts, 32 if is_toy else 256)
-        scored = trainer.score(
-            [np.append(p, one.token_ids_T) for p, one in zip(prompts, rollouts, strict=True)], half=True
-        )
-        apart = [
-            own_T[-one.num_tokens :] - one.behavior_logprobs_T for own_T, one in zip(scored, rollouts, strict=True)
-        ]
-        apart_N = np.concatenate(apart).astype(np.float64)
+        given = requests(shape, range(16), 64, 32 if is_toy else 256)
+        rollouts = generated(engine, given)
+        whole = [np.append(of.prompt_token_ids_T, one.token_ids_T) for of, one in zip(given, rollouts, strict=True)]
+        scored = np.concatenate([own_T[63:] for own_T in trainer.score(whole, half=True)])
+        apart_N = scored - np.concatenate([one.behavior_logprobs_T for one in rollouts]).astype(np.float64)
         kl = float(np.mean(np.exp(apart_N) - 1 - apart_N))
         return {"kl": kl, "mean": float(np.abs(apart_N).mean()), "max": float(np.abs(apart_N).max())}
 
@@ -97,8 +80,8 @@ def prefill(model: str, device: str) -> Rows:
 
     def measured(rows: int, prompt: int) -> dict[str, Any]:
         engine = Engine(served, max_running=rows, prefill_tokens=8192, kv_bytes=None, graphs=False)
-        prompts = random_prompts(shape, rows, prompt)
-        times = [seconds_of(device, lambda: generated(engine, prompts, 1)) for _ in range(1 + REPEATS)]
+        given = requests(shape, range(rows), prompt, 1)
+        times = [seconds_of(device, lambda: generated(engine, given)) for _ in range(1 + REPEATS)]
         tokens_per_s = rows * prompt / statistics.median(times[1:])
         mfu = 2 * shape.num_parameters * tokens_per_s / DATA_SHEET_TFLOPS / 1e12
         return {"rows": rows, "prompt": prompt, "tokens_per_s": tokens_per_s, "mfu": mfu}
@@ -117,15 +100,23 @@ def attention(model: str, device: str) -> Rows:
         keys, values = (torch.randn(sizes, device=device, dtype=torch.bfloat16).to(cached) for _ in range(2))
         q = torch.randn(rows, shape.num_heads, shape.head_dim, device=device, dtype=torch.bfloat16)
         table = torch.randperm(rows * blocks, device=device).int()
-        integers = (torch.tensor(one, device=device, dtype=torch.int32) for one in ([blocks], [0] * rows))
-        width, prefix_B = integers
-        triton_decode._STAGES = stages
-        attend: Callable[[], Tensor] = lambda: triton_decode.decode_attention(  # noqa: E731
-            q, keys.transpose(2, 3), values, table, width, prefix_B, torch.full_like(prefix_B, context)
+        width, prefix_B, own_B = (
+            torch.tensor(one, device=device, dtype=torch.int32) for one in ([blocks], [0] * rows, [context] * rows)
         )
-        seconds_of(device, attend)
-        times = [seconds_of(device, lambda: [attend() for _ in range(1 if is_toy else 20)]) for _ in range(REPEATS)]
-        attend_s = statistics.median(times) / (1 if is_toy else 20)
+        triton_decode._STAGES, calls = stages, 1 if is_toy else 20
+
+        def work() -> None:
+            for _ in range(calls):
+                triton_decode.decode_attention(q, keys.transpose(2, 3), values, table, width, prefix_B, own_B)
+
+        work()
+        replay = work
+        if not is_toy:  # launched one by one, short ones take as long as their launch
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                work()
+            replay = graph.replay
+        attend_s = statistics.median(seconds_of(device, replay) for _ in range(REPEATS)) / calls
         bytes_per_s = 2 * keys.nbytes / attend_s
         return {"attend_s": attend_s, "bytes_per_s": bytes_per_s, "bandwidth_share": bytes_per_s / bandwidth}
 
@@ -145,7 +136,7 @@ def profile(model: str, device: str) -> Rows:
         with torch.profiler.profile(activities=[activity.CPU] if is_toy else [activity.CUDA]) as found:
             seconds_of(device, work)
         of = (lambda one: one.self_cpu_time_total) if is_toy else (lambda one: one.self_device_time_total)
-        rows = sorted(found.key_averages(), key=of, reverse=True)
+        rows = sorted(filter(of, found.key_averages()), key=of, reverse=True)  # launches, too, have rows, but no time
         kernels = [{"name": one.key[:120], "us": of(one), "count": one.count} for one in rows[:LONGEST]]
         return {"sum_us": sum(map(of, rows)), "launches": sum(one.count for one in rows), "kernels": kernels}
 

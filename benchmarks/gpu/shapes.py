@@ -1,17 +1,20 @@
-"""Models, what a device does at best, and rows that are said as they come, for the parts of the check."""
+"""Models, requests, what a device does at best, and rows that are said as they come, for the parts of the check."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
+from llamarl.types import GenerationRequest, SamplingParams
 
 MODELS = {
     "1b": ModelShape(
@@ -34,11 +37,20 @@ DATA_SHEET_TFLOPS = 989.0
 """bfloat16 of an H100 or H200, dense."""
 
 
+def settings(parser: argparse.ArgumentParser, **toy: Any) -> argparse.Namespace:
+    """Those of the command line; on a processor, where only the check itself is tried, those of a toy."""
+    parser.add_argument("--device", default="cuda:0")
+    options = parser.parse_args()
+    if options.device == "cpu":
+        vars(options).update(model="toy", **toy)
+    return options
+
+
 def say(about: dict[str, Any], work: Callable[[], dict[str, Any]]) -> None:
     """Prints a row: what was measured, or why it was not, which leaves the other rows alone."""
     try:
         found = work()
-    except (RuntimeError, ValueError, AssertionError, OSError, EOFError, ImportError) as error:
+    except Exception as error:
         found = {"failure": f"{type(error).__name__}: {error}"[:500]}
     print(json.dumps(about | found), flush=True)
     gc.collect()
@@ -82,14 +94,19 @@ def seconds_of(device: str, work: object) -> float:
 
 
 def copy_bytes_per_s(device: str) -> float:
-    """Bytes read and written by a copy, on the device, whose memory is all free again."""
+    """Bytes read and written by a copy, on the device."""
+    source = torch.ones(1 << (29 if device.startswith("cuda") else 24), device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / min(seconds_of(device, lambda: target.copy_(source)) for _ in range(5))
 
-    def measured() -> float:
-        source = torch.ones(1 << (30 if device.startswith("cuda") else 24), device=device)
-        target = torch.empty_like(source)
-        return 2 * source.nbytes / min(seconds_of(device, lambda: target.copy_(source)) for _ in range(5))
 
-    found = measured()
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()
-    return found
+def requests(shape: ModelShape, group_ids: Iterable[int], prompt: int, response: int) -> list[GenerationRequest]:
+    """Of one rollout each, behind random prompts of so many tokens."""
+    rng = np.random.default_rng(0)
+    return [
+        GenerationRequest(
+            group_id=i, prompt_token_ids_T=rng.integers(1, shape.vocab_size, prompt, np.int32), group_size=1,
+            sampling=SamplingParams(max_new_tokens=response, seed=i),
+        )
+        for i in group_ids
+    ]  # fmt: skip

@@ -1,9 +1,9 @@
-"""Forward and backward of packed tokens at 1B and 8B shapes, as a share of the device's peak; and the log-prob path.
+"""Forward and backward of packed tokens at 1B or 8B shape, as a share of the device's peak; and the log-prob path.
 
-    python benchmarks/gpu/train.py [--device cuda] [--models 8b 1b] [--tokens 4096]
+    python benchmarks/gpu/train.py [--device cuda] [--model 8b] [--tokens 4096]
 
 Of the 8B shape as many layers as fit with gradients and moments. Flops are 6 N plus attention; what is computed again
-does not count. The optimizer's step is measured where its moments fit, too.
+does not count.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from shapes import DATA_SHEET_TFLOPS, MODELS, RandomWeights, copy_bytes_per_s, say, seconds_of
+from shapes import DATA_SHEET_TFLOPS, MODELS, RandomWeights, copy_bytes_per_s, say, seconds_of, settings
 from torch import Tensor
 
 from llamarl.algorithms.advantages.group_mean import GroupMean
@@ -38,19 +38,15 @@ BYTES_PER_WEIGHT = 4 + 4 + 8 + 2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--models", nargs="+", default=["8b", "1b"])
+    parser.add_argument("--model", default="8b", choices=MODELS)
     parser.add_argument("--tokens", type=int, default=4096)
-    options = parser.parse_args()
-    bandwidth = copy_bytes_per_s(options.device)
-    for name in options.models:
-        shape = fitted(MODELS[name], options.device)
-        trainer, groups = make_trainer(shape, options.device, options.tokens)
-        say({"model": name}, lambda trainer=trainer, groups=groups: trained(trainer, groups, options.tokens))
-        say({"optimizer": name}, lambda trainer=trainer: optimized(trainer, bandwidth))
-        del trainer
-    shape, targets = MODELS[options.models[0]], 2 * options.tokens
-    say({"logprobs": options.models[0]}, lambda: log_probabilities(shape, options.device, targets))
+    options = settings(parser, tokens=256)
+    model, device, tokens = options.model, options.device, options.tokens
+    bandwidth, shape = copy_bytes_per_s(device), fitted(MODELS[model], device)
+    trainer, groups = make_trainer(shape, device, tokens)
+    say({"model": model}, lambda: trained(trainer, groups, tokens))
+    say({"optimizer": model}, lambda: optimized(trainer, bandwidth))
+    say({"logprobs": model}, lambda: log_probabilities(shape, device, 2 * tokens))
 
 
 def fitted(shape: ModelShape, device: str) -> ModelShape:

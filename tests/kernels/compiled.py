@@ -93,8 +93,9 @@ def rows(shape: Shape, takes: torch.dtype | None) -> None:
         triton_ops.quantize(x, takes)
 
 
-def fingerprint() -> None:
-    triton_fingerprint.share(given(4096, dtype=torch.int32), 2, 0, 4096, lambda: given(2048, dtype=torch.int64))
+def fingerprint(columns: int = 2048) -> None:
+    words = given(2 * columns, dtype=torch.int32)
+    triton_fingerprint.share(words, 2, 0, 2 * columns, lambda: given(2048, dtype=torch.int64))
 
 
 def cases(shape: Shape) -> dict[str, Any]:
@@ -111,10 +112,12 @@ def cases(shape: Shape) -> dict[str, Any]:
 
 
 def aligned_anyhow() -> None:
-    """Steps of different sizes, whose integers begin at every place of a vector."""
+    """Steps of different sizes, whose integers begin at every place of a vector; rows of 1, 6 and 16 programs."""
     for shift in range(4):
         decode(SHAPES["8b"], torch.bfloat16, torch.bfloat16, shift=shift)
         rotate(SHAPES["8b"], torch.bfloat16, torch.bfloat16, shift=shift)
+    for blocks in (1, 41, 127):
+        fingerprint(2048 * blocks)
 
 
 SMALL: dict[str, Any] = {
