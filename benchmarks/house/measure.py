@@ -132,9 +132,13 @@ def by_folder(names: Sequence[str]) -> dict[str, str]:
 
 
 def commit_of(tree: Path) -> str:
-    """With a `+` where files differ from it."""
-    head = ["git", "-C", str(tree), "describe", "--always", "--dirty=+", "--abbrev=7", "--exclude=*"]
-    return subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    """The last that changed the package, with a `+` where its files differ from that."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(tree), *arguments, "--", "llamarl"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    return (git("log", "-1", "--format=%h") or "unknown") + ("+" if git("status", "--porcelain") else "")
 
 
 def main() -> None:

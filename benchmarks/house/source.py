@@ -252,10 +252,11 @@ def cannot_be_read_alone(sorting: Sorting) -> dict[str, Any]:
             if word in OPENINGS:
                 words[word] += 1
                 places.setdefault(sorting.name(path), []).append(line)
+    lines = {name: " ".join(map(str, sorted(at))) for name, at in places.items()}
     count = sum(words.values())
     return {
         "docstrings": total, "cannot_be_read_alone": count, "share": round(count / total, 4),
-        "by_word": dict(words.most_common()), "lines_by_file": {name: " ".join(map(str, sorted(lines))) for name, lines in places.items()},
+        "by_word": dict(words.most_common()), "lines_by_file": lines,
     }  # fmt: skip
 
 
