@@ -89,7 +89,7 @@ class Sorting:
         """File -> definition -> part, of those that are still there."""
         found = defaultdict[Path, dict[str, str]](dict)
         for part, row in self.parts.items():
-            for place in row.get("definitions", ()):
+            for place in (one for pattern in row.get("definitions", ()) for one in expanded(pattern)):
                 name, _, definition = place.partition(":")
                 path = self.package / name
                 if path.exists() and any(getattr(node, "name", "") == definition for node in tree(path).body):
