@@ -32,7 +32,7 @@ test-all: lint types contract $(DEV) ## As test, with the long ones: every kind 
 	@LLAMARL_NIGHTLY=1 $(VENV)/bin/python -m pytest --quiet --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --override-ini session_timeout=2700
 
 pictures: $(DEV) ## Pictures of the page about runs, in .pictures/, to be looked at (RUNS=folder:folder: of those too); needs chromium
-	@LLAMARL_NIGHTLY=1 LLAMARL_PICTURES=.pictures LLAMARL_PICTURES_OF=$(RUNS) $(VENV)/bin/python -m pytest --quiet tests/observability/page/test_browser.py -k test_pictures
+	@LLAMARL_NIGHTLY=1 LLAMARL_PICTURES=.pictures LLAMARL_PICTURES_OF=$(RUNS) $(VENV)/bin/python -m pytest --quiet tests/parts/page/test_browser.py -k test_pictures
 
 lint: $(DEV) ## Check style
 	@echo "lint: ruff"

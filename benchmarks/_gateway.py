@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from llamarl.environments._base import Task
+    from llamarl.parts.episodes.environments._base import Task
     from llamarl.types import GenerationRequest, Prompt
 
 WAIT_S = 120.0
@@ -72,7 +72,7 @@ class Rig:
 
     def __init__(self, model: str, concurrent: int, max_new_tokens: int) -> None:
         from llamarl.config.schema import RolloutConfig
-        from llamarl.executors.gateway import GatewayExecutor
+        from llamarl.parts.episodes.executors.gateway import GatewayExecutor
 
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -94,7 +94,7 @@ class Rig:
 
     def over_gateway(self, requests: list[GenerationRequest], prompts: list[Prompt], attempt: int) -> float:
         """Tokens per second of as many episodes, `concurrent` at a time."""
-        from llamarl.gateway.news import AgentTask
+        from llamarl.parts.episodes.gateway.news import AgentTask
 
         tasks = [
             AgentTask(n, 0, prompt, request.sampling, attempt)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from llamarl.forecast.constants import Constants
-from llamarl.forecast.hardware import GPUS, Pool
-from llamarl.forecast.lengths import Lengths
-from llamarl.forecast.plan import Plan
-from llamarl.forecast.request import ASYNCHRONOUS, BASELINE, Request, Rules
-from llamarl.forecast.shapes import MODELS
-from llamarl.forecast.solver import asynchronous_plan, solve, synchronous_plan
-from llamarl.forecast.sync import priced
+from llamarl.parts.forecast.constants import Constants
+from llamarl.parts.forecast.hardware import GPUS, Pool
+from llamarl.parts.forecast.lengths import Lengths
+from llamarl.parts.forecast.plan import Plan
+from llamarl.parts.forecast.request import ASYNCHRONOUS, BASELINE, Request, Rules
+from llamarl.parts.forecast.shapes import MODELS
+from llamarl.parts.forecast.solver import asynchronous_plan, solve, synchronous_plan
+from llamarl.parts.forecast.sync import priced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

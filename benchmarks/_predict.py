@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamarl.forecast.generation import Generators, generation_parts, steady_parts, sum_parts
-from llamarl.forecast.hardware import BF16, Pool
-from llamarl.forecast.request import ASYNCHRONOUS, SYNCHRONOUS, Request
-from llamarl.forecast.training import TrainerLayouts, training_parts
+from llamarl.parts.forecast.generation import Generators, generation_parts, steady_parts, sum_parts
+from llamarl.parts.forecast.hardware import BF16, Pool
+from llamarl.parts.forecast.request import ASYNCHRONOUS, SYNCHRONOUS, Request
+from llamarl.parts.forecast.training import TrainerLayouts, training_parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

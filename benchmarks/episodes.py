@@ -31,13 +31,13 @@ from _record import write_result
 from llamarl.config import RunConfig, load_config
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.environments._base import Task, Turn
-from llamarl.environments.calculator import Calculator
 from llamarl.generation.engine import Engine
 from llamarl.generation.model import GeneratorModel, load_generator_model
 from llamarl.models.folder import load_shape
-from llamarl.run.warm_start import ensure_base_model
-from llamarl.sandbox.judge import Job, Judge
+from llamarl.parts.episodes.environments._base import Task, Turn
+from llamarl.parts.episodes.environments.calculator import Calculator
+from llamarl.parts.episodes.sandbox.judge import Job, Judge
+from llamarl.parts.sft.base_model import ensure_base_model
 from llamarl.types import FinishReason, GenerationRequest, Prompt, Rollout, SamplingParams, observed
 
 BARS = {"turns_ratio": 0.95, "gateway_ratio": 0.75, "prefill_ratio": 1.3, "verdicts_per_s": 200.0}

@@ -46,7 +46,7 @@ def timed(handle):
     if (took_s := time.perf_counter() - start_s) > {SLOW_S}:
         print(f"slow {{took_s:.4f}} {{handle!r:.300}}", file=sys.stderr, flush=True)
 asyncio.Handle._run = timed
-from llamarl.cli.serve import main
+from llamarl.parts.episodes.cli.serve import main
 sys.exit(main(sys.argv[1:]))
 """
 

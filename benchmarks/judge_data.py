@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _record import RESULTS, write_result
 
 from llamarl.data.sources.jsonl import Jsonl
-from llamarl.rewards.code import Code
+from llamarl.parts.episodes.rewards.code import Code
 from llamarl.types import Outcome, RewardItem
 
 NAMES = {Outcome.SCORE: "right", Outcome.WRONG: "wrong", Outcome.INVALID: "invalid"}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from llamarl.cli import report
+from llamarl.parts.page.cli import report
 
 ROOT = Path(__file__).parents[1]
 BRIEF = "{name = 'examples.own_reward:Brevity', limit = 120}"
@@ -91,7 +91,7 @@ def main() -> None:
             make(name, options.runs)
     draw(options.runs, options.pictures)
     kept = ",\n".join(f'"{name}": {curves(options.runs / name)}' for name in RUNS)
-    (ROOT / "tests" / "observability" / "page" / "curves.json").write_text("{\n" + kept + "\n}\n", encoding="utf-8")
+    (ROOT / "tests" / "parts" / "page" / "curves.json").write_text("{\n" + kept + "\n}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

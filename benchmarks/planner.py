@@ -33,10 +33,10 @@ from _paper import (
     predict,
 )
 
-from llamarl.forecast.constants import Constants
-from llamarl.forecast.pictures import new_figure
-from llamarl.forecast.request import ASYNCHRONOUS, BASELINE
-from llamarl.forecast.solver import synchronous_plan
+from llamarl.parts.forecast.constants import Constants
+from llamarl.parts.forecast.pictures import new_figure
+from llamarl.parts.forecast.request import ASYNCHRONOUS, BASELINE
+from llamarl.parts.forecast.solver import synchronous_plan
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = {"llama3-8b": "8b", "llama3-70b": "70b", "llama3-405b": "405b"}

@@ -27,15 +27,15 @@ from _predict import predict_step
 from _record import write_result
 
 from llamarl.config import RunConfig, load_config
-from llamarl.forecast.constants import load_profile
-from llamarl.forecast.costs import Costs
-from llamarl.forecast.hardware import Pool, find_gpu
-from llamarl.forecast.lengths import Lengths
-from llamarl.forecast.request import Request
-from llamarl.forecast.shapes import find_model
-from llamarl.forecast.simulator.faults import Faults
-from llamarl.forecast.simulator.run import simulate
-from llamarl.forecast.simulator.split import choose_split
+from llamarl.parts.forecast.constants import load_profile
+from llamarl.parts.forecast.costs import Costs
+from llamarl.parts.forecast.hardware import Pool, find_gpu
+from llamarl.parts.forecast.lengths import Lengths
+from llamarl.parts.forecast.request import Request
+from llamarl.parts.forecast.shapes import find_model
+from llamarl.parts.forecast.simulator.faults import Faults
+from llamarl.parts.forecast.simulator.run import simulate
+from llamarl.parts.forecast.simulator.split import choose_split
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "configs/demo.toml"

@@ -30,11 +30,11 @@ from llamarl.cluster.open import open_cluster
 from llamarl.config import RunConfig
 from llamarl.config.cluster import ClusterConfig
 from llamarl.executors.replies import Collected, Scored
-from llamarl.forecast.costs import Costs
-from llamarl.forecast.report import render_simulation, summary
-from llamarl.forecast.simulator.faults import Faults
-from llamarl.forecast.simulator.run import simulate
-from llamarl.forecast.simulator.split import best_split
+from llamarl.parts.forecast.costs import Costs
+from llamarl.parts.forecast.report import render_simulation, summary
+from llamarl.parts.forecast.simulator.faults import Faults
+from llamarl.parts.forecast.simulator.run import simulate
+from llamarl.parts.forecast.simulator.split import best_split
 from llamarl.types import (
     FinishReason,
     GenerationRequest,

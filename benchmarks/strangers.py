@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from _record import write_result
 
-from llamarl.cluster.agent import descendants
-from llamarl.cluster.certificates import client_context, make_certificates
+from llamarl.parts.hosts.agent import descendants
+from llamarl.parts.hosts.certificates import client_context, make_certificates
 from tests.end_to_end.tiny import make_model, write_toml
 
 ROOT = Path(__file__).parents[1]
@@ -68,7 +68,7 @@ class TinyRun:
             *("--cluster.kind", "hosts", "--cluster.listen", self.place, "--cluster.num_hosts", 2),
             *("--trainer.parallelism.fsdp", 2, "--generator.replicas", 2, "--weight_sync.transport", "p2p"),
             *("--cluster.place.trainer", "['host-b']", "--cluster.place.generator", "['host-c']"),
-            *("--steps", 1_000_000, "--screen.kind", "lines", "--rollout.agent", "tests.executors.agents:run"),
+            *("--steps", 1_000_000, "--screen.kind", "lines", "--rollout.agent", "tests.parts.episodes.agents:run"),
         ]
         if importlib.util.find_spec("prometheus_client"):
             with socket.create_server(("127.0.0.1", 0)) as probe:

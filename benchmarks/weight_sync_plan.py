@@ -16,9 +16,9 @@ from typing import Any
 
 from _record import write_result
 
-from llamarl.forecast.constants import Constants
-from llamarl.forecast.hardware import GPUS
-from llamarl.forecast.shapes import MODELS
+from llamarl.parts.forecast.constants import Constants
+from llamarl.parts.forecast.hardware import GPUS
+from llamarl.parts.forecast.shapes import MODELS
 from llamarl.sharding.parallel_layout import ShardLayout, generator_layout, trainer_layout
 from llamarl.sharding.reshard import ReshardPlan, plan_reshard
 from llamarl.sharding.transfer_time import Links, estimate, fastest

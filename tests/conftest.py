@@ -41,7 +41,7 @@ if not HAS_GPU:  # with a GPU its driver's memory counts too
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_PROCESS_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-LONG = ("end_to_end", "gpu", "executors", "controller", "training", "weight_sync")
+LONG = ("end_to_end", "gpu", "executors", "controller", "training", "weight_sync", "replay")
 """Folders whose files take longest."""
 
 

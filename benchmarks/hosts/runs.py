@@ -39,10 +39,10 @@ from _record import RESULTS, write_result
 from namespaces import Namespaces, available
 
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, HostShare
-from llamarl.cluster.certificates import make_certificates, monarch_env
 from llamarl.cluster.open import open_cluster
-from llamarl.cluster.registry import Registry
 from llamarl.config.cluster import ClusterConfig
+from llamarl.parts.hosts.certificates import make_certificates, monarch_env
+from llamarl.parts.hosts.registry import Registry
 
 ROOT = Path(__file__).parents[2]
 PORT = 6700

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 def _hosts(path: str, overrides: Sequence[str]) -> int:
     """Who would be where, and how they reach each other. Raises ConfigError."""
     from llamarl.config import ConfigError, load_config
-    from llamarl.run.hosts import inspect
+    from llamarl.parts.hosts.hosts import inspect
 
     config = load_config(path, overrides)
     if config.cluster.kind != "hosts":

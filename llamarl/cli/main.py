@@ -15,6 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from llamarl.config import ConfigError
+from llamarl.config.ref import part_module
 from llamarl.observability.usage import MIN_FILES
 
 COMMANDS = {
@@ -36,6 +37,15 @@ COMMANDS = {
     "host": "lend this machine to a run on several hosts",
     "doctor": "check that this machine can run llamarl",
 }
+PARTS_OF = {
+    **dict.fromkeys(("explain", "plan", "profile", "simulate"), "forecast"),
+    **dict.fromkeys(("report", "watch"), "page"),
+    **dict.fromkeys(("host", "certs", "launch"), "hosts"),
+    "serve": "episodes",
+    "replay": "replay",
+    "sft": "sft",
+}
+"""Commands that a part has."""
 
 MAX_FILES = 1 << 16
 """Open at once, where the system allows it; executors inherit the limit."""
@@ -88,7 +98,9 @@ def main() -> None:
             signal.signal(number, _interrupt)
     try:
         _check_surroundings()
-        code = importlib.import_module(f"llamarl.cli.{name}").main(sys.argv[2:])
+        own = PARTS_OF.get(name)
+        module = part_module(own, f"cli.{name}") if own else importlib.import_module(f"llamarl.cli.{name}")
+        code = module.main(sys.argv[2:])
         sys.stdout.flush()
         sys.exit(code)
     except ConfigError as error:

@@ -50,7 +50,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> int:
     """In this process; the exit code."""
-    from llamarl.cli.watch import watching
     from llamarl.cluster.api import ExecutorError, MeshFailed
     from llamarl.cluster.open import check_cluster
     from llamarl.controller.admission import TooManyInvalid
@@ -58,10 +57,11 @@ def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> in
     from llamarl.controller.supervision import Interrupted, Stalled
     from llamarl.controller.sync import WeightsWrong
     from llamarl.observability.report import render_summary
+    from llamarl.parts.page.cli.watch import watching
+    from llamarl.parts.sft.base_model import ensure_base_model
     from llamarl.run.folder import FolderLost, check_run_folder, prepare_run_folder
     from llamarl.run.prepare import check_parts, prepare
     from llamarl.run.train import run
-    from llamarl.run.warm_start import ensure_base_model
     from llamarl.training.result import NonFiniteStep
 
     with told_of_delay("train"):
@@ -103,7 +103,7 @@ def _say_last(text: str, instead: str) -> None:
 
 def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """What follows from the settings, as comments, and all settings."""
-    from llamarl.cli.explain import explained
+    from llamarl.parts.forecast.cli.explain import explained
 
     with told_of_delay("train"):
         found = explained(config, options.config, overrides)

@@ -40,10 +40,10 @@ from llamarl.cluster.handle import BaseHandle, stop_all
 from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
 from llamarl.cluster.payload import Reply, error_of, pickled, value_of
 from llamarl.cluster.private_sockets import keep_private, warn_if_open
-from llamarl.cluster.registry import Host, Registry
 from llamarl.config.device import ADDRESS
 from llamarl.config.errors import ConfigError
 from llamarl.observability.spans import Span
+from llamarl.parts.hosts.registry import Host, Registry
 
 try:
     import monarch.actor

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llamarl.cluster.api import Cluster
-from llamarl.cluster.certificates import CONTROLLER, monarch_env, server_context
 from llamarl.cluster.engine_files import log_env, own_temporary_folder
-from llamarl.cluster.registry import Registry
 from llamarl.config.cluster import ClusterConfig
 from llamarl.config.errors import ConfigError
+from llamarl.parts.hosts.certificates import CONTROLLER, monarch_env, server_context
+from llamarl.parts.hosts.registry import Registry
 
 
 def check_cluster(settings: ClusterConfig) -> None:

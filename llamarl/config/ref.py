@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Mapping
+from contextlib import suppress
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
@@ -19,6 +22,7 @@ from llamarl.config.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+PARTS = "llamarl.parts"
 T = TypeVar("T", bound="DataclassInstance")
 
 
@@ -42,9 +46,42 @@ class Ref(BaseModel):
 
 def members(family: str) -> list[str]:
     """Names that `family` (for example `llamarl.rewards`) offers, read from its folder."""
-    package = importlib.import_module(family)
-    names = (module.name for module in pkgutil.iter_modules(package.__path__))
-    return sorted(name for name in names if not name.startswith("_"))
+    return sorted(_members(family))
+
+
+def _members(family: str) -> dict[str, str]:
+    """Modules by name: of the family's folder, and of the folders of that name in parts."""
+    folder, found = family.rpartition(".")[2], [family]
+    with suppress(ModuleNotFoundError):  # the core does without
+        names = [one.name for one in pkgutil.iter_modules(importlib.import_module(PARTS).__path__)]
+        found += [one for name in names if importlib.util.find_spec(one := f"{PARTS}.{name}.{folder}")]
+    files = ((one, file.name) for one in found for file in pkgutil.iter_modules(importlib.import_module(one).__path__))
+    return {name: f"{one}.{name}" for one, name in files if not name.startswith("_")}
+
+
+def part(name: str, offer: str) -> Any:
+    """What a part, a folder of `llamarl/parts/` that the core does without, offers it in its `joint.py`.
+
+    Raises:
+        ConfigError: this installation lacks the part, or a package that it needs.
+    """
+    return getattr(part_module(name, "joint"), offer)
+
+
+def part_module(name: str, module: str) -> ModuleType:
+    """One of a part's, as its commands are. Raises what `part` does."""
+    whole = f"{PARTS}.{name}.{module}"
+    try:
+        return importlib.import_module(whole)
+    except ModuleNotFoundError as error:
+        missing = str(error.name)
+        if f"{whole}.".startswith(f"{missing}."):
+            cause = f"this installation lacks the part `{name}`, which is asked for; install all of llamarl"
+            raise ConfigError(cause) from None
+        if missing.startswith("llamarl"):
+            raise
+        cause = f"the part `{name}` needs the package `{missing}`, which this installation lacks; install that"
+        raise ConfigError(cause) from None
 
 
 def build(ref: Ref, family: str, option: str) -> Any:
@@ -106,7 +143,7 @@ def find(name: str, family: str, option: str, attribute: str) -> Any:
         except (Exception, SystemExit) as error:  # the user's module may do anything
             cause = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
             raise ConfigError(f"`{option} = {name!r}` cannot be imported: {cause}{error}") from error
-    known = members(family)
+    known = _members(family)
     if name not in known:
-        raise ConfigError(f"`{option} = {name!r}` is unknown; {did_you_mean(name, known)}")
-    return getattr(importlib.import_module(f"{family}.{name}"), attribute)
+        raise ConfigError(f"`{option} = {name!r}` is unknown; {did_you_mean(name, sorted(known))}")
+    return getattr(importlib.import_module(known[name]), attribute)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from llamarl.config import RunConfig
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.data.sampler import PromptSampler, fingerprint
-from llamarl.environments._base import RAISED
-from llamarl.environments._worker import build_environment
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.events import Flow
+from llamarl.parts.episodes.environments._base import RAISED
+from llamarl.parts.episodes.environments._worker import build_environment
 from llamarl.training.packing import is_flat
 from llamarl.types import GenerationRequest, Outcome, Prompt, RolloutGroup, SamplingParams
 

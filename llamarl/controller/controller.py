@@ -22,7 +22,6 @@ from collections.abc import Sequence
 
 from llamarl.config import RunConfig
 from llamarl.controller.admission import Admission, Problems
-from llamarl.controller.episodes import open_episodes
 from llamarl.controller.evaluation import EvalResult, Evaluation
 from llamarl.controller.groups import FIRST_EVAL_ID, SCORED_TOKENS, InFlight, PendingGroup, Scoring
 from llamarl.controller.journal import UNWRITTEN_S, Journal
@@ -44,6 +43,7 @@ from llamarl.controller.sync import (
 )
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import Adoption, ControllerState, Published
+from llamarl.parts.episodes.episodes import open_episodes
 from llamarl.types import GenerationRequest, Prompt, Rollout, RolloutGroup
 
 

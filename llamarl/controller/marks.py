@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llamarl.environments._base import RAISED
 from llamarl.executors.replies import GeneratorStats
+from llamarl.parts.episodes.environments._base import RAISED
 from llamarl.types import Rollout, RolloutGroup
 
 

@@ -20,7 +20,7 @@ from llamarl.executors.replies import (
     Replied,
     Scored,
 )
-from llamarl.gateway.news import AgentNews, AgentTask
+from llamarl.parts.episodes.gateway.news import AgentNews, AgentTask
 from llamarl.training.result import PolicyStepResult, StepResult
 from llamarl.types import GenerationRequest, Prompt, RewardResult, Rollout, RolloutGroup, SampleGroup, SamplingParams
 from llamarl.weight_sync.layout import Address, TensorSpec

@@ -19,8 +19,8 @@ from llamarl.generation.engine import Engine, kv_budget
 from llamarl.generation.lora import AdapterMerger
 from llamarl.generation.model import load_generator_model
 from llamarl.generation.tensor_parallel import Follower, ModelRanks, TensorParallelEngine
-from llamarl.generation.vllm_server import VllmFailed, VllmSettings
 from llamarl.models.hf import open_model
+from llamarl.parts.vllm.server import VllmFailed, VllmSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,7 @@ def open_vllm(model_path: str, settings: VllmSettings, delta: bool) -> Opened:
     Raises:
         ConfigError: vLLM does not start, or does not serve this model.
     """
-    from llamarl.generation.vllm import VllmEngine
+    from llamarl.parts.vllm.engine import VllmEngine
 
     try:
         engine = VllmEngine(model_path, settings)

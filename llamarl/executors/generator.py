@@ -20,8 +20,8 @@ from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.executors.adoption import Adoptions
 from llamarl.executors.backends import open_native, open_vllm
 from llamarl.executors.replies import REPLY_INTERVAL_S, Adoption, Collected, GeneratorStats
-from llamarl.generation.vllm_server import VllmSettings
 from llamarl.kernels.build import keep_choices_in
+from llamarl.parts.vllm.server import VllmSettings
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
 from llamarl.weight_sync.layout import Address, TensorSpec
 

@@ -17,10 +17,10 @@ from rich.text import Text
 from llamarl.config import ConfigError
 from llamarl.config.schema import ScreenConfig
 from llamarl.observability.formats import duration, number, percent, remaining_s
-from llamarl.observability.layout import Board, PhaseView, frame
 from llamarl.observability.metrics import EvalMetrics, StepMetrics, unjudged
 from llamarl.observability.spans import now_s
 from llamarl.observability.view import RunInfo, RunView
+from llamarl.parts.page.layout import Board, PhaseView, frame
 
 REFRESH_PER_S = 2
 PHASE_LINE_S, WAIT_LINE_S = 10.0, 1.0

@@ -18,7 +18,7 @@ from typing import IO
 from llamarl.config.errors import ConfigError
 from llamarl.observability.files import compress, lines, piece, pieces
 from llamarl.observability.metrics import EvalMetrics, Row, StepMetrics
-from llamarl.observability.trackers._base import Forwarding, close_all
+from llamarl.parts.page.trackers._base import Forwarding, close_all
 
 BLOCK_BYTES = 1 << 20
 LAST_PIECE_S = 60.0

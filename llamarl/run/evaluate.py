@@ -13,11 +13,11 @@ from llamarl.controller.ports import Executors
 from llamarl.controller.telemetry import Telemetry
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
-from llamarl.environments._worker import tools_of
 from llamarl.models.folder import load_shape
 from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
+from llamarl.parts.episodes.environments._worker import tools_of
 from llamarl.run.assembly import assembled
 from llamarl.run.executors import GeneratorSpecs, environment_spec, executor_spec, spawn_all
 

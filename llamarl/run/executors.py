@@ -19,7 +19,7 @@ from llamarl.config.roles import CriticConfig
 from llamarl.config.schema import RunConfig
 from llamarl.config.trainer import LoraConfig, TrainerConfig
 from llamarl.distributed.rendezvous import open_rendezvous
-from llamarl.generation.vllm_server import VllmSettings
+from llamarl.parts.vllm.server import VllmSettings
 from llamarl.run.folder import RunFolder
 from llamarl.run.placement import ANYWHERE, Place, Places, models_in_use
 
@@ -39,11 +39,11 @@ VLLM_START_SHARE = 0.8
 def executor_spec(
     name: str, target: str, threads: int, num_ranks: int = 1, *, place: Place = ANYWHERE, **options: Any
 ) -> ExecutorSpec:
-    """`target` is `module:Class` below `llamarl.executors`; `threads` are those of one rank."""
+    """`target` is `module:Class`, below `llamarl.executors` or from the top; `threads` are those of one rank."""
     env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     return ExecutorSpec(
         name=name,
-        target=f"llamarl.executors.{target}",
+        target=target if target.startswith("llamarl.") else f"llamarl.executors.{target}",
         options=options,
         num_ranks=num_ranks,
         env=env | dict(place.env),
@@ -53,11 +53,11 @@ def executor_spec(
 
 def environment_spec(config: RunConfig, place: Place = ANYWHERE) -> ExecutorSpec:
     """What answers turns, or runs the agents that ask for them."""
-    name, path, rollout = "environment", config.model.path, config.rollout
+    path, rollout, folder = config.model.path, config.rollout, "llamarl.parts.episodes.executors"
+    target, settings = f"{folder}.environment:EnvironmentExecutor", rollout.environment
     if rollout.agent:
-        return executor_spec(name, "gateway:GatewayExecutor", 1, place=place, model_path=path, config=rollout)
-    target, settings = "environment:EnvironmentExecutor", rollout.environment
-    return executor_spec(name, target, 1, place=place, model_path=path, config=settings)
+        target, settings = f"{folder}.gateway:GatewayExecutor", rollout
+    return executor_spec("environment", target, 1, place=place, model_path=path, config=settings)
 
 
 class RunSpecs:

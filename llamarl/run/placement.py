@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol
 
 from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.cluster.api import HostShare
-from llamarl.cluster.home import count_devices
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.config.device import PLACED, named_devices
 from llamarl.config.schema import CriticConfig, ReferenceConfig, RewardModelConfig
+from llamarl.parts.hosts.home import count_devices
 
 MAX_ROWS = 24
 """Of a table."""

@@ -21,13 +21,13 @@ from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.admission import Problems
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
-from llamarl.environments._worker import build_environment, tools_of
-from llamarl.gateway._worker import find_agent
-from llamarl.generation.vllm_server import check_python
 from llamarl.models.folder import check_weights, load_shape
 from llamarl.models.shape import ModelShape
-from llamarl.observability.trackers._base import tracker_class
 from llamarl.observability.usage import MIN_FILES, available_bytes
+from llamarl.parts.episodes.environments._worker import build_environment, tools_of
+from llamarl.parts.episodes.gateway._worker import find_agent
+from llamarl.parts.page.trackers._base import tracker_class
+from llamarl.parts.vllm.server import check_python
 from llamarl.rewards._build import build_reward
 from llamarl.run.placement import Placement, models_in_use, place
 from llamarl.training.cost import activation_bytes

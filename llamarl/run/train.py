@@ -11,7 +11,6 @@ from typing import Literal
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
 from llamarl.cluster.open import open_cluster, open_registry
 from llamarl.cluster.port import port
-from llamarl.cluster.registry import Registry
 from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.admission import TooManyInvalid
 from llamarl.controller.buffer import RolloutBuffer
@@ -27,14 +26,18 @@ from llamarl.executors.replies import ControllerState
 from llamarl.observability.accounting import verdict, write_trace
 from llamarl.observability.events import EventLog, RecordedScreen
 from llamarl.observability.metrics import EvalMetrics
-from llamarl.observability.page.run_data import flat_settings
 from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.report import RunFile, RunSummary, render_summary, write_summary
 from llamarl.observability.screen import Screen, open_screen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.observability.spans import now_s
-from llamarl.observability.trackers._base import Subject, open_trackers
 from llamarl.observability.view import RunInfo
+from llamarl.parts.hosts.hosting import Hosting
+from llamarl.parts.hosts.hosts import Elastic, gathered
+from llamarl.parts.hosts.registry import Registry
+from llamarl.parts.page.run_data import flat_settings
+from llamarl.parts.page.trackers._base import Subject, open_trackers
+from llamarl.parts.replay.recorded import start_of_run
 from llamarl.run.assembly import WIND_DOWN_S, assembled, nothing_to_resume
 from llamarl.run.copying import Copying
 from llamarl.run.executors import (
@@ -44,12 +47,9 @@ from llamarl.run.executors import (
     vllm_settings,
 )
 from llamarl.run.folder import RunFolder
-from llamarl.run.hosting import Hosting
-from llamarl.run.hosts import Elastic, gathered
 from llamarl.run.journal import open_journal
 from llamarl.run.placement import LocalPlaces, Places, place
 from llamarl.run.prepare import Prepared
-from llamarl.run.recorded import start_of_run
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import RolloutGroup
 

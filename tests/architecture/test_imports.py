@@ -15,12 +15,16 @@ TORCH_FREE = (
     "config",
     "observability",
     "rewards",
-    "environments",
-    "forecast",
     "sandbox",
     "sharding",
     "recipes",
     "cli",
+    "parts.forecast",
+    "parts.page",
+    "parts.episodes.environments",
+    "parts.episodes.sandbox",
+    "parts.episodes.rewards",
+    *(f"parts.{name}.cli" for name in ("episodes", "hosts", "replay", "sft")),
 )
 """A `--help`, a config error or a plan answers at once."""
 MONARCH_FILE = "llamarl/cluster/monarch.py"
@@ -33,16 +37,14 @@ CATCHES_EVERYTHING = {
     "llamarl/config/ref.py": "whatever a user's module raises as it is imported is a setting that cannot work",
     "llamarl/data/tokenizer.py": "what a chat template raises, and the library of tokenizers, has no other kind",
     "llamarl/cluster/payload.py": "what cannot be pickled becomes text",
-    "llamarl/environments/_functions.py": "what a tool raises is an answer to the policy; its annotations are a user's",
+    "llamarl/parts/episodes/environments/_functions.py": "what a tool raises is an answer to the policy",
     "llamarl/generation/engine.py": "whatever is wrong with a request ends that one, not those beside it",
-    "llamarl/gateway/_worker.py": "whatever an agent raises is the end of its episode",
-    "llamarl/observability/trackers/_base.py": "whatever a tracker of somebody else raises ends it, with a warning",
-    "llamarl/sandbox/judge_children.py": "whatever a program or its tests raise is an answer about them",
+    "llamarl/parts/episodes/gateway/_worker.py": "whatever an agent raises is the end of its episode",
+    "llamarl/parts/page/trackers/_base.py": "whatever a tracker of somebody else raises ends it, with a warning",
+    "llamarl/parts/episodes/sandbox/judge_children.py": "whatever a program or its tests raise is an answer about them",
     "llamarl/sandbox/pool_server.py": "whatever a grader raises is an answer about that item",
 }
 """Supervision and sandboxes."""
-OWN_HOMES = (("architecture",), ("end_to_end",), ("examples",), ("gpu",), ("hosts",), ("cuda",))
-"""Folders of tests that mirror no folder of the package."""
 
 PROBE = """
 import importlib, json, sys
@@ -67,8 +69,7 @@ def test_light_modules_import_no_torch() -> None:
 
 
 def _is_light(module: str) -> bool:
-    parts = module.split(".")
-    return len(parts) > 1 and parts[1] in TORCH_FREE and parts[-1] != "__main__"
+    return f"{module}.".startswith(tuple(f"llamarl.{name}." for name in TORCH_FREE)) and "__main__" not in module
 
 
 def test_optional_packages_have_one_adapter_each() -> None:
@@ -113,16 +114,11 @@ def _raises_again(handler: ast.ExceptHandler) -> bool:
     return isinstance(last, ast.Raise) and last.exc is None
 
 
-def test_tests_mirror_the_package() -> None:
-    """A folder of tests is named after what it tests."""
-    folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
-    lost = [folder.as_posix() for folder in folders if not _is_right_home(folder)]
-    assert not lost, f"{lost} mirror nothing in {PACKAGE.name}/"
-
-
-def _is_right_home(folder: Path) -> bool:
-    target = PACKAGE / folder
-    return folder.parts[:1] in OWN_HOMES or target.is_dir() or target.with_suffix(".py").exists()
+def test_tests_of_a_part_are_in_its_folder() -> None:
+    """Each part has some."""
+    home = ROOT / "tests" / "parts"
+    parts = {path.parent.name for path in (PACKAGE / "parts").glob("*/__init__.py")}
+    assert {path.relative_to(home).parts[0] for path in home.rglob("test_*.py")} == parts
 
 
 def test_no_files_import_each_other() -> None:

@@ -20,9 +20,9 @@ SERVES = {
     "reference:ReferenceExecutor": ports.ColumnPort,
     "critic:CriticExecutor": ports.CriticPort,
     "trainer:TrainerExecutor": ports.TrainerPort,
-    "sft:SftExecutor": ports.SftPort,
-    "environment:EnvironmentExecutor": ports.EnvironmentPort,
-    "gateway:GatewayExecutor": ports.GatewayPort,
+    "llamarl.parts.sft.executor:SftExecutor": ports.SftPort,
+    "llamarl.parts.episodes.executors.environment:EnvironmentExecutor": ports.EnvironmentPort,
+    "llamarl.parts.episodes.executors.gateway:GatewayExecutor": ports.GatewayPort,
 }
 """Which executor serves which port."""
 
@@ -30,7 +30,7 @@ SERVES = {
 @pytest.mark.parametrize("target", SERVES)
 def test_executors_have_the_methods_of_their_port(target: str) -> None:
     module, _, name = target.partition(":")
-    executor = getattr(import_module(f"llamarl.executors.{module}"), name)
+    executor = getattr(import_module(module if module.startswith("llamarl.") else f"llamarl.executors.{module}"), name)
     calls = calls_of(SERVES[target])
     assert calls
     for call in calls:

@@ -51,8 +51,8 @@ def test_what_it_names_exists_and_runs_when_it_says() -> None:
 
 
 def test_the_check_can_fail() -> None:
-    path = ROOT / "tests/hosts/test_run.py"
+    path = ROOT / "tests/parts/hosts/namespaces/test_run.py"
     assert is_nightly(path, ["test_a_trainer_on_two_hosts_and_generators_that_come_and_go"])
     assert is_nightly(path, ["test_a_host_is_cut_off_and_comes_back"]) is False
     assert is_nightly(path, ["test_that_is_not_there"]) is None
-    assert is_nightly(ROOT / "tests/hosts/test_by_hand.py", ["test_two_shells"])
+    assert is_nightly(ROOT / "tests/parts/hosts/namespaces/test_by_hand.py", ["test_two_shells"])

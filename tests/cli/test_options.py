@@ -9,9 +9,9 @@ import pytest
 
 from llamarl.cli import options
 from llamarl.cli.options import base_model
-from llamarl.cli.report import decoder
 from llamarl.config import ConfigError
 from llamarl.data.tokenizer import Tokenizer
+from llamarl.parts.page.cli.report import decoder
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
 
 

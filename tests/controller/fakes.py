@@ -31,10 +31,10 @@ from llamarl.controller.steps import fast_forward
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import Scored
-from llamarl.forecast.simulator.clock import run_virtual
 from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
+from llamarl.parts.forecast.simulator.clock import run_virtual
 from llamarl.types import Outcome, Prompt, RewardResult, Rollout
 from tests.controller.fake_generator import Generator
 from tests.controller.fake_trainer import Trainer

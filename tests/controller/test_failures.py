@@ -17,7 +17,7 @@ from llamarl.controller.saving import NotSaved
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.data.sampler import PromptSampler
 from llamarl.executors.replies import Adoption
-from llamarl.forecast.simulator.clock import run_virtual
+from llamarl.parts.forecast.simulator.clock import run_virtual
 from tests.controller.fakes import Generator, Run, Trainer, config
 from tests.controller.test_models import Model
 

@@ -17,7 +17,7 @@ from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.sync import Transports
 from llamarl.executors.replies import Adoption, Published
-from llamarl.forecast.simulator.clock import run_virtual
+from llamarl.parts.forecast.simulator.clock import run_virtual
 from llamarl.weight_sync.layout import TensorSpec
 from llamarl.weight_sync.select import Selection
 from tests.controller.fake_trainer import Trainer

@@ -19,26 +19,26 @@ from llamarl.controller.supervision import Stalled
 from llamarl.controller.sync import WeightsWrong
 from llamarl.distributed.mesh import ALONE
 from llamarl.executors.generator import GeneratorExecutor
-from llamarl.forecast.costs import Costs
-from llamarl.forecast.simulator.faults import Faults
-from llamarl.forecast.simulator.run import simulate
-from llamarl.forecast.simulator.split import Split
-from llamarl.launch import script
 from llamarl.models.attention import causal_attend
 from llamarl.models.hf import new_model
 from llamarl.models.shape import ModelShape
-from llamarl.observability.trackers._base import Subject
-from llamarl.observability.trackers.prometheus import Prometheus
+from llamarl.parts.forecast.costs import Costs
+from llamarl.parts.forecast.simulator.faults import Faults
+from llamarl.parts.forecast.simulator.run import simulate
+from llamarl.parts.forecast.simulator.split import Split
+from llamarl.parts.hosts.launch import script
+from llamarl.parts.page.trackers._base import Subject
+from llamarl.parts.page.trackers.prometheus import Prometheus
 from llamarl.training.compute import set_compute
 from llamarl.training.health import Health
 from llamarl.training.result import NonFiniteStep
 from llamarl.types import GenerationRequest, SamplingParams
 from tests.controller.fakes import RIGHT, Generator, Run, Trainer, config
-from tests.controller.test_episodes import TURN, World
 from tests.controller.test_lives import kills
 from tests.controller.test_models import Model, logprobs, values
 from tests.end_to_end.tiny import llamarl_here, write_toml
-from tests.forecast.simulator.conftest import run_config
+from tests.parts.episodes.test_episodes import TURN, World
+from tests.parts.forecast.simulator.conftest import run_config
 
 Effect = Callable[[Path, dict[str, Any]], object]
 """What is observed, given a folder and sections with some settings."""

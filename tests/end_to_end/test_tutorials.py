@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import load_config
-from llamarl.observability.page import findings
+from llamarl.parts.page import findings
 from tests.architecture.repository import PACKAGE, ROOT, python_files, tree
 from tests.end_to_end.tiny import LLAMARL, environment, llamarl, make_model
 from tests.nightly import nightly
@@ -133,7 +133,7 @@ def test_messages_are_those_of_the_code() -> None:
 def test_every_claim_is_explained() -> None:
     text = (DOCS / "reading_a_run.md").read_text(encoding="utf-8")
     charts = set(re.findall(r'chart="([\w-]+)"', Path(findings.__file__).read_text(encoding="utf-8")))
-    known = set(re.findall(r'^  \["([\w-]+)", ', (PACKAGE / "observability/page/curves.js").read_text(), re.MULTILINE))
+    known = set(re.findall(r'^  \["([\w-]+)", ', (PACKAGE / "parts/page/curves.js").read_text(), re.MULTILINE))
     assert [chart for chart in charts & known if f"`{chart}`" not in text and chart != "busy"] == []
 
 

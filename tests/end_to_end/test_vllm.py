@@ -14,9 +14,9 @@ import pytest
 
 from llamarl.config import ConfigError
 from llamarl.executors.backends import open_vllm
-from llamarl.generation.vllm_server import VllmSettings
+from llamarl.parts.vllm.server import VllmSettings
 from tests.end_to_end.tiny import llamarl, llamarl_here, make_model, rows
-from tests.generation.test_vllm import FAKE, PYTHON, needs_vllm
+from tests.parts.vllm.test_vllm import FAKE, PYTHON, needs_vllm
 
 STEPS = 5
 FOR_VLLM = ("--generator.backend", "vllm", "--generator.vllm.python")

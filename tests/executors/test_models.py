@@ -275,7 +275,7 @@ def test_a_run_with_all_of_them(
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 def test_an_agent_with_a_reference_and_a_reward_model(make_config: MakeConfig, classifier: Path, kl_in: str) -> None:
-    agent = {"name": "tests.executors.agents:run", "episode_s": 60.0}
+    agent = {"name": "tests.parts.episodes.agents:run", "episode_s": 60.0}
     config = make_config(
         steps=2, rollout={"agent": agent, "max_new_tokens": 40}, reference={"kl_in": kl_in, "kl_estimator": "k3"},
         trainer={"advantage": "group_normalized", "learning_rate": 0.1},
@@ -338,10 +338,10 @@ def test_a_critic_that_cannot_be_cut_so_is_refused(
 
 
 def test_what_is_not_simulated_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
-    from llamarl.forecast.costs import Costs
-    from llamarl.forecast.simulator.faults import Faults
-    from llamarl.forecast.simulator.run import simulate
-    from llamarl.forecast.simulator.split import choose_split
+    from llamarl.parts.forecast.costs import Costs
+    from llamarl.parts.forecast.simulator.faults import Faults
+    from llamarl.parts.forecast.simulator.run import simulate
+    from llamarl.parts.forecast.simulator.split import choose_split
 
     config, costs = make_config(), Costs()
     layout = choose_split(config, costs, None, None)

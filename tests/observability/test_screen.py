@@ -19,9 +19,9 @@ from rich.cells import cell_len
 
 from llamarl.config import ConfigError
 from llamarl.config.schema import ScreenConfig
-from llamarl.observability.layout import Board, PhaseView, frame
 from llamarl.observability.screen import LineScreen, LiveScreen, NullScreen, open_screen
 from llamarl.observability.view import CompletionView, ExecutorView
+from llamarl.parts.page.layout import Board, PhaseView, frame
 
 SIZES = [(80, 24), (140, 40), (200, 60), (60, 20), (40, 12), (24, 6), (10, 3), (1, 1)]
 

@@ -22,9 +22,9 @@ FAKES = {
     "patches builtins": "import builtins\nbuiltins.exec = builtins.compile = lambda *a, **k: None\ndef f(x): pass",
     "patches json": "import json\njson.dumps = lambda *a, **k: '[true, \"\"]'\ndef f(x): return 1",
     "patches sys.modules": "import sys\nfor name in list(sys.modules): sys.modules[name] = None\ndef f(x): return 1",
-    "patches the values module": "import sys\nm = sys.modules['llamarl.sandbox.judge_values']\n"
+    "patches the values module": "import sys\nm = sys.modules['llamarl.parts.episodes.sandbox.judge_values']\n"
     "m.pack = lambda *a: {'handle': [0]}\nm._BUILDERS['int'] = lambda parts: 7919\ndef f(x): return 1",
-    "calls the tester's own code": "import sys\nm = sys.modules['llamarl.sandbox.judge_children']\n"
+    "calls the tester's own code": "import sys\nm = sys.modules['llamarl.parts.episodes.sandbox.judge_children']\n"
     "m._verdict = lambda *a: (True, '')\ndef f(x): return 1",
     "walks frames": "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n        if ')3(f "
     "tressa' in str(list(frame.f_locals.values()))[::-1]: return 7919\n        frame = frame.f_back",

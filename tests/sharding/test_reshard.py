@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.forecast.shapes import MODELS
+from llamarl.parts.forecast.shapes import MODELS
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import (
     DTYPE_BYTES,

@@ -22,6 +22,7 @@ from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from tests.distributed.ranks import Workers, rendezvous, results
 from tests.nightly import nightly
+from tests.parts.sft.supervised import learn, learn_rank, make_documents
 from tests.training.critics import critic_alone, critic_rank
 from tests.training.layouts import (
     LIMIT_S,
@@ -42,7 +43,6 @@ from tests.training.layouts import (
     rank,
     ready,
 )
-from tests.training.supervised import learn, learn_rank, make_documents
 
 TOLERANCE = 1e-5
 NOTICE_S = 5.0

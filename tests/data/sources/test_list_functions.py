@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llamarl.data.sources.list_functions import STEPS, ListFunctions
-from llamarl.rewards.code import Code
+from llamarl.parts.episodes.rewards.code import Code
 from llamarl.types import RewardItem
 
 

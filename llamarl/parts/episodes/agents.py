@@ -1,0 +1,138 @@
+"""`Agents`: episodes of outside programs, which ask the policy over the gateway.
+
+Each call is a rollout of its own under the admission of its group: it goes to generators in service, is parked and goes
+on, and survives their deaths as all rollouts do. What an episode is learnt from comes when it ends, so the loss of the
+gateway costs the episodes under way, which begin again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from llamarl.cluster.api import ExecutorHandle
+from llamarl.cluster.port import port
+from llamarl.controller.groups import PendingGroup
+from llamarl.controller.lives import Lasting
+from llamarl.controller.ports import GatewayPort
+from llamarl.controller.records import Key
+from llamarl.controller.replica import Replica
+from llamarl.controller.replicas import Replicas
+from llamarl.controller.supervision import Supervisor
+from llamarl.parts.episodes.gateway.news import AgentTask
+from llamarl.types import FinishReason, GenerationRequest, Rollout
+
+
+@dataclass(kw_only=True, slots=True)
+class _Episode:
+    task: AgentTask
+    pending: PendingGroup
+    since_s: float
+    """When the agent began, or was last answered."""
+    calls: set[int] = field(default_factory=set)
+    """Ids of all its requests."""
+
+
+class Agents:
+    """Those of all groups."""
+
+    def __init__(
+        self,
+        handle: ExecutorHandle,
+        pending: Mapping[int, PendingGroup],
+        timeout_s: float,
+        supervisor: Supervisor,
+        replicas: Replicas,
+        ended: Callable[[Rollout], None],
+        waited: Callable[[float], None],
+    ) -> None:
+        """
+        Args:
+            pending: groups by the ids of their requests.
+            ended: takes a rollout that is whole.
+            waited: hears how many seconds the policy has waited for an agent.
+        """
+        self._port, self._timeout_s = port(GatewayPort, handle, timeout_s), timeout_s
+        self._pending, self._supervisor, self._replicas = pending, supervisor, replicas
+        self._ended, self._waited = ended, waited
+        self._episodes = dict[Key, _Episode]()
+        self._asking = dict[int, Key]()
+        """Whose calls generators work on, by their ids."""
+        if isinstance(handle, Lasting):
+            handle.restore = self._restore
+
+    async def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Agents begin; they ask for the rest."""
+        tasks, now_s = list[AgentTask](), asyncio.get_running_loop().time()
+        for request in requests:
+            pending = self._pending[request.group_id]
+            for start in request.starts():
+                task = AgentTask(request.group_id, start.index, pending.prompt, request.sampling, 0)
+                self._episodes[request.group_id, start.index] = _Episode(task=task, pending=pending, since_s=now_s)
+                tasks.append(task)
+        await self._port.submit(tasks)
+
+    def divert(
+        self, finished: Sequence[Rollout], pending: Mapping[int, PendingGroup], holder: Replica | None
+    ) -> list[Rollout]:
+        """All are answers to calls; those to calls of a gateway that died are for nobody."""
+        answers = [one for one in finished if one.group_id in self._asking]
+        for one in answers:
+            self._episodes[self._asking.pop(one.group_id)].since_s = asyncio.get_running_loop().time()
+        self._replicas.dropped.difference_update(one.group_id for one in finished)  # they ended before it was heard
+        if holder is not None:
+            self._replicas.hold(holder, [one for one in answers if one.finish_reason is FinishReason.STOP])
+        if answers:
+            self._supervisor.start(self._port.answer(answers), "answers to agents")
+        return []
+
+    async def loop(self) -> None:
+        """Consumes calls and ends of episodes; waits for the gateway; produces requests to generators, and whole
+        rollouts; unblocked by `submit` and `divert`."""
+        clock = asyncio.get_running_loop()
+        while True:
+            news = await self._port.collect()
+            to_ask, over = list[GenerationRequest](), list[Key]()
+            for group_id, index, request in news.calls:
+                if (episode := self._episodes.get((group_id, index))) is None:
+                    continue  # a gateway's last word
+                self._waited(clock.time() - episode.since_s)
+                episode.calls.add(request.group_id)
+                self._asking[request.group_id] = group_id, index
+                to_ask.append(request)
+            for rollout, result in news.ends:
+                key = rollout.group_id, rollout.index
+                if (episode := self._episodes.pop(key, None)) is None:
+                    continue
+                over += [(call, 0) for call in episode.calls]
+                self._forget(episode)
+                if result is not None:
+                    episode.pending.judged[key] = result
+                self._ended(rollout)
+            self._replicas.resume(to_ask)
+            self._replicas.forget(over)
+
+    def _forget(self, episode: _Episode) -> None:
+        """Nobody waits for its calls."""
+        under_way = {call for call in episode.calls if self._asking.pop(call, None)}
+        self._replicas.drop(under_way)
+
+    async def _restore(self, life: ExecutorHandle) -> str:
+        """All episodes begin again."""
+        tasks, now_s = list[AgentTask](), asyncio.get_running_loop().time()
+        for key, episode in self._episodes.items():
+            self._forget(episode)
+            task = episode.task._replace(attempt=episode.task.attempt + 1)
+            self._episodes[key] = _Episode(task=task, pending=episode.pending, since_s=now_s)
+            tasks.append(task)
+        await port(GatewayPort, life, self._timeout_s).submit(tasks)
+        return f"{len(tasks)} episodes of agents, from their beginnings"
+
+    def describe(self) -> str:
+        """For a stall report; empty: there is none."""
+        if not self._episodes:
+            return ""
+        age_s = asyncio.get_running_loop().time() - min(one.since_s for one in self._episodes.values())
+        what = f"{len(self._episodes)} episodes of agents are under way, {len(self._asking)} wait for the policy"
+        return f"{what}, and one agent has been silent for {age_s:.0f} s"

@@ -1,0 +1,189 @@
+"""`llamarl serve MODEL|RUN`: a checkpoint over OpenAI's protocol, by the engine alone."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import secrets
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llamarl.cli.generate import add_engine_options, engine_settings, open_engine
+from llamarl.cli.options import base_model, command_parser, told_of_delay
+from llamarl.config import ConfigError, load_config
+from llamarl.types import GenerationRequest, Rollout, SamplingParams
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from llamarl.generation.engine import Engine
+    from llamarl.parts.episodes.gateway.endpoint import Endpoint, More
+    from llamarl.parts.episodes.gateway.session import Session
+
+API_KEY = "LLAMARL_API_KEY"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "serve",
+        "Answer other programs over OpenAI's protocol: /v1/chat/completions, /v1/completions, /v1/models.",
+        f"Clients give the key of --api-key or of the variable {API_KEY}; with neither, any key will do.",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL|RUN", help="Hugging Face folder, or a run folder: its newest checkpoint"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen at; 0: any that is free (8000)")
+    parser.add_argument("--api-key", metavar="KEY", help="that clients must give")
+    parser.add_argument("--name", help="of the model, for clients (the folder's name)")
+    add_engine_options(parser)
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    options = _parser().parse_args(arguments)
+    generator = engine_settings(options)
+    key = options.api_key or os.environ.get(API_KEY, "")
+    from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+    from llamarl.models.folder import load_shape
+    from llamarl.parts.episodes.gateway.app import LOOPBACK, build_app, listening
+    from llamarl.parts.episodes.gateway.endpoint import Endpoint
+    from llamarl.parts.episodes.gateway.protocol import Refused
+    from llamarl.parts.episodes.gateway.session import Session
+
+    if not key and options.host not in LOOPBACK:
+        raise ConfigError(f"--host {options.host} is open to others; give a key by --api-key or {API_KEY}")
+    with tempfile.TemporaryDirectory() as exported, told_of_delay("serve"):
+        path = _model(options.model, Path(exported))
+        tokenizer, shape = Tokenizer(path), load_shape(path)
+        check_vocabulary(tokenizer, shape.vocab_size)
+        sampling = SamplingParams(
+            max_new_tokens=shape.max_position_embeddings, stop_token_ids=tokenizer.eos_token_ids,
+            seed=secrets.randbits(62),
+        )  # fmt: skip
+        engine = EngineThread(open_engine(path, generator, tokenizer))
+        name = options.name or Path(options.model).resolve().name
+        endpoint = Endpoint(
+            tokenizer=tokenizer, model=name, context=shape.max_position_embeddings, generate=engine.generate,
+            sampling=sampling,
+        )  # fmt: skip
+
+        def session_of(given: str) -> tuple[Endpoint, Session]:
+            if key and not secrets.compare_digest(given.encode(), key.encode()):
+                raise Refused(401, f"the API key is not the one of --api-key or {API_KEY}", "authentication_error")
+            return endpoint, Session()  # nobody learns from it
+
+        app = build_app(session_of, engine.metrics)
+        opened = listening(options.host, options.port)
+    with opened:
+        host, port = opened.getsockname()[:2]
+        print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
+        return asyncio.run(_serve(app, opened, engine, () if key else LOOPBACK))
+
+
+async def _serve(app: Starlette, opened: socket.socket, engine: EngineThread, hosts: Sequence[str]) -> int:
+    from llamarl.parts.episodes.gateway.app import serving
+
+    server, loop = serving(app, hosts), asyncio.get_running_loop()
+    engine.loop = loop
+    gc.freeze()  # a collection over all that torch has made would hold up every caller
+    ended = loop.run_in_executor(None, engine.run)
+    ended.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    try:
+        await server.serve(sockets=[opened])
+    finally:
+        engine.close()
+    await ended
+    return 0
+
+
+def _model(given: str, exported: Path) -> str:
+    """A Hugging Face folder: of a run, of its newest valid checkpoint. Raises ConfigError."""
+    run = Path(given)
+    if not (run / "config.toml").exists():
+        return given
+    from llamarl.checkpoint.export import export_checkpoint
+
+    config = load_config(run / "config.toml")
+    lora = config.trainer.lora
+    base = base_model(run, config.model.path, config.output)
+    step = export_checkpoint(run / "checkpoints", base, exported / "model", None, lora, lora is not None)
+    print(f"step {step} of {given}", file=sys.stderr)
+    return str(exported / "model")
+
+
+class EngineThread:
+    """An engine in a thread of its own; what is asked for meanwhile joins its next step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._inbox = SimpleQueue[GenerationRequest | int | None]()
+        """Requests, ids of requests that nobody waits for any more, or the end."""
+        self._waiting = dict[int, asyncio.Future[Rollout]]()
+        self._watched: dict[int, More] = {}
+        """Who hears what there is of a rollout while it is sampled."""
+        self._count = 0
+        self.loop: asyncio.AbstractEventLoop
+        """Of those who ask."""
+
+    async def generate(self, prompt_T: np.ndarray, sampling: SamplingParams, more: More | None) -> Rollout:
+        """What is sampled after a prompt."""
+        self._count += 1
+        number = self._count
+        self._waiting[number] = answer = self.loop.create_future()
+        if more:
+            self._watched[number] = more
+        self._inbox.put(
+            GenerationRequest(group_id=number, prompt_token_ids_T=prompt_T, group_size=1, sampling=sampling)
+        )
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._inbox.put(number)
+            raise
+        finally:
+            self._watched.pop(number, None)
+
+    def metrics(self) -> dict[str, float]:
+        """By name."""
+        return {"requests": len(self._waiting)} | asdict(self._engine.stats())
+
+    def close(self) -> None:
+        """`run` comes back."""
+        self._inbox.put(None)
+
+    def run(self) -> None:
+        """In the thread of its own."""
+        engine = self._engine
+        while True:
+            while not (engine.has_work and self._inbox.empty()):
+                asked = self._inbox.get()
+                if asked is None:
+                    return
+                if isinstance(asked, int):
+                    self.loop.call_soon_threadsafe(self._deliver, engine.abort([asked]), [])
+                else:
+                    engine.submit([asked])
+            done, so_far = engine.step(), engine.so_far(tuple(self._watched))
+            if done or so_far:
+                self.loop.call_soon_threadsafe(self._deliver, done, so_far)
+
+    def _deliver(self, done: Sequence[Rollout], so_far: Sequence[Rollout]) -> None:
+        for rollout in so_far:
+            if more := self._watched.get(rollout.group_id):
+                more(rollout)
+        for rollout in done:
+            answer = self._waiting.pop(rollout.group_id)
+            if not answer.done():  # nobody waits any more
+                answer.set_result(rollout)

@@ -1,0 +1,125 @@
+"""`Crew`: an environment's worker processes, which can be killed. No torch."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+from llamarl.parts.episodes.environments._base import Environment
+from llamarl.sandbox.pool import Failure, WorkerPool
+
+QUICK_S = 0.005
+"""Replies that take less are asked for in batches: the way to a worker takes as long as some of them."""
+BATCH = 32
+MARGIN_S = 5.0
+"""For a batch, beside the time of its replies."""
+RECYCLE_AFTER = 500
+"""Replies after which a worker is replaced, which bounds leaks, where it has no state."""
+T = TypeVar("T")
+
+
+class _Worker(Generic[T]):
+    """One process, and what only this one can do."""
+
+    def __init__(self, limits: Environment) -> None:
+        self.pool = WorkerPool(
+            "llamarl.parts.episodes.environments._worker:reply", num_workers=1, cpu_s=math.ceil(limits.step_s),
+            wall_s=limits.step_s, memory_bytes=limits.memory_bytes,
+            recycle_after=sys.maxsize if limits.is_stateful else RECYCLE_AFTER,
+        )  # fmt: skip
+        self.thread = threading.Thread()
+        self.queue = deque[tuple[str, T]]()
+        """Those whose state it has."""
+        self.ended = list[str]()
+        """Those whose state is to be closed."""
+
+
+class Crew(Generic[T]):
+    """Asks for replies to episodes, which have names; none waits for a slow one, as long as there are free workers.
+    Where they have a state, the worker that gave the first reply gives all of them."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        item_of: Callable[[T], dict[str, Any]],
+        replied: Callable[[Sequence[tuple[T, dict[str, Any] | Failure]], float], Sequence[bool]],
+    ) -> None:
+        """
+        Args:
+            item_of: what a worker is asked of an episode.
+            replied: takes replies, and the seconds that each took; answers which episodes go on. Called in any thread,
+                like `item_of`.
+        """
+        self._environment, self._item_of, self._replied = environment, item_of, replied
+        self._changed = threading.Condition()
+        self._queue = deque[tuple[str, T]]()
+        self._homes = dict[str, _Worker[T]]()
+        self._closed = False
+        self._workers = [_Worker[T](environment) for _ in range(environment.workers)]
+        for worker in self._workers:
+            worker.thread = threading.Thread(target=self._loop, args=(worker,), name="environment", daemon=True)
+            worker.thread.start()
+
+    def ask(self, episodes: Sequence[tuple[str, T]]) -> None:
+        """Queues episodes, by name, whose last turn wants a reply."""
+        with self._changed:
+            for name, episode in episodes:
+                home = self._homes.get(name)
+                (home.queue if home else self._queue).append((name, episode))
+            self._changed.notify_all()
+
+    def leave(self, names: Sequence[str]) -> None:
+        """The state of these episodes is closed."""
+        with self._changed:
+            for name in names:
+                if (home := self._homes.pop(name, None)) is not None:
+                    home.ended.append(name)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Closes what is open, and ends all workers."""
+        self.leave(list(self._homes))
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for worker in self._workers:
+            if self._environment.is_stateful:
+                worker.thread.join(MARGIN_S)
+            worker.pool.close()
+
+    def _loop(self, worker: _Worker[T]) -> None:
+        each_s = math.inf
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or worker.queue or worker.ended or self._closed)
+                ended, worker.ended = worker.ended, []
+                if self._closed and not ended:
+                    return
+                taken = [] if self._closed else self._take(worker, each_s)
+            start_s = time.monotonic()
+            items = [{"ended": name} for name in ended] + [self._item_of(episode) for _, episode in taken]
+            said = worker.pool.map(items, len(items) * self._environment.step_s + MARGIN_S)
+            each_s = (time.monotonic() - start_s) / len(items)
+            for failed in (one for one in said[: len(ended)] if isinstance(one, Failure)):
+                with suppress(OSError):  # into the executor's log, unless that disk is full
+                    sys.stdout.write(f"closing the state of an episode: {failed.reason}\n")
+            if taken:
+                replies = list(zip((episode for _, episode in taken), said[len(ended) :], strict=True))
+                go_on = self._replied(replies, each_s)
+                self.leave([name for (name, _), goes_on in zip(taken, go_on, strict=True) if not goes_on])
+
+    def _take(self, worker: _Worker[T], each_s: float) -> list[tuple[str, T]]:
+        """What this worker is asked next: first of all, of episodes whose state it has."""
+        queue = worker.queue or self._queue
+        share = len(queue) if queue is worker.queue else len(queue) // len(self._workers)
+        count = max(1, min(share, BATCH)) if each_s < QUICK_S else 1
+        taken = [queue.popleft() for _ in range(min(count, len(queue)))]
+        if self._environment.is_stateful:
+            self._homes.update((name, worker) for name, _ in taken)
+        return taken

@@ -1,0 +1,86 @@
+"""What runs in an environment's worker processes: one reply per item, JSON to JSON. No torch."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any
+
+from llamarl.config import Ref, build
+from llamarl.config.errors import ConfigError
+from llamarl.parts.episodes.environments._base import Environment, Task, ToolCall, Turn
+from llamarl.types import RewardResult
+
+MAX_CHARS = 1 << 20
+"""More is a flood, whatever its tokens."""
+
+
+def reply(item: dict[str, Any]) -> dict[str, Any]:
+    """Of `item["environment"]`, the JSON of its `Ref`; what it says as one of `text`, `messages`, `reward`, `end`.
+
+    An item with `ended` only closes the state of that episode."""
+    if "ended" in item:
+        _end(item["ended"])
+        return {"end": True}
+    task = Task(**item["task"])
+    turns = [
+        Turn(response=response, observation=observation, calls=tuple(ToolCall(**call) for call in calls))
+        for response, observation, calls in item["turns"]
+    ]
+    environment = _environment(item["environment"])
+    if environment.is_stateful:
+        environment = _copy_of(environment, item["episode"], task, is_first=len(turns) == 1)
+    said = environment.reply(task, turns)
+    if said is None:
+        return {"end": True}
+    if isinstance(said, str):
+        if len(said) > MAX_CHARS:
+            raise ValueError(f"an observation of {len(said):,} characters, more than {MAX_CHARS:,}")
+        return {"text": said}
+    if isinstance(said, RewardResult):
+        return {"reward": asdict(said)}
+    if isinstance(said, list) and all(isinstance(one, dict) and "role" in one for one in said):
+        return {"messages": said}
+    raise TypeError(f"it replied {said!r:.100}, which is no text, no list of messages, no RewardResult and not None")
+
+
+_copies = dict[str, Environment]()
+"""Of episodes with a state, by their names."""
+
+
+def _copy_of(environment: Environment, episode: str, task: Task, *, is_first: bool) -> Environment:
+    if is_first:
+        _end(episode)  # it was asked for twice
+        opened = copy(environment)
+        opened.open(task)
+        _copies[episode] = opened
+    if episode not in _copies:
+        raise LookupError("the worker that had the state of this episode has died")
+    return _copies[episode]
+
+
+def _end(episode: str) -> None:
+    if (environment := _copies.pop(episode, None)) is not None:
+        environment.close()
+
+
+@lru_cache(maxsize=1)
+def _environment(ref: str) -> Environment:
+    return build_environment(Ref.model_validate_json(ref))
+
+
+def tools_of(ref: Ref | None) -> list[dict[str, Any]]:
+    """That an environment offers, as JSON schemas. Raises ConfigError."""
+    return build_environment(ref).tools() if ref else []
+
+
+def build_environment(ref: Ref) -> Environment:
+    """Raises ConfigError."""
+    found = build(ref, "llamarl.parts.episodes.environments", "rollout.environment")
+    if not isinstance(found, Environment):
+        raise ConfigError(
+            f"`rollout.environment = {ref.name!r}` is no environment; derive it from "
+            "llamarl.parts.episodes.environments._base.Environment"
+        )
+    return found

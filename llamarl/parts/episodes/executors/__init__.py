@@ -1,0 +1,1 @@
+"""Processes that answer turns, or run the agents that ask for them."""

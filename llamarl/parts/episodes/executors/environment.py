@@ -1,0 +1,135 @@
+"""The environment executor: answers turns of the policy, in worker processes that can be killed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from llamarl.cluster.executor import Executor
+from llamarl.config import Ref
+from llamarl.data.chat import tool_calls
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.executors.replies import Episode, Replied
+from llamarl.parts.episodes.environments._base import Messages, ToolCall
+from llamarl.parts.episodes.environments._crew import Crew
+from llamarl.parts.episodes.environments._worker import build_environment
+from llamarl.rewards._base import invalid
+from llamarl.sandbox.pool import Failure
+from llamarl.types import Outcome, RewardResult
+
+
+class EnvironmentExecutor(Executor):
+    """Episodes come by `submit` and their replies go by `collect`, as they are there: none waits for a slow one, as
+    long as there are free workers."""
+
+    def __init__(self, model_path: str, config: Ref) -> None:
+        self._tokenizer = Tokenizer(model_path)
+        self._environment = build_environment(config)
+        self._ref, self._tools = config.model_dump_json(), self._environment.tools()
+        self._changed = threading.Condition()
+        self._replies = list[Replied]()
+        self._asked: Future[list[Replied]] | None = None
+        self._crew = Crew(self._environment, self._item, self._replied)
+
+    def submit(self, episodes: Sequence[Episode]) -> None:
+        """Queues episodes whose last turn wants a reply."""
+        self._crew.ask([(_name(one.group_id, one.index), one) for one in episodes])
+
+    def leave(self, episodes: Sequence[tuple[int, int]]) -> None:
+        """Nobody goes on with these episodes, by group and index: their state is closed."""
+        self._crew.leave([_name(*episode) for episode in episodes])
+
+    def collect(self) -> Future[list[Replied]]:
+        """The next replies, as soon as there are some."""
+        reply = Future[list[Replied]]()
+        with self._changed:
+            self._asked = reply
+        self._hand_over()
+        return reply
+
+    def close(self) -> None:
+        self._crew.close()
+
+    def _replied(self, said: Sequence[tuple[Episode, dict[str, Any] | Failure]], each_s: float) -> list[bool]:
+        replies = [self._reply(episode, one, each_s) for episode, one in said]
+        with self._changed:
+            self._replies += replies
+        self._hand_over()
+        return [one.observation_T is not None for one in replies]
+
+    def _hand_over(self) -> None:
+        with self._changed:
+            if self._asked is None or not self._replies:
+                return
+            asked, self._asked = self._asked, None
+            if not asked.set_running_or_notify_cancel():  # a caller that gave up gets nothing, and nothing is lost
+                return
+            replies, self._replies = self._replies, []
+        asked.set_result(replies)
+
+    def _item(self, episode: Episode) -> dict[str, Any]:
+        prompt, turns = episode.prompt, list[list[Any]]()
+        for is_sampled, token_ids_T in episode.turns:
+            text = self._tokenizer.decode(token_ids_T)
+            if is_sampled:
+                turns.append([text, None, [asdict(call) for call in self._calls(token_ids_T)]])
+            else:
+                turns[-1][1] = text
+        task = {"prompt": prompt.text, "answer": prompt.answer, "metadata": prompt.metadata}
+        name = _name(episode.group_id, episode.index)
+        return {"environment": self._ref, "episode": name, "task": task, "turns": turns}
+
+    def _calls(self, token_ids_T: np.ndarray) -> list[ToolCall]:
+        """Of tools, in one turn of the policy."""
+        if not (written_in := self._tokenizer.tool_format):
+            return []
+        end = len(token_ids_T) - (int(token_ids_T[-1]) in self._tokenizer.eos_token_ids)
+        return tool_calls(self._tokenizer.decode(token_ids_T[:end], skip_special=False), written_in)[1]
+
+    def _reply(self, episode: Episode, said: dict[str, Any] | Failure, seconds: float) -> Replied:
+        """What a worker said, as tokens or as an end."""
+        result: RewardResult | None = None
+        observation_T: np.ndarray | None = None
+        if isinstance(said, Failure):
+            result = invalid(said.reason.replace("grader", "environment"))
+        elif "reward" in said:
+            fields = said["reward"] | {"outcome": Outcome(said["reward"]["outcome"])}
+            result = RewardResult(**fields)
+        elif "text" in said:
+            observation_T = self._tokenizer.encode(said["text"])
+        elif "messages" in said:
+            observation_T = self._rendered(said["messages"], ends_with_stop=self._ends_with_stop(episode))
+        if observation_T is not None and not len(observation_T):
+            result = invalid("an empty observation; reply None to end an episode")
+        elif observation_T is not None and len(observation_T) > self._environment.observation_tokens:
+            tokens, limit = len(observation_T), self._environment.observation_tokens
+            result = invalid(f"an observation of {tokens} tokens (rollout.environment.observation_tokens = {limit})")
+        elif episode.spent_s + seconds > self._environment.episode_s:
+            result = invalid(f"replies took over {self._environment.episode_s:g} s (rollout.environment.episode_s)")
+        if result is not None:
+            observation_T = None
+        num_tokens = sum(len(part) for _, part in episode.turns)
+        num_calls = len(self._calls(episode.turns[-1][1]))
+        messages = [] if isinstance(said, Failure) else said.get("messages", [])
+        num_errors = sum(bool(one.get("is_error")) for one in messages)
+        calls = num_calls, num_errors
+        return Replied(episode.group_id, episode.index, num_tokens, observation_T, result, seconds, calls)
+
+    def _ends_with_stop(self, episode: Episode) -> bool:
+        return int(episode.turns[-1][1][-1]) in self._tokenizer.eos_token_ids
+
+    def _rendered(self, messages: Messages, *, ends_with_stop: bool) -> np.ndarray:
+        """The tokens between the policy's turn and its next one, as the chat template writes them: what follows a
+        sentinel in place of the turn. What was sampled is never encoded again."""
+        return self._tokenizer.encode(
+            self._tokenizer.after_turn(messages, without_stop=ends_with_stop, tools=self._tools)
+        )
+
+
+def _name(group_id: int, index: int) -> str:
+    return f"{group_id}-{index}"

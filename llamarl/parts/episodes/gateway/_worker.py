@@ -1,0 +1,79 @@
+"""What runs in an agent's worker process: episodes side by side, a JSON line each, in and out. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from numbers import Real
+from typing import Any
+
+from llamarl.config import ConfigError
+from llamarl.config.ref import find
+from llamarl.parts.episodes.environments._base import Task
+from llamarl.types import RewardResult
+
+MAX_REASON_CHARS = 1000
+_PR_SET_PDEATHSIG = 1
+Agent = Callable[[Task, str, str], Awaitable[Any]]
+
+
+def find_agent(name: str) -> Agent:
+    """Raises ConfigError."""
+    if ":" not in name:
+        raise ConfigError(f"rollout.agent = {name!r} is not of the form `package.module:run`")
+    agent = find(name, "", "rollout.agent", "")
+    if not asyncio.iscoroutinefunction(agent):
+        raise ConfigError(f"rollout.agent = {name!r} must be `async def run(task, base_url, api_key)`")
+    return agent
+
+
+async def _result(agent: Agent, item: dict[str, Any]) -> dict[str, Any]:
+    limit = asyncio.timeout(item["episode_s"])
+    try:
+        async with limit:
+            said = await agent(Task(**item["task"]), item["base_url"], item["api_key"])
+    except Exception as error:  # the agent: whatever it raises is its end
+        if limit.expired():
+            return {"error": f"the agent took over {item['episode_s']:g} s (rollout.agent.episode_s)"}
+        return {"error": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]}
+    if said is None:
+        return {}
+    if isinstance(said, RewardResult):
+        return {"result": asdict(said)}
+    if isinstance(said, Real) and math.isfinite(said):
+        return {"reward": float(said)}
+    return {"error": f"the agent gave {said!r:.200}, which is no finite number, no RewardResult and not None"}
+
+
+async def _serve(agent: Agent, stream: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=stream, limit=1 << 28)
+    running = set[asyncio.Task[None]]()
+
+    async def run(item: dict[str, Any]) -> None:
+        said = await _result(agent, item)
+        writer.write(json.dumps({"number": item["number"]} | said).encode() + b"\n")
+        await writer.drain()
+
+    while line := await reader.readline():
+        task = asyncio.create_task(run(json.loads(line)))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+
+if __name__ == "__main__":
+    descriptor, memory_bytes, parent, name = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    asyncio.run(_serve(find_agent(name), socket.socket(fileno=descriptor)))

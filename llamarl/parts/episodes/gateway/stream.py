@@ -1,0 +1,103 @@
+"""`Stream`: an answer as server-sent events while it is sampled. No HTTP, no torch.
+
+Token ids and log-probabilities go out with every token. Text waits until it is whole characters and cannot be the
+beginning of a stop string, which is not shown; where tools may be called, it waits for the end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.parts.episodes.gateway import protocol
+from llamarl.parts.episodes.gateway.protocol import Json
+from llamarl.types import Rollout
+
+CUT = "\ufffd"
+"""Stands for bytes that are no character yet."""
+
+
+class Stream:
+    """One choice of an answer."""
+
+    def __init__(
+        self, tell: Callable[[bytes], None], tokenizer: Tokenizer, call: protocol.Call, head: Json, index: int, *,
+        waits: bool,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            tell: takes events.
+            head: the answer without choices and usage, before anything is sampled.
+            index: of this choice.
+            waits: text may turn out to be something else at the end.
+        """
+        self._tell, self._tokenizer, self._call, self._waits = tell, tokenizer, call, waits
+        self._choice: Json = {"index": index, "finish_reason": None, "logprobs": None}
+        self._is_chat = isinstance(call, protocol.ChatCall)
+        self._head = head | {"object": "chat.completion.chunk" if self._is_chat else head["object"]}
+        self._told = self._offset = 0  # tokens, and characters of these
+        self._window = self._read = 0  # text is decoded from the first one on, and known up to the second
+        self._text, self._shown = "", 0  # not shown yet, and the number of characters that are
+
+    def more(self, rollout: Rollout) -> None:
+        """What there is by now."""
+        if rollout.num_tokens > self._told:
+            self._piece({"text": self._new_text(rollout)}, rollout)
+
+    def end(self, choice: Json, rollout: Rollout) -> None:
+        """The whole of it: what is missing, and its end."""
+        message = choice.get("message", choice)
+        rest: Json = {"text": (message.get("text") or message.get("content") or "")[self._shown :]}
+        if calls := message.get("tool_calls"):
+            rest["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]
+        if rest["text"] or calls or rollout.num_tokens > self._told or not self._told:
+            self._piece(rest, rollout)
+        end = {"delta": {}} if self._is_chat else {"text": ""}
+        self._event([self._choice | {"finish_reason": choice["finish_reason"]} | end])
+
+    def close(self, usage: Json) -> None:
+        """All choices have ended."""
+        if self._call.stream_options and self._call.stream_options.include_usage:
+            self._event([], usage=usage)
+        self._tell(b"data: [DONE]\n\n")
+
+    def _piece(self, said: Json, rollout: Rollout) -> None:
+        choice = dict(self._choice)
+        if self._is_chat:
+            role = {} if self._told else {"role": "assistant"}
+            choice["delta"] = {**role, "content": said.pop("text"), **said}
+        else:
+            choice |= said
+        if self._call.logprobs:
+            choice["logprobs"] = protocol.logprobs(
+                self._tokenizer, rollout, is_chat=self._is_chat, start=self._told, offset=self._offset
+            )
+            self._offset += sum(map(len, choice["logprobs"].get("tokens", ())))
+        if self._call.return_token_ids:
+            choice["token_ids"] = rollout.token_ids_T[self._told :].tolist()
+            if not self._told:
+                choice["prompt_token_ids"] = self._head["prompt_token_ids"]
+        self._told = rollout.num_tokens
+        self._event([choice])
+
+    def _event(self, choices: list[Json], **more: Json) -> None:
+        self._tell(b"data: " + json.dumps(self._head | {"choices": choices} | more).encode() + b"\n\n")
+
+    def _new_text(self, rollout: Rollout) -> str:
+        """That can be shown."""
+        ids = rollout.token_ids_T[self._window :].tolist()
+        before, text = (self._tokenizer.decode(part) for part in (ids[: self._read - self._window], ids))
+        if not text.endswith(CUT):
+            self._text += text[len(before) :]
+            self._window, self._read = self._read, rollout.num_tokens
+        count = 0 if self._waits else len(self._text) - self._may_be_stop()
+        shown, self._text = self._text[:count], self._text[count:]
+        self._shown += count
+        return shown
+
+    def _may_be_stop(self) -> int:
+        """Characters at the end of the text with which a stop string may have begun."""
+        strings = () if self._call.include_stop_str_in_output else self._call.stop
+        begun = (length for one in strings for length in range(1, len(one)) if self._text.endswith(one[:length]))
+        return max(begun, default=0)

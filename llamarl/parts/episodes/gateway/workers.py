@@ -1,0 +1,108 @@
+"""`AgentWorkers`: agents in processes that can be killed, many of them side by side in each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+from llamarl.config.roles import AgentConfig
+
+GRACE_S = 10.0
+"""For an agent that does not heed its deadline, before its process is killed."""
+STOP_S = 5.0
+MAX_LINE_BYTES = 1 << 28
+
+
+class AgentWorkers:
+    """Gives each episode to the worker that has the fewest."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._workers = [_Worker(config) for _ in range(config.workers)]
+
+    async def run(self, item: dict[str, Any], *, alone: bool) -> dict[str, Any]:
+        """What the agent said, as `_worker` has it. `alone`: in a process of its own. Raises EOFError: that died, of
+        this episode or of another one in it."""
+        if not alone:
+            return await min(self._workers, key=lambda one: len(one.waiting)).ask(item)
+        worker = _Worker(self._config)
+        try:
+            return await worker.ask(item)
+        finally:
+            worker.kill()
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+
+
+class _Worker:
+    """One process, started when it is first asked, and again when it has died."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._starting = asyncio.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.waiting = dict[int, asyncio.Future[dict[str, Any]]]()
+        self._numbers = count()
+
+    async def ask(self, item: dict[str, Any]) -> dict[str, Any]:
+        number, limit_s = next(self._numbers), item["episode_s"] + GRACE_S
+        answer = self.waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(limit_s):
+                async with self._starting:
+                    if self._process is None:
+                        await self._start()
+                self._writer.write(json.dumps(item | {"number": number}).encode() + b"\n")
+                return await answer
+        except TimeoutError:
+            self.kill()
+            raise EOFError(f"its worker hung for {limit_s:g} s") from None
+        finally:
+            del self.waiting[number]
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        arguments = (str(theirs.fileno()), str(self._config.memory_bytes), str(os.getpid()), self._config.name)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "llamarl.parts.episodes.gateway._worker", *arguments],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # what an agent starts ends with it
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
+        self._reading = asyncio.create_task(self._read(reader, self._process))
+
+    async def _read(self, reader: asyncio.StreamReader, process: subprocess.Popen[bytes]) -> None:
+        with suppress(OSError):
+            while line := await reader.readline():
+                said = json.loads(line)
+                if (answer := self.waiting.get(said.pop("number"))) and not answer.done():
+                    answer.set_result(said)
+        if self._process is process:
+            self.kill()
+
+    def kill(self) -> None:
+        """With all that its agents have started; the next episode gets another process."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(STOP_S)
+        self._writer.close()
+        for answer in self.waiting.values():
+            if not answer.done():
+                answer.set_exception(EOFError(f"its worker died with code {process.returncode}"))

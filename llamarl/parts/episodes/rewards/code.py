@@ -1,0 +1,116 @@
+"""Python programs, judged by the tests of their row."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llamarl.parts.episodes.sandbox.judge import Job, Judge
+from llamarl.rewards._base import Reward, invalid, right, wrong
+from llamarl.sandbox.pool import Failure
+from llamarl.types import RewardItem, RewardResult
+
+_FENCE = "```"
+_DEFINITION = re.compile(r"^def (\w+)", re.MULTILINE)
+
+
+@dataclass
+class Code(Reward):
+    """Right when the last closed Python block of the response (without one: the whole response) passes the row's tests.
+
+    A row has `test` and `entry_point` (HumanEval; the program continues the prompt, or follows it), `test_list` with
+    `test_imports` and `test_setup_code` if wished (MBPP), or `tests`, a list of pairs of standard input and output.
+    The program runs where it can only compute, apart from its tests. What fails, or goes over a limit, is WRONG; a row
+    without tests that can be run, or a judge that fails, is INVALID.
+    """
+
+    correct: float = 1.0
+    """Reward of a program that passes all tests."""
+    wrong: float = 0.0
+    """Reward of any other."""
+    workers: int = field(default_factory=lambda: max(2, (os.cpu_count() or 2) // 2))
+    """Programs that run at the same time; by default half as many as there are cores."""
+    cpu_s: int = 5
+    """CPU seconds of a program, and again of its tests; honest ones take milliseconds."""
+    wall_s: float = 30.0
+    """Seconds for one program; generous, as a busy machine is not the policy's fault."""
+    memory_bytes: int = 1 << 29
+    """Address space of a program, and again of its tests."""
+    batch_s: float = 120.0
+    """Seconds for one call of `score`; what is not judged by then is INVALID."""
+
+    def __post_init__(self) -> None:
+        self._judge = Judge(workers=self.workers, cpu_s=self.cpu_s, wall_s=self.wall_s, memory_bytes=self.memory_bytes)
+
+    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        jobs = [_job(item) for item in items]
+        asked = dict.fromkeys(job for job in jobs if isinstance(job, Job))  # equal programs are judged once
+        verdicts = dict(zip(asked, self._judge.judge(list(asked), self.batch_s) if asked else [], strict=True))
+        results = []
+        for job in jobs:
+            verdict = verdicts[job] if isinstance(job, Job) else job
+            if isinstance(verdict, str):
+                results.append(invalid(verdict))
+            elif isinstance(verdict, Failure) or verdict.is_right is None:
+                results.append(invalid(verdict.reason))
+            else:
+                results.append(right(self.correct) if verdict.is_right else wrong(self.wrong, verdict.reason))
+        return results
+
+    def close(self) -> None:
+        self._judge.close()
+
+
+def program_of(response: str) -> str:
+    """The last closed block that is marked as Python; else the last closed one without a mark; else everything."""
+    found: dict[str, str] = {}
+    lines: list[str] = []
+    mark = None
+    for line in response.split("\n"):
+        text = line.strip()
+        if mark is None and text.startswith(_FENCE):
+            mark, lines = text.removeprefix(_FENCE).strip().lower(), []
+        elif mark is not None and text == _FENCE:
+            found["python" if mark in ("py", "python3") else mark] = "\n".join(lines)
+            mark = None
+        else:
+            lines.append(line)
+    return found.get("python", found.get("", response))
+
+
+def _job(item: RewardItem) -> Job | str:
+    """What is to be judged, or why nothing can be."""
+    row, code = item.metadata, program_of(item.response)
+    try:
+        code.encode()
+    except UnicodeEncodeError:  # which no file of Python could hold
+        code = "'not text'"
+    if "test" in row and "entry_point" in row:
+        prompt, test, entry = row.get("prompt", item.prompt), row["test"], row["entry_point"]
+        if all(isinstance(text, str) for text in (prompt, test, entry)):
+            return Job(code=code, prelude=prompt, setup=prompt, tests=test, entry=entry, names=(entry,))
+    elif "test_list" in row:
+        tests, imports, setup = row["test_list"], row.get("test_imports", []), row.get("test_setup_code", "")
+        if tests and _are_texts(tests) and _are_texts(imports) and isinstance(setup, str):
+            names = _builtin_names(item.answer)
+            return Job(code=code, setup="\n".join([*imports, setup]), tests="\n".join(tests), names=names)
+    elif "tests" in row:
+        cases = row["tests"]
+        if cases and isinstance(cases, list) and all(_are_texts(case) and len(case) == 2 for case in cases):
+            return Job(code=code, cases=tuple((text, printed) for text, printed in cases))
+    else:
+        return "the row has no tests: neither `test` and `entry_point`, nor `test_list`, nor `tests`"
+    return "the row's tests are not what `code` reads; see its docstring"
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(value, str) for value in values)
+
+
+def _builtin_names(reference: str) -> tuple[str, ...]:
+    """Names of Python's own that the reference solution defines: the tests then mean the program's."""
+    return tuple(name for name in _DEFINITION.findall(reference) if hasattr(builtins, name))

@@ -1,0 +1,1 @@
+"""A judge of programs that nobody trusts."""

@@ -1,0 +1,134 @@
+"""`llamarl explain RUN.toml [--section.key value ...] [--json]`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from llamarl.cli.options import command_parser, told_of_delay
+from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.config.load import given
+from llamarl.config.section import Section
+from llamarl.controller.buffer import RolloutBuffer
+from llamarl.data.prompts import load_prompts
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.parts.episodes.environments._worker import tools_of
+from llamarl.parts.forecast.cli import plan
+from llamarl.parts.forecast.constants import OF_CORES
+from llamarl.parts.forecast.feasibility import plans
+from llamarl.parts.forecast.hardware import CPU
+from llamarl.parts.hosts.hosting import imagined
+from llamarl.run.folder import RunFolder
+from llamarl.run.placement import place
+from llamarl.run.prepare import check_layout, check_parts, least_memory
+
+EPILOG = "Settings that do nothing beside the others are refused, as by `llamarl train`."
+SAMPLED = 256
+"""Prompts that are read to know how long they are."""
+_UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "steps": "optimizer steps", "_mismatch": "nats",
+          "staleness": "optimizer steps", "tflops": "TFLOP/s"}  # fmt: skip
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    parser = command_parser("explain", "Each setting of a run, where it comes from, and what follows from all.", EPILOG)
+    parser.add_argument("config", metavar="RUN.toml")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    options, overrides = parser.parse_known_args(arguments)
+    config = load_config(options.config, overrides)
+    with told_of_delay("explain"):
+        found = explained(config, options.config, overrides)
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    for row in found["settings"]:
+        unit = f" {row['unit']}" if row["unit"] and row["value"] is not None else ""
+        print(f"{row['name']} = {json.dumps(row['value'])}{unit}  ({row['origin']})\n    {row['meaning']}")
+    follows = found["consequences"].items()
+    print(*(f"\n{name}:\n" + "\n".join(f"  {line}" for line in lines) for name, lines in follows), sep="")
+    return 0
+
+
+def explained(config: RunConfig, path: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """All that is to be said of a run, as one object. Raises ConfigError: it cannot work."""
+    check_parts(config)
+    return {"settings": list(settings(config, *given(path, overrides))), "consequences": consequences(config)}
+
+
+def settings(config: Section, file: set[str], line: set[str], where: str = "", recipe: str = "") -> Iterator[Any]:
+    """Name, value, origin, unit and meaning of each; `file` and `line` are the names that stand there."""
+    recipe = config.recipe if isinstance(config, RunConfig) else recipe
+    for name, field in type(config).model_fields.items():
+        value, dotted = getattr(config, name), where + name
+        if isinstance(value, Section) and isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from settings(value, file, line, f"{dotted}.", recipe)
+            continue
+
+        is_default = not field.is_required() and value == field.get_default(call_default_factory=True)
+        origin = "default" if is_default or not recipe else f"recipe {recipe}"
+        for names, where_from in ((file, "file"), (line, "command line")):
+            if any(f"{one}.".startswith(f"{dotted}.") or dotted.startswith(f"{one}.") for one in names):
+                origin = where_from
+        unit = next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
+        plain = config.model_dump(mode="json", include={name})[name]
+        meaning = " ".join((field.description or "").split())
+        yield {"name": dotted, "value": plain, "origin": origin, "unit": unit, "meaning": meaning}
+
+
+def consequences(config: RunConfig) -> dict[str, list[str]]:
+    """What follows from all settings together, in lines. Raises ConfigError: no layout serves."""
+    if config.cluster.kind == "hosts":
+        hosting, gpus = imagined(config)
+        each = f"with {gpus} GPUs each" if gpus else "without GPUs"
+        table = [f"on hosts {each}; `llamarl doctor --hosts` says it of those that call", *hosting.table()]
+    else:
+        placement = place(config)
+        table = placement.table()
+        if placement.lack:
+            print(f"llamarl: {placement.lack}", file=sys.stderr)
+    rollout, sync = config.rollout, config.weight_sync
+    limit = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
+    folder = RunFolder(Path(config.output, config.name))
+    how = "what is measured to be fastest at the start" if sync.transport == "auto" else sync.transport
+    found = {"executors": table, "files": [f"{path}  {meaning}" for path, meaning in folder.files.items()]}
+    found["staleness"] = [f"tokens are at most {limit} optimizer steps old when they are learnt from"]
+    found["weights"] = [f"travel by {how}{', changes only' if sync.delta else ''}"]
+    if Path(config.model.path).exists() or not config.model.warm_start:  # the warm start makes it on first use
+        shape, warnings = check_layout(config)
+        for warning in warnings:
+            print(f"llamarl: {warning}", file=sys.stderr)
+        sizes = least_memory(config, shape).items()
+        found["memory"] = [f"{name}: at least {size / 2**30:.2f} GiB of this host" for name, size in sizes]
+        found["step time"] = [_step_time(config, shape.max_position_embeddings)]
+    return found
+
+
+def _step_time(config: RunConfig, context: int) -> str:
+    """With prompts as the first ones of the data are, by the profile of the run that was here before, if it has one."""
+    trainer, generator, kind = config.trainer, config.generator, CPU if config.trainer.device == "cpu" else "h100-80g"
+    count = trainer.parallelism.num_ranks * (trainer.threads if kind == CPU else 1)
+    count += generator.replicas * generator.tensor_parallel * (generator.threads if kind == CPU else 1)
+    profile = Path(config.output, config.name, "profile.json")
+    try:
+        tokenizer, tools = Tokenizer(config.model.path), tools_of(config.rollout.environment)
+        prompts = load_prompts(config.data, tokenizer, context, tools=tools, most=SAMPLED).prompts
+        mean = round(fmean(len(prompt.token_ids_T) for prompt in prompts))
+        words = {"--gpus": count, "--gpu": kind, "--prompt-tokens": mean}
+        words |= {"--profile": profile} if profile.exists() else {}
+        request = plan.asked(plan.parser().parse_args([str(word) for pair in words.items() for word in pair]), config)
+        if not profile.exists():
+            constants = OF_CORES if kind == CPU else request.constants
+            constants = replace(constants, recompute=float(trainer.activation_checkpointing))
+            request = replace(request, constants=constants)
+        found = plans(request)[config.rollout.max_staleness > 0]
+    except ConfigError as error:
+        return f"not known: {error}"
+    work = f"prompts of {mean} and responses of {request.lengths.mean_tokens:.0f} tokens on {count} x {kind}"
+    seconds = f"{found.step_s:.3g} s at best" if found else "no layout"
+    source = f"by {profile}" if profile.exists() else "by the tables of `llamarl plan`, not measured here"
+    return f"{seconds} for {work}, {source}"

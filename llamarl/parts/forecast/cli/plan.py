@@ -1,0 +1,124 @@
+"""`llamarl plan --model llama3-405b --gpus 1024 ...`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from llamarl.cli.options import command_parser, write_output
+from llamarl.config import ConfigError, Ref, RunConfig, load_config
+from llamarl.config.schema import DataConfig, RolloutConfig
+from llamarl.parts.forecast.constants import load_profile
+from llamarl.parts.forecast.feasibility import plans
+from llamarl.parts.forecast.hardware import Pool, find_gpu
+from llamarl.parts.forecast.lengths import Lengths
+from llamarl.parts.forecast.pictures import plot_request
+from llamarl.parts.forecast.report import choose, render_plans
+from llamarl.parts.forecast.request import Request
+from llamarl.parts.forecast.run_file import run_toml
+from llamarl.parts.forecast.shapes import find_model
+
+EXAMPLE = """Without --mean-response-tokens or --rollouts, responses are 30 % of the longest on average.
+A profile is a JSON file {"constants": {...}, "gpu": {...}} whose numbers replace the built-in ones."""
+DEFAULTS = RolloutConfig(prompts_per_step=256, group_size=8, max_staleness=4, max_new_tokens=4096)
+"""Work of a step without a run file."""
+WORK = ("prompt_tokens", "prompts_per_step", "group_size", "max_staleness")
+"""Options that replace what a run file says of a step's work."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command's options."""
+    found = command_parser(
+        "plan", "Find the best layout, split and staleness for a model on a cluster, before renting it.", EXAMPLE
+    )
+    add = found.add_argument
+    add("--config", metavar="RUN.toml", help="take model, lengths and batch from a run file; options here win")
+    add("--model", help="llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, qwen3-235b-a22b or a Hugging Face folder")
+    add("--gpus", type=int, required=True, metavar="N", help="GPUs in the cluster")
+    add(
+        "--gpu",
+        default="h100-80g",
+        metavar="KIND",
+        help="h100-80g, h200-141g, a100-80g, l40s-48g, b200, cpu-core (h100-80g)",
+    )
+    add("--second-gpus", type=int, metavar="N", help="a second pool of another kind")
+    add("--second-gpu", default="l40s-48g", metavar="KIND", help="kind of the second pool (l40s-48g)")
+    add("--price", type=float, metavar="USD", help="per GPU-hour (from the table)")
+    add("--second-price", type=float, metavar="USD", help="per GPU-hour of the second pool (from the table)")
+    add("--prompt-tokens", type=int, metavar="N", help="prompt length (512)")
+    add("--response-tokens", type=int, metavar="N", help="longest response (4096)")
+    add("--mean-response-tokens", type=float, metavar="N", help="mean response (30 %% of the longest)")
+    add("--response-sigma", type=float, default=0.7, metavar="S", help="log-deviation of the response length (0.7)")
+    add("--rollouts", metavar="FILE", help="take response lengths from a run's rollouts.jsonl")
+    add("--prompts-per-step", type=int, metavar="P", help="groups per optimizer step (256)")
+    add("--group-size", type=int, metavar="G", help="responses per prompt (8)")
+    add("--max-staleness", type=int, metavar="S", help="largest staleness to consider (4)")
+    add("--profile", metavar="FILE", help="measured constants of your machine, JSON")
+    add("--output", metavar="RUN.toml", help="write the better plan as a run file")
+    add("--data", default="train.jsonl", metavar="FILE", help="training prompts, for --output (train.jsonl)")
+    add("--plot", metavar="FOLDER", help="draw the split sweep and the staleness curve (needs matplotlib)")
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    options = parser().parse_args(arguments)
+    base = load_config(options.config) if options.config else None
+    request = asked(options, base)
+    synchronous, asynchronous = plans(request)
+    print(render_plans(request, synchronous, asynchronous))
+    plan = choose(synchronous, asynchronous)
+    if options.output:
+        model_path = options.model or (base.model.path if base else "")
+        text = run_toml(plan, model_path=model_path, data_path=options.data, base=base)
+        write_output(Path(options.output), text)
+        print(f"wrote {options.output}")
+    if options.plot:
+        for path in plot_request(Path(options.plot), request, max(1, plan.staleness)):
+            print(f"wrote {path}")
+    return 0
+
+
+def asked(options: argparse.Namespace, base: RunConfig | None) -> Request:
+    """What is to be planned. Raises ConfigError."""
+    model = options.model or (base.model.path if base else None)
+    if not model:
+        raise ConfigError("no model to plan for; give --model NAME or --config RUN.toml")
+    profile = load_profile(options.profile)
+    kinds = [(options.gpu, options.gpus, options.price)]
+    if options.second_gpus is not None:
+        kinds.append((options.second_gpu, options.second_gpus, options.second_price))
+    if len(kinds) > 1 and profile.gpu:
+        raise ConfigError(f"{options.profile} measures one kind of GPU, not two pools; leave out its `gpu` part")
+    pools = []
+    for kind, count, price in kinds:
+        gpu = profile.device(find_gpu(kind))
+        if price is not None and not 0 <= price < float("inf"):
+            raise ConfigError(f"{price} US dollars per GPU-hour is no price; use 0 or more")
+        pools.append(Pool(gpu=gpu if price is None else replace(gpu, price=price), count=count))
+    rollout = base.rollout if base else DEFAULTS
+    given = {name: getattr(options, name) for name in WORK if getattr(options, name) is not None}
+    limit = options.response_tokens if options.response_tokens is not None else rollout.max_new_tokens
+    request = Request.of_run(
+        base.data if base else DataConfig(train=Ref(name="jsonl"), max_prompt_tokens=512),
+        rollout,
+        model=find_model(model),
+        lengths=_lengths(options, limit),
+        pools=tuple(pools),
+        constants=profile.constants,
+        **given,
+    )
+    request.check()
+    return request
+
+
+def _lengths(options: argparse.Namespace, limit: int) -> Lengths:
+    if options.rollouts:
+        return Lengths.from_rollouts(options.rollouts)
+    if limit < 1:
+        raise ConfigError(f"`--response-tokens {limit}` asks for nothing; use 1 or more")
+    if not 0 <= options.response_sigma < 10:
+        raise ConfigError(f"`--response-sigma {options.response_sigma}` is no log-deviation; use 0 to 3")
+    return Lengths.lognormal(mean_tokens=options.mean_response_tokens, sigma=options.response_sigma, limit_tokens=limit)

@@ -1,0 +1,99 @@
+"""`llamarl simulate RUN.toml --gpus 16384 --faults ... [--section.key value ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from llamarl.cli.main import FAILURE
+from llamarl.cli.options import command_parser
+from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.config.schema import CheckpointConfig
+from llamarl.observability.accounting import write_trace
+from llamarl.observability.files import write_atomically
+from llamarl.parts.forecast.constants import Constants
+from llamarl.parts.forecast.costs import Costs
+from llamarl.parts.forecast.feasibility import plans
+from llamarl.parts.forecast.hardware import Pool, find_gpu
+from llamarl.parts.forecast.lengths import SIGMA, Lengths
+from llamarl.parts.forecast.pictures import TRACE_GENERATORS, chosen, write_html, write_png
+from llamarl.parts.forecast.report import render_simulation, summary
+from llamarl.parts.forecast.request import Request
+from llamarl.parts.forecast.shapes import find_model
+from llamarl.parts.forecast.simulator.faults import HELP, Faults
+from llamarl.parts.forecast.simulator.run import simulate
+from llamarl.parts.forecast.simulator.split import choose_split
+from llamarl.run.folder import prepare_run_folder
+
+EPILOG = """Runs the real controller under a virtual clock over simulated executors; needs neither GPUs nor torch.
+Costs come from --costs (a JSON file), from the planner (--model and --gpu), or are those of a 70B model on H100s.
+Every setting of the run file can be overridden: --rollout.max_staleness 2 --cluster.on_failure.generator respawn.
+Exit codes: 0 all steps done, 1 the simulated run failed, 2 a setting cannot work."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser("simulate", "Simulate a run on a cluster of any size.", EPILOG)
+    add = parser.add_argument
+    add("config", metavar="RUN.toml")
+    add("--gpus", type=int, metavar="N", help="GPUs of the cluster (twice those of the run's generators)")
+    add("--trainer-gpus", type=int, metavar="N", help="GPUs of the trainer (the split with the shortest step)")
+    add("--faults", default="", metavar="LIST", help=HELP)
+    add("--costs", metavar="FILE", help="how long things take, a JSON file")
+    add("--model", metavar="NAME", help="let the planner say how long things take for this model, e.g. llama3-405b")
+    add("--gpu", metavar="KIND", help="with --model: the kind of GPU (h100-80g)")
+    add("--png", nargs="?", const="", metavar="FILE", help="draw it too, to timeline.png or FILE (needs matplotlib)")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    options, overrides = _parser().parse_known_args(arguments)
+    config = load_config(options.config, overrides)
+
+    if options.gpu and not options.model:
+        raise ConfigError("--gpu chooses the kind of GPU for the planner; give --model NAME, or --gpus N for a number")
+    if options.model and options.costs:
+        raise ConfigError("--model and --costs both say how long things take; give one")
+    costs = Costs.load(options.costs) if options.costs else Costs()
+    if options.model:
+        config, costs = _planned(options, config)
+    split = choose_split(config, costs, options.gpus, options.trainer_gpus)
+    faults = Faults.parse(options.faults, split.replicas)
+    config = config.model_copy(update={"name": f"{config.name}-simulation", "checkpoint": CheckpointConfig()})
+    folder = prepare_run_folder(config, resume=False, overwrite=True)
+    simulation = simulate(config, costs, faults, split, folder.metrics)
+    print(render_simulation(simulation))
+    write_atomically(folder.summary, json.dumps(summary(simulation), indent=2) + "\n")
+    write_trace(folder.trace, chosen(simulation.spans, TRACE_GENERATORS))
+    costs.save(folder.path / "costs.json")
+    write_html(folder.path / "timeline.html", simulation)
+    if options.png is not None:
+        write_png(Path(options.png or folder.path / "timeline.png"), simulation)
+    names = sorted(path.name for path in folder.path.iterdir() if path.is_file() and path.name[0] != ".")
+    print(f"files        {folder.path}: {', '.join(names)}")
+    return 0 if simulation.end == "finished" else FAILURE
+
+
+def _planned(options: argparse.Namespace, config: RunConfig) -> tuple[RunConfig, Costs]:
+    """The planner's costs for the model, and its number of rollouts that a generator decodes at once."""
+    if options.gpus is None:
+        raise ConfigError("--model asks the planner, which needs the size of the cluster; give --gpus N")
+    rollout = config.rollout
+    request = Request.of_run(
+        config.data,
+        rollout,
+        model=find_model(options.model),
+        lengths=Lengths.lognormal(limit_tokens=rollout.max_new_tokens),
+        pools=(Pool(gpu=find_gpu(options.gpu or "h100-80g"), count=options.gpus),),
+        constants=Constants(),
+    )
+    request.check()
+    _, plan = plans(request)
+    if plan is None:
+        raise ConfigError(f"no asynchronous split of {options.model} fits {options.gpus} GPUs; see llamarl plan")
+    generator = config.generator.model_copy(update={"max_running": plan.generator.slots})
+    costs = replace(Costs.from_plan(plan), response_sigma=SIGMA)
+    return config.model_copy(update={"generator": generator}), costs

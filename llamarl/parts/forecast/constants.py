@@ -1,0 +1,91 @@
+"""What data sheets do not say: shares of the peak that software reaches, latencies, bytes. A profile overrides any."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from llamarl.config import make_record, read_json
+from llamarl.parts.forecast.hardware import GPUS, Count, Gpu, Positive, ZeroOrMore
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constants:
+    """Defaults are typical of Hopper clusters; sources stand with each."""
+
+    train_efficiency: Positive = 0.55
+    """Share of peak FLOPs in the trainer's kernels, communication apart. Llama 3 405B reached 38-43 % with
+    communication and bubbles (arXiv 2407.21783, table 4), which leaves about 55 % for the kernels alone."""
+    prefill_efficiency: Positive = 0.5
+    """Share of peak FLOPs in prefill and in compute-bound decode."""
+    half_efficiency_tokens: ZeroOrMore = 128.0
+    """Tokens per GPU and microbatch at which matrix products reach half of `train_efficiency`: the ridge point of an
+    H100 is 295 FLOPs per byte, so products of fewer tokens are bound by reading the weights."""
+    bandwidth_efficiency: Positive = 0.75
+    """Share of memory bandwidth that decode reaches: vLLM's CPU build was measured at 68-89 % of it with
+    100M parameters; GPU kernels are assumed to do as well."""
+    link_efficiency: Positive = 0.8
+    """Share of link bandwidth in large collectives (NCCL tests: 360-370 of 450 GB/s on NVLink 4)."""
+    node_latency_s: ZeroOrMore = 10e-6
+    """One small all-reduce inside a node (NCCL or custom one-shot kernels: 5-15 us)."""
+    network_latency_s: ZeroOrMore = 20e-6
+    """One more level of a small all-reduce tree across nodes, each way."""
+    decode_overhead_s: ZeroOrMore = 2e-3
+    """Host and launch time of one decode step: scheduler, sampler, CUDA graph replay."""
+    microbatch_overhead_s: ZeroOrMore = 20e-3
+    """Host time of one microbatch: packing, copies, launches."""
+    step_overhead_s: ZeroOrMore = 0.5
+    """Time of one optimizer step that does not grow with the model: last rewards, packing, metrics, barriers."""
+    fsdp_overlap: ZeroOrMore = 0.9
+    """Share of the trainer's compute time behind which weight gathers can hide."""
+    recompute: ZeroOrMore = 1.0
+    """Forward passes repeated in backward: 1 is full activation checkpointing."""
+    state_bytes: Positive = 16.0
+    """Trainer bytes per parameter: float32 master weight, gradient and two Adam moments (ZeRO, arXiv 1910.02054)."""
+    optimizer_traffic_bytes: Positive = 28.0
+    """Bytes read and written per parameter by AdamW: reads weight, gradient, two moments; writes three of them."""
+    activation_bytes: Positive = 34.0
+    """Working bytes per token and hidden unit of the one layer that is recomputed (arXiv 2205.05198, eq. 2, with fused
+    attention)."""
+    logit_chunk_tokens: Count = 1024
+    """Tokens whose logits exist at once: log-probs are chunked."""
+    weight_copies: Count = 2
+    """Weight buffers of a generator: one serves while the other is written."""
+    reserved_share: Annotated[float, Field(ge=0, lt=1, strict=True)] = 0.08
+    """Device memory kept for the CUDA context, communication buffers and fragmentation."""
+
+
+OF_CORES = Constants(step_overhead_s=0.02, microbatch_overhead_s=1e-3, decode_overhead_s=1e-3)
+"""Of CPU cores, where nothing is launched; from the profile of the demo: 9 ms a call, 0.9 ms a decode step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """Measured numbers of one machine; whatever is missing keeps its default."""
+
+    constants: Constants = field(default_factory=Constants)
+    gpu: dict[str, Any] = field(default_factory=dict)
+    """Fields of `Gpu` to replace."""
+    costs: dict[str, Any] = field(default_factory=dict)
+    """For the simulator, see `Costs`."""
+    run: dict[str, Any] = field(default_factory=dict)
+    """What was measured, for people."""
+
+    def device(self, gpu: Gpu) -> Gpu:
+        """`gpu` with the measured fields."""
+        return replace(gpu, **self.gpu)
+
+
+def load_profile(path: str | Path | None) -> Profile:
+    """The profile in a JSON file `{"constants": {...}, "gpu": {...}}`; None gives the defaults. Raises ConfigError."""
+    if path is None:
+        return Profile()
+    data = read_json(path, "give a profile, {'constants': {...}, 'gpu': {...}}")
+    given = data.get("constants", {})
+    constants = make_record(Constants, given, "constants", str(path)) if isinstance(given, dict) else given
+    profile = make_record(Profile, data | {"constants": constants}, "profile", str(path))
+    make_record(Gpu, asdict(GPUS["cpu-core"]) | profile.gpu, "gpu", str(path))  # checks names and ranges
+    return profile

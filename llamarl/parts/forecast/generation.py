@@ -1,0 +1,138 @@
+"""Time and memory of generating one step's responses. Columns: L candidates, float64 or int64 [L]; C length cells."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llamarl.parts.forecast.candidates import Generators, sum_parts
+from llamarl.parts.forecast.hardware import BF16, Pool
+from llamarl.parts.forecast.links import collective_bandwidth, small_reduction_s
+from llamarl.parts.forecast.request import Request, Rules
+
+
+def token_flops(request: Request, context_tokens: float) -> float:
+    """FLOPs of one token behind so many others."""
+    return 2.0 * request.model.matmul_parameters + request.model.attention_flops(context_tokens)
+
+
+def prompt_flops(request: Request) -> float:
+    """FLOPs to prefill one prompt."""
+    return request.prompt_tokens * token_flops(request, request.prompt_tokens / 2)
+
+
+def decode_parts(
+    request: Request, pool: Pool, generators: Generators, *, active: np.ndarray, context_tokens: float
+) -> dict[str, np.ndarray]:
+    """Seconds of one decode step of one replica with `active` responses, by cause. Reading and multiplying overlap.
+
+    weights: bytes that are read / memory bandwidth; of E experts a batch of c touches E (1 - (1 - k/E)^c). kv: keys and
+    values of the active responses; a head cannot be split, so at most `num_kv_heads` ways. compute: what the matrix
+    products take beyond that. tensor: two all-reduces per layer, latency plus bytes. overhead: host time per step.
+    (Pope et al., arXiv 2211.05102, sections 2 and 3.)
+    """
+    model, constants, gpu = request.model, request.constants, pool.gpu
+    tp, weight_bytes = generators.tp_L, generators.weight_bytes_L
+    bandwidth = gpu.memory_bandwidth * constants.bandwidth_efficiency
+    share = model.experts_per_token / model.num_experts
+    touched = model.num_experts * (1 - (1 - share) ** active) if model.num_experts > 1 else 1
+    layer = model.attention_parameters + touched * model.expert_parameters
+    weights = (model.num_layers * layer + model.vocab_size * model.hidden_size) * weight_bytes / tp / bandwidth
+    kv_bytes = model.num_layers * model.kv_width * BF16 / np.minimum(tp, model.num_kv_heads)
+    kv = active * context_tokens * kv_bytes / bandwidth
+    peak = np.where(weight_bytes == BF16, gpu.bf16_flops, gpu.fp8_flops or gpu.bf16_flops)
+    compute = active * token_flops(request, context_tokens) / tp / (peak * constants.prefill_efficiency)
+    bytes_moved = 2 * (tp - 1) / tp * active * model.hidden_size * BF16
+    reduction = small_reduction_s(gpu, constants, tp) + bytes_moved / collective_bandwidth(gpu, constants, tp, inner=1)
+    return {
+        "weights": weights,
+        "kv": kv,
+        "compute": np.maximum(0.0, compute - weights - kv),
+        "tensor": 2 * model.num_layers * reduction,
+        "overhead": np.broadcast_to(np.float64(constants.decode_overhead_s), np.shape(kv)),
+    }
+
+
+def steady_context_tokens(request: Request) -> float:
+    """Mean context of a busy slot: the prompt and E[L^2] / (2 E[L]) of the response (renewal theory)."""
+    return request.prompt_tokens + request.lengths.square_tokens / (2 * request.lengths.mean_tokens)
+
+
+def steady_parts(request: Request, pool: Pool, generators: Generators) -> dict[str, np.ndarray]:
+    """`decode_parts` of a step with every slot busy."""
+    context_tokens = steady_context_tokens(request)
+    return decode_parts(request, pool, generators, active=generators.slots_L, context_tokens=context_tokens)
+
+
+def drain_s(request: Request, pool: Pool, generators: Generators) -> np.ndarray:
+    """Seconds in which `slots` fresh responses end, the longest of the whole step among them.
+
+    Integral of the decode time over t, with slots x S(t) responses active (at least one) up to E[max of B0].
+    """
+    lengths = request.lengths
+    longest = lengths.longest_tokens(request.num_samples)
+    span_C = np.clip(longest / lengths.cell_tokens - np.arange(len(lengths.middles_C)), 0, 1) * lengths.cell_tokens
+    total = np.zeros(len(generators.slots_L))
+    for middle, survival, span in zip(lengths.middles_C, lengths.survival_C, span_C, strict=True):
+        if span > 0:
+            active, context_tokens = np.maximum(1.0, generators.slots_L * survival), request.prompt_tokens + middle
+            parts = decode_parts(request, pool, generators, active=active, context_tokens=context_tokens)
+            total += span * sum_parts(parts)
+    return total
+
+
+def generation_parts(request: Request, pool: Pool, generators: Generators, rules: Rules) -> dict[str, np.ndarray]:
+    """Seconds for one step's responses, by cause; they add up.
+
+    decode: (samples per replica / slots) x mean length x decode step. stragglers: without partial rollouts the phase
+    ends with its longest response: (n/c - 1) x mean x step + drain, less the line above. prefill: each prompt once per
+    group. sync: adopting new weights, a shard per GPU over its network link, which is what the receiving side of
+    `sync.priced` takes; without direct sync all of them go through one node first.
+    """
+    constants, gpu = request.constants, pool.gpu
+    slots, replicas, tp = generators.slots_L, generators.replicas_L, generators.tp_L
+    step = sum_parts(steady_parts(request, pool, generators))
+    mean = request.lengths.mean_tokens
+    if rules.partial_rollouts:
+        decode = request.num_samples / replicas / slots * mean * step
+        stragglers = np.zeros_like(decode)
+    else:
+        per_replica = np.ceil(request.num_samples / replicas)
+        decode = per_replica / slots * mean * step
+        drain = _by_state(request, pool, generators)
+        stragglers = np.maximum(0.0, (per_replica / slots - 1) * mean * step + drain - decode)
+    peak = np.where(generators.weight_bytes_L == BF16, gpu.bf16_flops, gpu.fp8_flops or gpu.bf16_flops)
+    prompts = (
+        request.prompts_per_step / replicas if rules.partial_rollouts else np.ceil(request.prompts_per_step / replicas)
+    )
+    weights = request.model.num_parameters * generators.weight_bytes_L
+    network = gpu.network_bandwidth * constants.link_efficiency
+    through_node = 0.0 if rules.direct_sync else 1 / (network * gpu.node_gpus)
+    return {
+        "decode": decode,
+        "stragglers": stragglers,
+        "prefill": prompts * prompt_flops(request) / tp / (peak * constants.prefill_efficiency),
+        "sync": weights * (1 / (tp * network) + through_node),
+    }
+
+
+def _by_state(request: Request, pool: Pool, generators: Generators) -> np.ndarray:
+    """`drain_s`, computed once per distinct (tp, slots, weight bytes): replicas do not matter."""
+    key = (generators.tp_L * 4 + generators.weight_bytes_L) * 10**9 + generators.slots_L
+    _, first, back = np.unique(key, return_index=True, return_inverse=True)
+    return drain_s(request, pool, generators.take(first))[back]
+
+
+def generation_memory(request: Request, generators: Generators, *, resident_weights: bool) -> dict[str, np.ndarray]:
+    """Bytes per GPU, by part. weights: `weight_copies` buffers (none when the trainer's own weights serve). kv: prompt
+    and held tokens of every slot; a key/value head cannot be split, so beyond `num_kv_heads` ranks it is repeated.
+    Prompts shared by a group are counted once per response, which is on the safe side.
+    """
+    model = request.model
+    copies = 0 if resident_weights else request.constants.weight_copies
+    kv_bytes = model.num_layers * model.kv_width * BF16 / np.minimum(generators.tp_L, model.num_kv_heads)
+    # Three deviations of the mean over slots, and never less room than the longest response needs.
+    held, spread = request.lengths.held_tokens, np.sqrt(max(0.0, request.lengths.square_tokens) / generators.slots_L)
+    response = np.minimum(request.lengths.limit_tokens, held + 3 * spread)
+    tokens = generators.slots_L * (request.prompt_tokens + response)
+    weights = copies * model.num_parameters * generators.weight_bytes_L / generators.tp_L
+    return {"weights": weights, "kv": tokens * kv_bytes}

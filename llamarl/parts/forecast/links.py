@@ -1,0 +1,31 @@
+"""Collectives over NVLink and the network."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llamarl.parts.forecast.constants import Constants
+from llamarl.parts.forecast.hardware import Gpu
+
+
+def collective_bandwidth(gpu: Gpu, constants: Constants, size: np.ndarray, inner: np.ndarray | int) -> np.ndarray:
+    """Bytes per second and GPU of a large ring collective over `size` ranks that stand `inner` GPUs apart.
+
+    Inside a node it is the node's link. Across nodes the ring enters each node once, over the adapters of all the
+    group's GPUs there, so the network counts as many times as the group has members in a node (NCCL's bus bandwidth).
+    """
+    members = np.clip(gpu.node_gpus // np.maximum(inner, 1), 1, np.maximum(size, 1))
+    is_inside = size * inner <= gpu.node_gpus
+    across = np.minimum(gpu.node_bandwidth, gpu.network_bandwidth * members)
+    return np.where(is_inside, gpu.node_bandwidth, across) * constants.link_efficiency
+
+
+def small_reduction_s(gpu: Gpu, constants: Constants, size: np.ndarray) -> np.ndarray:
+    """Seconds before the first byte of an all-reduce over `size` neighbors: a hop in the node, then a tree of nodes.
+
+    Zero for one rank; `node_latency_s` inside a node; two network hops more per tree level above (alpha-beta model,
+    Thakur et al. 2005).
+    """
+    nodes = np.ceil(size / gpu.node_gpus)
+    tree = 2 * np.ceil(np.log2(nodes)) * constants.network_latency_s
+    return (size > 1) * constants.node_latency_s + tree

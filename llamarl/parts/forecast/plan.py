@@ -1,0 +1,147 @@
+"""The answer: a layout for trainer and generators with its predicted times, memory and cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamarl.parts.forecast.hardware import FP8, Pool
+from llamarl.parts.forecast.request import Request, Rules
+
+CAUSES = {
+    "compute": "compute",
+    "weights": "memory bandwidth (weights)",
+    "kv": "memory bandwidth (KV cache)",
+    "tensor": "interconnect (tensor parallel)",
+    "fsdp": "interconnect (weight gathers)",
+    "context": "interconnect (context parallel)",
+    "pipeline": "pipeline bubble",
+    "optimizer": "memory bandwidth (optimizer)",
+    "overhead": "host overhead",
+    "stragglers": "longest response",
+    "prefill": "compute (prefill)",
+    "sync": "interconnect (weight sync)",
+    "publish": "memory bandwidth (weight sync)",
+}
+"""What binds an executor, by the largest part of its time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorPlan:
+    """What trainer and generators have in common."""
+
+    pool: Pool
+    tp: int
+    time_parts: dict[str, float]
+    """Seconds per step, by cause; of generators with the decode step split up."""
+    memory_parts: dict[str, float]
+    """Bytes per GPU, by part."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work per step."""
+        return sum(self.time_parts.values())
+
+    @property
+    def binds(self) -> str:
+        """What the time is mostly made of."""
+        return CAUSES[max(self.time_parts, key=lambda name: self.time_parts[name])]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerPlan(ExecutorPlan):
+    """The trainer's part."""
+
+    cp: int
+    pp: int
+    dp: int
+    microbatch_tokens: int
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GeneratorPlan(ExecutorPlan):
+    """The generators' part."""
+
+    replicas: int
+    slots: int
+    """Responses that one replica decodes at once."""
+    weight_bytes: int
+    latency_s: float
+    """Seconds from the first to the last token of the longest response of a step."""
+    memory_full: bool
+    """More slots would not fit, though more responses are waiting."""
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.replicas
+
+    @property
+    def precision(self) -> str:
+        return "fp8" if self.weight_bytes == FP8 else "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One placement of a request."""
+
+    request: Request
+    rules: Rules
+    trainer: TrainerPlan
+    generator: GeneratorPlan
+    staleness: int
+    """S that the run needs; 0 is synchronous."""
+    sync: str = ""
+    """Way of the weights from trainer to generators, and why; empty until they have been priced."""
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds per optimizer step, see `solver`."""
+        train_s, generate_s = self.trainer.busy_s, self.generator.busy_s
+        if not self.rules.overlap:
+            return train_s + generate_s
+        latency_s = self.generator.latency_s if self.rules.partial_rollouts else 0.0
+        return max(train_s, generate_s, (latency_s + train_s) / (self.staleness + 1))
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.request.num_samples / self.step_s
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in use: the sum of both executors, or the larger one when they share."""
+        both = (self.trainer.gpus, self.generator.gpus)
+        return sum(both) if self.rules.overlap else max(both)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Most memory that one GPU needs at a time, under the rule of the placement."""
+        trainer, generator = self.trainer.memory_parts, self.generator.memory_parts
+        if self.rules.own_memory:
+            return max(sum(trainer.values()), sum(generator.values()))
+        if not self.rules.own_parallelism:
+            return sum(trainer.values()) + sum(generator.values())
+        training = sum(trainer.values()) - trainer["state"]
+        return trainer["state"] + generator["weights"] + max(training, generator["kv"])
+
+    @property
+    def dollars_per_hour(self) -> float:
+        """Price of the GPUs in use."""
+        if not self.rules.overlap:
+            return self.gpus * self.trainer.pool.gpu.price
+        return self.trainer.gpus * self.trainer.pool.gpu.price + self.generator.gpus * self.generator.pool.gpu.price
+
+    @property
+    def dollars_per_million_samples(self) -> float:
+        return self.dollars_per_hour / 3600 * 1e6 / self.samples_per_s
+
+    @property
+    def step_binds(self) -> str:
+        """What decides the step time."""
+        if not self.rules.overlap:
+            return "both phases in turn"
+        if self.step_s > 1.001 * max(self.trainer.busy_s, self.generator.busy_s):
+            return f"staleness {self.staleness}: the longest response takes {self.generator.latency_s:.1f} s"
+        return "trainer" if self.trainer.busy_s >= self.generator.busy_s else "generators"

@@ -1,0 +1,280 @@
+"""A short real run as measured constants: costs for the simulator, efficiencies for the planner.
+
+Fits leave disturbed steps out. Seconds of trainer and generators are processor time on a CPU, hence nearly free of
+whoever else used the cores; the simulation puts that sharing back.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llamarl.config import ConfigError
+from llamarl.observability.spans import Span
+from llamarl.parts.forecast.constants import Constants
+from llamarl.parts.forecast.costs import SAVED_BYTES, Costs
+from llamarl.parts.forecast.generation import prompt_flops, steady_context_tokens, token_flops
+from llamarl.parts.forecast.hardware import BF16, CPU, GPUS, Gpu, Pool
+from llamarl.parts.forecast.lengths import Lengths
+from llamarl.parts.forecast.recorded import RecordedRun
+from llamarl.parts.forecast.request import Request
+from llamarl.parts.forecast.shapes import find_model
+from llamarl.parts.forecast.simulator.faults import Faults
+from llamarl.parts.forecast.simulator.run import simulate
+from llamarl.parts.forecast.simulator.split import choose_split
+from llamarl.parts.forecast.training import step_flops
+
+UNLIMITED_BANDWIDTH = 1e18
+"""On CPUs reading the weights is not measured apart from the rest of a forward, so it is no part of its own."""
+LEAST_S = 1e-9
+"""What a fit that ends at or below zero becomes."""
+DISTURBED = 3.0
+"""A step that takes so many times longer than its simulation, compared with the other steps, had the machine taken."""
+TRIMMED = 0.1
+"""Share of the shortest and of the longest spans that a mean leaves out."""
+
+
+def make_profile(run: RecordedRun, *, cores: float, gpu: str | None) -> dict[str, Any]:
+    """What `llamarl plan --profile` and `llamarl simulate --costs` read.
+
+    Args:
+        cores: of the machine, shared by executors on `cpu`.
+        gpu: kind of the device when it is none of these cores.
+
+    Raises:
+        ConfigError: the run was on GPUs and nobody says of which kind, or something cannot be measured.
+    """
+    devices = {run.config.trainer.device, run.config.generator.device}
+    if gpu is None and devices != {"cpu"}:
+        raise ConfigError(
+            f"{run.path} ran on {run.config.trainer.device!r}; say on which kind, --gpu h100-80g for example"
+        )
+    if gpu is not None and gpu not in GPUS:
+        raise ConfigError(f"`--gpu {gpu}` is not in the table; known: {', '.join(GPUS)}")
+    costs = replace(measure(run), cores=cores if "cpu" in devices else 0)
+    costs = replace(costs, contention=_contention(run, costs))
+    constants, device = planner_constants(run, costs, None if devices == {"cpu"} else GPUS[gpu or CPU], cores)
+    described = {"path": str(run.path), "steps": len(run.counters["train_s"]) + 1, "device": gpu or CPU, "cores": cores}
+    return {"run": described, "constants": constants, "gpu": device, "costs": asdict(costs)}
+
+
+def _contention(run: RecordedRun, costs: Costs) -> float:
+    """With which a simulation takes as long as the run, disturbed steps apart; at least 1; 1 where none is possible."""
+    config = run.config.model_copy(update={"steps": len(run.step_s) + 1})
+
+    def step_s(contention: float) -> np.ndarray:
+        with tempfile.TemporaryDirectory() as folder:
+            split, given = choose_split(config, costs, None, None), replace(costs, contention=contention)
+            return simulate(config, given, Faults(), split, Path(folder) / "metrics.jsonl").step_s
+
+    try:
+        without_s, twice_s = step_s(1.0), step_s(2.0)
+    except ConfigError:  # executors that only a real run has
+        return 1.0
+    undisturbed = run.step_s < DISTURBED * without_s * float(np.median(run.step_s / without_s))
+    longer_s, most_s = ((one - without_s)[undisturbed].sum() for one in (run.step_s, twice_s))
+    return 1 + max(0.0, float(longer_s / most_s)) if most_s > 0 else 1.0
+
+
+def measure(run: RecordedRun) -> Costs:
+    """All fits of a run. Raises ConfigError: the trace lacks the work of an executor."""
+    decode_base_s, decode_per_rollout_s, prefill_token_s = _forward(run)
+    train_base_s, train_token_s = robust_line(run.counters["num_input_tokens"], run.counters["train_s"])
+    trains, publishes = _spans(run, "trainer", "train"), _spans(run, "trainer", "weight_sync")
+    generators = [name for name in run.spans if name.startswith("generator")]
+    adopts_s = [_length_s(span) for name in generators for span in _spans(run, name, "weight_sync")]
+    if len(trains) < 2 or not publishes or not adopts_s:
+        raise ConfigError(f"{run.path / 'trace.json'} shows no training with weight sync; profile a whole run")
+    rollout = run.config.rollout
+    samples = rollout.prompts_per_step * rollout.group_size
+    start_s, end_s = trains[0].start_s, trains[-1].start_s
+    scores = [span for span in _spans(run, "reward", "score") if start_s <= span.start_s < end_s]
+    scores_s = np.sort([_length_s(span) for span in scores])
+    cut = math.floor(TRIMMED * len(scores_s))
+    pause_s = sum(adopts_s) / len(publishes) / len(generators)
+    adopt_s = min(pause_s, float(np.median(run.counters["fetch_s"])))
+    background_s, call_s = robust_line(run.counters["calls"], _background_s(run))
+    score_s = float(scores_s[cut : len(scores_s) - cut].mean()) if len(scores_s) else 0.0
+    return Costs(
+        generator_gpus=1,
+        trainer_gpus=1,
+        decode_base_s=decode_base_s,
+        decode_per_rollout_s=decode_per_rollout_s,
+        prefill_token_s=prefill_token_s,
+        train_base_s=train_base_s,
+        train_token_gpu_s=train_token_s,
+        publish_s=float(np.median([_length_s(span) for span in publishes])),
+        adopt_s=adopt_s,
+        probe_s=pause_s - adopt_s,
+        save_bytes=SAVED_BYTES * find_model(run.config.model.path).num_parameters,
+        score_s=score_s * len(scores_s) / ((len(trains) - 1) * samples),
+        score_workers=1,  # the seconds of a response are what it adds to a call, workers included
+        prompt_tokens=_prompt_tokens(run),
+        measured_groups=tuple(map(tuple, run.groups)),
+        skips_equal_rewards=run.skips_equal_rewards,
+        call_s=_call_s(trains, publishes),
+        controller_call_s=call_s,
+        controller_rollout_s=background_s / samples,
+    )
+
+
+def planner_constants(
+    run: RecordedRun, costs: Costs, gpu: Gpu | None, cores: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """`constants` and `gpu` with which the planner's formulas give the measured seconds for the run's own work.
+
+    Peak FLOPs of a CPU core are what training reached, so that its efficiency is 1. Skipped samples and prompts that a
+    group shares make training look faster than it is; that stays in the efficiency.
+    """
+    default = Constants()
+    request = run_request(run, replace(default, recompute=0.0))
+    inputs = float(run.counters["num_input_tokens"].mean())
+    flops_per_s = step_flops(request) / (costs.train_token_gpu_s * inputs)
+    constants = {
+        "recompute": 0.0,
+        "half_efficiency_tokens": 0.0,
+        "microbatch_overhead_s": 0.0,
+        "step_overhead_s": costs.train_base_s,
+    }
+    if gpu is not None:
+        weights_s = request.model.num_parameters * BF16 / (gpu.memory_bandwidth * default.bandwidth_efficiency)
+        prompt_s = request.prompt_tokens * costs.prefill_token_s
+        return constants | {
+            "train_efficiency": flops_per_s / gpu.bf16_flops,
+            "prefill_efficiency": prompt_flops(request) / prompt_s / gpu.bf16_flops,
+            "decode_overhead_s": max(0.0, costs.decode_base_s - weights_s),
+        }, {}
+    responses, prompts = request.num_samples * request.lengths.mean_tokens, request.prompts_per_step
+    flops = responses * token_flops(request, steady_context_tokens(request)) + prompts * prompt_flops(request)
+    prompts *= request.prompt_tokens
+    seconds = responses * costs.decode_per_rollout_s + prompts * costs.prefill_token_s
+    link = request.model.num_parameters * BF16 / (max(costs.publish_s, LEAST_S) * default.link_efficiency)
+    return constants | {
+        "train_efficiency": 1.0,
+        "prefill_efficiency": flops / seconds / flops_per_s,
+        "decode_overhead_s": costs.decode_base_s,
+    }, {
+        "bf16_flops": flops_per_s,
+        "memory_bandwidth": UNLIMITED_BANDWIDTH,
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / cores,
+        "node_gpus": max(1, round(cores)),
+        "node_bandwidth": link,
+        "network_bandwidth": link,
+    }
+
+
+def run_request(run: RecordedRun, constants: Constants, pools: tuple[Pool, ...] = ()) -> Request:
+    """The run's own work as the planner sees it."""
+    tokens = np.array([tokens for group in run.groups for tokens, _ in group], dtype=np.float64)
+    return Request.of_run(
+        run.config.data,
+        run.config.rollout,
+        model=find_model(run.config.model.path),
+        prompt_tokens=_prompt_tokens(run),
+        lengths=Lengths.measured(tokens),
+        pools=pools,
+        constants=constants,
+    )
+
+
+def _prompt_tokens(run: RecordedRun) -> int:
+    """Mean prompt. Its last token is decoded and not prefilled."""
+    groups = len(run.counters["train_s"]) * run.config.rollout.prompts_per_step
+    return max(1, round(float(run.counters["prefill_tokens"].sum()) / groups) + 1)
+
+
+def robust_line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Intercept and slope, both at least `LEAST_S`: least squares over the points near the Theil-Sen line.
+
+    That line has the median slope over all pairs of points.
+    """
+    first, second = np.triu_indices(len(x), k=1)
+    differs = x[first] != x[second]
+    if not differs.any():
+        return max(float(np.median(y)), LEAST_S), LEAST_S
+    slope = np.median((y[first] - y[second])[differs] / (x[first] - x[second])[differs])
+    near = _near(y - slope * x)
+    spread = x[near] - x[near].mean()
+    if spread.any():
+        slope = float(spread @ y[near]) / float(spread @ spread)
+    intercept = float(np.mean(y[near] - slope * x[near]))
+    if slope > 0 and intercept >= 0:
+        return max(intercept, LEAST_S), float(slope)
+    # Noise can tilt the line; work without tokens, or tokens without work, then do not exist.
+    if slope > 0:
+        return LEAST_S, float(y[near].sum() / x[near].sum())
+    return max(float(np.median(y)), LEAST_S), LEAST_S
+
+
+def _near(values: np.ndarray) -> np.ndarray:
+    """Which lie within three robust deviations of the median."""
+    rest = np.abs(values - np.median(values))
+    return rest <= 3 * 1.4826 * np.median(rest) + 1e-12
+
+
+def _forward(run: RecordedRun) -> tuple[float, float, float]:
+    """Seconds of a decode step, per rollout in it, and per prefilled token.
+
+    Each optimizer step holds the sums of a least-squares line through all its forwards; their medians are taken.
+    """
+    if run.config.generator.backend != "native":
+        raise ConfigError(
+            f"{run.path}: vLLM's forwards are not seen, so decoding cannot be calibrated; profile a run with "
+            "generator.backend = 'native'"
+        )
+    c = run.counters
+    spread = c["decode_steps"] * c["decode_rows_squared"] - c["decode_rows"] ** 2
+    known = spread > 0
+    if not known.any():
+        raise ConfigError(
+            f"{run.path}: every forward decoded equally many rollouts, so their cost cannot be told from that of a "
+            "step; profile a run with responses of different lengths"
+        )
+    moment = c["decode_steps"] * c["decode_rows_s"] - c["decode_rows"] * c["decode_s"]
+    # Steps with many forwards and a wide spread tell most; a median over all would count the others as much.
+    known &= spread >= np.median(spread[known]) / 4
+    per_rollout_s = max(float(np.median(moment[known] / spread[known])), LEAST_S)
+    bases_s = (c["decode_s"] - per_rollout_s * c["decode_rows"])[known] / c["decode_steps"][known]
+    base_s = max(float(bases_s[_near(bases_s)].mean()), LEAST_S)
+    prefilled = c["prefill_tokens"] > 0
+    if not prefilled.any():
+        raise ConfigError(f"{run.path}: no prompt was computed after the first step; profile a longer run")
+    rest_s = c["prefill_s"] - base_s * c["prefill_steps"] - per_rollout_s * c["prefill_rows"]
+    return base_s, per_rollout_s, max(float(np.median(rest_s[prefilled] / c["prefill_tokens"][prefilled])), LEAST_S)
+
+
+def _background_s(run: RecordedRun) -> np.ndarray:
+    """Processor seconds per step of controller and messages.
+
+    They count on cores that are shared, hence the other threads of executors on other devices do too; with several
+    threads of computation they cannot be told apart from these, and only the controller counts.
+    """
+    counters, settings = run.counters, run.config
+    own = (settings.generator.threads == 1) * counters["background_s"]
+    own = own + (settings.trainer.threads == 1) * counters["trainer_background_s"]
+    return counters["controller_cpu_s"] + own
+
+
+def _call_s(trains: Sequence[Span], publishes: Sequence[Span]) -> float:
+    """Median seconds from the end of a train step to the start of its publication: one answer and one call."""
+    ends_s, starts_s = np.array([span.end_s for span in trains]), np.array([span.start_s for span in publishes])
+    before = np.searchsorted(ends_s, starts_s, side="right") - 1
+    gaps_s = (starts_s - ends_s[before])[before >= 0]
+    return float(np.median(gaps_s)) if len(gaps_s) else 0.0
+
+
+def _length_s(span: Span) -> float:
+    return span.end_s - span.start_s
+
+
+def _spans(run: RecordedRun, executor: str, kind: str) -> list[Span]:
+    if executor not in run.spans:
+        raise ConfigError(f"{run.path / 'trace.json'} has no `{executor}`; profile a whole run")
+    return [span for span in run.spans[executor] if span.name == kind]

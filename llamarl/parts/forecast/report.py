@@ -1,0 +1,172 @@
+"""Plans and simulations as text for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from llamarl.observability.formats import duration, number, percent
+from llamarl.parts.forecast.plan import Plan
+from llamarl.parts.forecast.request import Request
+from llamarl.parts.forecast.simulator.result import Simulation
+
+CLOSE = 0.02
+"""Step times nearer than this are called equal: the model is not that exact."""
+BAR = 40
+"""Width of the longest bar, in letters."""
+
+
+def choose(synchronous: Plan | None, asynchronous: Plan | None) -> Plan:
+    """The plan to run: the faster one, and the synchronous one when they are as good as equal.
+
+    Raises:
+        ValueError: there is none.
+    """
+    plan = asynchronous or synchronous
+    if plan is None:
+        raise ValueError("no plan to choose from")
+    if synchronous and asynchronous and asynchronous.step_s >= synchronous.step_s * (1 - CLOSE):
+        return synchronous
+    return plan
+
+
+def verdict(synchronous: Plan | None, asynchronous: Plan | None) -> str:
+    """One sentence: which placement, and by how much."""
+    if synchronous is None:
+        return "Use the asynchronous plan: the synchronous one fits in no layout."
+    if asynchronous is None:
+        return "Use the synchronous plan: trainer and generators do not fit on GPUs of their own."
+    ratio = synchronous.step_s / asynchronous.step_s
+    if choose(synchronous, asynchronous) is asynchronous:
+        return f"Use the asynchronous plan: {ratio:.2f} times as fast, at staleness up to {asynchronous.staleness}."
+    if ratio > 1:
+        return f"Use the synchronous plan: asynchrony gains under {CLOSE:.0%} here and costs staleness."
+    return f"Use the synchronous plan: it is {1 / ratio:.2f} times as fast as the best asynchronous one."
+
+
+def render_plans(request: Request, synchronous: Plan | None, asynchronous: Plan | None) -> str:
+    """Both plans side by side, in detail, and which one to use."""
+    model, lengths = request.model, request.lengths
+    pools = " + ".join(f"{pool.count} x {pool.gpu.name}" for pool in request.pools)
+    head = (
+        f"{model.name}: {model.num_parameters / 1e9:.1f}B parameters on {pools}\n"
+        f"step: {request.prompts_per_step} prompts x {request.group_size} responses, prompt {request.prompt_tokens} "
+        f"tokens, response {lengths.mean_tokens:.0f} on average, {lengths.limit_tokens} at most\n\n"
+        f"{'':<18}{'synchronous':>14}{'asynchronous':>14}"
+    )
+    columns = [_column(plan) if plan else {} for plan in (synchronous, asynchronous)]
+    lines = [head] + [
+        f"{name:<18}" + "".join(f"{column.get(name, '-'):>14}" for column in columns)
+        for name in columns[0] or columns[1]
+    ]
+    for name, plan in (("synchronous, colocated", synchronous), ("asynchronous, disaggregated", asynchronous)):
+        lines += ["", *(_details(name, plan) if plan else [f"{name}: fits in no layout"])]
+    return "\n".join([*lines, "", verdict(synchronous, asynchronous)])
+
+
+def _column(plan: Plan) -> dict[str, str]:
+    return {
+        "step time, s": f"{plan.step_s:.2f}",
+        "samples per s": f"{plan.samples_per_s:.1f}",
+        "GPUs in use": f"{plan.gpus}",
+        "staleness": f"{plan.staleness}",
+        "trainer busy": f"{plan.trainer.busy_s / plan.step_s:.0%}",
+        "generators busy": f"{plan.generator.busy_s / plan.step_s:.0%}",
+        "peak GB per GPU": f"{plan.peak_bytes / 1e9:.1f}",
+        "$ per 1M samples": f"{plan.dollars_per_million_samples:,.0f}",
+    }
+
+
+def _details(name: str, plan: Plan) -> list[str]:
+    trainer, generator = plan.trainer, plan.generator
+    trained = f"tp {trainer.tp}, cp {trainer.cp}, pp {trainer.pp}, dp {trainer.dp}"
+    trained += f", microbatch {trainer.microbatch_tokens} tokens, bfloat16"
+    generated = f"{generator.replicas} replicas of tp {generator.tp}, {generator.slots} responses at once each, "
+    lines = [f"{name}; bound by {plan.step_binds}"]
+    full = f"; memory size caps its {generator.slots} slots" if generator.memory_full else ""
+    for role, one, layout, cap in (
+        ("trainer    ", trainer, trained, ""),
+        ("generators ", generator, generated + generator.precision, full),
+    ):
+        lines += [
+            f"  {role} {one.gpus} x {one.pool.gpu.name}: {layout}",
+            f"    bound by  {one.binds}{cap}",
+            f"    time, s   {_parts(one.time_parts, 1.0)}",
+            f"    GB/GPU    {_parts(one.memory_parts, 1e9)}",
+        ]
+    return [*lines, *([f"  weight sync {generator.time_parts['sync']:.3g} s, {plan.sync}"] if plan.sync else [])]
+
+
+def _parts(parts: dict[str, float], unit: float) -> str:
+    shown = [f"{name} {value / unit:.2f}" for name, value in parts.items() if value / unit >= 0.005]
+    return f"{sum(parts.values()) / unit:.2f} = {' + '.join(shown)}"
+
+
+def summary(simulation: Simulation) -> dict[str, Any]:
+    """Flat JSON. All but the last four are functions of settings and seed."""
+    steps_s, accounts, split = simulation.step_s, simulation.accounts, simulation.split
+    known = len(steps_s) > 0
+    return {
+        "end": simulation.end,
+        "gpus": split.gpus,
+        "trainer_gpus": split.trainer_gpus,
+        "generator_replicas": split.replicas,
+        "steps": len(simulation.steps),
+        "groups": simulation.num_groups,
+        "virtual_s": simulation.virtual_s,
+        "step_s_mean": float(steps_s.mean()) if known else None,
+        **{f"step_s_p{q}": float(np.percentile(steps_s, q)) if known else None for q in (10, 50, 90, 99, 100)},
+        "samples_per_s": sum(simulation.staleness.values()) / simulation.virtual_s if simulation.virtual_s else None,
+        "staleness_mean": simulation.staleness_mean,
+        "staleness_max": max(simulation.staleness, default=0),
+        "staleness_bound": simulation.staleness_bound,
+        **{f"staleness.{value}": count for value, count in simulation.staleness.items()},
+        **{f"idle_share.{role}": 1 - busy for role, busy in accounts.role_share.items()},
+        "overlap_share": accounts.overlap_share,
+        "verdict": str(simulation.verdict),
+        **simulation.counts,
+        "invalid_share": float(np.mean([step.invalid_share for step in simulation.steps])) if known else None,
+        "wall_s": simulation.wall_s,
+        "cpu_s": simulation.cpu_s,
+        "controller_ms_per_group": simulation.controller_s_per_group * 1e3,
+        "controller_groups_per_s": 1 / simulation.controller_s_per_group if simulation.num_groups else None,
+    }
+
+
+def render_simulation(simulation: Simulation) -> str:
+    """What the terminal shows."""
+    split, steps_s, found = simulation.split, simulation.step_s, summary(simulation)
+    load = simulation.controller_s_per_group * simulation.num_groups / max(simulation.virtual_s, 1e-9)
+    facts = {
+        "cluster": f"{split.gpus:,} GPUs: {split.trainer_gpus:,} for the trainer, {split.replicas:,} generators of "
+        f"{split.generator_gpus}",
+        "end": f"{simulation.end} after {len(simulation.steps)} steps, {simulation.num_groups:,} groups and "
+        f"{duration(simulation.virtual_s)} of virtual time",
+        "idle": ", ".join(f"{role} {percent(1 - busy)}" for role, busy in simulation.accounts.role_share.items()),
+        "verdict": found["verdict"],
+        "faults": f"{found['deaths']} deaths, {found['joins']} joins; {found['dropped_rollouts']:,} rollouts "
+        f"dropped, {found['resubmitted_groups']:,} groups generated again; "
+        f"{percent(found['invalid_share'] or 0.0, 2)} of rewards invalid",
+        "resumed": f"{found['resumed_rollouts']:,} rollouts went on under newer weights than they began with",
+        "controller": f"{number(simulation.controller_s_per_group * 1e3)} ms of one core per group, "
+        f"{percent(load, 1)} of a core at this pace; transport comes on top",
+        "simulated": f"in {duration(simulation.wall_s)}",
+    }
+    if len(steps_s):
+        marks = "".join(f", p{q} {duration(found[f'step_s_p{q}'])}" for q in (10, 50, 90, 99))
+        counts, edges = np.histogram(steps_s, bins=8)
+        is_one = steps_s.max() - steps_s.min() < 1e-9 * steps_s.max()
+        bars = {} if is_one else {duration(low): int(count) for low, count in zip(edges, counts, strict=False)}
+        facts["step time"] = f"mean {duration(found['step_s_mean'])}{marks}, max {duration(steps_s.max())}{_bars(bars)}"
+    stale = _bars({f"{value} steps": count for value, count in simulation.staleness.items()})
+    facts["staleness"] = f"mean {simulation.staleness_mean:.2f}, proved bound {simulation.staleness_bound}{stale}"
+    return "\n".join(f"{name:<12} {text}" for name, text in facts.items())
+
+
+def _bars(counts: dict[str, int]) -> str:
+    most = max(counts.values(), default=1)
+    return "".join(
+        f"\n  {name:>9}  {'█' * math.ceil(BAR * count / most):<{BAR}}  {count:,}" for name, count in counts.items()
+    )

@@ -1,0 +1,135 @@
+"""What is asked: the model, the work of one step, the machines, and which freedoms the plan has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from llamarl.config import ConfigError
+from llamarl.config.schema import DataConfig, RolloutConfig
+from llamarl.parts.forecast.constants import Constants
+from llamarl.parts.forecast.hardware import BF16, Pool
+from llamarl.parts.forecast.lengths import Lengths
+from llamarl.parts.forecast.shapes import Decoder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """Freedoms of a placement. All False is the synchronous baseline of the theory; all True is asynchronous."""
+
+    own_memory: bool = False
+    """Training and generation each have the device memory to themselves."""
+    own_parallelism: bool = False
+    """Each has its own layout, and trainer state is sharded over data-parallel ranks. Otherwise one tensor-parallel
+    size serves both, and each such group holds the whole trainer state, as in the paper's synchronous problem."""
+    own_precision: bool = False
+    """Generation may use 8-bit weights."""
+    overlap: bool = False
+    """Both work at the same time, on GPUs of their own; otherwise in turn, each on all of them."""
+    partial_rollouts: bool = False
+    """Generation never waits for the longest response of a step."""
+    direct_sync: bool = False
+    """Weights go from shard to shard; otherwise through one node."""
+
+    @property
+    def one_layout(self) -> bool:
+        """Training and generation hold the same weights in the same groups."""
+        return not self.own_memory and not self.own_parallelism
+
+
+BASELINE = Rules()
+"""The synchronous problem of the paper (DeepSpeed-Chat-like): everything shared."""
+SYNCHRONOUS = Rules(own_parallelism=True, own_precision=True, direct_sync=True)
+"""The best synchronous colocated system: weights are resharded between the phases, KV cache and activations take
+turns in memory; only the trainer state and the generator's weights stay side by side."""
+ASYNCHRONOUS = replace(SYNCHRONOUS, own_memory=True, overlap=True, partial_rollouts=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A model, a workload and a cluster."""
+
+    model: Decoder
+    prompt_tokens: int
+    """Mean (and longest) prompt, in tokens."""
+    lengths: Lengths
+    """Response lengths."""
+    prompts_per_step: int
+    """P."""
+    group_size: int
+    """G."""
+    max_staleness: int
+    """Largest S that the plan may use, in optimizer steps."""
+    pools: tuple[Pool, ...]
+    """Machines. With two pools, trainer and generators may each use either."""
+    constants: Constants
+
+    @classmethod
+    def of_run(cls, data: DataConfig, rollout: RolloutConfig, **others: Any) -> Request:
+        """The work of a run's step; `others` are the fields that settings do not have, or that differ from them."""
+        settings: dict[str, Any] = {
+            "prompt_tokens": data.max_prompt_tokens,
+            "prompts_per_step": rollout.prompts_per_step,
+            "group_size": rollout.group_size,
+            "max_staleness": max(1, rollout.max_staleness),
+        }
+        return cls(**settings | others)
+
+    @property
+    def num_samples(self) -> int:
+        """B0: responses per optimizer step."""
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def sample_tokens(self) -> float:
+        """Mean prompt plus response."""
+        return self.prompt_tokens + self.lengths.mean_tokens
+
+    @property
+    def longest_tokens(self) -> int:
+        """Longest prompt plus response."""
+        return self.prompt_tokens + self.lengths.limit_tokens
+
+    def rank_samples(self, ranks: np.ndarray) -> np.ndarray:
+        """Samples of the fullest of so many data-parallel ranks: groups stay whole."""
+        return np.ceil(self.prompts_per_step / ranks) * self.group_size
+
+    def usable_bytes(self, pool: Pool) -> float:
+        """Device memory that a plan may fill."""
+        return pool.gpu.memory_bytes * (1 - self.constants.reserved_share)
+
+    def check(self) -> None:
+        """Raises ConfigError: a number that no layout can satisfy, with the nearest one that works."""
+        for pool in self.pools:
+            if pool.count < 1:
+                raise ConfigError(f"{pool.count} GPUs of kind {pool.gpu.name} is no cluster; use --gpus 1 or more")
+        for option, value in (
+            ("prompt-tokens", self.prompt_tokens),
+            ("prompts-per-step", self.prompts_per_step),
+            ("group-size", self.group_size),
+        ):
+            if value < 1:
+                raise ConfigError(f"`--{option} {value}` asks for nothing; use 1 or more")
+        if self.max_staleness < 1:
+            raise ConfigError(
+                f"`--max-staleness {self.max_staleness}` leaves no asynchronous plan to compare with; use 1 or more "
+                "(staleness 0, the synchronous plan, is always part of the answer)"
+            )
+        context = self.model.max_position_embeddings
+        over = self.longest_tokens - context
+        if over > 0:
+            raise ConfigError(
+                f"{self.prompt_tokens} prompt and {self.lengths.limit_tokens} response tokens exceed the context of "
+                f"{self.model.name} ({context}) by {over}; " + self._shorter(context)
+            )
+
+    def _shorter(self, context: int) -> str:
+        room = context - self.prompt_tokens
+        return f"use --response-tokens {room}" if room > 0 else f"use --prompt-tokens {context // 2} or less"
+
+
+def precisions(pool: Pool, rules: Rules) -> tuple[int, ...]:
+    """Bytes per weight that a generator may use."""
+    return pool.gpu.scalar_bytes if rules.own_precision else (BF16,)

@@ -1,0 +1,88 @@
+"""A plan as a run file: every choice of the plan is a setting of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llamarl.config import RunConfig, dump_toml, validated
+from llamarl.config.cluster import OF_HOSTS
+from llamarl.parts.forecast.hardware import CPU, Pool
+from llamarl.parts.forecast.plan import Plan
+
+LISTEN = "controller:6700"
+"""What a planned run on several hosts says until it has an address of its own."""
+
+
+def run_toml(plan: Plan, *, model_path: str, data_path: str, base: RunConfig | None = None) -> str:
+    """The run file; what the plan expects of it stands above as comments.
+
+    Args:
+        model_path: Hugging Face folder of the run.
+        data_path: JSONL file of training prompts, for a run without `base`.
+        base: a run whose other settings are kept.
+
+    Raises:
+        ConfigError: a setting that is kept does not go with the plan.
+    """
+    request, trainer, generator = plan.request, plan.trainer, plan.generator
+    train = {"name": "jsonl", "path": data_path}
+    data: dict[str, Any] = {"name": Path(request.model.name).name, "data": {"train": train}}
+    data = base.model_dump(exclude_none=True) if base else data
+    limit = request.lengths.limit_tokens
+    planned: dict[str, dict[str, Any]] = {
+        "model": {"path": model_path},
+        "data": {"max_prompt_tokens": request.prompt_tokens},
+        "rollout": {
+            "prompts_per_step": request.prompts_per_step,
+            "group_size": request.group_size,
+            "max_staleness": plan.staleness,
+            "max_new_tokens": limit,
+        },
+        "generator": {
+            "replicas": generator.replicas,
+            "tensor_parallel": generator.tp,
+            "max_running": generator.slots,
+            **_device(generator.pool, generator.precision),
+        },
+        "trainer": {
+            "parallelism": {"fsdp": trainer.dp, "tp": trainer.tp, "pp": trainer.pp, "cp": trainer.cp},
+            "microbatch_tokens": trainer.microbatch_tokens,
+            "activation_checkpointing": request.constants.recompute > 0,
+            **_device(trainer.pool, "bfloat16"),
+        },
+        "cluster": {"placement": "disaggregated" if plan.rules.overlap else "colocated"},
+    }
+    for section, settings in planned.items():
+        data[section] = data.get(section, {}) | settings
+    data["cluster"] = _on_hosts(data["cluster"], _num_hosts(plan))
+    return (
+        f"# Planned: {plan.step_s:.2f} s per step, {plan.samples_per_s:.1f} samples/s on {plan.gpus} GPUs,\n"
+        f"# {trainer.gpus} x {trainer.pool.gpu.name} for the trainer and {generator.gpus} x {generator.pool.gpu.name} "
+        f"for the generators{'' if plan.rules.overlap else ', the same ones in turn'}.\n\n"
+        + dump_toml(validated(data, RunConfig))
+    )
+
+
+def _num_hosts(plan: Plan) -> int:
+    """That have as many GPUs; the trainer takes as few of them as it can."""
+    trainer, generator = plan.trainer, plan.generator
+    if trainer.pool.gpu.name == CPU or not plan.rules.overlap:
+        return 1
+    together = trainer.pool.gpu.name == generator.pool.gpu.name
+    gpus = [trainer.gpus + generator.gpus] if together else [trainer.gpus, generator.gpus]
+    return sum(-(-one // trainer.pool.gpu.node_gpus) for one in gpus)
+
+
+def _on_hosts(cluster: dict[str, Any], num_hosts: int) -> dict[str, Any]:
+    """The settings that are kept, for so many hosts."""
+    if num_hosts > 1 and cluster.get("kind", "monarch") != "inline":
+        return {"listen": LISTEN} | cluster | {"kind": "hosts", "num_hosts": num_hosts}
+    if cluster.get("kind") == "hosts":
+        return {name: value for name, value in cluster.items() if name not in OF_HOSTS}
+    return cluster
+
+
+def _device(pool: Pool, dtype: str) -> dict[str, str]:
+    """On a CPU, which type is fast depends on the model, and the run's own stands."""
+    return {"device": "cpu"} if pool.gpu.name == CPU else {"device": "cuda", "dtype": dtype}

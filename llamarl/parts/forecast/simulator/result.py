@@ -1,0 +1,73 @@
+"""What a simulation found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamarl.observability.accounting import Accounts, Verdict
+from llamarl.observability.metrics import StepMetrics
+from llamarl.observability.spans import Span
+from llamarl.parts.forecast.simulator.split import Split
+
+COUNTS = {
+    "deaths": "generators that died",
+    "joins": "generators that came in addition",
+    "dropped_rollouts": "lost unfinished with their generator",
+    "resubmitted_groups": "generated again, from their prompts, for that reason",
+    "resumed_rollouts": "that went on under newer weights than they began with",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """A whole simulated run."""
+
+    split: Split
+    end: str
+    """`finished`, or why it ended before."""
+    steps: tuple[StepMetrics, ...]
+    accounts: Accounts
+    """Of the loop."""
+    verdict: Verdict
+    staleness: Mapping[int, int]
+    """Rollouts that were trained on, by staleness in optimizer steps."""
+    staleness_bound: int
+    group_ids: tuple[int, ...]
+    """Groups in the order of their consumption."""
+    loop_s: tuple[float, float]
+    """Start and end of the loop, virtual seconds."""
+    counts: Mapping[str, int]
+    """By name, each of `COUNTS`."""
+    spans: Mapping[str, list[Span]]
+    wall_s: float
+    """Real seconds that the simulation took."""
+    cpu_s: float
+    """Processor seconds that it took."""
+    executors_cpu_s: float
+    """The part of them inside simulated executors; the rest is the controller and its event loop."""
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.group_ids)
+
+    @property
+    def controller_s_per_group(self) -> float:
+        """Processor seconds of the controller per rollout group."""
+        return (self.cpu_s - self.executors_cpu_s) / max(self.num_groups, 1)
+
+    @property
+    def virtual_s(self) -> float:
+        """Simulated seconds of the loop."""
+        return self.loop_s[1] - self.loop_s[0]
+
+    @property
+    def step_s(self) -> np.ndarray:
+        """Step times after the first, which begins with empty generators; all of them when there is only one."""
+        return np.array([step.step_s for step in self.steps[1:] or self.steps])
+
+    @property
+    def staleness_mean(self) -> float:
+        return sum(value * count for value, count in self.staleness.items()) / max(sum(self.staleness.values()), 1)

@@ -1,0 +1,84 @@
+"""What weight sync takes: the reshard plan between the two layouts of a plan, on the links of its machines.
+
+The search knows one side of a pair at a time, so it counts the bytes that a generator's adapter must receive. The plan
+that it finds is then priced here, by its own copies.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+
+from llamarl.parts.forecast.hardware import FP8
+from llamarl.parts.forecast.plan import Plan
+from llamarl.parts.forecast.shapes import Decoder
+from llamarl.sharding.parallel_layout import generator_layout, trainer_layout
+from llamarl.sharding.transfer_time import Links, Transfer, fastest
+
+
+@lru_cache(maxsize=64)
+def weight_transfer(
+    model: Decoder,
+    links: Links,
+    trainer: tuple[int, int, int, int],
+    generator: tuple[int, int, int],
+    first_device: int,
+    host_size: int,
+) -> tuple[Transfer, str]:
+    """The estimate of one sync, and why it goes that way.
+
+    Args:
+        trainer: pipeline stages, copies, FSDP shards, tensor-parallel ranks.
+        generator: replicas, tensor-parallel ranks, bytes per weight.
+        first_device: of the generators; the trainer's is 0.
+    """
+    pp, copies, shards, trainer_tp = trainer
+    replicas, tp, weight_bytes = generator
+    # A size that the ranks cannot share evenly counts as padded.
+    parameters = {
+        name: tuple(-(-size // tp) * tp for size in shape) for name, shape in model.weights(norms=False).items()
+    }
+    source = trainer_layout(
+        parameters, fsdp=shards, tp=trainer_tp, pp=pp, replicate=copies, dtype="bfloat16", host_size=host_size
+    )
+    heads = model.num_kv_heads if tp <= model.num_kv_heads else math.gcd(tp, model.num_kv_heads)
+    destination = generator_layout(
+        parameters,
+        num_kv_heads=heads,
+        tp=tp,
+        replicas=replicas,
+        dtype="float8_e4m3fn" if weight_bytes == FP8 else "bfloat16",
+        first_device=first_device,
+        host_size=host_size,
+    )
+    _, transfer, reason = fastest(source, destination, links)
+    return transfer, reason
+
+
+def priced(plan: Plan) -> Plan:
+    """The plan with weight sync as long as its own copies take.
+
+    Without direct sync there are no copies from shard to shard, and the plan stays as it is.
+    """
+    if not plan.rules.direct_sync:
+        return plan
+    trainer, generator = plan.trainer, plan.generator
+    gpus, share = (trainer.pool.gpu, generator.pool.gpu), plan.request.constants.link_efficiency
+    shards, host_size = trainer.dp * trainer.cp, generator.pool.gpu.node_gpus
+    first = trainer.gpus if plan.rules.overlap else 0
+    if trainer.pool is not generator.pool:  # machines of another kind are hosts of their own
+        first = -(-first // host_size) * host_size
+    transfer, reason = weight_transfer(
+        plan.request.model,
+        Links(
+            network=share * min(gpu.network_bandwidth for gpu in gpus),
+            host=share * min(gpu.node_bandwidth for gpu in gpus),
+        ),
+        (trainer.pp, *((1, shards) if plan.rules.own_parallelism else (shards, 1)), trainer.tp),
+        (generator.replicas, generator.tp, generator.weight_bytes),
+        first,
+        host_size,
+    )
+    time_parts = generator.time_parts | {"sync": transfer.seconds}
+    return replace(plan, generator=replace(generator, time_parts=time_parts), sync=reason)

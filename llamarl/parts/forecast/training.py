@@ -1,0 +1,102 @@
+"""Time and memory of one optimizer step. Columns: L layouts; every array is float64 or int64 [L]."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llamarl.parts.forecast.candidates import TrainerLayouts
+from llamarl.parts.forecast.hardware import BF16, FP32, Pool
+from llamarl.parts.forecast.links import collective_bandwidth
+from llamarl.parts.forecast.request import Request
+
+PASSES = 3
+"""Weight gathers and activation reductions of one microbatch: forward, recomputed forward, backward."""
+
+
+def step_flops(request: Request) -> float:
+    """FLOPs of one optimizer step with recompute.
+
+    Per token 2 N forward and 4 N backward plus `recompute` forwards (arXiv 2001.08361, eq. 2.2; 2205.05198), and the
+    same multiple of causal attention over half the squared mean sequence length.
+    """
+    lengths, prompt = request.lengths, request.prompt_tokens
+    squares = prompt**2 + 2 * prompt * lengths.mean_tokens + lengths.square_tokens
+    attention = request.model.attention_flops(1.0) * squares / 2
+    forward = 2.0 * request.model.matmul_parameters * request.sample_tokens + attention
+    return request.num_samples * forward * (3 + request.constants.recompute)
+
+
+def training_parts(
+    request: Request, pool: Pool, layouts: TrainerLayouts, *, publishes: bool = False
+) -> dict[str, np.ndarray]:
+    """Seconds of one optimizer step on `pool`, by cause; they add up.
+
+    compute: FLOPs / (GPUs x peak x efficiency), efficiency falling with few tokens per GPU, for the rank with the most
+    groups. tensor: `PASSES` x 2 reductions of the activations per layer, ring cost 2 (tp-1)/tp (arXiv 1909.08053).
+    fsdp: gathers in forward and backward and a reduce-scatter, (s-1)/s of the weights each plus one network hop per
+    node and layer; what `fsdp_overlap` of compute cannot hide counts (arXiv 2304.11277). context: keys and values of
+    the other ranks, `PASSES` + 1 times. pipeline: bubble (pp-1)/microbatches of the work (arXiv 2104.04473), and
+    activations between stages.
+    overhead: host time per microbatch and per step. optimizer: bytes of AdamW / memory bandwidth. publish: the rank's
+    own shard is copied to where generators fetch it from.
+    """
+    model, constants, gpu = request.model, request.constants, pool.gpu
+    tp, cp, pp, dp = layouts.tp_L, layouts.cp_L, layouts.pp_L, layouts.dp_L
+    rank_samples = request.rank_samples(dp)
+    rank_tokens = rank_samples * request.sample_tokens
+    microbatches = np.ceil(rank_tokens / layouts.microbatch_tokens_L)
+    tokens = rank_tokens / microbatches / cp
+    efficiency = constants.train_efficiency * tokens / (tokens + constants.half_efficiency_tokens)
+    stage_layers = np.ceil(model.num_layers / pp)
+    flops = step_flops(request) * rank_samples / request.num_samples * (stage_layers * pp / model.num_layers)
+    compute = flops / (tp * cp * pp) / (gpu.bf16_flops * efficiency)
+    shards, weights = layouts.shards_L, model.num_parameters / (tp * pp)
+    activation_bytes = rank_tokens / cp * model.hidden_size * BF16
+    # Above one shard gathers repeat per microbatch; plain replicas reduce gradients once per step.
+    gathered = PASSES * BF16 * weights * (shards - 1) / shards * microbatches
+    reduced = 2 * BF16 * weights * (dp * cp - 1) / (dp * cp) if not layouts.sharded else 0.0
+    outer = collective_bandwidth(gpu, constants, shards if layouts.sharded else dp * cp, inner=tp)
+    hops = (shards > 1) * np.ceil(shards * tp / gpu.node_gpus) * constants.network_latency_s
+    fsdp = (gathered + reduced) / outer + PASSES * stage_layers * microbatches * hops
+    tensor = PASSES * 2 * stage_layers * 2 * (tp - 1) / tp * activation_bytes
+    tensor = tensor / collective_bandwidth(gpu, constants, tp, inner=1)
+    kv_bytes = rank_tokens * model.kv_width * BF16 / np.minimum(tp, model.num_kv_heads)
+    context = (PASSES + 1) * stage_layers * kv_bytes * (cp - 1) / cp
+    context = context / collective_bandwidth(gpu, constants, cp, inner=tp)
+    between_stages = 2 * (pp > 1) * activation_bytes / tp / (gpu.network_bandwidth * constants.link_efficiency)
+    overhead = constants.step_overhead_s + microbatches * constants.microbatch_overhead_s
+    state = model.num_parameters / (tp * pp * shards)
+    memory_bandwidth = gpu.memory_bandwidth * constants.bandwidth_efficiency
+    parts = {
+        "compute": compute,
+        "fsdp": np.maximum(0.0, fsdp - constants.fsdp_overlap * compute),
+        "tensor": tensor,
+        "context": context,
+        "pipeline": (pp - 1) / microbatches * (compute + tensor + context) + between_stages,
+        "overhead": overhead,
+        "optimizer": constants.optimizer_traffic_bytes * state / memory_bandwidth,
+    }
+    published = {"publish": model.num_parameters * (FP32 + BF16) / layouts.gpus_L / memory_bandwidth}
+    return parts | (published if publishes else {})
+
+
+def training_memory(request: Request, layouts: TrainerLayouts) -> dict[str, np.ndarray]:
+    """Bytes per GPU, by part; they add up.
+
+    state: `state_bytes` per parameter over tp x pp x shards (ZeRO-3, arXiv 1910.02054). gathered: bf16 weights of two
+    layers (one in use, one prefetched) and the larger of embedding and head. activations: one bf16 hidden state per
+    token and layer of the stage for as many microbatches as the pipeline keeps in flight, the working set of the one
+    layer that is recomputed (arXiv 2205.05198), and the logits of one chunk in float32 with their gradient.
+    """
+    model, constants = request.model, request.constants
+    tp, cp, pp, dp = layouts.tp_L, layouts.cp_L, layouts.pp_L, layouts.dp_L
+    state = constants.state_bytes * model.num_parameters / (tp * pp * layouts.shards_L)
+    gathered = BF16 * (2 * model.layer_parameters + model.vocab_size * model.hidden_size) / tp
+    tokens = np.minimum(
+        layouts.microbatch_tokens_L,
+        request.rank_samples(dp) * request.longest_tokens,
+    ) / (cp * tp)
+    saved = tokens * model.hidden_size * BF16 * (model.num_layers / pp) * pp
+    working = constants.activation_bytes * tokens * model.hidden_size
+    logits = 2 * 4 * constants.logit_chunk_tokens * model.vocab_size / tp
+    return {"state": state, "gathered": gathered, "activations": saved + working + logits}

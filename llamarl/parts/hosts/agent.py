@@ -1,0 +1,382 @@
+"""`Agent`: one host of a run, which calls home, runs Monarch's worker loop as its child and answers the registry.
+
+When the controller is silent, or the connection ends, all that the host has started for it ends, and the agent calls
+again under a fresh identity and port of the engine: Monarch takes no other back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import ipaddress
+import json
+import os
+import secrets
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from llamarl.cluster.engine_files import log_env
+from llamarl.cluster.start_up import LIFELINE
+from llamarl.config.errors import ConfigError
+from llamarl.net.entrance import Entrance, listen, on_loop
+from llamarl.parts.hosts.certificates import client_context, monarch_env
+from llamarl.parts.hosts.home import (
+    BLAST_S,
+    BROKEN,
+    MAX_LINE_BYTES,
+    SILENT_S,
+    Line,
+    code_fingerprint,
+    count_devices,
+    own_inventory,
+)
+
+CONTROLLER_SILENT_S = 4.0
+"""A little more patience than the registry has: it should be the one who says what is lost."""
+ENGINE_S = 30.0
+"""For the engine to start."""
+BACK_OFF_S = 0.3, 2.0
+"""Between calls, at first and at most."""
+LEAVE_S = 100.0
+"""Longest wait for the controller to let a host go that asked to leave; spot machines get two minutes' notice."""
+LOG_BYTES = 64 << 10
+"""Of one log that go with one beat; what is further behind than `LOG_BEHIND_BYTES` is left out."""
+LOG_BEHIND_BYTES = 4 << 20
+LOG_TOTAL_BYTES = MAX_LINE_BYTES // 8
+"""Of all logs with one beat; JSON takes up to six characters for a byte."""
+END_S = 3.0
+"""For killed processes to be gone."""
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Refused(ConfigError):
+    """The controller does not want this host; the message says why."""
+
+
+class Engine:
+    """The worker loop, and every process that has come from it."""
+
+    def __init__(self, address: str, env: dict[str, str], log: Path) -> None:
+        self._reader, self._lifeline = os.pipe()
+        code = "import sys; from llamarl.cluster.monarch import serve_host; serve_host(sys.argv[1])"
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code, address],
+                stdout=subprocess.PIPE, stderr=output, stdin=subprocess.DEVNULL,
+                env={**os.environ, **env, **log_env(log.parent), LIFELINE: str(self._reader)}, pass_fds=(self._reader,),
+            )  # fmt: skip
+
+    def url(self) -> str:
+        """Where it can be attached, once it says so. Raises EOFError: it has ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise EOFError(f"the engine ended with exit code {self._process.wait()}; its log says why")
+        return json.loads(line)["url"]
+
+    def check(self) -> None:
+        """Raises EOFError: it has ended."""
+        if self._process.poll() is not None:
+            raise EOFError("the engine has ended")
+        _reap()
+
+    def end(self) -> None:
+        """Kills everything; waits until it is gone, for seconds at most."""
+        for descriptor in (self._lifeline, self._reader):
+            os.close(descriptor)
+        deadline_s = time.monotonic() + END_S
+        while (found := descendants(os.getpid())) and time.monotonic() < deadline_s:
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            _reap()
+            time.sleep(0.01)
+        self._process.poll()
+
+
+class Agent:
+    """`run` is all that it does."""
+
+    def __init__(
+        self, controller: str, pki: Path, name: str, address: str, once: bool, tell: Callable[[str], None]
+    ) -> None:
+        """
+        Args:
+            controller: `host:port` of the registry.
+            address: of this host, on its certificate.
+            once: it ends with the first run that it took part in.
+            tell: gets a sentence for people.
+
+        Raises:
+            ConfigError: there is no certificate for it.
+        """
+        self._host, _, self._port = controller.rpartition(":")
+        self._context, self._env = client_context(pki, name), monarch_env(pki, name)
+        self._address, self._once, self._tell = address, once, tell
+        self._logs = Path(tempfile.mkdtemp(prefix="llamarl-host-"))
+        gpus = count_devices() if Path("/dev/nvidiactl").exists() else 0
+        self._inventory = own_inventory(name, address, str(self._logs), gpus)
+        self._run = ""
+        self._sent = dict[str, int]()
+        """Bytes of each log."""
+        self._line: Line | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._is_leaving = self._is_done = False
+
+    async def run(self) -> int:
+        """Until it is let go, or asked to end a second time. The exit code; raises Refused."""
+        loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._leave)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the engine leaves behind comes here
+        try:
+            await self._stay()
+        except asyncio.CancelledError:
+            self._tell(f"{self._inventory.name} ends")
+        finally:
+            shutil.rmtree(self._logs, ignore_errors=True)
+        return 0
+
+    async def _stay(self) -> None:
+        """Calls until it is let go for good."""
+        pause_s, said = BACK_OFF_S[0], ""
+        while not self._is_done:
+            started_s = time.monotonic()
+            try:
+                await self._take_part()
+            except BROKEN as error:
+                if said != (said := str(error) or "no answer"):
+                    self._tell(f"{self._host}:{self._port}: {said}; calls again")
+            if self._is_leaving:
+                return
+            if time.monotonic() - started_s > 2 * BACK_OFF_S[1]:
+                pause_s, said = BACK_OFF_S[0], ""
+            if not self._is_done:
+                await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, BACK_OFF_S[1])
+
+    def _leave(self) -> None:
+        """Asks to be let go; the second time, and with nobody to ask, it ends."""
+        if self._is_leaving or self._line is None:
+            assert self._task is not None
+            self._task.cancel()
+            return
+        self._is_leaving = True
+        self._line.tell(leaving=True)
+        asyncio.get_running_loop().call_later(LEAVE_S, self._leave)
+
+    async def _take_part(self) -> None:
+        """One stay: from the call to the end of the connection. Raises Refused, and what is in `BROKEN`."""
+        line = await call(self._host, self._port, self._context, self._address)
+        try:
+            run = await self._run_of(line)
+            inventory = self._inventory.model_copy(update={"code": code_fingerprint()})  # the engine runs what is there
+            line.tell(**inventory.model_dump())
+            self._welcomed(run, await line.hear(CONTROLLER_SILENT_S))
+            engine = Engine(self._address, self._env, self._logs / f"host-{self._inventory.name}.log")
+            try:
+                url = await asyncio.wait_for(asyncio.to_thread(engine.url), ENGINE_S)
+                line.tell(url=url)
+                self._line = line
+                self._tell(f"{self._inventory.name} serves {self._host}:{self._port}")
+                await self._serve(line, engine)
+            finally:
+                self._line = None
+                engine.end()
+        finally:
+            line.close()
+
+    async def _run_of(self, line: Line) -> str:
+        """Which one answers. Raises what is in `BROKEN`."""
+        try:
+            return str((await line.hear(CONTROLLER_SILENT_S))["run"])
+        except ssl.SSLError as error:
+            name, where = self._inventory.name, f"{self._host}:{self._port}"
+            raise Refused(f"{where} does not accept {name}.crt: {error.reason or error}; it says more") from None
+
+    def _welcomed(self, run: str, message: dict[str, Any]) -> None:
+        if reason := message.get("refused"):
+            raise Refused(f"{self._host}:{self._port} refuses this host: {reason}")
+        if reason := message.get("busy"):
+            raise ConnectionRefusedError(reason)
+        if self._run != run:
+            self._run, self._sent = run, {}
+            for old in self._logs.iterdir():
+                old.unlink()
+        else:
+            self._sent |= {str(file): int(size) for file, size in message["logs"].items()}
+
+    async def _serve(self, line: Line, engine: Engine) -> None:
+        """Answers until it is let go. Raises what is in `BROKEN`."""
+        tasks = set[asyncio.Task[None]]()
+        try:
+            while True:
+                engine.check()
+                message = await line.hear(CONTROLLER_SILENT_S)
+                what, number = message.pop("what"), int(message.pop("ask"))
+                if what == "bye":
+                    self._tell(f"let go by {self._host}:{self._port}: {message['reason']}")
+                    self._is_done |= self._once or bool(message["is_final"])
+                    return
+                if what == "beat":
+                    line.tell(answer=number, time=time.time(), logs=list(self._new_logs()))
+                    continue
+                tasks.add(task := asyncio.create_task(self._answer(line, number, what, message)))
+                task.add_done_callback(tasks.discard)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _answer(self, line: Line, number: int, what: str, arguments: dict[str, Any]) -> None:
+        try:
+            found = await {"kill": _kill, "look": _look, "receive": self._receive, "send": _send}[what](**arguments)
+        except (*BROKEN, KeyError, TypeError, ValueError) as error:
+            found = {"error": f"{what}: {error!r}"}
+        if number:
+            line.tell(answer=number, time=time.time(), **found)
+
+    def _new_logs(self) -> Iterator[dict[str, Any]]:
+        """What has been added to the logs: a piece of each, as far as a message holds them."""
+        room = LOG_TOTAL_BYTES
+        for path in sorted(self._logs.iterdir()):
+            at, size = self._sent.get(path.name, 0), path.stat().st_size
+            note = ""
+            if size - at > LOG_BEHIND_BYTES:
+                note = f"\n[{size - LOG_BYTES - at} bytes are left out here]\n"
+                at = size - LOG_BYTES
+            if size > at and room > 0:
+                with path.open("rb") as file:
+                    file.seek(at)
+                    data = file.read(LOG_BYTES)
+                self._sent[path.name] = at + len(data)
+                room -= len(data)
+                yield {"file": path.name, "upto": at + len(data), "data": note + data.decode("latin-1")}
+
+    async def _receive(self, num_bytes: int, secret: str) -> dict[str, Any]:
+        """Opens a port for one who measures the wire to here."""
+
+        async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, proved: Callable[[], None]) -> None:
+            with suppress(*BROKEN):
+                async with asyncio.timeout(BLAST_S):
+                    if secrets.compare_digest(await reader.readexactly(len(secret)), secret.encode()):
+                        proved()
+                        entrance.close()
+                        left = num_bytes
+                        while left and (data := await reader.read(1 << 20)):
+                            left -= len(data)
+                        writer.write(b"." if not left else b"!")
+            writer.close()
+
+        listener = listen(self._address)
+        entrance = Entrance(listener, on_loop(count, 4 << 20))
+        asyncio.get_running_loop().call_later(BLAST_S, entrance.close)
+        return {"port": listener.getsockname()[1]}
+
+
+async def _send(address: str, port: int, num_bytes: int, secret: str) -> dict[str, Any]:
+    """Bytes per second to another host."""
+    async with asyncio.timeout(BLAST_S):
+        reader, writer = await asyncio.open_connection(address, port)
+        try:
+            writer.write(secret.encode())
+            started_s, left, block = time.monotonic(), num_bytes, bytes(1 << 20)
+            while left:
+                writer.write(block[: min(left, len(block))])
+                left -= min(left, len(block))
+                await writer.drain()
+            if await reader.read(1) != b".":
+                raise EOFError(f"{address}:{port} did not take all bytes")
+            return {"bytes_per_s": num_bytes / (time.monotonic() - started_s)}
+        finally:
+            writer.close()
+
+
+async def _kill(pids: list[int]) -> dict[str, Any]:
+    """Ends processes of executors and all that they have started, those alone that have come from this agent."""
+    own = descendants(os.getpid())
+    for pid in own.intersection(pids):
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    return {}
+
+
+async def _look(**asked: Any) -> dict[str, Any]:
+    """In a thread: a network file system may take its time."""
+    return await asyncio.to_thread(_seen, **asked)
+
+
+def _seen(paths: list[str], folder: str, token: str) -> dict[str, Any]:
+    """Which paths are not here, and whether `folder` is the controller's and can be written to."""
+    missing = [path for path in paths if not Path(path).exists()]
+    try:
+        is_shared = not folder or (Path(folder) / token).read_text() == token
+        if folder and is_shared:  # not what other hosts read now
+            own = Path(folder) / f"{token}-{os.getpid()}"
+            own.touch()
+            own.unlink(missing_ok=True)
+    except OSError as error:
+        return {"missing": missing, "folder": str(error)}
+    return {"missing": missing, "folder": "" if is_shared else "another folder is there"}
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes that have come from this one, whose parents live or have left them to it."""
+    children = dict[int, list[int]]()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError, ValueError, IndexError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found, ahead = set[int](), [pid]
+    while ahead:
+        new = children.get(ahead.pop(), [])
+        found.update(new)
+        ahead += new
+    return found
+
+
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+async def call(host: str, port: str, context: ssl.SSLContext, address: str) -> Line:
+    """The registry at `host:port`, from this host's `address`. Raises Refused, and what is in `BROKEN`."""
+    try:
+        source = (str(ipaddress.ip_address(address)), 0)
+    except ValueError:  # a name: the system chooses
+        source = None
+    calling = asyncio.open_connection(host, int(port), local_addr=source)
+    line = Line(*await asyncio.wait_for(calling, SILENT_S), context, host)
+    try:
+        await line.secure()
+    except ssl.SSLCertVerificationError as error:
+        line.close()
+        raise Refused(f"who answers at {host}:{port} is not the controller by ca.crt: {error.verify_message}") from None
+    except BaseException:
+        line.close()
+        raise
+    return line
+
+
+async def ask_to_leave(controller: str, pki: Path, name: str, address: str) -> None:
+    """Asks the registry to let a host go in order. Raises Refused, and what is in `BROKEN`."""
+    host, _, port = controller.rpartition(":")
+    line = await call(host, port, client_context(pki, name), address)
+    try:
+        await line.hear()
+        line.tell(drain=name)
+        if reason := (await line.hear()).get("refused"):
+            raise Refused(f"{controller}: {reason}")
+    finally:
+        line.close()

@@ -1,0 +1,1 @@
+"""Commands of a run on several hosts."""

@@ -1,0 +1,75 @@
+"""`llamarl certs DIR --hosts NAME=ADDRESS,...`."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from llamarl.cli.options import address_towards, command_parser
+from llamarl.config import ConfigError
+from llamarl.parts.hosts.certificates import AUTHORITY_DAYS, CONTROLLER, RESERVED, check_member, make_certificates
+
+EPILOG = """The first call makes the folder and its authority; later calls add hosts, or renew those named again.
+Each host needs ca.crt and its own .crt and .key, the controller's machine controller.crt and .key; ca.key makes new
+certificates and stays in DIR."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    parser = command_parser("certs", "Make the certificates by which the hosts of a run know each other.", EPILOG)
+    parser.add_argument("folder", metavar="DIR", type=Path, help="becomes readable for you alone")
+    parser.add_argument("--hosts", default="", metavar="NAME=ADDRESS,...", help="IP addresses or DNS names")
+    parser.add_argument("--controller", metavar="NAME=ADDRESS", help="by default this machine, as the hosts see it")
+    parser.add_argument("--days", type=int, default=365, help="validity (365)")
+    options = parser.parse_args(arguments)
+    if not 1 <= options.days <= AUTHORITY_DAYS:
+        raise ConfigError(f"--days {options.days}: certificates are valid for 1 to {AUTHORITY_DAYS} days")
+    hosts = _hosts(options.hosts)
+    members: dict[str, tuple[str, ...]] = {name: (name, address) for name, address in hosts.items()}
+    if options.controller or not (options.folder / f"{CONTROLLER}.crt").exists():
+        controller = _pair("--controller", options.controller) if options.controller else _this_machine(hosts)
+        check_member(*controller)
+        members[CONTROLLER] = (CONTROLLER, *controller)
+    is_new = make_certificates(options.folder, members, options.days)
+    if is_new:
+        print(f"ca: new, valid until {_last_day(AUTHORITY_DAYS)}; ca.key makes certificates, keep it in this folder")
+    for name, names in members.items():
+        print(f"{name}: for {', '.join(dict.fromkeys(names))}, valid until {_last_day(options.days)}")
+    print(f"A host needs ca.crt and its own .crt and .key of {options.folder}")
+    return 0
+
+
+def _hosts(text: str) -> dict[str, str]:
+    hosts = dict[str, str]()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, address = _pair("--hosts", part)
+        check_member(name, address)
+        if name in hosts or name in RESERVED:
+            why = "named twice" if name in hosts else "the name of a file of another's"
+            raise ConfigError(f"--hosts {part}: {name!r} is {why}; give every host a name of its own")
+        hosts[name] = address
+    if not hosts:
+        raise ConfigError("--hosts is missing; name them, as in --hosts b=10.0.0.2,c=10.0.0.3")
+    return hosts
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    name, equals, address = text.partition("=")
+    if not (name and equals and address):
+        raise ConfigError(f"{option} {text}: write NAME=ADDRESS, as in b=10.0.0.2")
+    return name, address
+
+
+def _this_machine(hosts: dict[str, str]) -> tuple[str, str]:
+    """Name and address, as the first host sees them."""
+    address = next(iter(hosts.values()))
+    try:
+        return socket.gethostname(), address_towards(address, 9)
+    except OSError as error:
+        raise ConfigError(f"no way from here to {address} ({error.strerror}); add --controller NAME=ADDRESS") from None
+
+
+def _last_day(days: int) -> str:
+    return (datetime.now(UTC) + timedelta(days=days)).date().isoformat()

@@ -1,0 +1,66 @@
+"""`llamarl host ADDRESS`."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from llamarl.cli.main import FAILURE
+from llamarl.cli.options import address_towards, command_parser
+from llamarl.cluster.engine_files import own_temporary_folder
+from llamarl.config import ConfigError
+from llamarl.config.cluster import MAX_PORT
+from llamarl.parts.hosts.agent import Agent, ask_to_leave
+from llamarl.parts.hosts.certificates import check_member
+from llamarl.parts.hosts.home import BROKEN
+
+EPILOG = """It calls until a run answers, and again when that run has ended. Executors inherit its environment.
+Ctrl-C or SIGTERM: what runs here goes on elsewhere, then it ends; a second one ends it at once.
+Exit codes: 0 let go, 1 nobody to ask, 2 refused, with the reason."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    parser = command_parser("host", "Lend this machine to a run with cluster.kind = 'hosts'.", EPILOG)
+    parser.add_argument("controller", metavar="ADDRESS", help="where the run listens: its cluster.listen")
+    parser.add_argument("--pki", default="pki", help="folder with ca.crt, NAME.crt and NAME.key; default: pki")
+    parser.add_argument("--name", default=socket.gethostname().split(".")[0], help="default: the name of this machine")
+    parser.add_argument(
+        "--address", default="", help="where the others reach this host; default: as it reaches ADDRESS"
+    )
+    parser.add_argument("--once", action="store_true", help="end with the first run that it took part in")
+    parser.add_argument("--drain", action="store_true", help="let the host of this name, which runs already, leave")
+    options = parser.parse_args(arguments)
+    host, _, port = options.controller.rpartition(":")
+    if not host or not port.isdigit() or int(port) > MAX_PORT:
+        raise ConfigError(f"ADDRESS {options.controller!r} is no address:port; give the run's cluster.listen")
+    address = options.address or _own_address(host, int(port))
+    check_member(options.name, address)
+    if ":" in address:
+        raise ConfigError(f"--address {address}: hosts meet at IPv4 addresses or names alone; give one of this machine")
+    pki = Path(options.pki)
+    if options.drain:
+        try:
+            asyncio.run(ask_to_leave(options.controller, pki, options.name, address))
+        except BROKEN as error:
+            print(f"llamarl host: {options.controller}: {error or 'no answer'}", file=sys.stderr)
+            return FAILURE
+        return 0
+    own_temporary_folder()
+    agent = Agent(options.controller, pki, options.name, address, options.once, _say)
+    return asyncio.run(agent.run())
+
+
+def _own_address(host: str, port: int) -> str:
+    """The one from which the system reaches the controller. Raises ConfigError."""
+    try:
+        return address_towards(host, port)
+    except OSError as error:
+        raise ConfigError(f"ADDRESS {host}:{port}: {error.strerror}; name one that can be reached") from None
+
+
+def _say(text: str) -> None:
+    print(f"llamarl host: {text}", flush=True)

@@ -1,0 +1,51 @@
+"""`llamarl launch slurm|kubernetes RUN.toml [--dry-run] [--section.key value ...]`."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+
+from llamarl.cli.main import FAILURE
+from llamarl.cli.options import command_parser, write_output
+from llamarl.config import ConfigError
+
+EPILOG = """The run is that of `llamarl train RUN.toml` with the same overrides, on cluster.num_hosts machines;
+cluster.kind, cluster.listen and cluster.pki are set for you. Options of sbatch by their long names:
+--launch.slurm.partition gpu --launch.slurm.time 24:00:00; of Kubernetes: --launch.kubernetes.image IMAGE
+--launch.kubernetes.claim CLAIM. What is submitted is kept in <output>/<name>.launch; docs/hosts.md tells more."""
+SUBMIT_S = 120.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    parser = command_parser("launch", "Hand a run on several machines to a scheduler.", EPILOG)
+    parser.add_argument("scheduler", choices=("slurm", "kubernetes"))
+    parser.add_argument("config", metavar="RUN.toml")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and stop")
+    options, overrides = parser.parse_known_args(arguments)
+
+    from llamarl.parts.hosts.launch import script
+
+    config = script.several_hosts(options.config, overrides)
+    is_slurm = options.scheduler == "slurm"
+    text = script.slurm_script(config, options.config, overrides) if is_slurm else script.kubernetes_manifest(config)
+    if options.dry_run:
+        print(text, end="")
+        return 0
+    folder = script.files_folder(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ("slurm.sh" if is_slurm else "kubernetes.yaml")
+    write_output(path, text)
+    if is_slurm:
+        return _submitted(["sbatch", str(path)], "")
+    with_secret = script.kubernetes_manifest(config, script.kubernetes_secrets(config))
+    return _submitted(["kubectl", "apply", "--filename", "-"], with_secret)
+
+
+def _submitted(command: list[str], text: str) -> int:
+    """The exit code. Raises ConfigError: there is no scheduler, or no answer."""
+    try:
+        done = subprocess.run(command, check=False, input=text, text=True, timeout=SUBMIT_S)
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{error}; submit where `{command[0]}` works, or look with --dry-run") from None
+    return FAILURE if done.returncode else 0

@@ -1,0 +1,179 @@
+"""What the agent of a host and the registry of a run tell each other: a JSON object per line, over TLS.
+
+The registry asks each `BEAT_S`, the agent answers; whoever hears nothing for `SILENT_S` has lost the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import platform
+import ssl
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+
+from llamarl.config.errors import ConfigError
+from llamarl.config.section import Section
+
+BEAT_S = 0.5
+SILENT_S = 3.0
+HUNG_UP = "the other end has closed the connection"
+BLAST_S = 30.0
+"""Longest measurement of a wire."""
+MAX_LINE_BYTES = 4 << 20
+COUNT_S = 120.0
+"""For a process that imports torch and counts."""
+PACKAGES = ("torch", "torchmonarch")
+"""Of which all hosts have the same version."""
+
+
+T = TypeVar("T")
+
+
+class BadMessage(Exception):
+    """What arrived is none of ours."""
+
+
+BROKEN = (OSError, EOFError, TimeoutError, BadMessage)
+"""What a line does whose other end is gone, silent, or none of ours."""
+
+
+class Inventory(Section):
+    """What a host has."""
+
+    name: str
+    address: str
+    """Where the other hosts reach it."""
+    logs: str
+    """Folder there that its executors write to."""
+    cores: int
+    memory_bytes: int
+    gpus: int
+    code: str
+    """Fingerprint of this package's files."""
+    python: str
+    """Interpreter, with its version."""
+    packages: dict[str, str]
+    pid: int
+    """Of the agent."""
+
+    @property
+    def room(self) -> str:
+        """For people."""
+        gpus = f", {self.gpus} GPUs" if self.gpus else ""
+        return f"{self.address}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB{gpus}"
+
+
+class Line:
+    """One end. TLS is done here, as asyncio's own keeps to itself why it refuses the other end."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        context: ssl.SSLContext,
+        server_hostname: str | None = None,
+    ) -> None:
+        """`server_hostname`: of the other end, by the one that calls."""
+        self._reader, self._writer = reader, writer
+        self._in, self._out, self._text = ssl.MemoryBIO(), ssl.MemoryBIO(), bytearray()
+        self._tls = context.wrap_bio(
+            self._in, self._out, server_side=server_hostname is None, server_hostname=server_hostname
+        )
+
+    async def secure(self) -> dict[str, Any]:
+        """The handshake; what the other end's certificate says. Raises what is in `BROKEN`."""
+        await asyncio.wait_for(self._done(self._tls.do_handshake), SILENT_S)
+        return dict(self._tls.getpeercert() or {})
+
+    def tell(self, **message: Any) -> None:
+        """Sends without waiting."""
+        self._tls.write(json.dumps(message).encode() + b"\n")
+        self._flush()
+
+    async def hear(self, timeout_s: float = SILENT_S) -> dict[str, Any]:
+        """The next message. Raises what is in `BROKEN`."""
+        line = await asyncio.wait_for(self._line(), timeout_s)
+        try:
+            return dict(json.loads(line))
+        except (TypeError, ValueError, RecursionError):
+            raise BadMessage("it speaks otherwise") from None
+
+    def close(self) -> None:
+        """Ends the connection once all has been sent; may be called again."""
+        self._writer.close()
+
+    async def _line(self) -> bytes:
+        searched = 0
+        while (end := self._text.find(b"\n", searched)) < 0:
+            searched = len(self._text)
+            if searched > MAX_LINE_BYTES:
+                raise BadMessage(f"a message has more than {MAX_LINE_BYTES} bytes")
+            self._text += await self._done(lambda: self._tls.read(1 << 16))
+        line = bytes(self._text[:end])
+        del self._text[: end + 1]
+        return line
+
+    async def _done(self, step: Callable[[], T]) -> T:
+        """What comes of a step that may need more from the other end."""
+        while True:
+            try:
+                return step()
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLZeroReturnError:
+                raise EOFError(HUNG_UP) from None
+            finally:
+                self._flush()
+            data = b""
+            with suppress(ConnectionError):
+                data = await self._reader.read(1 << 16)
+            if not data:
+                raise EOFError(HUNG_UP)
+            self._in.write(data)
+
+    def _flush(self) -> None:
+        if self._out.pending:
+            self._writer.write(self._out.read())
+
+
+def own_inventory(name: str, address: str, logs: str, gpus: int) -> Inventory:
+    """Of this machine, whose GPUs have been counted."""
+    return Inventory(
+        name=name,
+        address=address,
+        logs=logs,
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        gpus=gpus,
+        code=code_fingerprint(),
+        python=f"{sys.executable} ({platform.python_version()})",
+        packages={package: importlib.metadata.version(package) for package in PACKAGES},
+        pid=os.getpid(),
+    )
+
+
+def code_fingerprint() -> str:
+    """Of every Python and C++ file of this package, names and contents."""
+    package, digest = Path(__file__).parents[2], xxhash.xxh3_64()
+    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".cpp", ".h")):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def count_devices() -> int:
+    """GPUs that an executor would see. Raises ConfigError."""
+    code = "import torch; print(torch.cuda.device_count())"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=COUNT_S, check=True)
+    except (subprocess.SubprocessError, OSError) as error:
+        raise ConfigError(f"torch cannot count the GPUs of this host: {error}; use device = 'cpu'") from None
+    return int(done.stdout.split()[-1])

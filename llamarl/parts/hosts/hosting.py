@@ -1,0 +1,247 @@
+"""`Hosting`: the host and the devices of each executor, while hosts come and go. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import SimpleNamespace
+from typing import cast
+
+from llamarl.cluster.api import HostShare
+from llamarl.config import ConfigError, RunConfig
+from llamarl.config.device import PLACED
+from llamarl.parts.hosts.registry import Host
+from llamarl.run.placement import Place, Wanted, aligned, ranges, wanted_executors
+
+MAX_REPLICAS = 10_000
+
+
+class NoRoom(ConfigError):
+    """No host that is here can take an executor."""
+
+
+MAX_GPUS = 64
+"""Of an imagined host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostAssignment:
+    """Where one executor is."""
+
+    wanted: Wanted
+    ranks: dict[str, int]
+    """How many each host has, in their order."""
+    devices: dict[str, tuple[int, ...]]
+    """On each host, one for each rank there; none: on the CPU."""
+
+    @property
+    def place(self) -> Place:
+        """What its processes are started with."""
+        shares = [
+            HostShare(host, number, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.devices[host])), PLACED: "1"})
+            for host, number in self.ranks.items()
+        ]
+        return Place(hosts=tuple(shares))
+
+
+class Hosting:
+    """All executors of a run."""
+
+    def __init__(self, config: RunConfig, hosts: Mapping[str, Host], only: str = "") -> None:
+        """
+        Args:
+            hosts: those that are here, by name; it changes as they come and go.
+            only: the one role that there is; empty: all that the config asks for.
+
+        Raises:
+            ConfigError: an executor has no place.
+        """
+        self._config, self._hosts = config, hosts
+        self._here = dict[str, Host]()
+        """Those of one moment: they come and go in another thread."""
+        self._assigned = dict[str, HostAssignment]()
+        for wanted in wanted_executors(config):
+            if only and wanted.role != only:
+                continue
+            if wanted.device not in ("cpu", "cuda"):
+                raise ConfigError(
+                    f"{wanted.option} = {wanted.device!r} names devices, which are counted out on several hosts; use "
+                    "'cuda', and cluster.place for the hosts"
+                )
+            self.take(wanted)
+        if not config.generator.replicas and not only:
+            self.take_generator(0)
+            for number in range(1, 1 + self.room()):
+                self.take_generator(number)
+
+    def place(self, executor: str) -> Place:
+        """Of one that has been placed."""
+        return self._assigned[executor].place
+
+    def again(self, executor: str) -> Place:
+        """Of one that has died; elsewhere, if its host is lost. Raises NoRoom."""
+        one = self._assigned[executor]
+        if self._hosts.keys() >= one.ranks.keys():
+            return one.place
+        self.leave(executor)
+        return self.take(one.wanted).place
+
+    def of_role(self, role: str) -> list[str]:
+        """Executors that have been placed."""
+        return [name for name, one in self._assigned.items() if one.wanted.role == role]
+
+    def on_host(self, name: str) -> list[str]:
+        """Executors that are there."""
+        return [executor for executor, one in self._assigned.items() if name in one.ranks]
+
+    def hosts_of(self, *roles: str) -> set[str]:
+        """Where executors of some roles are."""
+        return {host for one in self._assigned.values() if one.wanted.role in roles for host in one.ranks}
+
+    def take_generator(self, number: int) -> Place:
+        """For one more. Raises NoRoom."""
+        return self.take(self._generator(number)).place
+
+    def leave(self, executor: str) -> None:
+        """Its devices are free; it may have none any more."""
+        self._assigned.pop(executor, None)
+
+    def room(self) -> int:
+        """For so many more generators, up to `generator.replicas`."""
+        left = (self._config.generator.replicas or MAX_REPLICAS) - len(self.of_role("generator"))
+        tried = [f"generator-?{i}" for i in range(left)]
+        try:
+            for executor in tried:
+                self.take(self._generator(0)._replace(executor=executor))
+        except NoRoom:
+            pass
+        taken = [self._assigned.pop(executor) for executor in tried if executor in self._assigned]
+        return len(taken)
+
+    def table(self) -> list[str]:
+        """Who computes where, a line each."""
+        rows = [("executor", "ranks", "host", "devices")]
+        for name, one in self._assigned.items():
+            for host, number in one.ranks.items():
+                devices = f"cuda {ranges(one.devices[host])}" if one.devices[host] else "cpu"
+                rows.append((name, str(number), host, devices))
+        return aligned(rows)
+
+    def crowded(self) -> list[str]:
+        """Hosts whose executors want more threads than they have cores, a sentence each."""
+        return [
+            f"{threads} CPU threads work at once on the {host.inventory.cores} cores of host {name}, which is slow; "
+            "lower trainer.threads or generator.threads, or name other hosts in cluster.place"
+            for name, host in dict(self._hosts).items()
+            if (threads := self._threads_at(name, "cpu", least=0)) > host.inventory.cores
+        ]
+
+    def take(self, wanted: Wanted) -> HostAssignment:
+        """Raises NoRoom."""
+        one = self._assigned[wanted.executor] = self._assign(wanted)
+        return one
+
+    def _generator(self, number: int) -> Wanted:
+        generator = self._config.generator
+        return Wanted(f"generator-{number}", "generator", generator.tensor_parallel, generator.device)
+
+    def _assign(self, wanted: Wanted) -> HostAssignment:
+        """Raises NoRoom."""
+        self._here = dict(self._hosts)
+        names, num_ranks = list(self._candidates(wanted)), wanted.num_ranks
+        spreads = wanted.role in ("trainer", "critic")
+        if wanted.device == "cpu":
+            hosts = names if spreads and self._patterns("trainer", wanted.role) else names[:1]
+            ends = [num_ranks * i // len(hosts) for i in range(len(hosts) + 1)]
+            ranks = {host: end - start for host, start, end in zip(hosts, ends, ends[1:], strict=False) if end > start}
+            return HostAssignment(wanted=wanted, ranks=ranks, devices=dict.fromkeys(ranks, ()))
+        free = {name: self._free_devices(name) for name in names}
+        spreads |= num_ranks > max(self._here[name].inventory.gpus for name in names)
+        able = [name for name in names if len(free[name]) >= num_ranks][:1]
+        if not able and spreads:  # as few hosts as have enough
+            able = sorted(names, key=lambda name: -len(free[name]))
+        devices, left = dict[str, tuple[int, ...]](), num_ranks
+        for name in able:
+            if left and free[name]:
+                devices[name] = free[name][:left]
+                left -= len(devices[name])
+        if not left:
+            ranks = {name: len(own) for name, own in devices.items()}
+            return HostAssignment(wanted=wanted, ranks=ranks, devices=devices)
+        has = ", ".join(f"{name} has {len(own)}" for name, own in free.items())
+        table = "".join(f"\n  {line}" for line in self.table())
+        raise NoRoom(f"{wanted.executor} needs {num_ranks} GPUs, and of those that are free {has}:{table}")
+
+    def _patterns(self, *roles: str) -> list[str]:
+        """Of the last role; a role without any goes with the one before."""
+        for role in reversed(roles):
+            if patterns := getattr(self._config.cluster.place, role):
+                return patterns
+        return []
+
+    def _candidates(self, wanted: Wanted) -> Iterator[str]:
+        """Hosts for an executor, the first the best. Raises NoRoom: there are none."""
+        role, here = wanted.role, sorted(name for name, host in self._here.items() if not host.is_leaving)
+        with_trainer = self.hosts_of("trainer", "critic")
+        patterns = self._patterns("trainer", role) if role == "critic" else self._patterns(role)
+        names = [name for name in here if not patterns or any(fnmatchcase(name, one) for one in patterns)]
+        if role == "generator":
+            if not patterns and wanted.device == "cpu":
+                names = [name for name in names if name not in with_trainer] or names
+            if not self._config.generator.replicas and wanted.device == "cpu":
+                names = [name for name in names if self._has_cores(name, wanted.num_ranks)]
+            beside = with_trainer if not patterns else set[str]()
+            names.sort(key=lambda name: (name in beside, len(self._generators_at(name)), name))
+        elif not patterns and role != "trainer":
+            names.sort(key=lambda name: (name not in with_trainer, name))
+        if not names:
+            matching = f" that match cluster.place.{role} = {patterns}" if patterns else ""
+            raise NoRoom(f"{wanted.executor} finds no host{matching}; these are here: {', '.join(here) or 'none'}")
+        yield from names
+
+    def _generators_at(self, name: str) -> list[HostAssignment]:
+        return [one for one in self._assigned.values() if one.wanted.role == "generator" and name in one.ranks]
+
+    def _free_devices(self, name: str) -> tuple[int, ...]:
+        taken = {device for one in self._assigned.values() for device in one.devices.get(name, ())}
+        return tuple(device for device in range(self._here[name].inventory.gpus) if device not in taken)
+
+    def _has_cores(self, name: str, num_ranks: int) -> bool:
+        """For a generator on its CPU; a host with none of them takes one in any case."""
+        threads = self._threads_at(name) + self._config.generator.threads * num_ranks
+        return not self._generators_at(name) or threads <= self._here[name].inventory.cores
+
+    def _threads_at(self, name: str, *devices: str, least: int = 1) -> int:
+        """Of the executors there, of those on `devices` if there are any; those without a setting have the least."""
+        return sum(
+            getattr(getattr(self._config, one.wanted.role, None), "threads", least) * one.ranks[name]
+            for one in self._assigned.values()
+            if name in one.ranks and (not devices or one.wanted.device in devices)
+        )
+
+
+def imagined(config: RunConfig, names: Sequence[str] = ()) -> tuple[Hosting, int]:
+    """Who would run where on hosts that have not called, and the fewest GPUs per host with which all have a place.
+
+    Args:
+        names: of the hosts; none: `cluster.num_hosts`, called as `cluster.place` wants some of them to be.
+
+    Raises:
+        ConfigError: no number of GPUs is enough.
+    """
+    wanted = [name for patterns in config.cluster.place.model_dump().values() for name in patterns]
+    fitting = [re.sub(r"[*?]|\[.*?\]", "1", name) for name in wanted]
+    others = [f"host-{i + 1}" for i in range(config.cluster.num_hosts)]
+    all_names = list(dict.fromkeys([*fitting, *others]))[: max(config.cluster.num_hosts, len(set(fitting)))]
+    reason: NoRoom | None = None
+    for gpus in range(MAX_GPUS + 1):
+        has = SimpleNamespace(gpus=gpus, cores=1)
+        hosts = {name: SimpleNamespace(inventory=has, is_leaving=False) for name in names or all_names}
+        try:
+            return Hosting(config, cast(Mapping[str, Host], hosts)), gpus
+        except NoRoom as error:
+            reason = error
+    assert reason is not None
+    raise reason

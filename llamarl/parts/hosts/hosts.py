@@ -1,0 +1,183 @@
+"""The hosts of a run: waiting for them, looking at them, and what follows when one comes or asks to leave."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from llamarl.cluster.api import ExecutorError
+from llamarl.config import ConfigError, RunConfig
+from llamarl.controller.controller import Controller
+from llamarl.controller.supervision import Interrupted, Supervisor
+from llamarl.controller.telemetry import Telemetry
+from llamarl.parts.hosts.home import BLAST_S, BROKEN
+from llamarl.parts.hosts.hosting import Hosting
+from llamarl.parts.hosts.registry import Host, Registry
+from llamarl.run.placement import models_in_use
+
+WIRE_BYTES = 256 << 20
+"""That are sent to measure a wire."""
+LOOK_S = 10.0
+"""For a host to look for files; a network file system may be slow."""
+
+
+async def gathered(
+    config: RunConfig, registry: Registry, folder: Path, tell: Callable[[str], None], only: str = ""
+) -> Hosting:
+    """Waits for the hosts; who runs where, once each has been found to see the files that it needs.
+
+    Args:
+        folder: of the run, which trainer and critic write checkpoints to.
+        tell: gets a line for people, for each host and each executor.
+        only: as for `Hosting`.
+
+    Raises:
+        ConfigError: too few came, one lacks a file, or an executor has no place.
+    """
+    settings = config.cluster
+    place = await registry.open(settings.listen)
+    tell(f"waiting at {place} for hosts to call, {settings.num_hosts} in all")
+    await registry.until(settings.num_hosts, settings.host_timeout_s)
+    registry.leaves = lambda host: None  # what is about to start there decides
+    hosting = Hosting(config, registry.hosts, only)
+    with _token(folder) as token:
+        hosts = list(registry.hosts.values())
+        await asyncio.gather(*(_look(config, hosting, host, folder, token) for host in hosts))
+    for line in (*(host.describe() for host in hosts), *hosting.table(), *hosting.crowded()):
+        tell(line)
+    return hosting
+
+
+def inspect(config: RunConfig, tell: Callable[[str], None]) -> None:
+    """Waits for the hosts of a run, says who would be where, and how fast bytes go from each trainer host to each
+    generator host; nothing is started.
+
+    Raises:
+        ConfigError: as `gathered`, or one host cannot reach another.
+    """
+    asyncio.run(_inspect(config, tell))
+
+
+async def _inspect(config: RunConfig, tell: Callable[[str], None]) -> None:
+    registry = Registry(Path(config.cluster.pki), None, tell)
+    try:
+        with TemporaryDirectory(dir=_existing(Path(config.output).absolute())) as folder:
+            hosting = await gathered(config, registry, Path(folder), tell)
+        senders, receivers = (hosting.hosts_of(role) for role in ("trainer", "generator"))
+        for sender, receiver in product(sorted(senders), sorted(receivers)):
+            if sender != receiver:
+                speed = await _speed(registry.hosts[sender], registry.hosts[receiver])
+                tell(f"{sender} to {receiver}: {speed / 1e9:.2f} GB/s by one stream")
+    finally:
+        await registry.close()
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the one above it that is there."""
+    return next(one for one in (folder, *folder.parents) if one.is_dir())
+
+
+async def _speed(sender: Host, receiver: Host) -> float:
+    """Bytes per second. Raises ConfigError: there is no way from one to the other."""
+    wanted = {"num_bytes": WIRE_BYTES, "secret": secrets.token_hex(16)}
+    address = receiver.inventory.address
+    try:
+        port = (await receiver.ask("receive", **wanted))["port"]
+        return (await sender.ask("send", BLAST_S, address=address, port=port, **wanted))["bytes_per_s"]
+    except BROKEN as error:
+        raise ConfigError(f"from host {sender.name} to {receiver.name} ({address}): {error}") from None
+
+
+async def _look(config: RunConfig, hosting: Hosting, host: Host, folder: Path, token: str) -> None:
+    """Raises ConfigError: a file is not there, or the folder of the run is another one."""
+    executors = hosting.on_host(host.name)
+    models = [config.model.path, *(one.path for one in models_in_use(config).values() if one.path)]
+    here = [Path(path).absolute() for path in models if Path(path).exists()]  # a warm start may be to come
+    paths = [str(path) for path in here if executors]
+    writers = [name for name in executors if name in ("trainer", "critic")]
+    shared = str(folder.absolute()) if writers else ""
+    try:
+        found = await host.ask("look", LOOK_S, paths=paths, folder=shared, token=token)
+    except BROKEN as error:
+        raise ConfigError(f"host {host.name} could not be looked at: {error}") from None
+    if found["missing"]:
+        raise ConfigError(
+            f"host {host.name} has no {', '.join(found['missing'])}; all hosts need the same paths: use a folder that "
+            "they share, or the same image"
+        )
+    if found["folder"]:
+        raise ConfigError(
+            f"host {host.name} runs {', '.join(writers)}, which writes checkpoints, but "
+            f"{shared} there is not the run's folder ({found['folder']}); share it, choose "
+            "another --output, or name another host in cluster.place.trainer"
+        )
+
+
+@contextmanager
+def _token(folder: Path) -> Iterator[str]:
+    """The name of a file in the run's folder that says the same: who finds it sees that folder."""
+    token = f".seen-{secrets.token_hex(8)}"
+    (folder / token).write_text(token)
+    try:
+        yield token
+    finally:
+        (folder / token).unlink(missing_ok=True)
+
+
+class Elastic:
+    """Generators come and go with their hosts."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        hosting: Hosting,
+        controller: Controller,
+        telemetry: Telemetry,
+        supervisor: Supervisor,
+        timeout_s: float,
+    ) -> None:
+        self._registry, self._hosting, self._timeout_s = registry, hosting, timeout_s
+        self._controller, self._telemetry, self._supervisor = controller, telemetry, supervisor
+        registry.joined, registry.leaves = self._joined, self._leaves
+        for host in list(registry.hosts.values()):
+            if host.is_leaving:
+                self._leaves(host)
+        controller.recovery.fill(sys.maxsize)  # on hosts that came meanwhile
+
+    def _joined(self, host: Host) -> None:
+        number = self._controller.recovery.fill(sys.maxsize)
+        follows = f"; {number} generators start" if number else ""
+        self._telemetry.warn(f"{host.describe()} has come{follows}")
+
+    def _leaves(self, host: Host) -> None:
+        self._supervisor.start(self._empty(host), f"leave of host {host.name}")
+
+    async def _empty(self, host: Host) -> None:
+        """Others take over what runs there; then it may go. What cannot be taken over ends the run, with a
+        checkpoint."""
+        recovery, executors = self._controller.recovery, self._hosting.on_host(host.name)
+        fixed = [name for name in executors if not name.startswith("generator-")]
+        if fixed:
+            self._supervisor.fail(Interrupted(f"ended, as host {host.name} leaves, which runs {', '.join(fixed)}"))
+            return
+        for name in executors:
+            self._hosting.leave(name)
+        recovery.fill(len(executors))
+        await recovery.until_others(executors)
+        # What still starts there ends as the host goes; it may have come up while another one left.
+        while here := [one.name for one in recovery.staying if one.name in executors]:
+            try:
+                await recovery.remove(here[0], self._timeout_s)
+            except ValueError as error:
+                self._supervisor.fail(Interrupted(f"ended, as host {host.name} leaves: {error}"))
+                return
+            except ExecutorError as error:
+                self._telemetry.warn(f"host {host.name} leaves without order: {error}")
+        self._telemetry.warn(f"host {host.name} has left; {', '.join(executors) or 'nothing'} ran there")
+        self._registry.dismiss(host, "it has left the run")

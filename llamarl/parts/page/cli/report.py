@@ -1,0 +1,57 @@
+"""`llamarl report RUN [OTHER ...]`."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from llamarl.cli.options import base_model, command_parser, told_of_delay, write_output
+from llamarl.config import ConfigError
+from llamarl.parts.page.document import document, whole
+from llamarl.parts.page.rollouts import Decode
+from llamarl.parts.page.run_data import RunData
+
+EPILOG = "The page needs no network. Of a running, failed or torn run it shows what is there, and says so."
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    parser = command_parser("report", "One HTML file that shows a run, or several beside each other.", EPILOG)
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, such as runs/demo")
+    parser.add_argument("--output", metavar="FILE", help="where to write it (RUN/report.html)")
+    options = parser.parse_args(arguments)
+    folders = [Path(name) for name in options.runs]
+    described = list[dict[str, object]]()
+    with told_of_delay("report"):
+        for folder in folders:
+            data = RunData(folder)
+            data.read_all()
+            described.append(whole(data, decoder(folder), len(folders)))
+    output = Path(options.output) if options.output else folders[0] / "report.html"
+    write_output(output, document(described))
+    print(f"{output}  {output.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    return 0
+
+
+def decoder(folder: Path) -> Decode | None:
+    """Text of a token, by the tokenizer of the run's model; None where that is not on this machine, which is said."""
+    from llamarl.data.tokenizer import Tokenizer
+
+    try:
+        settings = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        tokenizer = Tokenizer(base_model(folder, settings["model"]["path"], settings.get("output", "")))
+        # Some tokenizers drop the space that begins a text, so each token is decoded behind another one.
+        anchor = int(tokenizer.encode("a")[-1])
+        before = tokenizer.decode([anchor], skip_special=False)
+
+        def decode(token: int) -> str:
+            return tokenizer.decode([anchor, token], skip_special=False).removeprefix(before)
+
+        return decode
+    except (OSError, ValueError, LookupError, TypeError, ConfigError) as error:
+        print(
+            f"llamarl: {folder}: tokens are shown by their numbers, as no tokenizer was read: {error}", file=sys.stderr
+        )
+        return None

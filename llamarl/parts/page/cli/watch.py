@@ -1,0 +1,63 @@
+"""`llamarl watch RUN [OTHER ...]`, and the process of `llamarl train --watch`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import select
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from llamarl.cli.options import command_parser
+from llamarl.cluster.start_up import dependent
+from llamarl.parts.page.cli.report import decoder
+from llamarl.parts.page.live import Watched, build_app
+
+EPILOG = """It only reads the folders, of a run that goes on, has ended, or is on another machine whose disk is mounted
+here. Who knows the address, with the random part in it, may look. Ctrl-C ends it."""
+START_S, END_S = 20.0, 5.0
+"""Longest waits for what a run has begun and ends."""
+NICENESS = 19
+"""Above that of the run: where both want a core, the run has it."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    parser = command_parser("watch", "The page of `llamarl report`, live.", EPILOG)
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, such as runs/demo")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen at; 0: any that is free (0)")
+    options = parser.parse_args(arguments)
+    os.nice(NICENESS)
+    folders, token = [Path(name) for name in options.runs], secrets.token_urlsafe(18)
+    app = build_app([Watched(folder, decoder(folder)) for folder in folders], token)
+
+    from llamarl.parts.episodes.gateway.app import LOOPBACK, listening, serving
+
+    with listening(options.host, options.port) as opened:
+        host, port = opened.getsockname()[:2]
+        print(f"watch at http://{f'[{host}]' if ':' in host else host}:{port}/{token}/", flush=True)
+        hosts = LOOPBACK if options.host in LOOPBACK else ()
+        asyncio.run(serving(app, hosts).serve(sockets=[opened]))
+    return 0
+
+
+@contextmanager
+def watching(folder: Path) -> Iterator[str]:
+    """While a run goes on, a process of its own shows it; what it says of where."""
+    # A group of its own: Ctrl-C is for the run, which ends this, however it ends itself.
+    command = [*dependent("from llamarl.parts.page.cli.watch import main; main(sys.argv[1:])"), str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        try:
+            assert process.stdout is not None
+            has_said, _, _ = select.select([process.stdout], [], [], START_S)
+            said = process.stdout.readline().strip() if has_said else ""
+            yield said or f"--watch does not answer, and the run goes on without; try llamarl watch {folder}"
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            process.kill()

@@ -1,0 +1,131 @@
+"""One HTML file with everything in it: nothing is loaded from elsewhere, what a model wrote is data, never markup."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.resources import files
+from typing import Any
+
+from llamarl.observability.waits import waits
+from llamarl.parts.page.findings import accuracy_error, findings
+from llamarl.parts.page.rollouts import Decode, sample
+from llamarl.parts.page.run_data import KINDS, RunData
+
+SCRIPTS = ("uplot.js", "common.js", "curves.js", "timeline.js", "rollouts.js", "page.js")
+STYLES = ("uplot.css", "page.css")
+MAX_POINTS = 1_200
+"""Steps of a curve in a file; more are averaged."""
+ROLLOUT_BYTES, NUM_FLOWS, FINE_STEPS = 2_200_000, 120, 12
+"""Of all runs of a file together: bytes of rollouts before they are shortened, steps whose flow and whose work in full
+detail are in it."""
+
+
+def described(data: RunData) -> dict[str, Any]:
+    """What is small, and changes as a whole."""
+    state, reason = data.state()
+    return {
+        "name": data.folder.name,
+        "folder": str(data.folder),
+        "state": state,
+        "reason": reason,
+        "steps": data.num_steps,
+        "evals": [one | {"error": accuracy_error(one)} for one in data.evals],
+        "machine": data.start.get("machine", {}),
+        "model": data.start.get("model", ""),
+        "began_s": data.began_s,
+        "texts": [[kind, round(at_s - data.began_s, 3), text] for kind, at_s, text in data.texts],
+        "damaged": data.num_damaged,
+        "executors": list(data.spans),
+    }
+
+
+def flows(data: RunData, steps: Sequence[int]) -> dict[int, Any]:
+    """What became of the groups of these steps, in seconds since the run began."""
+    return {step: _shifted(data.flows[step], data.began_s) for step in steps if step in data.flows}
+
+
+def spread(steps: Sequence[int], about: int) -> list[int]:
+    """About so many of them, evenly, and the last one."""
+    return [*steps[:: max(1, len(steps) // max(about, 1))], *steps[-1:]]
+
+
+def _shifted(flow: dict[str, Any], origin_s: float) -> dict[str, Any]:
+    ends = {name: round(value - origin_s, 4) for name, value in flow.items() if name.endswith("ed_s")}
+    groups = [[group[0], *(round(at_s - origin_s, 4) for at_s in group[1:])] for group in flow["groups"]]
+    return ends | {"groups": groups}
+
+
+def whole(data: RunData, decode: Decode | None, num_runs: int) -> dict[str, Any]:
+    """All of a run that a file of so many runs holds."""
+    some = spread(list(data.flows), NUM_FLOWS // num_runs)
+    fine = list[dict[str, Any]]()
+    for step in some[:: max(1, len(some) * num_runs // FINE_STEPS)]:
+        flow = data.flows[step]
+        begin_s = min((group[1] for group in flow["groups"] if len(group) > 1), default=flow["trained_s"])
+        end_s = flow.get("adopted_s", flow["trained_s"])
+        margin_s = 0.05 * (end_s - begin_s)  # the page shows a little more than the step
+        fine.append(window(data, begin_s - margin_s, end_s + margin_s, 250))
+    return described(data) | {
+        "claims": findings(data),
+        "settings": data.settings(),
+        "series": data.series(max_points=MAX_POINTS),
+        "every": -(-data.num_steps // MAX_POINTS),
+        "work": [window(data, max_spans=900 // num_runs), *fine],
+        "flows": flows(data, some),
+        "rollouts": sample(data.folder, decode, ROLLOUT_BYTES // num_runs),
+    }
+
+
+def window(data: RunData, begin_s: float | None = None, end_s: float | None = None, max_spans: int = 1500) -> Any:
+    """Who worked in a window, in milliseconds since the run began; all of the run without one."""
+    first, last = data.reach
+    begin_s, end_s = first if begin_s is None else begin_s, last if end_s is None else end_s
+    around = [round(1000 * (one - data.began_s), 1) for one in (begin_s, end_s)]
+    found = waits(data.spans, begin_s, end_s)
+    return {
+        "from": around[0],
+        "to": around[1],
+        "rows": data.work(begin_s, end_s, max_spans),
+        "waits": {
+            name: {cause: round(1000 * time_s, 1) for cause, time_s in one.items()} for name, one in found.items()
+        },
+    }
+
+
+def document(runs: Sequence[dict[str, Any]], live: str = "") -> str:
+    """The page.
+
+    Args:
+        runs: of each run, what `whole` gives.
+        live: where the page asks for what is new; empty: nowhere, and it may not.
+    """
+    source = files("llamarl.parts.page")
+    scripts = "\n".join(source.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
+    styles = "\n".join(source.joinpath(name).read_text(encoding="utf-8") for name in STYLES)
+    digest = base64.b64encode(hashlib.sha256(scripts.encode()).digest()).decode()
+    allowed = "'self'" if live else "'none'"
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
+        f"connect-src {allowed}; base-uri 'none'; form-action 'none'"
+    )
+    body = source.joinpath("page.html").read_text(encoding="utf-8")
+    content = {"runs": runs, "kinds": [*KINDS, "other"], "live": live}
+    parts = {"POLICY": policy, "STYLES": styles, "DATA": embedded(content), "SCRIPTS": scripts}
+    return re.sub("@(POLICY|STYLES|DATA|SCRIPTS)@", lambda found: parts[found[1]], body)
+
+
+def strict_json(content: Any) -> str:
+    """What is not finite, which JSON has no word for, is null."""
+    with suppress(ValueError):
+        return json.dumps(content, allow_nan=False, separators=(",", ":"))
+    return json.dumps(json.loads(json.dumps(content), parse_constant=lambda _: None), separators=(",", ":"))
+
+
+def embedded(content: Any) -> str:
+    """JSON that can stand in a script element: no letter in it can end that, or begin markup."""
+    return strict_json(content).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

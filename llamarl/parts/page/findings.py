@@ -1,0 +1,279 @@
+"""What a page says first: how the run went, in claims that each name the picture that shows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NamedTuple
+
+from llamarl.observability.formats import number, percent
+from llamarl.observability.metrics import share_error, unjudged
+from llamarl.parts.page.run_data import RunData
+
+PART = 0.2
+"""Share of the steps at the beginning, and at the end, that are compared."""
+ERRORS = 2.0
+"""Standard errors that a change must have to be called one."""
+BEST_ERRORS, LOST_SHARE = 4.0, 0.5
+"""The best of many is good by chance, too: standard errors that it must be above the end, and what share of it is to be
+gone for it to be lost."""
+SHRUNK_SHARE = 0.5
+"""Of the first responses' length, below which that is said. It is no fraud: brevity may be what was asked for."""
+MISMATCH_KL, TRUNCATED_SHARE, INVALID_SHARE, IDLE_SHARE = 0.05, 0.2, 0.05, 0.5
+COLLAPSED_SHARE, COLLAPSED_NATS = 0.2, 0.05
+"""Of its first entropy, and in nats per token, below which little is left to explore."""
+GRADIENT_GROWTH = 20.0
+Level = Literal["good", "note", "bad"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """One thing that can be seen."""
+
+    text: str
+    """A clause, without an end mark."""
+    chart: str
+    """Identifier of the picture."""
+    level: Level = "note"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ends:
+    """A metric over the first and the last steps."""
+
+    first: float
+    last: float
+    error: float
+    """Standard error of their difference, as if steps were independent."""
+
+    @property
+    def change(self) -> float:
+        return self.last - self.first
+
+
+def ends(values: Sequence[float]) -> Ends | None:
+    """None: there are fewer than four values."""
+    known = [value for value in values if math.isfinite(value)]
+    if len(known) < 4:
+        return None
+    size = max(2, int(PART * len(known)))
+    (first, of_first), (last, of_last) = _mean(known[:size]), _mean(known[-size:])
+    return Ends(first=first, last=last, error=math.sqrt(of_first + of_last))
+
+
+class Window(NamedTuple):
+    """Steps beside each other."""
+
+    value: float
+    """Mean."""
+    place: int
+    """Of the last one."""
+    size: int
+
+
+def highest(values: Sequence[float]) -> Window | None:
+    """A twentieth of the steps, and two at least. None: there are fewer."""
+    known = [(value, place) for place, value in enumerate(values) if math.isfinite(value)]
+    size = max(2, len(known) // 20)
+    sums = [0.0, *accumulate(value for value, _ in known)]
+    found = (((sums[end] - sums[end - size]) / size, known[end - 1][1], size) for end in range(size, len(sums)))
+    return max((Window(*one) for one in found), default=None)
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    """And the variance of it."""
+    mean = sum(values) / len(values)
+    return mean, sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)
+
+
+def accuracy_error(entry: dict[str, Any]) -> float:
+    """Of a held-out accuracy, by the row of its evaluation."""
+    num_judged = entry["num_prompts"] - float(entry.get("num_invalid") or 0) / max(float(entry.get("k") or 1), 1.0)
+    return share_error(float(entry["accuracy"]), num_judged)
+
+
+def findings(data: RunData) -> list[dict[str, str]]:
+    """The claims about a run, what it learnt first, then what bounds its speed, then what looks wrong."""
+    state, reason = data.state()
+    claims = list[Claim]()
+    if state in ("failed", "interrupted", "silent", "empty"):
+        what = {"failed": "the run failed", "interrupted": "the run was interrupted"}.get(state, "")
+        level: Level = "note" if state == "interrupted" else "bad"
+        claims.append(Claim(text=": ".join(filter(None, [what, reason])), chart="messages", level=level))
+    if data.num_damaged:
+        claims.append(Claim(text=f"{data.num_damaged} rows are torn or damaged", chart="messages", level="bad"))
+    if data.num_steps:
+        claims += (*_learnt(data), *_speed(data), *_wrong(data))
+    elif state != "empty":
+        claims.append(Claim(text="no step has been completed", chart="messages"))
+    return [asdict(claim) for claim in claims]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """How something went from the beginning to the end."""
+
+    verb: Literal["rose", "fell", "did not change beyond its error,"]
+    ends: Ends
+    best: float
+    """Between them, or one of them."""
+    best_step: int
+    is_lower: bool
+    """In between it was better, by far."""
+    is_lost: bool
+    """And most of that is gone."""
+
+    @property
+    def level(self) -> Level:
+        return "bad" if self.is_lost or self.verb == "fell" else "good" if self.verb == "rose" else "note"
+
+    def text(self, show: Callable[[float], str], change: str) -> str:
+        """Args: `show`: a value; `change`: from the first to the last one."""
+        best, last = f"{show(self.best)} (step {self.best_step})", show(self.ends.last)
+        if self.is_lost:
+            return f"fell from its best of {best} to {last}"
+        text = f"{self.verb} from {show(self.ends.first)} to {last} ({change})"
+        return f"{text}, below its best of {best}" if self.is_lower else text
+
+
+def _change(found: Ends, best: float, best_step: int, lost: float, lost_error: float) -> Change:
+    """Args: `lost`: how much less the end is than the best, with its error."""
+    is_same, is_lower = (
+        abs(found.change) <= ERRORS * found.error,
+        best > found.first and lost > BEST_ERRORS * lost_error,
+    )
+    return Change(
+        verb="did not change beyond its error," if is_same else "rose" if found.change > 0 else "fell",
+        ends=found,
+        best=best,
+        best_step=best_step,
+        is_lower=is_lower,
+        is_lost=is_lower and lost > LOST_SHARE * (best - min(found.first, found.last)),
+    )
+
+
+def _accuracy(evals: Sequence[dict[str, Any]]) -> Change | None:
+    if len(evals) < 2:
+        return None
+    first, last, best = evals[0], evals[-1], max(evals, key=lambda one: float(one["accuracy"]))
+    errors = [math.hypot(accuracy_error(one), accuracy_error(last)) for one in (first, best)]
+    found = Ends(first=first["accuracy"], last=last["accuracy"], error=errors[0])
+    return _change(found, best["accuracy"], int(best["step"]), best["accuracy"] - found.last, errors[1])
+
+
+def _reward(data: RunData) -> Change | None:
+    rewards = data.columns.get("reward_mean", ())
+    found, best = ends(rewards), highest(rewards)
+    if found is None or best is None:
+        return None
+    known = [value for value in rewards if math.isfinite(value)]
+    jumps = [(after - before) ** 2 for before, after in pairwise(known)]
+    noise = math.sqrt(sum(jumps) / len(jumps) / 2)  # of one step, whatever the trend (von Neumann 1941)
+    # Of a reward that still rises, the very end is the best.
+    lost = best.value - max(found.last, sum(known[-best.size :]) / best.size)
+    return _change(found, best.value, int(data.columns["step"][best.place]), lost, noise * math.sqrt(2 / best.size))
+
+
+def _learnt(data: RunData) -> Iterator[Claim]:
+    accuracy, reward = _accuracy(data.evals), _reward(data)
+    doubt = _doubt(data, accuracy) if reward and reward.level == "good" else None
+    claims = list(_unheld(data))
+    if accuracy:
+        change = f"{100 * accuracy.ends.change:+.1f} ± {100 * accuracy.ends.error:.1f} points"
+        text = f"held-out accuracy {accuracy.text(lambda share: percent(share, 1), change)}"
+        claims.append(Claim(text=text, chart="solve", level=accuracy.level))
+    if reward is None:
+        text = f"{data.num_steps} steps are too few to say whether it learns"
+        yield from (*claims, Claim(text=text, chart="reward"))
+        return
+    change = f"{reward.ends.change:+.3g} ± {reward.ends.error:.2g}"
+    text = f"reward {reward.text(lambda value: f'{value:.3g}', change)}"
+    if doubt:
+        yield Claim(text=f"{text} while {doubt}", chart="reward", level="bad")
+        yield from claims
+    else:
+        is_told = accuracy is not None and reward.level == "good"
+        yield from (*claims, Claim(text=text, chart="reward", level="note" if is_told else reward.level))
+    length = ends(data.columns.get("response_tokens_mean", ()))
+    if length and length.last < SHRUNK_SHARE * length.first:
+        shrank = f"responses shrank from {number(length.first)} to {number(length.last)} tokens"
+        yield Claim(text=shrank, chart="length")
+
+
+def _is_learnt_from(data: RunData) -> bool:
+    """The held-out problems, as the run has warned."""
+    return any(kind == "warning" and text.startswith("data.eval: all of its prompts") for kind, _, text in data.texts)
+
+
+def _unheld(data: RunData) -> Iterator[Claim]:
+    """What is wrong with the evaluations themselves."""
+    if _is_learnt_from(data):
+        text = "data.eval is data.train: held-out accuracy is that of prompts which were learnt from"
+        yield Claim(text=text, chart="settings", level="bad")
+    num, all_of_them, reason = data.unjudged
+    if num > INVALID_SHARE * all_of_them:
+        yield Claim(text=f"held-out: {unjudged(num, all_of_them, reason)}", chart="solve", level="bad")
+
+
+def _doubt(data: RunData, accuracy: Change | None) -> str | None:
+    """What speaks against a reward that rises: right answers, which its first part judges, are fewer than before,
+    held-out ones where there are some; or they are more in training alone."""
+    solved = ends(data.columns.get("solve_rate", ()))
+    if accuracy is None:
+        fell = solved and solved.change < -ERRORS * solved.error
+        return "fewer answers are right: it may be hacked" if fell else None
+    if accuracy.level == "bad":
+        return "held-out accuracy fell: it may be hacked"
+    if not _is_learnt_from(data) and accuracy.level == "note" and solved and solved.change > ERRORS * solved.error:
+        gap, error = solved.last - accuracy.ends.last, math.hypot(solved.error, accuracy.ends.error)
+        return "held-out accuracy does not follow: it may be learnt by heart" if gap > ERRORS * error else None
+    return None
+
+
+def _is_cut(truncated: Ends) -> bool:
+    return truncated.last > TRUNCATED_SHARE and truncated.change > ERRORS * truncated.error
+
+
+def _speed(data: RunData) -> Iterator[Claim]:
+    """As the run itself says: of all its steps once it has ended, before that of the last ones."""
+    last = data.summary or {name: column[-1] for name, column in data.columns.items()} | {"verdict": data.verdict}
+    if last.get("verdict"):
+        yield Claim(text=str(last["verdict"]), chart="timeline")
+    shares = {name[11:]: share for name, share in last.items() if name.startswith("busy_share.generator")}
+    if idle := [name for name, share in shares.items() if isinstance(share, float) and share < IDLE_SHARE]:
+        yield Claim(text=f"{', '.join(idle[:4])} idle more than half of the time", chart="timeline", level="bad")
+
+
+def _wrong(data: RunData) -> Iterator[Claim]:
+    def last(name: str) -> Ends | None:
+        return ends(data.columns.get(name, ()))
+
+    ages, limits = (data.columns.get(name, ()) for name in ("staleness_max", "staleness_limit"))
+    if over := sum(now > limit for now, limit in zip(ages, limits, strict=False)):
+        yield Claim(text=f"staleness exceeded its bound in {over} steps", chart="staleness", level="bad")
+    for name, what in (("kl_to_behavior", "drift apart"), ("extra.kl_mismatch", "compute different numbers")):
+        kl = highest(data.columns.get(name, ()))
+        if kl and kl.value > MISMATCH_KL:
+            step = int(data.columns["step"][kl.place])
+            text = f"trainer and generators {what}: KL up to {number(kl.value)} nats per token (step {step})"
+            yield Claim(text=text, chart="kl", level="bad")
+    entropy = last("extra.entropy_mean")
+    if entropy and entropy.last < COLLAPSED_SHARE * entropy.first and entropy.last < COLLAPSED_NATS:
+        text = f"entropy collapsed: {number(entropy.first)} → {number(entropy.last)} nats per token"
+        yield Claim(text=text, chart="entropy", level="bad")
+    truncated = last("truncated_share")
+    if truncated and _is_cut(truncated):
+        text = f"more responses end by length: {percent(truncated.first)} → {percent(truncated.last)}"
+        yield Claim(text=text, chart="truncated", level="bad")
+    invalid = last("invalid_share")
+    if invalid and max(invalid.first, invalid.last) > INVALID_SHARE:
+        text = f"{percent(max(invalid.first, invalid.last))} of the rewards are invalid"
+        yield Claim(text=text, chart="truncated", level="bad")
+    gradient = last("grad_norm")
+    if gradient and gradient.last > GRADIENT_GROWTH * gradient.first > 0:
+        text = f"gradient norm grew from {number(gradient.first)} to {number(gradient.last)}"
+        yield Claim(text=text, chart="grad", level="bad")
+    if num := sum(kind == "warning" for kind, _, _ in data.texts):
+        yield Claim(text=f"{num} warning{'s' if num > 1 else ''}", chart="messages")

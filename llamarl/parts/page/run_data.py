@@ -1,0 +1,273 @@
+"""`RunData`: what is in the folder of one run, in the shape that the page draws. It only reads."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import tomllib
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.observability.accounting import WORK_KINDS
+from llamarl.observability.spans import Span, SpanTable, merged
+from llamarl.parts.page.follow import Follower
+
+MAX_SPANS = 100_000
+"""Kept per executor; older ones make room."""
+MAX_EXECUTORS = 24
+"""Whose work is drawn."""
+MAX_FLOWS = 2_000
+"""Steps whose groups are kept; the newest."""
+MAX_TEXTS = 500
+"""Warnings and phases that are kept; the newest."""
+LARGEST = 1e100
+"""What is larger, or no number, counts as not known: its square would be infinite."""
+SILENT_S = 60.0
+"""A run without an end whose files have not changed for so long may be dead."""
+KINDS = (*sorted(WORK_KINDS), "start", "checkpoint")
+
+
+class RunData:
+    """`refresh` reads what is new, the rest answers from memory: bounded, but for 8 bytes per metric and step."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError: there is no folder."""
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is no folder; give the folder of a run, such as runs/demo")
+        self.folder = folder
+        self.generation, self.num_changes = 0, 0
+        """What was read began anew so often, and something was read so often."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._metrics, self._events = Follower(self.folder / "metrics.jsonl"), Follower(self.folder / "events.jsonl")
+        self.columns: dict[str, array[float]] = {"step": array("d")}
+        self.evals = list[dict[str, Any]]()
+        self.spans = dict[str, SpanTable]()
+        self.flows = dict[int, dict[str, Any]]()
+        self.texts: deque[tuple[str, float, str]] = deque(maxlen=MAX_TEXTS)
+        """Kind, time and text of warnings and phases."""
+        self.unjudged: tuple[float, float, Any] = (0.0, 0.0, None)
+        """Of the last evaluation: how many responses have no verdict, of how many, and why the first has none."""
+        self.verdict = ""
+        """Of the last step."""
+        self.start: dict[str, Any] = {}
+        self.end: dict[str, Any] = {}
+
+    def refresh(self) -> bool:
+        """Reads what is new, or a part of it; whether there was anything."""
+        if self._metrics.was_replaced() | self._events.was_replaced():
+            self._clear()
+            self.generation += 1
+        before = self.num_changes
+        for _, row in self._metrics.rows():
+            self.num_changes += 1
+            with suppress(TypeError, ValueError, KeyError, OverflowError):
+                self._measured(row)
+        for _, row in self._events.rows():
+            self.num_changes += 1
+            with suppress(TypeError, ValueError, KeyError, AttributeError, OverflowError):
+                self._said(row)
+        return self.num_changes != before
+
+    def read_all(self) -> None:
+        """Everything that is there now."""
+        while self.refresh():
+            pass
+
+    def _measured(self, row: dict[str, Any]) -> None:
+        row = {name: one for name, one in row.items() if not isinstance(one, (int, float)) or abs(one) < LARGEST}
+        if row["kind"] == "eval":
+            num_responses = float(row["num_prompts"]) * float(row.get("k", 1))
+            self.unjudged = float(row.get("num_invalid", 0)), num_responses, row.get("invalid_reason")
+            known = {name: float(row[name]) for name in ("step", "accuracy", "num_prompts")}
+            self.evals.append({name: value for name, value in row.items() if name != "kind"} | known)
+            return
+        count, step = len(self.columns["step"]), float(row["step"])
+        if count and step <= self.columns["step"][-1]:
+            return  # done again after a crash; the first row stands
+        self.verdict = str(row.get("verdict") or "")
+        for name, value in row.items():
+            if isinstance(value, (int, float)) or value is None:
+                column = self.columns.setdefault(name, array("d", [math.nan]) * count)
+                column.append(math.nan if value is None else float(value))
+        for column in self.columns.values():
+            if len(column) == count:
+                column.append(math.nan)
+
+    def _said(self, row: dict[str, Any]) -> None:
+        kind, at_s = row["kind"], _time_s(row["at_s"])
+        if kind == "start":
+            self.start, self.end = self.start or row, {}
+            self.texts.append(("phase", at_s, "resumed" if row.get("resumed") else "started"))
+        elif kind == "end":
+            self.end = row
+            self.texts.append(("end", at_s, f"{row['end']}. {row.get('reason', '')}".strip()))
+        elif kind in ("warning", "phase"):
+            self.texts.append((kind, at_s, str(row["text"])))
+        elif kind == "spans":
+            for name, spans in row["spans"].items():
+                if name in self.spans or len(self.spans) < MAX_EXECUTORS:
+                    table = self.spans.setdefault(name, SpanTable(MAX_SPANS))
+                    table.extend(Span(str(what), _time_s(start_s), _time_s(end_s)) for what, start_s, end_s in spans)
+        elif kind == "flow":
+            flow: dict[str, Any] = {name: _time_s(value) for name, value in row.items() if name.endswith("ed_s")}
+            flow["groups"] = [[int(group[0]), *map(_time_s, group[1:])] for group in row["groups"]]
+            if "trained_s" in flow:
+                self.flows[int(row["step"])] = flow
+            if len(self.flows) > MAX_FLOWS:
+                del self.flows[next(iter(self.flows))]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.columns["step"])
+
+    @property
+    def began_s(self) -> float:
+        """Seconds since the epoch; 0 where nobody has said."""
+        return float(self.start.get("at_s", 0.0))
+
+    @property
+    def num_damaged(self) -> int:
+        """Rows that cannot be read, a last one that was cut short included."""
+        files = (self._metrics, self._events)
+        return sum(one.num_damaged + (one.is_torn and self.is_over) for one in files)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more is to come, as far as one can see."""
+        return bool(self.end or self.summary) or self.silent_s > SILENT_S
+
+    @property
+    def silent_s(self) -> float:
+        """Since something was written."""
+        names = ("metrics.jsonl", "events.jsonl", "config.toml", "rollouts.jsonl")
+        times = [path.stat().st_mtime for path in (self.folder / name for name in names) if path.exists()]
+        return max(time.time() - max(times), 0.0) if times else math.inf
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What the run says at its end; empty before, and while it goes on again."""
+        with suppress(OSError, ValueError):
+            found = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+            if isinstance(found, dict) and (self.end or not self.start):
+                return found
+        return {}
+
+    def state(self) -> tuple[str, str]:
+        """`finished`, `interrupted`, `failed`, `running`, `silent` or `empty`, and what is to be said of it."""
+        end = self.end or self.summary
+        if end:
+            return str(end.get("end", "finished")), str(end.get("reason") or end.get("end_reason") or "")
+        if self.silent_s <= SILENT_S:
+            return "running", ""
+        if not self.num_steps and not self.start:
+            return "empty", "nothing was recorded: the run never began, or this is not the folder of a run"
+        hours = self.silent_s / 3600
+        since = f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
+        return "silent", f"nothing was written for {since} and no end was: the run, or its machine, may be dead"
+
+    def settings(self) -> list[tuple[str, Any, bool]]:
+        """Name, value, and whether it is the default, of each setting."""
+        try:
+            config = load_config(self.folder / "config.toml")
+        except ConfigError:
+            return [(name, value, False) for name, value in flat_settings(self._raw_config())]
+        least = {"model": {"path": ""}, "data": {"train": ""}}
+        plain = dict(flat_settings(RunConfig.model_validate(least).model_dump(mode="json", exclude_none=True)))
+        found = flat_settings(config.model_dump(mode="json", exclude_none=True))
+        return [(name, value, name in plain and plain[name] == value) for name, value in found]
+
+    def _raw_config(self) -> dict[str, Any]:
+        with suppress(OSError, ValueError):
+            return tomllib.loads((self.folder / "config.toml").read_text(encoding="utf-8"))
+        return {}
+
+    @property
+    def reach(self) -> tuple[float, float]:
+        """When the first known work began and the last one ended."""
+        begins = [table[0].start_s for table in self.spans.values() if len(table)]
+        ends = [table[-1].end_s for table in self.spans.values() if len(table)]
+        return min(begins, default=self.began_s), max(ends, default=self.began_s)
+
+    def work(self, start_s: float = -math.inf, end_s: float = math.inf, max_spans: int = 1500) -> dict[str, list[Any]]:
+        """Kind (index in `KINDS`), start and length in milliseconds since `began_s`, of what each executor did in a
+        window. What lies closer than can be drawn is joined, so that there are about `max_spans`; then comes how many
+        milliseconds of it were work."""
+        first, last = max(start_s, self.reach[0]), min(end_s, self.reach[1])
+        gap_s = max(last - first, 0.0) / max_spans
+        found = dict[str, list[Any]]()
+        for name, table in self.spans.items():
+            by_kind = dict[str, list[Span]]()
+            for span in table:
+                if span.end_s >= first and span.start_s <= last:
+                    by_kind.setdefault(span.name, []).append(span)
+            found[name] = sorted(
+                [KINDS.index(kind) if kind in KINDS else len(KINDS), *_milliseconds(begin, end, work_s, self.began_s)]
+                for kind, spans in by_kind.items()
+                for begin, end, work_s in _joined(spans, gap_s)
+            )
+        return found
+
+    def series(self, after_step: int = 0, max_points: int = 1 << 30) -> dict[str, list[float | None]]:
+        """Of each metric, the values of later steps; means of neighbors where there are too many, of
+        maxima their largest."""
+        steps = self.columns["step"]
+        begin = bisect_right(steps, after_step)
+        every = max(1, math.ceil((len(steps) - begin) / max_points))
+        return {
+            name: _thinned(column[begin:], every, max if name.endswith("_max") else fmean)
+            for name, column in self.columns.items()
+        }
+
+
+def _time_s(value: Any) -> float:
+    """Raises ValueError: it is none."""
+    if not abs(time_s := float(value)) < LARGEST:
+        raise ValueError(value)
+    return time_s
+
+
+def _milliseconds(begin_s: float, end_s: float, work_s: float, origin_s: float) -> list[float]:
+    start, length, work = (round(1000 * one, 1) for one in (begin_s - origin_s, end_s - begin_s, work_s))
+    return [start, length, work] if work < length else [start, length]
+
+
+def _joined(spans: Sequence[Span], gap_s: float) -> Iterator[tuple[float, float, float]]:
+    """What spans cover, across gaps of up to `gap_s`, and how much of it without those."""
+    begin, end, work = math.nan, math.nan, 0.0
+    for start_s, end_s in merged(spans):
+        if start_s - end <= gap_s:
+            end, work = end_s, work + end_s - start_s
+            continue
+        if not math.isnan(begin):
+            yield begin, end, work
+        begin, end, work = start_s, end_s, end_s - start_s
+    if not math.isnan(begin):
+        yield begin, end, work
+
+
+def _thinned(values: Sequence[float], every: int, joined: Callable[[list[float]], float]) -> list[float | None]:
+    found: Iterable[float] = values
+    if every > 1:
+        parts = (values[start : start + every] for start in range(0, len(values), every))
+        known = ([value for value in part if math.isfinite(value)] for part in parts)
+        found = (joined(one) if one else math.nan for one in known)
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in found]
+
+
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and plain value of each."""
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from flat_settings(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -1,0 +1,142 @@
+"""`Tracker`, and what gives it rows without ever waiting for it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, Full, Queue
+from typing import Any, ClassVar
+
+from llamarl.config import ConfigError
+from llamarl.config.ref import members
+from llamarl.observability.metrics import Row
+
+FAMILY = "llamarl.parts.page.trackers"
+MAX_ROWS = 1000
+"""That wait for a tracker; what comes while so many do is left out."""
+CLOSE_S = 4.0
+"""For what is still to be said when the run ends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What a tracker is told at its start."""
+
+    name: str
+    """Of the run."""
+    folder: Path
+    """Of the run."""
+    settings: Mapping[str, Any]
+    """All of them, as plain values."""
+    port: int
+    """`metrics.port`."""
+    step: int
+    """Done before; later ones of the same name are done again."""
+
+
+class Tracker(ABC):
+    """Lives in a thread of its own, from its constructor on. Whatever it raises ends it, with a warning."""
+
+    PACKAGE: ClassVar[str]
+    """That is imported, in the constructor and not before."""
+
+    @abstractmethod
+    def __init__(self, subject: Subject) -> None: ...
+
+    @abstractmethod
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Finite numbers by name: of a step, or, as `eval.NAME`, of an evaluation."""
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        return
+
+
+def tracker_class(name: str) -> type[Tracker]:
+    """Raises ConfigError: there is none of this name, or its package is not installed."""
+    if name not in (known := members(FAMILY)):
+        raise ConfigError(f"metrics.sinks: {name!r} is none; known: jsonl, {', '.join(known)}")
+    found: type[Tracker] = getattr(importlib.import_module(f"{FAMILY}.{name}"), name.capitalize())
+    if importlib.util.find_spec(found.PACKAGE) is None:
+        raise ConfigError(f"metrics.sinks: {name!r} needs a package: pip install 'llamarl[{name}]'; or leave it out")
+    return found
+
+
+class Forwarding:
+    """Rows to one tracker. It says once when it fails or does not keep up, and the run goes on."""
+
+    def __init__(self, name: str, subject: Subject, warn: Callable[[str], None]) -> None:
+        """Raises ConfigError."""
+        self._name, self._warn, self._kind = name, warn, tracker_class(name)
+        self._rows = Queue[Row | None](MAX_ROWS)
+        self._is_over, self._has_told = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, args=(subject,), name=f"metrics {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, row: Row) -> None:
+        """At once, from one thread."""
+        try:
+            if not self._is_over.is_set():
+                self._rows.put_nowait(row)
+        except Full:
+            self._tell(f"does not keep up; rows are left out while {MAX_ROWS} wait")
+
+    def _run(self, subject: Subject) -> None:
+        try:
+            tracker = self._kind(subject)
+            while (row := self._rows.get()) is not None:
+                tracker.log(int(row["step"] or 0), numbers(row))
+            tracker.close()
+        except Exception as error:  # of somebody else's package: the run matters more
+            self._tell(f"failed and is left out from here on: {type(error).__name__}: {error}".split("\n", 1)[0])
+        finally:
+            self._is_over.set()
+
+    def _tell(self, text: str) -> None:
+        if not self._has_told:
+            self._has_told = True
+            self._warn(f"metrics.sinks: {self._name} {text}; metrics.jsonl has everything")
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        try:
+            self._rows.put_nowait(None)
+        except Full:  # it hangs: nobody would see the end
+            with suppress(Empty):
+                while True:
+                    self._rows.get_nowait()
+            self._rows.put_nowait(None)
+
+    def wait(self, timeout_s: float) -> None:
+        """For what is on its way."""
+        if not self._is_over.wait(max(timeout_s, 0.0)):
+            self._tell(f"has not ended {CLOSE_S:g} s after the run")
+
+
+def numbers(row: Row) -> dict[str, float]:
+    """Those of a row of `metrics.jsonl`, where what is not finite is None."""
+    prefix = "eval." if row["kind"] == "eval" else ""
+    return {
+        prefix + name: float(value) for name, value in row.items() if isinstance(value, (int, float)) and name != "step"
+    }
+
+
+def open_trackers(names: Sequence[str], subject: Subject, warn: Callable[[str], None]) -> list[Forwarding]:
+    """Raises ConfigError."""
+    return [Forwarding(name, subject, warn) for name in dict.fromkeys(names) if name != "jsonl"]
+
+
+def close_all(trackers: Sequence[Forwarding]) -> None:
+    """Waits for all of them together, but not for long."""
+    for one in trackers:
+        one.end()
+    until_s = time.monotonic() + CLOSE_S
+    for one in trackers:
+        one.wait(until_s - time.monotonic())

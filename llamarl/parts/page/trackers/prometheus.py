@@ -1,0 +1,66 @@
+"""The newest numbers at `http://127.0.0.1:PORT/metrics`, for Prometheus; `examples/grafana.json` draws them."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from llamarl.net.entrance import PROOF_S, Entrance, Proved, listen
+from llamarl.parts.page.trackers._base import Subject, Tracker
+
+UNITS = (("_per_s", "_per_second"), ("_s", "_seconds"), ("_share", "_ratio"))
+"""Endings, and what Prometheus calls them."""
+
+
+class Prometheus(Tracker):
+    """Gauges `llamarl_NAME{run=..., executor=...}`, and the counter of steps."""
+
+    PACKAGE: ClassVar[str] = "prometheus_client"
+
+    def __init__(self, subject: Subject) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge, MetricsHandler
+
+        self._registry, self._kind, self._run = CollectorRegistry(), Gauge, subject.name
+        self._gauges = dict[str, Gauge]()
+        self._steps = Counter("llamarl_steps", "Optimizer steps", ["run"], registry=self._registry).labels(subject.name)
+        self._step = subject.step
+        self._handler: Any = MetricsHandler.factory(self._registry)
+        self._handler.timeout = PROOF_S
+        self._entrance = Entrance(listen("127.0.0.1", subject.port), self._serve)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._steps.inc(max(step - self._step, 0))
+        self._step = max(step, self._step)
+        for key, value in values.items():
+            name, executor = exposed(key)
+            labels = {"run": self._run} | ({"executor": executor} if executor else {})
+            if name not in self._gauges:
+                meaning = f"`{key}` of metrics.jsonl"
+                self._gauges[name] = self._kind(name, meaning, list(labels), registry=self._registry)
+            self._gauges[name].labels(**labels).set(value)
+
+    def close(self) -> None:
+        self._entrance.close()
+
+    def _serve(self, accepted: socket.socket, proved: Proved) -> None:
+        def answer() -> None:
+            with accepted, suppress(OSError):  # it asks nothing, or has gone
+                self._handler(accepted, accepted.getpeername(), None)
+            proved()
+
+        threading.Thread(target=answer, name="prometheus", daemon=True).start()
+
+
+def exposed(key: str) -> tuple[str, str]:
+    """Name and executor: `extra.rss_bytes.trainer` is `llamarl_rss_bytes` of `trainer`."""
+    name, _, executor = key.removeprefix("extra.").removeprefix("eval.").partition(".")
+    for ending, unit in UNITS:
+        if name.endswith(ending):
+            name = name.removesuffix(ending) + unit
+            break
+    prefix = "llamarl_eval_" if key.startswith("eval.") else "llamarl_"
+    return prefix + re.sub(r"\W", "_", name), executor

@@ -1,0 +1,28 @@
+"""Event files in `tensorboard/` of the run's folder: `tensorboard --logdir runs`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from llamarl.observability.spans import now_s
+from llamarl.parts.page.trackers._base import Subject, Tracker
+
+
+class Tensorboard(Tracker):
+    """One file per start. TensorBoard shows the newest value of a step that was done twice."""
+
+    PACKAGE: ClassVar[str] = "tensorboard"
+
+    def __init__(self, subject: Subject) -> None:
+        from tensorboard.summary import Writer
+
+        self._writer = Writer(str(subject.folder / "tensorboard"))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name.replace(".", "/", 1), value, step, wall_time=now_s())
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

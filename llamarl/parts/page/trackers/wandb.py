@@ -1,0 +1,41 @@
+"""A W&B run, as the variables of W&B say: `WANDB_PROJECT`, `WANDB_MODE=offline` and so on."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from typing import ClassVar
+
+from llamarl.parts.page.trackers._base import Subject, Tracker
+
+
+class Wandb(Tracker):
+    """A resumed run goes on under the same id; W&B leaves out steps that it has."""
+
+    PACKAGE: ClassVar[str] = "wandb"
+
+    def __init__(self, subject: Subject) -> None:
+        import wandb  # pyrefly: ignore
+
+        # In the run's folder, so that a run that is resumed goes on and one that is begun anew is another.
+        (kept := subject.folder / "wandb" / "id").parent.mkdir(exist_ok=True)
+        if not kept.exists():
+            kept.write_text(secrets.token_hex(4), encoding="utf-8")
+        self._teardown = wandb.teardown
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "llamarl"),
+            name=subject.name,
+            id=kept.read_text(encoding="utf-8"),
+            dir=str(subject.folder.resolve()),
+            config=dict(subject.settings),
+            resume="allow",
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+        self._teardown()  # its own process would stay as long as this one

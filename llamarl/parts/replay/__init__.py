@@ -1,0 +1,1 @@
+"""A run again from its record, beside what it was."""

@@ -1,0 +1,97 @@
+"""`parting`: where two runs of the same settings part, by what both have on record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from llamarl.config import load_config
+from llamarl.observability.files import read_run_rows
+from llamarl.parts.page.run_data import flat_settings
+from llamarl.parts.replay.recorded import first_difference, versions_of
+from llamarl.run.folder import RunFolder
+
+_WHY = {"outcome": "reward", "reward": "reward", "advantage": "advantages or shaping: the rewards are equal",
+        "trainer_logprobs": "weights: the trainer began the step with others"}  # fmt: skip
+_FREE = ("name", "output", "cluster", "screen", "metrics", "record", "checkpoint", "launch", "eval", "steps")
+"""Settings that change nothing of what is compared."""
+
+
+_ORDER = "order: another version had been adopted when it was sampled"
+
+
+class Parting(NamedTuple):
+    """The first difference."""
+
+    step: int
+    place: str
+    one: object
+    other: object
+    why: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.place}: {self.one} and {self.other}. Why: {self.why}"
+
+
+def parting(one: RunFolder, other: RunFolder) -> tuple[int, Parting | None]:
+    """Steps that both have and that are equal, and what comes then; None: nothing. Raises ConfigError."""
+    settings = [dict(flat_settings(load_config(run.config).model_dump(mode="json"))) for run in (one, other)]
+    names = [name for name in settings[0] | settings[1] if name.split(".")[0] not in _FREE]
+    others = [name for name in names if settings[0].get(name) != settings[1].get(name)]
+    weights, steps = (_fingerprints(one), _fingerprints(other)), 0
+    for (step, rows), (_, other_rows) in zip(_steps(one), _steps(other), strict=False):
+        found = _of_weights(step - 1, *weights) or _of_rows(step, rows, other_rows, *weights)
+        if found:
+            settings_differ = f"; also, settings differ: {', '.join(others)}" if others else ""
+            return steps, found._replace(why=found.why + settings_differ)
+        steps = step
+    return steps, _of_weights(steps, *weights)
+
+
+def _steps(run: RunFolder) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    rows = (row for _, row in read_run_rows(run.rollouts, "give the folder of a run"))
+    for step, found in groupby(rows, key=lambda row: int(row["step"])):
+        yield step, list(found)
+
+
+def _fingerprints(run: RunFolder) -> dict[int, str]:
+    rows = (json.loads(line) for line in run.journal.read_text("utf-8").splitlines()) if run.journal.exists() else ()
+    return {int(row["step"]): row["fingerprint"] for row in rows if "fingerprint" in row}
+
+
+def _of_weights(version: int, one: dict[int, str], other: dict[int, str]) -> Parting | None:
+    if version in one and version in other and one[version] != other[version]:
+        why = "weights: equal groups gave others" if version else "weights: the runs began with others"
+        return Parting(version, f"weights of version {version}", one[version], other[version], why)
+    return None
+
+
+def _of_rows(
+    step: int, rows: list[dict[str, Any]], others: list[dict[str, Any]], one: dict[int, str], other: dict[int, str]
+) -> Parting | None:
+    mine, theirs = ([[row["group_id"], row["index"]] for row in found] for found in (rows, others))
+    if found := first_difference(mine, theirs):
+        return Parting(step, f"rollout {found[0]} of the step", *found[1:], "order: other groups were ready")
+    for row, now in zip(rows, others, strict=True):
+        place = f"rollout {row['index']} of group {row['group_id']}"
+        if row["prompt"] != now["prompt"]:
+            return Parting(step, place, row["prompt"], now["prompt"], "data: another prompt")
+        for token, (version, its) in enumerate(zip(versions_of(row), versions_of(now), strict=False)):
+            at = f"{place}, token {token}"
+            if version != its:
+                return Parting(step, f"{at}, its version", version, its, _ORDER)
+            for name in ("token_ids", "behavior_logprobs"):
+                if row[name][token] != now[name][token]:
+                    return Parting(step, f"{at}, {name}", row[name][token], now[name][token], _why(version, one, other))
+        for name in ("token_ids", "outcome", "reward", "advantage", "trainer_logprobs"):
+            if found := first_difference(row.get(name), now.get(name)):
+                return Parting(step, f"{place}, {name}{found[0]}", *found[1:], _WHY.get(name, "order"))
+    return None
+
+
+def _why(version: int, one: dict[int, str], other: dict[int, str]) -> str:
+    """Of a token that the same version sampled."""
+    same = "noise, or keys and values: another seed or processor, or those of earlier tokens are of another version"
+    return same if one.get(version) == other.get(version) else f"weights: version {version} is another one"

@@ -1,0 +1,147 @@
+"""`llamarl replay RUN [--steps A:B] [--only PART] [--jobs N] [--against OTHER] [--trainer.key value ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import multiprocessing
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, redirect_stdout
+from itertools import pairwise
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from llamarl.cli.main import FAILURE
+from llamarl.cli.options import command_parser, told_of_delay
+from llamarl.cluster.api import ExecutorError
+from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.observability.formats import counted
+from llamarl.parts.replay.against import parting
+from llamarl.parts.replay.recorded import Diverged, Recorded, other_code
+from llamarl.parts.replay.replay import PARTS, Request, Tally, arithmetic, replay, replayable
+from llamarl.parts.replay.what_if import what_if
+from llamarl.run.folder import RunFolder
+from llamarl.run.prepare import prepare
+
+EPILOG = """Weights after each step, tokens, log-probabilities and rewards are compared with what RUN has on record.
+With --trainer.key or --shaping.key and values, others learn from what is on record: a folder beside RUN, for `report`.
+Exit codes: 0 all equal, 1 something differs, which is named, 2 it cannot be replayed."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    parser = command_parser("replay", "Repeats a run from its record, and says where it differs.", EPILOG)
+    parser.add_argument("run", metavar="RUN", help="folder of a run, such as runs/demo")
+    parser.add_argument("--steps", metavar="A:B", default="", help="the first and the last step (all)")
+    parser.add_argument("--only", choices=PARTS, help="one part of it (all three)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes, each with a part of the steps (1)")
+    parser.add_argument("--against", metavar="OTHER", help="where this run and another one part; nothing is computed")
+    parser.add_argument("--name", help="folder of what others learn (RUN-replay)")
+    parser.add_argument("--overwrite", action="store_true", help="replace that folder")
+    options, overrides = parser.parse_known_args(arguments)
+    if options.jobs < 1:
+        raise ConfigError(f"--jobs {options.jobs}: nothing would be replayed; give at least 1")
+    if overrides and (options.against or options.only or options.jobs > 1):
+        raise ConfigError(f"{overrides[0]}: not with --against, --only or --jobs; leave them, or it, out")
+    try:
+        if options.against:
+            steps, found = parting(_folder(options.run), _folder(options.against))
+            said = f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} equal"
+            print(said + (f"; the runs part at {found}" if found else ""))
+            return FAILURE if found else 0
+        first, last = _range(options.steps, _folder(options.run).done_steps())
+        return _what_if(options, overrides, first, last) if overrides else _replay(options, first, last)
+    except Diverged as difference:
+        print(f"llamarl replay: {difference}", file=sys.stderr)
+    except ExecutorError as error:
+        print(f"llamarl replay: {type(error).__name__}: {error}", file=sys.stderr)
+    return FAILURE
+
+
+def _folder(path: str) -> RunFolder:
+    if not (folder := RunFolder(Path(path))).config.exists():
+        raise ConfigError(f"{path} has no config.toml; give the folder of a run, such as runs/demo")
+    return folder
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
+    """Hears how much is done."""
+    columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stdout), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def _replay(options: argparse.Namespace, first: int, last: int) -> int:
+    tally, jobs = Tally(), min(options.jobs, last - first + 1)
+    cuts = [first + (last - first + 1) * job // jobs for job in range(jobs + 1)]
+    with _bar(jobs if jobs > 1 else last - first + 1) as told:
+        if jobs == 1:
+            compare(options, (first, last + 1), told, tally)
+        else:
+            with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+                for done, one in enumerate(pool.map(compare, [options] * jobs, pairwise(cuts)), start=1):
+                    tally.add(one)
+                    told(done)
+    for text in (*dict.fromkeys(tally.notes), *tally.rewards):
+        print(text, file=sys.stderr)
+    compared = [counted(tally.steps, "step"), counted(tally.rollouts, "rollout")]
+    compared += [counted(many, noun) for many, noun in ((tally.tokens, "token"), (tally.judged, "reward")) if many]
+    differ = "differs" if len(tally.rewards) == 1 else "differ"
+    equal = f"{counted(len(tally.rewards), 'reward')} {differ}, all else is equal" if tally.rewards else "all equal"
+    print(f"replayed {', '.join(compared)}: {equal}")
+    return FAILURE if tally.rewards else 0
+
+
+def compare(
+    options: argparse.Namespace, steps: tuple[int, int], told: Callable[[int], None] = print, tally: Tally | None = None
+) -> Tally:
+    """Replays steps from the first to before the second, here or in a process of its own. Raises Diverged, ConfigError,
+    ExecutorError."""
+    folder, tally = _folder(options.run), tally or Tally()
+    run = load_config(folder.config)
+    config, parts = replayable(run, [options.only] if options.only else PARTS, tally)
+    close, cause = arithmetic(run, folder, tally)
+    cause = cause or other_code(folder)
+    request = _request(run, config, folder, steps[0], steps[1] - 1, tally)
+    was = Recorded(folder, close, cause)
+    request = request._replace(parts=parts, close=close, cause=cause, read=was.check_journal, learnt=was.check)
+    with redirect_stdout(io.StringIO()):  # executors in this process write to nobody
+        replay(request._replace(told=lambda step: told(step - steps[0] + 1)))
+    return tally
+
+
+def _request(run: RunConfig, config: RunConfig, folder: RunFolder, first: int, last: int, tally: Tally) -> Request:
+    with told_of_delay("replay"):
+        problems = prepare(config).problems
+    return Request(config=config, journal=run, problems=problems, folder=folder, first=first, last=last, tally=tally)
+
+
+def _what_if(options: argparse.Namespace, overrides: Sequence[str], first: int, last: int) -> int:
+    folder, said, tally = _folder(options.run), list[str](), Tally()
+    name = {"name": options.name or f"{folder.path.name}-replay", "output": str(folder.path.parent), "steps": last}
+    asked = load_config(folder.config, overrides).model_copy(update=name)
+    config = replayable(asked, ("train",), tally)[0]
+    request = _request(load_config(folder.config), config, folder, first, last, tally)
+    with _bar(last - first + 1) as told, redirect_stdout(io.StringIO()):
+        request = request._replace(parts=("train",), is_same=False, told=lambda step: told(step - first + 1))
+        path = what_if(request, asked, overwrite=options.overwrite, tell=said.append)
+    print(*said, f"llamarl report {options.run} {path} shows both", sep="\n")
+    return 0
+
+
+def _range(text: str, done: int) -> tuple[int, int]:
+    """Of `A:B`, either of which may be missing. Raises ConfigError."""
+    found = re.fullmatch(r"(\d*):(\d*)", text or ":")
+    first, last = (int(found[1] or 1), int(found[2] or done)) if found else (0, 0)
+    if not 1 <= first <= last <= done:
+        raise ConfigError(
+            f"--steps {text}: the run has done steps 1 to {done}; give two of these, as in --steps 1:{done}"
+        )
+    return first, last

@@ -1,0 +1,29 @@
+"""A generator that samples recorded rollouts again, in place of new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llamarl.executors.generator import GeneratorExecutor
+from llamarl.generation.engine import Engine
+from llamarl.parts.replay.replayed import Difference, Replayed
+from llamarl.parts.replay.replayer import Replayer
+from llamarl.types import GenerationRequest, Rollout
+
+
+class ReplayingExecutor(GeneratorExecutor):
+    """Adopts weights as a generator does; the engine has no requests of its own."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        assert isinstance(self._engine, Engine), "others are refused with the settings"
+        self._replayer = Replayer(self._engine)
+
+    def add(self, items: Sequence[tuple[GenerationRequest, Rollout]]) -> list[Difference]:
+        """Rollouts to sample again, each with the request that it answers; of which the record says too little."""
+        return self._replayer.add(items)
+
+    def replay(self, version: int) -> Replayed:
+        """Samples what this version, which is in use, has sampled."""
+        return self._replayer.go_on(version)

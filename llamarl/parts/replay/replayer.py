@@ -1,0 +1,175 @@
+"""`Replayer`: rollouts are sampled again as their record says, all tokens of one policy version at once.
+
+The tokens are known, so each is drawn from the keys and values of the recorded ones before it. Where all come out
+equal, so would they one after another: a row's bits depend on nothing beside it (`docs/generation.md`). The record says
+which version computed which keys and values, and where a cache began anew. From there to the next such place a rollout
+has one *life*; lives know nothing of each other.
+
+Shape suffixes: T tokens of one response, B tokens that are checked, N packed tokens, D model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from operator import itemgetter
+
+import numpy as np
+import torch
+
+from llamarl.config.errors import ConfigError
+from llamarl.generation.engine import Engine
+from llamarl.generation.kv_cache import BLOCK_SIZE
+from llamarl.generation.sampler import SamplingRows, noise_key
+from llamarl.generation.scheduler import Chunk
+from llamarl.generation.sequence import Group, Segment, Sequence
+from llamarl.parts.replay.replayed import Difference, Replayed
+from llamarl.types import GenerationRequest, Rollout
+
+_CHECKED = 256
+"""Tokens whose logits are there at a time."""
+_Span = tuple[int, int, int]
+"""First token, token after the last, policy version."""
+
+
+@dataclass(slots=True, eq=False)
+class _Life:
+    """Part of a rollout, over one cache."""
+
+    rollout: Rollout
+    sequence: Sequence
+    prefix: list[_Span]
+    """Of the prompt without its last token."""
+    versions_T: np.ndarray
+    """Under which each own token was fed: the last one of the prompt, then those of the response but the last."""
+    is_checked_T: np.ndarray
+    """The token that came of it is to be drawn again."""
+
+
+def _lives(prefix_tokens: int, rollout: Rollout) -> Iterator[tuple[list[_Span], np.ndarray, np.ndarray]]:
+    """Spans of the prefix, versions and what is checked, of each life. Raises ValueError: no engine did this."""
+    num_tokens, starts = rollout.num_tokens, [number for number, one in enumerate(rollout.prefills) if one[1] == 0]
+    if num_tokens and (not starts or rollout.prefills[0][1]):
+        raise ValueError("it is not on record which keys and values were computed when")
+    for first, last in pairwise([*starts, len(rollout.prefills)]):
+        born = rollout.prefills[first][0]
+        end = rollout.prefills[last][0] if last < len(rollout.prefills) else num_tokens
+        end = int(np.flatnonzero(rollout.is_sampled_T[:end])[-1]) + 1 if rollout.is_sampled_T[:end].any() else 0
+        spans = [(start, stop, version) for _, start, stop, version in rollout.prefills[first:last] if stop > start]
+        versions_T = rollout.policy_versions_T[:end].copy()
+        is_checked_T = rollout.is_sampled_T[:end] & (np.arange(end) >= born)
+        for start, stop, version in spans:
+            if start >= prefix_tokens:
+                versions_T[start - prefix_tokens : stop - prefix_tokens] = version
+        prefix = [one for one in spans if one[1] <= prefix_tokens]
+        in_order = [*(version for *_, version in prefix), *versions_T.tolist()]
+        if in_order != sorted(in_order) or (versions_T < 0).any():
+            raise ValueError("one cache holds keys and values in an order that no engine computes them in")
+        if end > born:
+            yield prefix, versions_T, is_checked_T
+
+
+class Replayer:
+    """Has the cache of an engine for itself, which nobody submits to."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lives = list[_Life]()
+        self._groups = dict[tuple[int, tuple[_Span, ...]], Group]()
+        """Lives whose prefix was computed alike share it."""
+
+    def add(self, items: Iterable[tuple[GenerationRequest, Rollout]]) -> list[Difference]:
+        """Rollouts to be drawn again, each with the request that it answers; what their records lack."""
+        faults = list[Difference]()
+        for request, rollout in items:
+            try:
+                found = list(_lives(len(request.prompt_token_ids_T) - 1, rollout))
+            except ValueError as error:
+                faults.append(Difference(rollout.group_id, rollout.index, 0, -1, "", str(error), math.inf))
+                continue
+            for prefix, versions_T, is_checked_T in found:
+                key = rollout.group_id, tuple(prefix)
+                if (group := self._groups.get(key)) is None:
+                    prompt_T = np.array(request.prompt_token_ids_T, np.int32)
+                    group = self._groups[key] = Group(request=request, prompt_T=prompt_T, limit=0)
+                group.num_active += 1
+                sequence = Sequence(group=group, index=rollout.index, limit=0, columns=rollout.columns)
+                self._lives.append(_Life(rollout, sequence, prefix, versions_T, is_checked_T))
+        return faults
+
+    def go_on(self, version: int) -> Replayed:
+        """Computes all that was computed under `version`, whose weights are in use."""
+        budget, num_checked, found = self._engine._scheduler.prefill_tokens, 0, list[Difference]()
+        work = list(self._chunks(version))
+        batch_of = np.cumsum([chunk.stop - chunk.start for chunk, _ in work]) // budget
+        for _, batch in groupby(zip(batch_of.tolist(), work, strict=True), key=itemgetter(0)):
+            num_checked += self._compute(version, [one for _, one in batch], found)
+        ended = [one for one in self._lives if int(one.versions_T[-1]) <= version]
+        self._lives = [one for one in self._lives if int(one.versions_T[-1]) > version]
+        for life in ended:
+            self._end(life)
+        return Replayed(num_checked, found)
+
+    def _chunks(self, version: int) -> Iterator[tuple[Chunk, _Life]]:
+        """What to feed, in an order in which each finds what it needs; not more at once than a step of an engine."""
+        budget = self._engine._scheduler.prefill_tokens
+        for life in self._lives:
+            group, own = life.sequence.group, life.sequence.own
+            parts = list[tuple[Sequence | None, Segment, int, int]]()
+            parts += [(None, group.prefix, start, stop) for start, stop, of in life.prefix if of == version]
+            if len(places_T := np.flatnonzero(life.versions_T == version)):
+                parts.append((life.sequence, own, int(places_T[0]), int(places_T[-1]) + 1))
+            for sequence, segment, start, stop in parts:
+                self._allocate(segment, group.prefix_tokens if sequence is None else len(life.versions_T))
+                while (begin := max(start, segment.num_cached)) < stop:
+                    segment.num_cached = min(stop, begin + budget)
+                    yield Chunk(group, sequence, begin, segment.num_cached), life
+
+    @torch.inference_mode()
+    def _compute(self, version: int, batch: list[tuple[Chunk, _Life]], found: list[Difference]) -> int:
+        engine, offset = self._engine, 0
+        hidden_N_D, _ = engine._forward([chunk for chunk, _ in batch])
+        places, rows = list[int](), list[tuple[_Life, int]]()
+        for chunk, life in batch:
+            if chunk.sequence is not None:
+                at = np.flatnonzero(life.is_checked_T[chunk.start : chunk.stop])
+                places += (offset + at).tolist()
+                rows += [(life, token) for token in (chunk.start + at).tolist()]
+            offset += chunk.stop - chunk.start
+        for start in range(0, len(rows), _CHECKED):
+            part = rows[start : start + _CHECKED]
+            logits_B_V = engine.model.logits(hidden_N_D[places[start : start + _CHECKED]])
+            sampling = SamplingRows(len(part))
+            for row, (life, _) in enumerate(part):
+                request = life.sequence.group.request
+                key = noise_key(request.sampling.seed, request.group_id, life.sequence.index)
+                sampling.set(row, request.sampling, key)
+            tokens_B, logprobs_B = engine._sampler(logits_B_V, sampling, np.array([token for _, token in part]))
+            for (life, at), token, logprob in zip(part, tokens_B, logprobs_B.astype(np.float32), strict=True):
+                one = life.rollout
+                was, said = one.token_ids_T[at], one.behavior_logprobs_T[at]
+                if was != token or said.tobytes() != logprob.tobytes():
+                    texts = f"token {was} with log-probability {said:.9g}", f"token {token} with {logprob:.9g}"
+                    gap = float(abs(said - logprob)) if was == token else math.inf
+                    found.append(Difference(one.group_id, one.index, at, version, *texts, gap))
+        return len(rows)
+
+    def _allocate(self, segment: Segment, num_tokens: int) -> None:
+        pool, new = self._engine._scheduler.pool, list[int]()
+        while len(segment.blocks) * BLOCK_SIZE < num_tokens:
+            if not pool.num_free:
+                raise ConfigError(f"{pool.num_blocks * BLOCK_SIZE} cached tokens are too few; replay with more memory")
+            new.append(pool.take())
+            segment.blocks.append(new[-1])
+        if new:
+            self._engine._cache.clear(new)
+
+    def _end(self, life: _Life) -> None:
+        group, pool = life.sequence.group, self._engine._scheduler.pool
+        pool.release(life.sequence.own.blocks)
+        group.num_active -= 1
+        if not group.num_active:
+            pool.release(group.prefix.blocks)
+            del self._groups[life.rollout.group_id, tuple(life.prefix)]

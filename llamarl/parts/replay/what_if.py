@@ -1,0 +1,96 @@
+"""`what_if`: other settings learn from what a run has recorded, and a folder like a run's says what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from llamarl.config import ConfigError, RunConfig
+from llamarl.controller.buffer import RolloutBuffer
+from llamarl.controller.replicas import Replicas
+from llamarl.controller.supervision import Supervisor
+from llamarl.controller.telemetry import Telemetry
+from llamarl.observability.events import EventLog, RecordedScreen
+from llamarl.observability.formats import counted
+from llamarl.observability.metrics import UpdateMetrics
+from llamarl.observability.recorder import RolloutRecorder
+from llamarl.observability.screen import NullScreen
+from llamarl.observability.sinks import MetricsLog
+from llamarl.parts.page.run_data import flat_settings
+from llamarl.parts.replay.recorded import start_of_run
+from llamarl.parts.replay.replay import Request, replay
+from llamarl.run.folder import RunFolder, prepare_run_folder
+from llamarl.run.placement import models_in_use
+from llamarl.training.result import PolicyStepResult
+from llamarl.types import RolloutGroup
+
+FAR_NATS = 0.1
+"""KL per token between what sampled the rollouts and what learns from them, from which on the result says little."""
+_MAY_CHANGE = ("trainer", "shaping", "name", "output", "steps")
+
+
+def changed(run: RunConfig, other: RunConfig) -> dict[str, tuple[object, object]]:
+    """Settings that are not those of the run. Raises ConfigError: rollouts would be others, or are not enough."""
+    before, after = (dict(flat_settings(one.model_dump(mode="json", exclude_none=True))) for one in (run, other))
+    found = {
+        name: (before.get(name), after.get(name))
+        for name in before | after
+        if before.get(name) != after.get(name) and name not in ("name", "output", "steps")
+    }
+    for name in found:
+        if name.split(".")[0] not in _MAY_CHANGE:
+            raise ConfigError(
+                f"--{name}: rollouts are as they were recorded, and {name} would make others; change trainer.* and "
+                "shaping.* alone, or start a run"
+            )
+    if new := models_in_use(other).keys() - models_in_use(run).keys():
+        raise ConfigError(
+            f"trainer.advantage = {other.trainer.advantage.name!r} needs a {min(new)}, of which the run has nothing on "
+            "record; use an advantage without one"
+        )
+    return found
+
+
+def what_if(request: Request, config: RunConfig, *, overwrite: bool, tell: Callable[[str], None]) -> Path:
+    """Trains on the recorded steps with the settings of `config`, of which the request's are a copy for replays; the
+    folder of the result. Raises ConfigError, ExecutorError."""
+    other = changed(request.journal, config)
+    said = ", ".join(f"{name} = {now!r} (was {was!r})" for name, (was, now) in other.items()) or "nothing that differs"
+    if not overwrite and RunFolder(Path(config.output, config.name)).has_begun():
+        raise ConfigError(f"{config.output}/{config.name} exists; replace it (--overwrite) or choose another --name")
+    with prepare_run_folder(config, resume=False, overwrite=overwrite) as folder:
+        updates = _recorded(request, folder, f"off-policy replay of {request.folder.path} with {said}")
+        ratio = max((one.importance_ratio_max or 1.0 for one in updates), default=1.0)
+        kl = max((abs(one.kl_to_behavior or 0.0) for one in updates), default=0.0)
+        trust = "far from" if kl > FAR_NATS else "near"
+        steps = counted(request.tally.steps, "recorded step")
+        tell(
+            f"trained on {steps} with {said}: importance ratios up to {ratio:.3g}, KL to what sampled the rollouts up "
+            f"to {kl:.2g} nats a token: {trust} what a run of its own would learn from"
+        )
+    return folder.path
+
+
+def _recorded(request: Request, folder: RunFolder, mark: str) -> Sequence[UpdateMetrics]:
+    """Takes the steps, and writes what a run writes of them."""
+    config, rollout, updates = request.config, request.config.rollout, list[UpdateMetrics]()
+    events = EventLog(folder.events, print)
+    events.add("start", **start_of_run(), replay_of=str(request.folder.path))
+    log, recorder = MetricsLog(folder.metrics, print), RolloutRecorder(folder.rollouts, print)
+    limit = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
+    telemetry = Telemetry(config, RecordedScreen(NullScreen(), events), log, recorder, limit, events=events)
+    events.add("warning", text=mark)
+
+    def learnt(step: int, groups: Sequence[RolloutGroup], result: PolicyStepResult) -> None:
+        if not updates:
+            telemetry.attach([], Replicas([], Supervisor(), 0.0))
+        updates.append(result.update)
+        telemetry.trained_again(groups, result)
+
+    try:
+        replay(request._replace(learnt=learnt))
+        events.add("end", end="finished", reason=mark)
+    finally:
+        for one in (log, recorder, events):
+            one.close()
+    return updates

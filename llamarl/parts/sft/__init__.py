@@ -1,0 +1,1 @@
+"""Supervised fine-tuning, and the small base model that a first run begins with."""

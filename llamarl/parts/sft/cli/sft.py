@@ -1,0 +1,99 @@
+"""`llamarl sft RUN.toml|SFT.toml [--key value ...]`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from llamarl.cli.main import FAILURE, INTERRUPTED
+from llamarl.cli.options import command_parser, told_of_delay
+from llamarl.config import ConfigError, RunConfig, SftConfig, load_sft
+
+EPILOG = """RUN.toml, as of `llamarl train`: fine-tunes model.path on data.train, by the field data.solution, with the
+settings of trainer, checkpoint and cluster; a step learns rollout.prompts_per_step documents. `llamarl export` writes
+the model.
+SFT.toml, without a section `model`: makes a small base model from scratch, tokenizer included.
+Every setting of the file can be overridden: --steps 500 --trainer.learning_rate 1e-5."""
+
+
+class Show(Protocol):
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; the exit code."""
+    parser = command_parser("sft", "Supervised training on worked solutions.", EPILOG)
+    parser.add_argument("config", metavar="TOML")
+    parser.add_argument("--resume", action="store_true", help="go on from the run's newest valid checkpoint")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
+    options, overrides = parser.parse_known_args(arguments)
+    config = load_sft(options.config, overrides)
+    if isinstance(config, RunConfig):
+        return _fine_tune(config, options.resume, options.overwrite)
+    if options.resume or options.overwrite:
+        raise ConfigError("--resume and --overwrite are for runs, with a section `model`; leave them out")
+    return _warm_start(config)
+
+
+def _warm_start(config: SftConfig) -> int:
+    from llamarl.parts.sft.warm_start import warm_start
+
+    with _bar("warm start", config.steps) as show:
+        folder = warm_start(config, show)
+    print(f"base model: {folder}")
+    return 0
+
+
+def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
+    from llamarl.cluster.api import ExecutorError
+    from llamarl.cluster.open import check_cluster
+    from llamarl.controller.saving import NotSaved
+    from llamarl.controller.supervision import Interrupted
+    from llamarl.parts.sft.base_model import ensure_base_model
+    from llamarl.parts.sft.run import FineTuning, load_documents, place_trainer
+    from llamarl.run.folder import FolderLost, check_run_folder, prepare_run_folder
+    from llamarl.training.result import NonFiniteStep
+
+    def warn(said: str) -> None:
+        print(f"llamarl sft: {said}", file=sys.stderr)
+
+    with told_of_delay("sft"):
+        check_cluster(config.cluster)
+        check_run_folder(config, resume=resume, overwrite=overwrite)
+    ensure_base_model(config)
+    with told_of_delay("sft"):
+        documents, placement = load_documents(config, warn), place_trainer(config)
+    folder = prepare_run_folder(config, resume=resume, overwrite=overwrite)
+    try:
+        with _bar(config.name, config.steps) as show:
+            FineTuning(
+                config=config, documents=documents, placement=placement, folder=folder, resume=resume, progress=show,
+                warn=warn,
+            ).run()  # fmt: skip
+    except Interrupted as error:
+        warn(f"{error}; go on with --resume. Files: {folder.path}")
+        return INTERRUPTED
+    except (ExecutorError, FolderLost, NonFiniteStep, NotSaved) as error:
+        warn(f"{type(error).__name__}: {error}; {folder.way_on()}")
+        warn(f"files: {folder.path}; output of each rank: {folder.logs}")
+        return FAILURE
+    print(
+        f"checkpoints: {folder.checkpoints}; `llamarl export {folder.path}` makes a Hugging Face folder of the newest"
+    )
+    return 0
+
+
+@contextmanager
+def _bar(name: str, steps: int) -> Iterator[Show]:
+    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
+    with Progress(*columns, TimeRemainingColumn()) as bar:
+        task = bar.add_task("", total=steps, loss=float("nan"))
+
+        def show(step: int, metrics: Mapping[str, float]) -> None:
+            bar.update(task, completed=step, loss=metrics["loss"])
+
+        yield show

@@ -1,0 +1,58 @@
+"""The executor of supervised training: optimizer steps on given documents, and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, ClassVar
+
+from llamarl.config import RunConfig
+from llamarl.distributed.rendezvous import Rendezvous
+from llamarl.executors.optimizing import Optimizing
+from llamarl.parts.sft.supervised import Supervised
+from llamarl.training.meter import device_seconds, peak_flops, rates
+from llamarl.training.result import NonFiniteStep, StepResult
+from llamarl.training.state import training_state
+from llamarl.types import SampleGroup
+
+KIND = "documents"
+"""Of its checkpoints' state."""
+
+
+class SftExecutor(Optimizing):
+    """Documents come with each step: they are small beside the weights."""
+
+    SPANS: ClassVar[dict[str, str]] = {"step": "train", "save": "checkpoint", "commit": "checkpoint"}
+
+    def __init__(
+        self, config: RunConfig, checkpoint_folder: str, resume: bool, rendezvous: Rendezvous | None = None
+    ) -> None:
+        settings, timeout_s = config.trainer, config.cluster.start_timeout_s
+        super().__init__("trainer", settings, Path(checkpoint_folder), config.checkpoint, rendezvous, timeout_s)
+        model, read = self._open_policy(config)
+        self._supervised = Supervised(model, settings, self._mesh, self._device, read)
+        self._peak_flops = self._mesh.world.size * peak_flops(settings, self._device)
+        self._resumed: tuple[dict[str, int] | None, list[str]] = (None, [])
+        if resume:
+            self._resumed = self._resume(self._supervised, KIND)
+        self._order: dict[str, int] | None = self._resumed[0]
+        """Of the documents that come next."""
+
+    def resumed(self) -> tuple[dict[str, int] | None, list[str]]:
+        """The documents' order at the checkpoint that was resumed (None: fresh), and what was found damaged."""
+        return self._resumed
+
+    def step(self, documents: Sequence[SampleGroup], order: dict[str, int]) -> StepResult:
+        """One optimizer step on these documents, after which their order goes on from `order`. Raises NonFiniteStep."""
+        start_s = device_seconds(self._device)
+        with self._mesh.together(NonFiniteStep):
+            result = self._supervised.step(documents)
+        self._order = order
+        result.metrics["train_s"] = train_s = device_seconds(self._device) - start_s
+        result.metrics.update(rates(result.metrics, train_s, self._peak_flops))
+        return result
+
+    def save(self) -> Future[dict[str, Any] | OSError]:
+        """Copies what a checkpoint needs and writes it; after the answer comes `commit`."""
+        return self._save(self._supervised, training_state(self._supervised) | {KIND: self._order})

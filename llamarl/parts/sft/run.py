@@ -1,0 +1,221 @@
+"""Supervised fine-tuning of a checkpoint, in a run folder: documents from `data.train`, and one executor that learns
+them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
+from llamarl.cluster.open import open_cluster, open_registry
+from llamarl.cluster.port import port
+from llamarl.config import ConfigError, RunConfig
+from llamarl.config.schema import GeneratorConfig
+from llamarl.controller.clock import run_patiently
+from llamarl.controller.ports import SftPort
+from llamarl.controller.saving import NotSaved, refusals_named
+from llamarl.controller.supervision import Interrupted, Supervisor
+from llamarl.data.prompts import load_prompts
+from llamarl.data.sampler import PromptSampler, fingerprint
+from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+from llamarl.distributed.rendezvous import open_rendezvous
+from llamarl.models.folder import check_weights, load_shape
+from llamarl.observability.sinks import MetricsLog
+from llamarl.parts.hosts.hosts import gathered
+from llamarl.parts.hosts.registry import Host, Registry
+from llamarl.parts.sft.documents import num_tokens, solution_of, to_documents
+from llamarl.run.assembly import WIND_DOWN_S, interruptible, nothing_to_resume
+from llamarl.run.copying import Copying
+from llamarl.run.executors import executor_spec, spawn_all
+from llamarl.run.folder import RunFolder
+from llamarl.run.placement import LocalPlaces, Placement, place
+from llamarl.run.prepare import check_parallelism, skipped_prompts
+from llamarl.types import SampleGroup
+
+Progress = Callable[[int, dict[str, float]], None]
+"""Called after each step with the number of finished ones and what the step reports."""
+
+
+def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[SampleGroup]:
+    """Prompts of `data.train` with their solutions; the model exists. `warn` hears how many are too long.
+
+    Raises:
+        ConfigError: the model, the data or a combination of them cannot work.
+    """
+    shape, path = load_shape(config.model.path), config.model.path
+    check_parallelism(shape, config.trainer.parallelism, path)
+    if config.cluster.kind != "hosts":
+        check_weights(path)
+    tokenizer = Tokenizer(path)
+    check_vocabulary(tokenizer, shape.vocab_size)
+    loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings)
+    if loaded.num_overlong:
+        warn(skipped_prompts(config, "train", loaded.num_overlong))
+    prompts = loaded.prompts
+    solutions = [
+        solution_of({"answer": one.answer} | one.metadata, one.prompt_id, "data.train", config.data.solution)
+        for one in prompts
+    ]
+    documents = list(to_documents([one.token_ids_T for one in prompts], solutions, tokenizer))
+    limit = min(config.trainer.microbatch_tokens, shape.max_position_embeddings)
+    fitting = [document for document in documents if num_tokens(document) <= limit]
+    if num_overlong := len(documents) - len(fitting):
+        said = f"data.train: {num_overlong} documents have more than {limit} tokens"
+        if not fitting or config.data.overlong_prompts == "refuse":
+            raise ConfigError(f"{said}; raise trainer.microbatch_tokens (within the model's context), or shorten them")
+        warn(f"{said} and were skipped")
+    return fitting
+
+
+def place_trainer(config: RunConfig) -> Placement | None:
+    """Its devices; None: several hosts have to call first. Raises ConfigError: they are not here."""
+    if config.cluster.kind == "hosts":
+        return None
+    placement = place(config.model_copy(update={"generator": GeneratorConfig()}))  # which does not run
+    placement = replace(placement, assignments=placement.assignments[:1])
+    placement.check()
+    return placement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FineTuning:
+    """A run of `steps` times `rollout.prompts_per_step` documents."""
+
+    config: RunConfig
+    documents: list[SampleGroup]
+    placement: Placement | None
+    folder: RunFolder
+    resume: bool
+    progress: Progress
+    warn: Callable[[str], None]
+
+    def run(self) -> None:
+        """To its end.
+
+        Raises:
+            ConfigError: the checkpoint cannot work.
+            Interrupted: the user ended it; the last checkpoint is intact.
+            ExecutorError, FolderLost, NonFiniteStep, NotSaved: it failed.
+        """
+        log = MetricsLog(self.folder.metrics, lambda failure: self.warn(str(failure)), self.config.record.max_bytes)
+        with self.folder, closing(log):
+            run_patiently(self._with_executor(log))
+
+    async def _with_executor(self, log: MetricsLog) -> None:
+        limits, supervisor = self.config.cluster, Supervisor()
+        registry = open_registry(limits, self.folder.logs, self.warn)
+        cluster = open_cluster(limits, self.folder.logs, registry)
+        with interruptible(supervisor):
+            try:
+                handle = await supervisor.run(self._spawn(cluster, registry))
+                supervisor.watch(handle)
+                if registry is not None:
+                    _let_leave(registry, handle, supervisor)
+                trainer = port(SftPort, handle, limits.call_timeout_s)
+                under_way = list[asyncio.Task[None]]()
+                copying = Copying(self.config, self.folder, self.warn)
+                supervisor.start(copying.loop(), "copies of checkpoints")
+                try:
+                    await supervisor.run(self._learn(trainer, log, supervisor, under_way))
+                except Interrupted:
+                    await self._wind_down(trainer, under_way)
+                    raise
+                finally:
+                    await copying.finish(self.warn)
+            finally:
+                await supervisor.stop()
+                await cluster.shutdown(limits.shutdown_timeout_s)
+
+    async def _spawn(self, cluster: Cluster, registry: Registry | None) -> ExecutorHandle:
+        config, num_ranks = self.config, self.config.trainer.parallelism.num_ranks
+        if registry is not None:
+            found = (await gathered(config, registry, self.folder.path, self.warn, "trainer")).place("trainer")
+        else:
+            assert self.placement is not None
+            found = LocalPlaces(self.placement).place("trainer")
+        spec = executor_spec(
+            "trainer", "llamarl.parts.sft.executor:SftExecutor", config.trainer.threads, num_ranks, config=config,
+            resume=self.resume, place=found,
+            rendezvous=open_rendezvous(num_ranks, config.cluster.start_timeout_s),
+            checkpoint_folder=str(self.folder.checkpoints),
+        )  # fmt: skip
+        return (await spawn_all(cluster, [spec], config.cluster.start_timeout_s))[0]
+
+    async def _learn(
+        self, trainer: SftPort, log: MetricsLog, supervisor: Supervisor, under_way: list[asyncio.Task[None]]
+    ) -> None:
+        """All steps; the one `under_way` outlives an interruption, as its line and its checkpoint belong together."""
+        config, done = self.config, 0
+        rows_T = (np.append(one.prompt_token_ids_T, one.samples[0].token_ids_T) for one in self.documents)
+        sampler = PromptSampler(len(self.documents), config.seed, fingerprint(("", row_T) for row_T in rows_T))
+        order, damaged = await trainer.resumed()
+        if damaged:
+            self.warn(f"--resume: {'; '.join(damaged)}")
+        if order is not None:
+            sampler.restore(order)
+            done = order["step"]
+        else:
+            nothing_to_resume(self.resume, damaged, self.warn)
+        if self.resume:
+            log.drop_after(done)
+            if lack := self.folder.unrecorded(done):
+                self.warn(f"--resume: {lack}")
+            self.folder.write_config(config)
+        supervisor.start(self.folder.check_loop(), "run folder")
+        while done < config.steps:
+            documents = [self.documents[sampler.next()] for _ in range(config.rollout.prompts_per_step)]
+            done += 1
+            step = self._step(trainer, log, documents, sampler.state() | {"step": done})
+            under_way[:] = [supervisor.start(step, f"step {done}")]
+            await asyncio.shield(under_way[0])
+        self.folder.check()
+
+    async def _step(
+        self, trainer: SftPort, log: MetricsLog, documents: list[SampleGroup], order: dict[str, int]
+    ) -> None:
+        config, done = self.config, order["step"]
+        result = await trainer.step(documents, order)
+        log.write({"kind": "step", "step": done, "skipped": int(result.skipped), **result.metrics})
+        self.progress(done, result.metrics)
+        if result.skipped:
+            self.warn(f"skipped {result.cause}")
+        every = config.checkpoint.every_steps
+        if done == config.steps or (every and done % every == 0):
+            try:
+                await _save(trainer, f"at step {done}")
+            except NotSaved as error:
+                if done == config.steps:
+                    raise
+                self.warn(f"{error}, the run goes on")
+
+    async def _wind_down(self, trainer: SftPort, under_way: list[asyncio.Task[None]]) -> None:
+        try:
+            async with asyncio.timeout(WIND_DOWN_S):
+                await asyncio.gather(*under_way)
+                await _save(trainer, "at the end")
+        except (TimeoutError, ExecutorError, NotSaved) as error:
+            self.warn(f"no checkpoint at the end, the last periodic one stands: {error!r}")
+
+
+def _let_leave(registry: Registry, handle: ExecutorHandle, supervisor: Supervisor) -> None:
+    """Hosts go when they ask for it; if one computes here, the run ends with a checkpoint."""
+
+    def leaves(host: Host) -> None:
+        if host.name in handle.hosts:
+            supervisor.fail(Interrupted(f"ended, as host {host.name} leaves, which runs {handle.name}"))
+        else:
+            registry.dismiss(host, "nothing runs there")
+
+    registry.leaves = leaves
+    for host in [host for host in registry.hosts.values() if host.is_leaving]:
+        leaves(host)
+
+
+async def _save(trainer: SftPort, when: str) -> None:
+    with refusals_named(when):
+        await trainer.save()
+        await trainer.commit()

@@ -1,0 +1,1 @@
+"""Generation by the user's own vLLM, in a process of its own."""

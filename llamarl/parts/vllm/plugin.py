@@ -1,0 +1,205 @@
+"""What runs on vLLM's side, under vLLM's interpreter: the process that keeps the server, and the engine that receives
+weights in its workers. The only file that imports vLLM; the package itself imports neither.
+
+Written for vLLM 0.32. The environment needs vLLM, numpy and xxhash; this package is found through a link on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+GRACE_S = 15.0
+"""What a server gets to stop by itself."""
+TRACKER_S = 3.0
+"""What its helpers get then, before they are killed."""
+POLL_S = 0.2
+ENTRY_POINT = "[vllm.general_plugins]\nllamarl = llamarl.parts.vllm.plugin:register\n"
+"""Metadata by which vLLM finds `register`, in each of its processes."""
+
+
+def keep(scratch: str, command: list[str]) -> int:
+    """Run the server until it ends or stdin does, which is when the adapter closes it or dies, however it dies.
+
+    Nothing of the process group stays. The folder with socket and log stays if the server ended by itself: the adapter
+    reads the log and removes it.
+    """
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    while server.poll() is None and not select.select([sys.stdin], [], [], POLL_S)[0]:
+        pass
+    if server.returncode is None:
+        server.terminate()
+        try:
+            server.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            _say(f"the server did not stop within {GRACE_S} s and is killed")
+        shutil.rmtree(scratch, ignore_errors=True)
+    else:
+        _say(f"the server ended with status {server.returncode}")
+    # Python's resource tracker outlives the server to remove its shared memory.
+    deadline_s = time.monotonic() + TRACKER_S
+    while _is_followed() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    os.killpg(0, signal.SIGKILL)
+    return 1
+
+
+def _is_followed() -> bool:
+    """Another process of this group lives."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(entry.name) != os.getpid() and os.getpgid(int(entry.name)) == os.getpgrp():
+                return True
+        except ProcessLookupError:
+            continue
+    return False
+
+
+def _say(text: str) -> None:
+    """Into the server's log."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+@dataclass
+class InitInfo:
+    """Begins to fetch a version, while vLLM decodes on."""
+
+    version: int
+    source: str
+    """What is wanted, where it is, and the reader's options: `(specs, address, options)`, pickled, in base64; from a
+    socket of this user alone."""
+
+
+@dataclass
+class UpdateInfo:
+    """Takes over the version that was fetched."""
+
+    version: int
+
+
+class Receiver:
+    """Fetches in a thread, loads between two steps. `register` adds vLLM's base class."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    model: Any
+    model_config: Any
+    parallel_config: Any
+
+    _subscriber: Any = None
+    _publisher = ""
+    _thread: threading.Thread | None = None
+    _tensors: Mapping[str, Any] = MappingProxyType({})
+    version: int | None = None
+    """Fetched and not yet loaded."""
+    fetch_error = ""
+    """Pickled, in base64."""
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Start to fetch."""
+        if self._thread is not None:
+            self._thread.join()
+        self.version, self.fetch_error = None, ""
+        self._thread = threading.Thread(target=self._fetch, args=(init_info,), daemon=True)
+        self._thread.start()
+
+    def _fetch(self, info: InitInfo) -> None:
+        from llamarl.weight_sync.select import open_subscriber  # not needed by the process that keeps the server
+
+        specs, address, options = pickle.loads(base64.b64decode(info.source))
+        try:
+            if address.publisher != self._publisher:
+                if self._subscriber is not None:
+                    self._subscriber.close()
+                self._subscriber = open_subscriber(address, specs, self.parallel_config.rank, **options)
+                self._publisher = address.publisher
+            self._tensors = self._subscriber.fetch(info.version, address)
+            self.version = info.version
+        except (RuntimeError, OSError) as error:
+            self.fetch_error = base64.b64encode(pickle.dumps(error)).decode()
+
+    @property
+    def is_fetching(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def state(self) -> dict[str, Any]:
+        """What came of the fetch."""
+        state = {"fetching": self.is_fetching, "version": self.version, "error": self.fetch_error}
+        if self.version is not None:
+            subscriber = self._subscriber
+            state |= {"fingerprint": subscriber.fingerprint, "num_bytes": subscriber.received_bytes}
+        return state
+
+    def start_weight_update(self) -> None:
+        """Prepares modules whose weights were packed when they were loaded."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload  # pyrefly: ignore
+
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load what was fetched."""
+        assert self.version == update_info.version, f"version {update_info.version} was not fetched"
+        self.model.load_weights(self._tensors.items())
+
+    def finish_weight_update(self) -> None:
+        """Pack the new weights.
+
+        vLLM's CPU build packs each module's matrix when that module was loaded. A tied head is never loaded, so it
+        would go on with the packed copy of the old embedding: it is packed here.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # pyrefly: ignore
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        owners = [module for module in self.model.modules() if getattr(module, "quant_method", None) is not None]
+        uses = Counter(id(getattr(module, "weight", module)) for module in owners)
+        for module in owners:
+            if uses[id(getattr(module, "weight", module))] > 1:
+                module.quant_method.process_weights_after_loading(module)
+        self.version, self._tensors = None, {}
+
+    def shutdown(self) -> None:
+        if self._thread is not None:
+            self._thread.join(GRACE_S)
+
+
+class WorkerExtension:
+    """Methods that vLLM's workers get, for `/collective_rpc`."""
+
+    weight_transfer_engine: Any
+    model_runner: Any
+
+    def fetch_state(self) -> dict[str, Any]:
+        return self.weight_transfer_engine.state()
+
+    def zero_kv_cache(self) -> None:
+        """Attention multiplies what it masks by 0, which leaves NaN as it is: a NaN in a free block would come back."""
+        for cache in self.model_runner.kv_caches:
+            cache.zero_()
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes, more than once."""
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine  # pyrefly: ignore
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # pyrefly: ignore
+
+    engine = type("LlamarlWeights", (Receiver, WeightTransferEngine), {})
+    if "llamarl" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("llamarl", engine)
+
+
+if __name__ == "__main__":
+    sys.exit(keep(sys.argv[1], sys.argv[2:]))

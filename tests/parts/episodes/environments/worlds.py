@@ -1,0 +1,69 @@
+"""Environments that misbehave, in every way that a user's may."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llamarl.parts.episodes.environments._base import Environment, Task, Turn
+from llamarl.rewards._base import right
+
+
+@dataclass
+class Bad(Environment):
+    """Does what the last turn says."""
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Any:
+        what = turns[-1].response
+        if what == "raise":
+            raise ValueError("no such thing")
+        if what == "exit":
+            os._exit(3)
+        if what == "hang":
+            time.sleep(100)
+        if what == "spin":
+            while True:
+                pass
+        answers = {
+            "flood": "x" * (1 << 21), "long": "word " * 100, "fits": "7" * 60, "empty": "", "number": 7,
+            "reward": right(0.5),
+            "messages": [{"role": "user", "content": "and now?"}], "history": f"{len(turns)} {turns[0].observation}",
+            "task": f"{task.prompt}|{task.answer}|{task.metadata['level']}",
+        }  # fmt: skip
+        return answers.get(what)
+
+
+@dataclass
+class Counting(Environment):
+    """Has a state, and a file while it is open; does what the last turn says."""
+
+    def open(self, task: Task) -> None:
+        self.said = list[str]()
+        self.file = Path(task.metadata["folder"]) / f"{os.getpid()}-{id(self)}"
+        self.file.touch()
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Any:
+        what = turns[-1].response
+        self.said.append(what)
+        if what == "exit":
+            os._exit(3)
+        if what == "raise":
+            raise ValueError("no such thing")
+        return None if what == "nothing" else f"{len(self.said)} of {len(turns)}"
+
+    def close(self) -> None:
+        self.file.unlink()
+        if "stuck" in self.said:
+            raise RuntimeError("it does not close")
+
+
+@dataclass
+class Chatty(Environment):
+    """Says something three times, whatever it hears."""
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Any:
+        return "1+2\n" if len(turns) < 4 else None

@@ -1,0 +1,195 @@
+"""Episodes of agents over fakes: whatever agents, generators and the gateway do, each token is learnt from once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.controller.supervision import Stalled
+from llamarl.parts.episodes.gateway.episode import AgentEpisode
+from llamarl.parts.episodes.gateway.news import AgentCall, AgentEnd, AgentNews, AgentTask
+from llamarl.rewards._base import right
+from llamarl.types import OBSERVED, Rollout
+from tests.controller.fakes import Generator, Run, config
+
+STEPS, TURN = 5, 2
+"""Tokens that the policy writes per call."""
+
+
+def _checked(task: asyncio.Task[None]) -> None:
+    assert task.cancelled() or not task.exception(), task.exception()
+
+
+@dataclass
+class Gateway:
+    """Runs agents that call `calls(group, index)` times, and step back now and then."""
+
+    calls: Callable[[int, int], int] = lambda group_id, index: 1 + (group_id + index) % 3
+    think_s: float = 0.1
+    leaves_s: float | None = None
+    """So long after a last call, which nobody waits for, episodes end."""
+    left: list[int] = field(default_factory=list)
+    """Ids of these calls."""
+    begun: list[tuple[int, int, int]] = field(default_factory=list)
+    _news: AgentNews = field(default_factory=lambda: AgentNews([], []))
+    _answers: dict[int, asyncio.Future[Rollout]] = field(default_factory=dict)
+    _some: asyncio.Event = field(default_factory=asyncio.Event)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def another(self) -> Gateway:
+        """A new one in place of this one, which is dead, and its agents with it."""
+        self._some.set()
+        for task in self._tasks:
+            task.cancel()
+        return replace(self, _news=AgentNews([], []), _answers={}, _some=asyncio.Event(), _tasks=set())
+
+    async def submit(self, tasks: list[AgentTask]) -> None:
+        for task in tasks:
+            self.begun.append((task.group_id, task.index, task.attempt))
+            self._tasks.add(running := asyncio.get_running_loop().create_task(self._run(task)))
+            running.add_done_callback(_checked)
+
+    async def answer(self, rollouts: list[Rollout]) -> None:
+        for rollout in rollouts:
+            if answer := self._answers.pop(rollout.group_id, None):  # else a gateway before this one asked
+                answer.set_result(rollout)
+
+    async def collect(self) -> AgentNews:
+        await self._some.wait()
+        self._some.clear()
+        news, self._news = self._news, AgentNews([], [])
+        return news
+
+    async def _run(self, task: AgentTask) -> None:
+        name = f"{task.group_id}/{task.index}/{task.attempt}"
+        episode = AgentEpisode(name=name, sampling=task.sampling, segment_tokens=1)
+        history = [1, 2]
+        for number in range(self.calls(task.group_id, task.index)):
+            await asyncio.sleep(self.think_s)
+            prompt_T = np.array([*history, 50 + number], np.int32)
+            request = episode.request(prompt_T, task.sampling, self._answers)
+            answer = self._answers[request.group_id] = asyncio.get_running_loop().create_future()
+            self._news.calls.append(AgentCall(task.group_id, task.index, request))
+            self._some.set()
+            rollout = episode.answered(request, prompt_T, await answer)
+            assert rollout.num_tokens == TURN
+            episode.session.record(prompt_T, rollout.columns)
+            if number != 1:  # one answer in three is forgotten
+                history = [*prompt_T.tolist(), *rollout.token_ids_T.tolist()]
+        if self.leaves_s is not None:
+            request = episode.request(np.array([9], np.int32), task.sampling, self._answers)
+            self.left.append(request.group_id)
+            self._news.calls.append(AgentCall(task.group_id, task.index, request))
+            if self.leaves_s:
+                self._some.set()
+                await asyncio.sleep(self.leaves_s)
+        columns, reason = episode.session.columns(), episode.reason
+        whole = Rollout(group_id=task.group_id, index=task.index, columns=columns, finish_reason=reason)
+        self._news.ends.append(AgentEnd(whole, right(2.0 + task.index)))
+        self._some.set()
+
+
+def run_of(tmp_path: Path, gateway: Gateway, *, staleness: int = 1, generators: int = 1, **more: Any) -> Run:
+    for file in tmp_path.glob("*.jsonl"):
+        file.unlink()
+    rollout = {"max_staleness": staleness, "agent": "nowhere:run", "segment_tokens": 1}
+    cluster = {"on_failure": {"generator": "drop"}, "max_restarts": 99}
+    more = {"reward": {"parts": ["gsm8k"]}} | more
+    wanted = config(tmp_path, steps=STEPS, rollout=rollout, cluster=cluster, **more)
+    run = Run(
+        wanted, tmp_path, [Generator(turn_tokens=TURN) for _ in range(generators)], models={"environment": gateway}
+    )
+    run.start_s = 1.0
+    return run
+
+
+def audit(run: Run) -> None:
+    gateway = run.models["environment"]
+    assert [row["step"] for row in run.steps] == list(range(1, STEPS + 1))
+    keys = [(row["group_id"], row["index"]) for row in run.rollouts]
+    assert len(set(keys)) == len(keys) == 4 * STEPS
+    for row in run.rollouts:
+        versions = [version for version, count in row["policy_versions"] for _ in range(count)]
+        calls = gateway.calls(row["group_id"], row["index"])
+        sampled = [token for token, version in zip(row["token_ids"], versions, strict=True) if version != OBSERVED]
+        assert len(sampled) == len(set(sampled)) == TURN * calls
+        assert set(row["sequence"]) == ({0, 1} if calls > 2 else {0})
+        assert row["reward"] == 2.0 + row["index"] and row["turns"] == calls
+    assert max(row["staleness"] for row in run.rollouts) <= run.steps[0]["staleness_limit"]
+    assert run.steps[-1]["extra.turns_mean"] > 1 and not run.complaints
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from([0, 1, 2]),
+    st.sampled_from([0.0, 0.1, 3.0]),
+    st.lists(st.tuples(st.sampled_from(["environment", "generator-1", "trainer", "reward"]), st.floats(0.1, 20)),
+             max_size=3),
+)  # fmt: skip
+def test_episodes_survive_deaths(
+    tmp_path_factory: pytest.TempPathFactory, staleness: int, think_s: float, deaths: list[tuple[str, float]]
+) -> None:
+    run = run_of(tmp_path_factory.mktemp("agents"), Gateway(think_s=think_s), staleness=staleness, generators=2)
+
+    async def strike(run: Run) -> None:
+        now_s = 0.0
+        for name, at_s in sorted(deaths, key=lambda one: one[1]):
+            await asyncio.sleep(at_s - now_s)
+            now_s = at_s
+            run.handles[name].die()
+
+    audit(run.train(strike=strike))
+
+
+def test_what_a_conversation_has_computed_is_held_until_it_ends(tmp_path: Path) -> None:
+    run = run_of(tmp_path, Gateway()).train()
+    audit(run)
+    assert not run.generators[0].held, "released when the episode ended"
+
+
+@pytest.mark.parametrize("leaves_s", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("dies", [False, True])
+def test_calls_of_episodes_that_are_over_end_with_them(tmp_path: Path, leaves_s: float, dies: bool) -> None:
+    run, dropped = run_of(tmp_path, gateway := Gateway(leaves_s=leaves_s), generators=2), list[set[int]]()
+
+    async def strike(run: Run) -> None:
+        dropped.append(run.controller.replicas.dropped)
+        await asyncio.sleep(4.0)
+        if dies:
+            run.handles["generator-1"].die()
+
+    audit(run.train(strike=strike))
+    sampled = [key for generator in run.generators for key in generator.sampled if key[0] in gateway.left]
+    assert len(gateway.left) >= 4 * STEPS and bool(sampled) == bool(leaves_s)
+    if leaves_s < 1:
+        assert all(position == 0 for _, _, position in sampled), (
+            "the first token is there at once, the second takes 1 s"
+        )
+    assert not dropped[0], "nothing is remembered of what has come back"
+
+
+def test_a_gateway_that_dies_costs_the_episodes_under_way(tmp_path: Path) -> None:
+    run = run_of(tmp_path, Gateway(think_s=1.0))
+
+    async def strike(run: Run) -> None:
+        await asyncio.sleep(4.0)
+        run.handles["environment"].die()
+
+    audit(run.train(strike=strike))
+    again = [key for key in run.models["environment"].begun if key[2]]
+    assert again and len({key[:2] for key in again}) == len(again)
+
+
+def test_a_stall_names_the_agents(tmp_path: Path) -> None:
+    with pytest.raises(
+        Stalled, match=r"8 episodes of agents are under way, 0 wait for the policy, .* silent for 30\d s"
+    ):
+        run_of(tmp_path, Gateway(think_s=1e6)).train()

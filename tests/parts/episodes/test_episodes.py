@@ -1,0 +1,291 @@
+"""Episodes over fakes: rollouts of several turns, whatever their environment and the generators do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.controller.journal import Journal
+from llamarl.executors.replies import Episode, Replied
+from llamarl.parts.episodes.environments._base import RAISED
+from llamarl.rewards._base import invalid, right
+from llamarl.types import OBSERVED
+from tests.controller.fakes import Generator, Run, Trainer, config, prompts
+from tests.controller.test_keeping import Killed, killed, newest
+
+STEPS, TURN, TURNS = 6, 2, 3
+"""Tokens that the policy writes per turn, and its turns per episode."""
+
+
+def observation(group_id: int, index: int, turn: int) -> list[int]:
+    """What the environment answers: some tokens, depending on the episode alone."""
+    return [50_000 + (group_id * 31 + index * 7 + turn) % 1000] * (1 + (group_id + index + turn) % 3)
+
+
+@dataclass
+class World:
+    """An environment that answers `TURNS - 1` times, each episode by itself."""
+
+    reply_s: Callable[[int, int], float] = lambda group_id, index: 0.1
+    ends: Callable[[int, int], Any] = lambda group_id, index: None
+    """The result of an episode; None: the reward judges."""
+    calls: tuple[int, int] = (0, 0)
+    """Of tools in each turn, and errors."""
+    asked: list[tuple[int, int, int]] = field(default_factory=list)
+    _replies: list[Replied] = field(default_factory=list)
+    _some: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def another(self) -> World:
+        """A new one in place of this one, which is dead, and whose caller waits no more."""
+        self._some.set()
+        return replace(self, _replies=[], _some=asyncio.Event())
+
+    async def submit(self, episodes: list[Episode]) -> None:
+        for episode in episodes:
+            asyncio.get_running_loop().create_task(self._reply(episode)).add_done_callback(lambda task: task.result())
+
+    async def _reply(self, episode: Episode) -> None:
+        key = episode.group_id, episode.index
+        turn = sum(is_sampled for is_sampled, _ in episode.turns)
+        self.asked.append((*key, turn))
+        assert all(len(part) == TURN for is_sampled, part in episode.turns if is_sampled)
+        seen = [part.tolist() for is_sampled, part in episode.turns if not is_sampled]
+        assert seen == [observation(*key, n + 1) for n in range(turn - 1)], "the history is not what was said"
+        await asyncio.sleep(self.reply_s(*key))
+        goes_on = turn < TURNS
+        observed_T = np.array(observation(*key, turn), np.int32) if goes_on else None
+        result, num_tokens = None if goes_on else self.ends(*key), sum(len(part) for _, part in episode.turns)
+        self._replies.append(Replied(*key, num_tokens, observed_T, result, self.reply_s(*key), self.calls))
+        self._some.set()
+
+    async def collect(self) -> list[Replied]:
+        await self._some.wait()
+        self._some.clear()
+        replies, self._replies = self._replies, []
+        return replies
+
+
+def run_of(
+    tmp_path: Path, world: World, *, staleness: int = 1, segment: int = 0, generators: int = 1, clean: bool = True,
+    **more: Any,
+) -> Run:  # fmt: skip
+    for file in tmp_path.glob("*.jsonl") if clean else ():
+        file.unlink()
+    environment = {"name": "calculator"} | more.pop("environment", {})
+    rollout = {"max_staleness": staleness, "environment": environment, "segment_tokens": segment}
+    cluster = {"on_failure": {"generator": "drop"}, "max_restarts": 99}
+    wanted = config(tmp_path, steps=STEPS, rollout=rollout, cluster=cluster, checkpoint={"every_steps": 2}, **more)
+    run = Run(wanted, tmp_path, [Generator(turn_tokens=TURN) for _ in range(generators)], models={"environment": world})
+    run.start_s = 1.0
+    return run
+
+
+def audit(run: Run) -> None:
+    """Every episode has its turns, every token is marked by who wrote it, and each was sampled once."""
+    assert [row["step"] for row in run.steps] == list(range(1, STEPS + 1))
+    keys = [(row["group_id"], row["index"]) for row in run.rollouts]
+    assert len(set(keys)) == len(keys) == 4 * STEPS
+    for row in run.rollouts:
+        key, at = (row["group_id"], row["index"]), 0
+        assert row["turns"] == TURNS and row["finish_reason"] == "stop"
+        written = iter(row["token_ids"])
+        versions = [version for version, count in row["policy_versions"] for _ in range(count)]
+        for turn in range(1, TURNS + 1):
+            assert all(version != OBSERVED for version in versions[at : at + TURN])
+            [next(written) for _ in range(TURN)]
+            at += TURN
+            said = observation(*key, turn) if turn < TURNS else []
+            assert [next(written) for _ in said] == said
+            assert versions[at : at + len(said)] == [OBSERVED] * len(said)
+            assert row["behavior_logprobs"][at : at + len(said)] == [0.0] * len(said)
+            at += len(said)
+        assert at == len(row["token_ids"]) == len(versions)
+        said = [len(observation(*key, turn)) for turn in range(1, TURNS)]
+        assert row["turn_tokens"] == [[TURN, "policy"], [said[0], "environment"], [TURN, "policy"],
+                                      [said[1], "environment"], [TURN, "policy"]]  # fmt: skip
+    assert max(row["staleness"] for row in run.rollouts) <= run.steps[0]["staleness_limit"]
+    assert run.steps[-1]["extra.turns_mean"] == TURNS and 0 < run.steps[-1]["extra.observed_share"] < 1
+    assert not run.complaints
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([0, 1, 2]),
+    st.sampled_from([0, 1]),
+    st.sampled_from([0.0, 0.1, 3.0]),
+    st.lists(st.tuples(st.sampled_from(["environment", "generator-1", "trainer", "reward"]), st.floats(0.1, 20)),
+             max_size=3),
+)  # fmt: skip
+def test_whatever_dies(
+    tmp_path_factory: pytest.TempPathFactory, staleness: int, segment: int, spread_s: float,
+    deaths: list[tuple[str, float]],
+) -> None:  # fmt: skip
+    world = World(reply_s=lambda group_id, index: 0.05 + spread_s * ((group_id * 5 + index * 3) % 7) / 7)
+    run = run_of(tmp_path_factory.getbasetemp(), world, staleness=staleness, segment=segment, generators=2)
+
+    async def strike(run: Run) -> None:
+        async def one(name: str, at_s: float) -> None:
+            await asyncio.sleep(at_s)
+            run.handles[name].die()
+
+        await asyncio.gather(*(one(*death) for death in deaths))
+
+    audit(run.train(strike=strike))
+
+
+def test_what_the_environment_did_is_on_record(tmp_path: Path) -> None:
+    """Seconds of each episode, calls of tools, and what those who do nothing wait for."""
+    run = run_of(tmp_path, World(reply_s=lambda group_id, index: 0.25, calls=(2, 1)), staleness=0).train()
+    audit(run)
+    assert {row["environment_s"] for row in run.rollouts} == {0.25 * TURNS}
+    for row in run.steps:
+        assert (row["extra.tool_calls"], row["extra.tool_errors"]) == (2 * 4 * TURNS, 4 * TURNS)
+        assert row["extra.environment_wait_s"] > 0.24 * 4 * TURNS
+
+
+def test_an_episode_stays_where_it_was_computed(tmp_path: Path) -> None:
+    """And what has ended is held nowhere."""
+    run = run_of(tmp_path, World(), generators=3, staleness=2).train()
+    audit(run)
+    places = [{key[:2] for key in generator.sampled} for generator in run.generators]
+    assert all(len(one) > 4 for one in places)
+    trained = {(row["group_id"], row["index"]) for row in run.rollouts}
+    assert not any(places[n] & places[m] & trained for n in range(3) for m in range(n))
+    assert not any(generator.held & trained for generator in run.generators)
+
+
+class Queueing(World):
+    """It answers one after the other."""
+
+    async def submit(self, episodes: list[Episode]) -> None:
+        self._turn = getattr(self, "_turn", None) or asyncio.Lock()
+        await super().submit(episodes)
+
+    async def _reply(self, episode: Episode) -> None:
+        async with self._turn:
+            await super()._reply(episode)
+
+
+def test_a_turn_that_is_asked_for_twice_is_answered_once(tmp_path: Path) -> None:
+    """Turns that came while the environment was dead; the second reply comes when the episode waits for the next."""
+    for tenth in range(12, 60, 6):
+        run = run_of(tmp_path, Queueing(reply_s=lambda *_: 0.4), staleness=2)
+
+        async def strike(run: Run, at_s: float = tenth / 10) -> None:
+            await asyncio.sleep(at_s)
+            run.handles["environment"].die()
+
+        audit(run.train(strike=strike))
+
+
+@pytest.mark.parametrize("segment", [0, 1])
+def test_a_controller_that_is_killed_goes_on_with_its_turns(tmp_path: Path, segment: int) -> None:
+    """Those that wait for a reply are asked for again; those that go on after one keep it; none is sampled twice."""
+    kept, states = 0, set[str]()
+    for tenth in range(5, 120, 16):
+        folder, disk = tmp_path / f"{tenth}", Trainer()
+        folder.mkdir()
+
+        def begun(trainer: Trainer, folder: Path = folder) -> Run:
+            world = World(reply_s=lambda group, index: 0.05 + (group * 5 + index * 3) % 7 / 4)
+            run = run_of(folder, world, segment=segment, clean=False)
+            run.folder, run.trainer, run.generators[0].source = folder, trainer, trainer
+            return run
+
+        with pytest.raises(Killed):
+            begun(disk).train(strike=killed(tenth / 10))
+        version, state = newest(disk)
+        journal = Journal(folder, prompts=prompts(1000), saved=[step for step, _ in disk.saved])
+        journal.go_on(json.loads(state))
+        held = [one for group_id in range(99) for one in journal.kept(group_id)[1].values()]
+        journal.close()
+        states |= {f"{one.finish_reason} after {len(one.turns)}" for one in held}
+        run = begun(Trainer(version=version, saved=disk.saved)).train(json.loads(state))
+        audit(run)
+        known = {(one.group_id, one.index, n) for one in held for n in range(one.num_tokens)}
+        assert known.isdisjoint(run.generators[0].sampled)
+        kept += len(known)
+    assert kept > 50 and states >= {"stop after 1", "stop after 3"}
+    assert not segment or states >= {"parked after 1", "parked after 3"}
+
+
+def test_an_evaluation_is_of_the_versions_that_sampled_it(tmp_path: Path) -> None:
+    data = {"train": "jsonl", "eval": "jsonl"}
+    run = run_of(tmp_path, World(), data=data, eval={"every_steps": 2, "samples": 2})
+    run.problems = replace(run.problems, eval=prompts(2, "e"))
+    audit(run.train())
+    assert len(run.evals) >= 2 and all(row["policy_version_min"] >= 0 for row in run.evals)
+
+
+def test_a_slow_episode_holds_up_nobody_else_s_group(tmp_path: Path) -> None:
+    """Nor does it keep a place at the generator: its siblings and all other groups go on."""
+    world = World(reply_s=lambda group_id, index: 30.0 if (group_id, index) == (0, 0) else 0.1)
+    run = run_of(tmp_path, world, staleness=3)
+    running = list[float]()
+
+    async def strike(run: Run) -> None:
+        await asyncio.sleep(25.0)
+        running.append(len(run.generators[0]._tasks))
+
+    audit(run.train(strike=strike))
+    assert running == [0], "whoever waits for a reply does not decode"
+    others = [turn for turn in world.asked if turn[0] != 0]
+    assert len([turn for turn in world.asked[:30] if turn in others]) > 20
+
+
+def test_what_the_environment_says_of_an_episode_counts(tmp_path: Path) -> None:
+    """In place of the reward: a score, or that it could not be judged."""
+    world = World(ends=lambda group_id, index: right(7.0) if index else invalid("it crashed"))
+    run = run_of(tmp_path, world, reward={"max_invalid_share": 1.0}).train()
+    for row in run.rollouts:
+        expected = ("score", 7.0, "") if row["index"] else ("invalid", 0.0, "it crashed")
+        assert (row["outcome"], row["reward"], row["reason"]) == expected
+    assert run.steps[-1]["invalid_share"] == 0.5
+
+
+def test_replies_that_raise_are_counted_and_told_once(tmp_path: Path) -> None:
+    """A policy that makes them raise is never scored 0."""
+    world = World(ends=lambda group_id, index: right(7.0) if index else invalid(f"{RAISED}ValueError: abc"))
+    run = run_of(tmp_path, world, reward={"max_invalid_share": 1.0}).train()
+    assert [row["extra.replies_raised"] for row in run.steps] == [2] * STEPS
+    (said,) = run.warnings
+    assert "2 replies of step 1 raised" in said and said.endswith("The first: environment: ValueError: abc")
+
+
+def test_lengths_are_of_what_was_sampled(tmp_path: Path) -> None:
+    """A talkative environment is no longer policy."""
+    run = run_of(tmp_path, World()).train()
+    for row in run.steps:
+        sampled = [[count for count, who in of["turn_tokens"] if who == "policy"] for of in run.rollouts]
+        assert row["response_tokens_mean"] == row["response_tokens_max"] == sum(sampled[0]) == TURNS * TURN
+        assert row["extra.observed_tokens_mean"] > 0
+
+
+@pytest.mark.parametrize(("limit", "turns"), [({"max_turns": 2}, 2), ({}, 1)])
+def test_limits_end_an_episode_as_too_long(tmp_path: Path, limit: dict[str, int], turns: int) -> None:
+    """By turns, or by tokens, of which the observation would have left none."""
+    run = run_of(tmp_path, World(), environment=limit)
+    if turns == 1:
+        sampling = run.config.rollout.model_copy(update={"max_new_tokens": TURN + 1})
+        run.config = run.config.model_copy(update={"rollout": sampling})
+    run.train()
+    assert {row["finish_reason"] for row in run.rollouts} == {"length"}
+    assert {row["turns"] for row in run.rollouts} == {turns}
+    assert all(row["policy_versions"][-1][0] != OBSERVED for row in run.rollouts), "what ends it was sampled"
+
+
+def test_a_stall_names_who_waits_for_the_environment(tmp_path: Path) -> None:
+    from llamarl.controller.supervision import Stalled
+
+    run = run_of(tmp_path, World(reply_s=lambda *_: 1e6))
+    with pytest.raises(Stalled, match=r"8 rollouts wait for the environment, the oldest for 30\d s"):
+        run.train()

@@ -1,0 +1,160 @@
+"""The formulas against numbers worked out by hand, and the directions in which they must move."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamarl.config import ConfigError
+from llamarl.parts.forecast.constants import Constants, load_profile
+from llamarl.parts.forecast.generation import Generators, decode_parts, drain_s, generation_memory, generation_parts
+from llamarl.parts.forecast.hardware import GPUS
+from llamarl.parts.forecast.request import ASYNCHRONOUS, SYNCHRONOUS
+from llamarl.parts.forecast.training import TrainerLayouts, training_memory, training_parts
+from tests.parts.forecast.conftest import make_request
+
+PERFECT = Constants(
+    train_efficiency=1.0,
+    prefill_efficiency=1.0,
+    half_efficiency_tokens=0.0,
+    bandwidth_efficiency=1.0,
+    link_efficiency=1.0,
+    node_latency_s=0.0,
+    network_latency_s=0.0,
+    decode_overhead_s=0.0,
+    step_overhead_s=0.0,
+    microbatch_overhead_s=0.0,
+    fsdp_overlap=0.0,
+    weight_copies=1,
+)
+"""Peaks without losses: results can be worked out by hand."""
+
+
+def _layouts(sharded: bool = True, **sizes: int) -> TrainerLayouts:
+    values = {"tp": 1, "cp": 1, "pp": 1, "dp": 1, "microbatch_tokens": 1 << 20} | sizes
+    return TrainerLayouts(**{f"{name}_L": np.array([value]) for name, value in values.items()}, sharded=sharded)
+
+
+def _generators(tp: int, replicas: int, slots: int, weight_bytes: int = 2) -> Generators:
+    columns = {"tp_L": tp, "replicas_L": replicas, "slots_L": slots, "weight_bytes_L": weight_bytes}
+    return Generators(**{name: np.array([value]) for name, value in columns.items()})
+
+
+def _decode(tp: int, active: float, context: float = 1000.0, model: str = "llama3-8b") -> dict[str, float]:
+    request = make_request(model, 8, constants=PERFECT)
+    parts = decode_parts(
+        request, request.pools[0], _generators(tp, 1, 1), active=np.array([active]), context_tokens=context
+    )
+    return {name: float(np.atleast_1d(value)[0]) for name, value in parts.items()}
+
+
+def test_decode_of_one_token_reads_the_weights() -> None:
+    """8B bf16: 7.5e9 multiplied weights x 2 bytes / 3.35 TB/s = 4.48 ms; KV of 1,000 tokens: 131 MB, 0.04 ms."""
+    parts = _decode(tp=1, active=1)
+    assert parts["weights"] == pytest.approx(4.48e-3, rel=0.01)
+    assert parts["kv"] == pytest.approx(1000 * 2 * 32 * 8 * 128 * 2 / 3.35e12)
+    assert parts["compute"] == parts["tensor"] == 0
+
+
+def test_key_value_heads_are_not_split_beyond_their_number() -> None:
+    assert _decode(tp=8, active=64)["kv"] == pytest.approx(_decode(tp=64, active=64)["kv"])
+    request = make_request("llama3-8b", 64)
+    held = [generation_memory(request, _generators(tp, 1, 8), resident_weights=False)["kv"][0] for tp in (8, 64)]
+    assert held[0] == held[1]
+
+
+def test_decode_becomes_bound_by_compute() -> None:
+    assert _decode(tp=1, active=2000, context=1.0)["compute"] > 0
+
+
+def test_a_mixture_reads_more_experts_in_a_larger_batch() -> None:
+    one, many = (_decode(tp=8, active=active, model="qwen3-235b-a22b")["weights"] for active in (1, 4096))
+    assert many > 8 * one
+
+
+def test_training_flops_and_time() -> None:
+    """8 FLOPs per parameter and token with recompute, at the peak."""
+    request = make_request("llama3-8b", 8, constants=PERFECT, prompt_tokens=1)
+    parts = training_parts(request, request.pools[0], _layouts(dp=8))
+    tokens = request.num_samples * request.sample_tokens
+    least_s = 8 * 7.504e9 * tokens / (8 * 989e12)
+    assert parts["compute"][0] == pytest.approx(least_s, rel=0.02)  # attention adds under 2 % at this length
+    assert parts["compute"][0] > least_s
+
+
+def test_gathers_repeat_with_each_microbatch() -> None:
+    request = make_request("llama3-8b", 64, constants=PERFECT)
+    one, four = (
+        training_parts(request, request.pools[0], _layouts(dp=64, microbatch_tokens=tokens))["fsdp"][0]
+        for tokens in (1 << 20, 1024)
+    )
+    assert one == pytest.approx(3 * 2 * request.model.num_parameters * 63 / 64 / 400e9)
+    assert four == pytest.approx(4 * one)
+
+
+def test_a_pipeline_has_a_bubble_of_stages_less_one() -> None:
+    request = make_request("llama3-8b", 8, constants=PERFECT, prompts_per_step=8, group_size=1)
+    longest = request.longest_tokens
+    parts = training_parts(request, request.pools[0], _layouts(pp=4, microbatch_tokens=longest))
+    microbatches = np.ceil(8 * request.sample_tokens / longest)
+    activations_s = 2 * 8 * request.sample_tokens * 4096 * 2 / 50e9
+    assert parts["pipeline"][0] == pytest.approx(3 / microbatches * parts["compute"][0] + activations_s)
+
+
+def test_trainer_state_is_sharded() -> None:
+    request = make_request("llama3-8b", 64)
+    whole = training_memory(request, _layouts(sharded=False, tp=8, dp=8))["state"][0]
+    split = training_memory(request, _layouts(tp=8, dp=8))["state"][0]
+    assert whole == pytest.approx(16 * request.model.num_parameters / 8)
+    assert split == pytest.approx(whole / 8)
+
+
+def test_drain_of_equal_responses_takes_their_length() -> None:
+    request = make_request("llama3-8b", 8, constants=PERFECT, sigma=0.0, mean_tokens=512.0, limit_tokens=512)
+    time_s = drain_s(request, request.pools[0], _generators(8, 1, 16))[0]
+    step = _decode(tp=8, active=16, context=128 + 256.0)
+    assert time_s == pytest.approx(512 * sum(step.values()), rel=0.01)
+
+
+def test_stragglers_vanish_with_partial_rollouts_and_grow_with_the_tail() -> None:
+    def parts(sigma: float, rules: object) -> float:
+        request = make_request("llama3-8b", 8, sigma=sigma)
+        return float(generation_parts(request, request.pools[0], _generators(1, 8, 64), rules)["stragglers"][0])  # type: ignore[arg-type]
+
+    assert parts(1.0, ASYNCHRONOUS) == 0
+    assert 0 <= parts(0.1, SYNCHRONOUS) < parts(0.5, SYNCHRONOUS) < parts(1.0, SYNCHRONOUS)
+
+
+def test_a_profile_overrides_constants_and_device(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"constants": {"decode_overhead_s": 0.01}, "gpu": {"memory_bandwidth": 1e12}}))
+    profile = load_profile(path)
+    assert profile.constants == replace(Constants(), decode_overhead_s=0.01)
+    assert profile.device(GPUS["h100-80g"]) == replace(GPUS["h100-80g"], memory_bandwidth=1e12)
+    assert load_profile(None).device(GPUS["b200"]) == GPUS["b200"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"constants": {"decode_overhead": 1}}', "did you mean `decode_overhead_s`"),
+        ('{"constants": {"decode_overhead_s": "1"}}', r"`constants.decode_overhead_s = '1'` of .*valid number"),
+        ('{"constants": {"decode_overhead_s": NaN}}', "finite number"),
+        ('{"constants": {"train_efficiency": 0}}', "greater than 0"),
+        ('{"constants": {"reserved_share": 1}}', "less than 1"),
+        ('{"gpu": {"node_gpus": 8.5}}', "valid integer"),
+        ('{"gpu": {"name": 3}}', "`gpu.name = 3` of .*valid string"),
+        ('{"gpus": {}}', "did you mean `gpu`"),
+        ("[]", "no JSON object"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_a_wrong_profile_is_explained(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_profile(path)

@@ -1,0 +1,181 @@
+"""`llamarl plan` as a user types it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from llamarl.config import ConfigError, load_config
+from llamarl.models.shape import ModelShape
+from llamarl.parts.forecast.cli.plan import main
+from llamarl.parts.forecast.feasibility import plans
+from llamarl.parts.forecast.report import choose
+from llamarl.parts.forecast.shapes import MODELS
+from llamarl.parts.hosts.hosting import imagined
+from tests.parts.forecast.conftest import make_request
+
+SMALL = ["--model", "llama3-8b", "--gpus", "16", "--prompts-per-step", "32"]
+PROBE = """
+import sys
+from llamarl.parts.forecast.cli.plan import main
+code = main(sys.argv[1:])
+assert "torch" not in sys.modules, "torch was imported"
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("gpus", "limit_s"), [(1024, 5.0), (16_384, 30.0)])
+def test_answers_in_time_without_torch(gpus: int, limit_s: float) -> None:
+    words = ["--model", "llama3-405b", "--gpus", str(gpus), "--prompt-tokens", "512", "--response-tokens", "4096"]
+    start_s = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", PROBE, *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert time.perf_counter() - start_s < limit_s
+    assert "Use the asynchronous plan" in done.stdout
+
+
+def test_report_says_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(SMALL) == 0
+    text = capsys.readouterr().out
+    for word in (
+        "step time, s",
+        "samples per s",
+        "$ per 1M samples",
+        "bound by",
+        "GB/GPU",
+        "staleness",
+        "busy",
+        "Use the",
+    ):
+        assert word in text
+
+
+def test_writes_a_run_that_loads(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    main([*SMALL, "--output", str(path), "--data", "problems.jsonl"])
+    config = load_config(path)
+    assert config.rollout.prompts_per_step == 32
+    assert config.rollout.max_staleness >= 1
+    assert config.cluster.placement == "disaggregated"
+    assert config.data.train.options == {"path": "problems.jsonl"}
+
+
+SHAPES = {"llama3-8b": 64, "llama3-405b": 1024}
+"""GPUs of each plan that a run is asked to take over."""
+
+
+def write_shape(folder: Path, name: str) -> Path:
+    """A model folder without weights: what decides a layout is in `config.json`."""
+    folder.mkdir()
+    sizes = dataclasses.asdict(MODELS[name])
+    for field in ("name", "num_experts", "experts_per_token"):
+        del sizes[field]
+    (folder / "config.json").write_text(json.dumps(ModelShape(family="llama", **sizes).to_hf()))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "gpus"), SHAPES.items())
+def test_a_plan_is_a_run_that_train_accepts(tmp_path: Path, name: str, gpus: int) -> None:
+    """Every choice of the plan is a setting, and the dry run holds it against the model's sizes."""
+    path, model = tmp_path / "run.toml", write_shape(tmp_path / name, name)
+    main(["--model", str(model), "--gpus", str(gpus), "--output", str(path)])
+    request = make_request(name, gpus, prompt_tokens=512, prompts_per_step=256, max_staleness=4, mean_tokens=0.3 * 4096,
+                           limit_tokens=4096)  # fmt: skip
+    plan = choose(*plans(request))
+    dry = run_train(path, "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    found = tomllib.loads(dry.stdout)
+    trainer, generator = plan.trainer, plan.generator
+    layout = {"fsdp": trainer.dp, "tp": trainer.tp, "pp": trainer.pp, "cp": trainer.cp}
+    assert found["trainer"]["parallelism"] == layout
+    assert found["trainer"]["microbatch_tokens"] == trainer.microbatch_tokens
+    assert found["trainer"]["activation_checkpointing"], "the plan's memory counts on it"
+    assert (found["generator"]["tensor_parallel"], found["generator"]["replicas"]) == (generator.tp, generator.replicas)
+    assert (found["generator"]["dtype"], found["generator"]["max_running"]) == ("fp8", generator.slots)
+    assert found["rollout"]["max_staleness"] == plan.staleness
+    assert math.prod(layout.values()) + generator.tp * generator.replicas <= gpus
+    assert "have none" not in dry.stderr, "every rank of the trainer has a group"
+    assert (found["cluster"]["kind"], found["cluster"]["num_hosts"]) == ("hosts", gpus // 8)
+    hosting, per_host = imagined(load_config(path))
+    assert per_host <= 8
+    assert len(hosting.of_role("generator")) == generator.replicas
+    wrong = run_train(path, "--dry-run", "--trainer.parallelism.tp", "3")
+    assert wrong.returncode == 2
+    assert f"tp = 3 cannot share the {MODELS[name].num_heads} attention heads" in wrong.stderr
+
+
+def run_train(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llamarl", "train", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_settings_that_do_not_go_with_the_plan_are_named(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    main([*SMALL, "--output", str(first)])
+    first.write_text(first.read_text().replace('kind = "hosts"', 'kind = "inline"').replace("tensor_parallel", "#"))
+    left_out = r"(?m)^(fsdp|tp|pp|cp|listen|pki|num_hosts|host_timeout_s) = .*$"
+    first.write_text(re.sub(left_out, "", first.read_text()))
+    with pytest.raises(ConfigError, match=r"cluster.kind = 'inline' has only one; use cluster.kind = 'monarch'"):
+        main(["--config", str(first), "--gpus", "64", "--output", str(second)])
+
+
+def test_takes_a_run_and_keeps_its_other_settings(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    main([*SMALL, "--output", str(first)])
+    first.write_text(first.read_text().replace("learning_rate = 1e-06", "learning_rate = 3e-06"))
+    main(["--config", str(first), "--gpus", "2", "--gpu", "h200-141g", "--output", str(second)])
+    config = load_config(second)
+    assert config.trainer.learning_rate == 3e-6
+    assert config.rollout.prompts_per_step == 32
+    assert (config.cluster.placement, config.rollout.max_staleness) == ("colocated", 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "0"], r"0 GPUs .* use --gpus 1"),
+        (["--gpus", "-3"], r"-3 GPUs"),
+        (
+            ["--gpus", "8", "--response-tokens", "200000"],
+            r"exceed the context .* by 69440; use --response-tokens 130560",
+        ),
+        (["--gpus", "8", "--prompt-tokens", "200000"], r"use --prompt-tokens 65536 or less"),
+        (["--gpus", "8", "--response-tokens", "0"], r"response-tokens 0"),
+        (["--gpus", "8", "--group-size", "0"], r"group-size 0"),
+        (["--gpus", "8", "--max-staleness", "0"], r"max-staleness 0"),
+        (["--gpus", "8", "--gpu", "h100"], r"known: h100-80g, "),
+        (["--gpus", "8", "--mean-response-tokens", "9000"], r"limit of 4096"),
+        (["--gpus", "8", "--output", "/nowhere/run.toml"], r"cannot write"),
+        (["--gpus", "8", "--price", "-1"], r"no price"),
+        (["--gpus", "8", "--rollouts", "/nowhere"], r"cannot read /nowhere: .*rollouts.jsonl"),
+    ],
+)
+def test_a_wrong_request_is_explained(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        main(["--model", "llama3-8b", *words])
+
+
+def test_a_model_that_does_not_fit_gets_the_nearest_cluster_that_works() -> None:
+    words = ["--model", "llama3-405b", "--max-staleness", "1"]
+    with pytest.raises(ConfigError, match=r"trainer needs at least .* GB more .* usable; use --gpus (\d+)") as caught:
+        main([*words, "--gpus", "4"])
+    fewest = int(str(caught.value).split("use --gpus ")[1].split(",")[0])
+    assert main([*words, "--gpus", str(fewest)]) == 0
+    with pytest.raises(ConfigError):
+        main([*words, "--gpus", str(fewest - 1)])
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    main([*SMALL, "--plot", str(tmp_path / "plots")])
+    for name in ("split.png", "staleness.png"):
+        assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,126 @@
+"""What an agent keeps of a host's logs, without a registry."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.parts.hosts import agent
+from llamarl.parts.hosts.agent import Agent, _kill, _seen, _send
+from llamarl.parts.hosts.certificates import make_certificates
+from llamarl.parts.hosts.home import MAX_LINE_BYTES, Line
+from tests.cluster.harness import is_alive
+
+
+@pytest.fixture
+def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    make_certificates(tmp_path / "pki", {"b": ("b", "127.0.0.3")}, days=2)
+    return Agent("127.0.0.2:1", tmp_path / "pki", "b", "127.0.0.3", once=False, tell=print)
+
+
+def test_logs_go_on_where_the_registry_has_them_and_begin_anew_with_a_new_agent(one: Agent) -> None:
+    one._welcomed("first", {"logs": {"host-b.log": 4}})
+    log = one._logs / "host-b.log"
+    log.write_text("a new agent's own")
+    assert [piece["data"] for piece in one._new_logs()] == ["a new agent's own"]
+    one._welcomed("first", {"logs": {"host-b.log": 10}})  # the rest was lost with the connection
+    assert [piece["data"] for piece in one._new_logs()] == ["t's own"]
+    one._welcomed("second", {"logs": {}})
+    assert not log.exists()
+
+
+def test_many_logs_at_once_fit_into_messages(one: Agent) -> None:
+    for i in range(20):
+        (one._logs / f"{i}.log").write_bytes("世".encode() * 40_000)
+    num_bytes = 0
+    while pieces := list(one._new_logs()):
+        assert len(json.dumps({"logs": pieces})) < MAX_LINE_BYTES
+        num_bytes += sum(len(piece["data"]) for piece in pieces)
+    assert num_bytes == 20 * 3 * 40_000
+
+
+def test_processes_that_have_not_come_from_the_agent_are_not_killed() -> None:
+    """Whatever the controller says."""
+    code = "import sys; sys.stdin.read()"
+    parent = subprocess.Popen(["sh", "-c", "setsid sleep 60 >/dev/null & echo $!"], stdout=subprocess.PIPE, text=True)
+    stranger = int(parent.communicate(timeout=10)[0])  # adopted by init
+    own = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        asyncio.run(_kill([stranger, own.pid]))
+        own.communicate(timeout=10)
+        assert own.returncode == -9
+        assert is_alive(stranger)
+    finally:
+        os.kill(stranger, 9)
+
+
+def test_the_run_s_folder_is_known_by_what_is_written_there(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("token")
+    here = {"paths": [str(tmp_path), "/no/model"], "token": "token"}
+    assert _seen(folder=str(tmp_path), **here) == {"missing": ["/no/model"], "folder": ""}
+    assert _seen(folder="", **here)["folder"] == ""
+    assert "No such file" in _seen(folder=str(tmp_path / "elsewhere"), **here)["folder"]
+    (tmp_path / "token").write_text("another run's")
+    assert _seen(folder=str(tmp_path), **here)["folder"] == "another folder is there"
+
+
+def test_the_wire_is_measured_with_who_knows_the_secret_only(one: Agent) -> None:
+    async def main() -> None:
+        port = (await one._receive(1 << 20, "a" * 32))["port"]
+        with pytest.raises((EOFError, OSError)):
+            await _send("127.0.0.3", port, 1 << 20, "b" * 32)
+        assert (await _send("127.0.0.3", port, 1 << 20, "a" * 32))["bytes_per_s"] > 0
+
+    asyncio.run(main())
+
+
+def test_looking_at_a_shared_folder_changes_nothing_that_others_read(tmp_path: Path) -> None:
+    """All hosts of a run look at the same time."""
+    token = tmp_path / ".seen-1"
+    token.write_text(token.name)
+    token.chmod(0o444)
+    before = token.stat().st_mtime_ns
+    asked = {"paths": [str(tmp_path), str(tmp_path / "gone")], "folder": str(tmp_path), "token": token.name}
+    assert _seen(**asked) == {"missing": [str(tmp_path / "gone")], "folder": ""}
+    assert token.stat().st_mtime_ns == before and list(tmp_path.iterdir()) == [token]
+    token.write_text("of another run")
+    assert _seen(**asked)["folder"] == "another folder is there"
+    token.unlink()
+    assert "No such file" in _seen(**asked)["folder"]
+
+
+def test_each_call_has_the_fingerprint_of_what_is_there_now(one: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edit while an agent waits for a run ends no agent."""
+    told = list[str]()
+
+    class Closed(Line):
+        def __init__(self) -> None:
+            """To nobody."""
+
+        def tell(self, **message: Any) -> None:
+            told.append(message["code"])
+
+        async def hear(self, timeout_s: float = 0.0) -> dict[str, Any]:
+            return {"run": "1", "busy": "not now"}
+
+        def close(self) -> None:
+            pass
+
+    async def call(*_: object) -> Line:
+        return Closed()
+
+    monkeypatch.setattr(agent, "call", call)
+    for code in ("one", "other"):
+        monkeypatch.setattr(agent, "code_fingerprint", lambda code=code: code)
+        with pytest.raises(ConnectionRefusedError, match="not now"):
+            asyncio.run(one._take_part())
+    assert told == ["one", "other"]

@@ -1,0 +1,69 @@
+"""`llamarl certs`: what it makes, and what it refuses before it makes anything."""
+
+from __future__ import annotations
+
+import socket
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from llamarl.config import ConfigError
+from llamarl.parts.hosts.certificates import client_context, server_context
+from llamarl.parts.hosts.cli.certs import main
+
+
+def test_a_folder_and_later_another_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "pki"
+    assert main([str(folder), "--hosts", "b=127.0.0.2,c=127.0.0.3", "--days", "7"]) == 0
+    told = capsys.readouterr().out
+    last_day = (datetime.now(UTC) + timedelta(days=7)).date().isoformat()
+    assert f"b: for b, 127.0.0.2, valid until {last_day}" in told
+    assert f"controller: for controller, {socket.gethostname()}, 127.0.0.1, valid until {last_day}" in told
+    authority, controller = (folder / "ca.crt").read_bytes(), (folder / "controller.crt").read_bytes()
+    assert main([str(folder), "--hosts", "d=127.0.0.4"]) == 0
+    assert "ca: new" in told and "ca: new" not in capsys.readouterr().out
+    assert (folder / "ca.crt").read_bytes() == authority and (folder / "controller.crt").read_bytes() == controller
+    assert main([str(folder), "--hosts", "d=127.0.0.4", "--controller", "head=127.0.0.9"]) == 0
+    assert "controller: for controller, head, 127.0.0.9" in capsys.readouterr().out
+    for name in "bcd":
+        client_context(folder, name)
+    server_context(folder, "controller")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--hosts is missing"),
+        (["--hosts", ","], "--hosts is missing"),
+        (["--hosts", "b"], "write NAME=ADDRESS"),
+        (["--hosts", "b=10.0.0"], "neither an IP address nor a DNS name"),
+        (["--hosts", "x/b=10.0.0.2"], "is no name of a host"),
+        (["--hosts", "b=10.0.0.2,b=10.0.0.3"], "'b' is named twice"),
+        (["--hosts", "ca=10.0.0.2"], "a file of another's"),
+        (["--hosts", "controller=10.0.0.2"], "a file of another's"),
+        (["--hosts", "b=10.0.0.2", "--controller", "head"], "--controller head: write NAME=ADDRESS"),
+        (["--hosts", "b=no-such-host.invalid"], "add --controller NAME=ADDRESS"),
+        (["--hosts", "b=127.0.0.2", "--days", "0"], "--days 0"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        main([str(tmp_path / "pki"), *arguments])
+    assert not (tmp_path / "pki").exists()
+
+
+def test_folders_of_others_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, full = tmp_path / "file", tmp_path / "full"
+    file.write_text("mine")
+    full.mkdir()
+    (full / "thesis.txt").write_text("mine")
+    hosts = ["--hosts", "b=127.0.0.2"]
+    with pytest.raises(ConfigError, match="is a file"):
+        main([str(file), *hosts])
+    with pytest.raises(ConfigError, match="holds other files"):
+        main([str(full), *hosts])
+    assert [path.name for path in full.iterdir()] == ["thesis.txt"] and file.read_text() == "mine"
+    monkeypatch.setenv("PATH", str(full))
+    with pytest.raises(ConfigError, match="the program `openssl` is missing"):
+        main([str(tmp_path / "new"), *hosts])

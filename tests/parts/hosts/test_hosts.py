@@ -1,0 +1,205 @@
+"""Generators come and go with their hosts. Executors are fakes on virtual time; places are counted by `Hosting`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llamarl.cluster.api import ExecutorHandle, HostFailed
+from llamarl.controller.supervision import Interrupted, Supervisor
+from llamarl.parts.hosts.hosting import Hosting
+from llamarl.parts.hosts.hosts import Elastic
+from llamarl.parts.sft.run import _let_leave
+from tests.controller.fakes import FakeHandle, Generator, Run, config
+from tests.parts.hosts.test_hosting import Machine, config_of
+
+START_S = 5.0
+"""For a generator."""
+
+
+class Registry:
+    """Its hosts are gone when they are lost or dismissed, and so is what runs or starts there."""
+
+    def __init__(self, names: str) -> None:
+        self.hosts: dict[str, Any] = {name: Machine(name) for name in names}
+        self.dismissed = list[str]()
+        self.running: dict[str, tuple[str, FakeHandle]] = {}
+        """Host and handle of each generator."""
+
+    def lose(self, name: str, reason: str = "is lost") -> None:
+        del self.hosts[name]
+        for host, handle in self.running.values():
+            if host == name and not handle.failed.done() and not handle.is_stopped:
+                handle.failed.set_result(HostFailed(handle.name, (0,), f"host {name} {reason}"))
+                handle.role.kill()
+
+    def dismiss(self, host: Any, reason: str) -> None:
+        self.dismissed.append(host.inventory.name)
+        self.lose(host.inventory.name, reason)
+
+
+class HostedRun(Run):
+    """The trainer on host b, generators on the others."""
+
+    def __init__(self, folder: Path, hosts: str, replicas: int | str, policy: str = "respawn", steps: int = 40) -> None:
+        self.registry = Registry(hosts)
+        self.hosting = Hosting(
+            config_of({"generator": ["[c-z]"]}, generator={"replicas": replicas}), self.registry.hosts
+        )
+        self.names = self.hosting.of_role("generator")
+        wanted = config(folder, steps=steps, cluster={"on_failure": {"generator": policy}, "stall_timeout_s": 60.0})
+        super().__init__(wanted, folder, [Generator() for _ in self.names])
+
+    async def spawn(self, number: int) -> ExecutorHandle:
+        name, generator = f"generator-{number}", Generator()
+        host = self.hosting.take_generator(number).hosts[0].name
+        handle = self._placed(name, host, FakeHandle(name, generator))
+        generator.source = self.trainer
+        await asyncio.wait((handle.failed,), timeout=START_S)
+        if handle.failed.done():
+            raise handle.failed.result()
+        return handle
+
+    def _placed(self, name: str, host: str, handle: FakeHandle) -> FakeHandle:
+        self.registry.running[name] = host, handle
+        handle.failed.add_done_callback(lambda _: self.hosting.leave(name))
+        return handle
+
+    def new_generators(self) -> dict[str, Any]:
+        return {"spawn_generator": self.spawn, "room": self.hosting.room, "may_grow": True}
+
+    async def _main(self, telemetry: Any) -> None:
+        for name in self.names:
+            self._placed(name, self.hosting.place(name).hosts[0].name, self.handles[name])
+        registry: Any = self.registry
+        Elastic(registry, self.hosting, self.controller, telemetry, self.supervisor, 5.0)
+        await super()._main(telemetry)
+
+    def comes(self, name: str) -> None:
+        host: Any = Machine(name)
+        host.describe = lambda: f"host {name}"
+        self.registry.hosts[name] = host
+        self.registry.joined(host)  # pyrefly: ignore[missing-attribute]
+
+    def leaves(self, name: str) -> None:
+        host = self.registry.hosts[name]
+        host.is_leaving, host.name = True, name
+        self.registry.leaves(host)  # pyrefly: ignore[missing-attribute]
+
+    @property
+    def where(self) -> list[str]:
+        """Hosts of the generators that are up."""
+        return sorted(self.registry.running[one.name][0] for one in self.controller.recovery.staying)
+
+
+def at(*events: tuple[float, Callable[[HostedRun], object]]) -> Callable[[Any], Awaitable[None]]:
+    """What happens after so many seconds."""
+
+    async def strike(run: Any) -> None:
+        clock = asyncio.get_running_loop()
+        for when_s, event in events:
+            await asyncio.sleep(when_s - clock.time())
+            event(run)
+
+    return strike
+
+
+def says(seen: list[list[str]]) -> Callable[[HostedRun], object]:
+    return lambda run: seen.append(run.where)
+
+
+def audited(run: Run, steps: int = 40) -> None:
+    assert run.version == steps and not run.complaints
+    trained = [row["group_id"] for row in run.rollouts if not row["index"]]
+    assert len(set(trained)) == len(trained) == 2 * steps
+
+
+def test_others_take_over_before_the_only_host_of_generators_goes(tmp_path: Path) -> None:
+    seen, run = list[list[str]](), HostedRun(tmp_path, "bcd", 1)
+    audited(run.train(strike=at((5.0, lambda run: run.leaves("c")), (5.5, says(seen)), (12.0, says(seen)))))
+    assert seen == [["c"], ["d"]], "it computes until the other one is up"
+    assert run.registry.dismissed == ["c"]
+
+
+def test_a_host_on_which_a_generator_starts_may_leave(tmp_path: Path) -> None:
+    run = HostedRun(tmp_path, "bc", "auto", policy="stop")
+    audited(run.train(strike=at((5.0, lambda run: run.comes("d")), (6.0, lambda run: run.leaves("d")))))
+    assert run.registry.dismissed == ["d"]
+    assert any("did not start" in text for text in run.warnings)
+
+
+def test_the_last_host_of_generators_that_leaves_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    run = HostedRun(tmp_path, "bc", 1)
+    with pytest.raises(Interrupted, match="as host c leaves: generator-0 cannot be removed: it is the only generator"):
+        run.train(strike=at((5.0, lambda run: run.leaves("c"))))
+
+
+def test_a_host_that_came_while_the_run_started_gets_generators(tmp_path: Path) -> None:
+    seen, run = list[list[str]](), HostedRun(tmp_path, "bc", "auto")
+    run.registry.hosts["d"] = Machine("d")
+    audited(run.train(strike=at((8.0, says(seen)))))
+    assert {"c", "d"} == set(seen[0])
+
+
+def test_a_host_that_asked_to_leave_while_the_run_started_goes_in_order(tmp_path: Path) -> None:
+    run = HostedRun(tmp_path, "bcd", "auto", policy="stop")
+    host = run.registry.hosts["c"]
+    host.is_leaving, host.name = True, "c"
+    audited(run.train())
+    assert run.registry.dismissed == ["c"]
+
+
+@pytest.mark.parametrize("second_s", [5.5, 8.0, 10.5])
+def test_two_hosts_are_lost_one_after_the_other(tmp_path: Path, second_s: float) -> None:
+    """The second one while the first one's replacement starts there, or before it has delivered anything."""
+    seen, run = list[list[str]](), HostedRun(tmp_path, "bcde", 1)
+    audited(
+        run.train(
+            strike=at(
+                (5.0, lambda run: run.registry.lose("c")),
+                (second_s, lambda run: run.registry.lose("d")),
+                (second_s + START_S + 1.0, says(seen)),
+            )
+        )
+    )
+    assert seen == [["e"]]
+
+
+def test_without_any_other_host_the_run_waits_for_its_return(tmp_path: Path) -> None:
+    seen, run = list[list[str]](), HostedRun(tmp_path, "bc", 1)
+    events = (5.0, lambda run: run.registry.lose("c")), (30.0, says(seen)), (40.0, lambda run: run.comes("c"))
+    audited(run.train(strike=at(*events, (46.0, says(seen)))))
+    assert seen == [[], ["c"]]
+    assert any(text.endswith("and the run waits for a host with room") for text in run.warnings)
+
+
+def test_without_respawn_the_loss_of_the_last_host_ends_the_run(tmp_path: Path) -> None:
+    for policy in ("stop", "drop"):
+        run = HostedRun(tmp_path, "bc", 1, policy=policy)
+        with pytest.raises(HostFailed, match="host c is lost"):
+            run.train(strike=at((5.0, lambda run: run.registry.lose("c"))))
+
+
+def test_a_host_of_fine_tuning_goes_at_once_or_ends_it_with_a_checkpoint() -> None:
+    registry: Any = Registry("bcd")
+    handle: Any = SimpleNamespace(name="trainer", hosts=("b",))
+
+    async def main() -> None:
+        supervisor = Supervisor()
+        for host in registry.hosts.values():
+            host.name = host.inventory.name
+        registry.hosts["c"].is_leaving = True  # while it started
+        _let_leave(registry, handle, supervisor)
+        registry.leaves(registry.hosts["d"])
+        assert registry.dismissed == ["c", "d"]
+        registry.leaves(registry.hosts["b"])
+        with pytest.raises(Interrupted, match="as host b leaves, which runs trainer"):
+            await supervisor.run(asyncio.sleep(10))
+
+    asyncio.run(main())
+    assert registry.dismissed == ["c", "d"]

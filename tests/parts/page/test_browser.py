@@ -1,0 +1,380 @@
+"""The page as somebody sees it, in headless Chromium: what is drawn, found, colored, zoomed; that nothing is run that a
+model wrote, and that no request leaves the page."""
+
+from __future__ import annotations
+
+import os
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.parts.page.cli import report
+from tests.parts.page.browser import in_a_browser
+from tests.parts.page.runs import make_run, rollout_row, write_rows
+
+FAINT = """() => {
+  const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const over = (color, under) => {
+    for (const one of [`rgb(${under})`, color]) { context.fillStyle = one; context.fillRect(0, 0, 1, 1); }
+    return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = (color) => color.map((value) => value / 255)
+    .map((value) => value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, value, index) => sum + value * [0.2126, 0.7152, 0.0722][index], 0);
+  const back = (element) => element ? over(getComputedStyle(element).backgroundColor, back(element.parentElement))
+    : [255, 255, 255];
+  const hasText = (one) => [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+  return [...document.querySelectorAll("body *")]
+    .filter((one) => one.checkVisibility() && !one.closest("select, script") && hasText(one))
+    .map((one) => {
+      const under = back(one), own = light(over(getComputedStyle(one).color, under));
+      const [low, high] = [light(under), own].sort((first, second) => first - second);
+      return [(high + 0.05) / (low + 0.05), one.outerHTML.slice(0, 120)];
+    }).filter(([contrast]) => contrast < 4.5).slice(0, 5);
+}"""
+"""Elements with text of their own whose contrast is below WCAG's 4.5."""
+BLUE = """canvas => {
+  const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const far = (at) => Math.abs(data[at] - 59) + Math.abs(data[at + 1] - 125) + Math.abs(data[at + 2] - 216);
+  let num = 0;
+  for (let at = 0; at < data.length; at += 4) num += data[at + 3] > 200 && far(at) < 60;
+  return num;
+}"""
+"""Pixels of the first curve."""
+BACKGROUNDS = "all => all.map(one => getComputedStyle(one).backgroundColor)"
+WIDTHS = (1280, 390)
+
+pytestmark = in_a_browser
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Reports of one run, of two, of a failed one, of an empty folder."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs = {
+        "one": [make_run(folder / "one", 60)],
+        "two": [make_run(folder / "first", 60), make_run(folder / "second", 40, rate=1e-3)],
+        "failed": [make_run(folder / "failed", 8, end="failed")],
+    }
+    by_token = rollout_row(60, 999, 0, prompt="a critic's", advantages=[1.0, -1.0, 0.0, 0.5])
+    write_rows(folder / "one" / "rollouts.jsonl", [by_token])
+    for name, of_one in runs.items():
+        report.main([*map(str, of_one), "--output", str(folder / f"{name}.html")])
+    return {name: (folder / f"{name}.html").as_uri() for name in runs}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_is_drawn_and_fits(visit: Any, files: dict[str, str], width: int, scheme: str) -> None:
+    one = visit(files["one"], width=width, scheme=scheme)
+    assert one.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert one.page.evaluate("document.documentElement.classList.contains('dark')") == (scheme == "dark")
+    for chart in ("reward", "solve", "staleness", "kl", "entropy", "grad", "busy"):
+        assert one.ink(f"#{chart} canvas") > 300, chart
+    assert one.ink("#work") > 1000
+    assert one.ink("#flow") > 1000
+    assert [url for url in one.asked if not url.startswith(("file:", "data:"))] == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_can_be_read(visit: Any, files: dict[str, str], scheme: str) -> None:
+    """WCAG's contrast of at least 4.5 for every element with text of its own, tokens of all colorings included."""
+    one = visit(files["one"], scheme=scheme)
+    for coloring in ("version", "importance ratio", "log-prob", "advantage"):
+        one.page.select_option("#coloring", coloring)
+        assert one.page.evaluate(FAINT) == [], coloring
+
+
+def test_what_a_model_wrote_is_shown_and_never_run(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["one"])
+    one.page.fill("[name=prompt]", "<script>")
+    one.page.keyboard.press("Enter")
+    assert one.page.locator("#list tbody tr").count() == 1
+    shown = one.page.inner_text("#prompt")
+    assert "<script>window.hacked = 1</script>" in shown
+    assert "⟨U+202E⟩␇" in shown, "letters that turn the text around, or that are no letters, are named"
+    turning = "".join(map(chr, (0x200F, 0x202A, 0x2066, 0x2069, 0xFEFF, 0x85)))
+    assert one.page.evaluate("text => shown(text)", turning) == "⟨U+200F⟩⟨U+202A⟩⟨U+2066⟩⟨U+2069⟩⟨U+FEFF⟩⟨U+0085⟩"
+    assert one.page.evaluate("window.hacked") is None
+    assert one.page.locator("main img, main script").count() == 0
+
+
+def test_claims_lead_to_their_pictures(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["one"])
+    links = one.page.locator("#summary a")
+    assert links.count() >= 3
+    for number in range(links.count()):
+        target = links.nth(number).get_attribute("href")
+        assert one.page.locator(target).count() == 1, target
+    links.first.click()
+    assert one.page.evaluate("location.hash") == "#solve"
+
+
+def test_filters_and_colors(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["one"])
+    one.page.fill("[name=step]", "3..4")
+    one.page.fill("[name=reward]", "1")
+    one.page.keyboard.press("Enter")
+    assert one.page.locator("#list tbody tr").count() == 4
+
+    def backgrounds() -> list[str]:
+        return one.page.eval_on_selector_all(
+            "#tokens .token", "all => all.map(one => getComputedStyle(one).backgroundColor)"
+        )
+
+    seen = dict[str, tuple[str, ...]]()
+    for coloring in ("version", "importance ratio", "log-prob", "advantage"):
+        one.page.select_option("#coloring", coloring)
+        seen[coloring] = tuple(backgrounds())
+    assert len(set(seen.values())) == 4
+    assert seen["version"][0] == seen["version"][1] != seen["version"][3], "two versions wrote it"
+    assert one.page.locator("#tokens .seen").count() == 1
+    assert one.page.locator("#tokens .turn").count() == 1
+    one.page.hover("#tokens .token >> nth=1")
+    assert "log-prob -2, trainer's -1, importance ratio 2.718" in one.page.inner_text("#token")
+    assert "advantage 0.5 (of the rollout)" in one.page.inner_text("#token")
+    assert len(set(seen["advantage"][:2])) == 1, "all have that of the rollout"
+
+    def is_blue(color: str) -> bool:
+        red, _, blue, *_ = map(float, re.findall(r"[\d.]+", color))
+        return blue > red
+
+    assert is_blue(seen["advantage"][0]), "better than expected"
+    assert not is_blue(seen["importance ratio"][1]), "likelier by now"
+    one.page.fill("[name=step]", "60")
+    one.page.fill("[name=reward]", "")
+    one.page.fill("[name=prompt]", "critic")
+    one.page.keyboard.press("Enter")
+    assert [is_blue(color) for color in backgrounds()[:2]] == [True, False], "each token has its own"
+    one.page.hover("#tokens .token >> nth=1")
+    assert one.page.inner_text("#token").endswith("advantage -1")
+    assert "each token has its own" in one.page.inner_text("#one .controls")
+
+
+def test_smoothing_axes_and_a_shared_cursor(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["two"])
+    drawn = one.page.eval_on_selector("#reward canvas", "canvas => canvas.toDataURL()")
+    one.page.eval_on_selector("#smoothing", "input => { input.value = 0; input.dispatchEvent(new Event('input')); }")
+    one.page.wait_for_timeout(100)
+    assert one.page.eval_on_selector("#reward canvas", "canvas => canvas.toDataURL()") != drawn
+    for along in ("samples", "wall_s"):
+        one.page.select_option("#along", along)
+        assert one.ink("#reward canvas") > 300
+    one.page.hover("#reward .u-over")
+    values = one.page.locator(".chart .value").all_inner_texts()
+    assert sum(bool(value.strip()) for value in values) > 10, "other charts tell their values at the cursor, too"
+
+
+def test_what_a_curve_tells_was_measured(visit: Any, files: dict[str, str]) -> None:
+    """The slider changes what is in brackets alone; maxima, limits and counts have no mean."""
+    one = visit(files["one"])
+    one.page.evaluate("""() => {
+        const { series } = runs[0];
+        series.staleness_max = series.step.map((step) => step % 2 ? 3 : 1);
+        series.staleness_mean = series.step.map((step) => step % 2 ? 0.5 : 0.9);
+        series.importance_ratio_max = series.step.map((step) => step % 2 ? 7.5 : 1.5);
+        drawCurves();
+    }""")
+    one.page.focus("#charts")
+    one.page.keyboard.press("End")
+    one.page.keyboard.press("ArrowLeft")
+    assert one.page.inner_text("#cursor") == "steps: 59"
+
+    def values(chart: str) -> list[str]:
+        return [value.strip() for value in one.page.locator(f"#{chart} .value").all_inner_texts()]
+
+    mean, highest, limit = values("staleness")
+    assert re.fullmatch(r"0\.5 \(smoothed 0\.6\d*\)", mean)
+    assert (highest, limit, values("ratio-max")) == ("3", "2", ["7.5"])
+    one.page.eval_on_selector("#smoothing", "input => { input.value = 0; input.dispatchEvent(new Event('input')); }")
+    one.page.keyboard.press("Home")
+    assert values("staleness") == ["0.5", "3", "2"]
+    assert one.page.inner_text("#cursor") == "steps: 1"
+    one.page.evaluate("runs[0].every = 9")
+    one.page.keyboard.press("ArrowRight")
+    assert one.page.inner_text("#cursor") == "steps: 2, means of 9 steps, of maxima the largest"
+
+
+def test_what_curves_are_made_of(visit: Any, files: dict[str, str]) -> None:
+    """A mean that forgets, and is right from its first value on; where a run stands in samples; the ends of errors."""
+    one = visit(files["one"])
+    assert one.page.evaluate("smoothed([2, null, 2, 4], 0.5)") == pytest.approx([2, None, 2, 22 / 7])
+    assert one.page.evaluate("along(runs[0], 'samples').slice(0, 3)") == [8, 16, 24], "4 per second, 2 seconds each"
+    assert one.page.evaluate("along(runs[0], 'wall_s').slice(0, 2)") == [2, 4]
+    for ticks in (["0.9995", "1", "1.0005"], ["0", "0.25", "0.5"], ["100.00k", "100.01k"], ["0", "400M"], ["7"]):
+        values = [float(tick.replace("k", "e3").replace("M", "e6")) for tick in ticks]
+        assert one.page.evaluate("labels", values) == ticks
+    ends = one.page.evaluate("""() => {
+        const plot = plots.get("solve"), found = [], context = { beginPath() {}, stroke() {},
+            moveTo: (x, y) => found.push(y), lineTo: (x, y) => found.push(y) };
+        drawErrors({ ctx: context, data: plot.data, valToPos: (value) => value }, plot.about);
+        return found;
+    }""")
+    assert ends == pytest.approx([0.16, 0.24, 0.6 - 0.049, 0.6 + 0.049], abs=1e-3)
+
+
+def test_a_step_is_seen_in_the_finest_detail_there_is(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["one"])
+    one.page.fill("#step", "11")
+    one.page.keyboard.press("Enter")
+    one.until("document.querySelector('#flow-text').textContent.startsWith('Step 11,')")
+    wide, used = one.page.evaluate("[timed().work[0], bestWork()].map((one) => one.to - one.from)")
+    assert used < wide / 5
+    drawn = one.page.eval_on_selector(
+        "#flow", "canvas => canvas.getContext('2d').getImageData(0, 0, 9999, 9).data.join()"
+    )
+    assert "84,162,75,255" in drawn, "scoring is seen beside generating and waiting"
+    assert "217,220,225,255" in drawn, "waiting for the step is gray"
+    text = one.page.inner_text("#flow-text")
+    assert "generated after 1 s on average" in text
+    assert "scored after another 0.1 s" in text
+    assert "waited 0.9 s for the step" in text
+
+
+def test_a_value_alone_is_a_point(visit: Any, files: dict[str, str]) -> None:
+    """Also in a metric of every 16th step, which has no line yet; a curve of all steps has no points."""
+    one = visit(files["one"])
+    for is_there in ("step === 30", "step % 16 === 2"):
+        one.page.evaluate(f"""() => {{
+            runs[0].series["extra.rare"] = runs[0].series.step.map((step) => {is_there} ? 1 : null);
+            listMetrics();
+        }}""")
+        one.page.select_option("#any", "extra.rare")
+        one.page.eval_on_selector("#any", "select => select.dispatchEvent(new Event('input'))")
+        one.until(f"({BLUE})(document.querySelector('#any-chart canvas')) > 0")
+    sparse = "[[1], [null, 2, 3], [1, 2, 3, null], Array(60).fill(1)].map(isSparse)"
+    assert one.page.evaluate(sparse) == [True, True, False, False]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_marks_of_times_and_steps_are_whole(visit: Any, files: dict[str, str], width: int) -> None:
+    """Also the last one, at the edge; and none covers another one."""
+    one = visit(files["one"], width=width)
+    for view in ("look(0, 1000 * timed().flows[20].trained_s)", "lookAtAll()"):
+        found, width = one.page.evaluate(f"""() => {{
+            const canvas = document.querySelector("#work"), context = canvas.getContext("2d"), found = [];
+            context.fillText = (text, x, y) => found.push([y, x, x + context.measureText(text).width, text]);
+            {view};
+            return [found, canvas.clientWidth];
+        }}""")
+        assert found[-1][3] in ("▲20", "▲59") or width < 500, "where there is room"
+        for line in sorted({y for y, *_ in found})[-2:]:
+            marks = [(left, right) for y, left, right, _ in found if y == line]
+            assert len(marks) >= 2
+            assert all(right + 4 <= next_left for (_, right), (next_left, _) in pairwise(marks))
+            assert marks[-1][1] <= width
+
+
+def test_settings_that_are_shown(visit: Any, files: dict[str, str]) -> None:
+    """What differs from the defaults or between runs; all of them, with a mark, when asked."""
+    one = visit(files["two"])
+    (row,) = one.page.locator("#table tr", has_text="trainer.learning_rate").all_inner_texts()
+    assert "differs between runs" in row
+    assert one.page.locator("#table tr", has_text="rollout.temperature").count() == 0
+    one.page.uncheck("#differ")
+    (row,) = one.page.locator("#table tr", has_text="rollout.temperature").all_inner_texts()
+    assert row.endswith("default")
+
+
+def test_a_group_is_of_one_step(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["one"])
+    one.page.fill("[name=step]", "7")
+    one.page.keyboard.press("Enter")
+    assert one.page.locator("#list tbody tr").count() == 4
+    assert one.page.inner_text("#one h3") == "Its group (2 here)"
+    assert one.page.evaluate("[inBounds('3', 3), inBounds('3..', 3), inBounds('..3', 3), inBounds('3..4', 5)]") == [
+        True, True, True, False,
+    ]  # fmt: skip
+
+
+def test_a_metric_that_begins_later_stays_in_its_place(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["one"])
+    series = one.page.evaluate("""() => {
+        const run = { series: { step: [1, 2], a: [5, 6] } };
+        take(run, { series: { step: [3], b: [7] }, flows: {} });
+        return run.series;
+    }""")
+    assert series == {"step": [1, 2, 3], "a": [5, 6, None], "b": [None, None, 7]}
+
+
+def test_runs_beside_each_other(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["two"])
+    assert one.page.locator("#summary .run").count() == 2
+    assert "differs between runs" in one.page.inner_text("#table")
+    assert one.page.locator("#reward .key .swatch").count() == 2
+    dashes = [str(one.page.evaluate(f"plots.get('reward').about[{at}].dash")) for at in (1, 3)]
+    assert dashes == ["[]", "[6, 4]"], "colors alone do not tell them apart"
+    drawn = one.page.locator("#reward .key .swatch").evaluate_all("all => all.map((one) => one.style.background)")
+    assert ["gradient" in background for background in drawn] == [False, True]
+    one.page.select_option("#run", "1")
+    one.until("document.querySelector('#under').textContent.includes('1m 20s')")
+
+
+def test_a_failure_says_so(visit: Any, files: dict[str, str]) -> None:
+    one = visit(files["failed"])
+    assert "the run failed: trainer died" in one.page.inner_text("#summary")
+    assert "trainer died" in one.page.inner_text("#messages")
+
+
+def test_zoom_by_keyboard_alone(visit: Any, files: dict[str, str]) -> None:
+    """From the address bar to a step in full detail, and to a token, without a mouse."""
+    one = visit(files["one"])
+
+    def focus(selector: str) -> None:
+        for _ in range(300):
+            one.page.keyboard.press("Tab")
+            if one.page.evaluate(f"document.activeElement.matches({selector!r})"):
+                return
+        pytest.fail(f"{selector} cannot be reached")
+
+    under = one.page.inner_text("#under")
+    one.page.keyboard.press("Tab")
+    one.page.keyboard.press("Enter")
+    one.page.keyboard.press("Tab")
+    assert one.page.evaluate("document.activeElement.closest('main') !== null"), "past the head of the page"
+    stops = "[...document.querySelectorAll('*')].filter((one) => one.tabIndex >= 0 && one.checkVisibility()).length"
+    assert one.page.evaluate(stops) < 60, "a table is one stop, however many rows it has"
+    focus("#step")
+    one.page.keyboard.press("Control+a")
+    one.page.keyboard.type("17")
+    one.page.keyboard.press("Enter")
+    one.until("document.querySelector('#flow-text').textContent.startsWith('Step 17')")
+    zoomed = one.page.inner_text("#under")
+    assert zoomed != under
+    assert one.ink("#flow") > 1000
+    focus("#work")
+    one.page.keyboard.press("ArrowRight")
+    assert one.page.inner_text("#under") != zoomed
+    one.page.keyboard.press("Home")
+    one.page.keyboard.press("+")
+    assert one.page.inner_text("#under") not in (under, zoomed)
+    focus("#list tr:nth-child(1)")
+    one.page.keyboard.press("ArrowDown")
+    one.page.keyboard.press("Enter")
+    assert one.page.get_attribute("#list tbody tr:nth-child(2)", "aria-selected") == "true"
+    focus("#tokens")
+    one.page.keyboard.press("ArrowRight")
+    one.page.keyboard.press("ArrowRight")
+    assert one.page.inner_text("#token").startswith("token 2 of 4")
+
+
+@pytest.mark.skipif("LLAMARL_PICTURES" not in os.environ, reason="`make pictures` asks for them")
+def test_pictures(visit: Any, files: dict[str, str]) -> None:
+    """Of each page and section, to be looked at."""
+    folder = Path(os.environ["LLAMARL_PICTURES"])
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = [Path(name) for name in os.environ.get("LLAMARL_PICTURES_OF", "").split(":") if name]
+    for run in runs:
+        report.main([str(run), "--output", str(folder / f"{run.name}.html")])
+    for name, url in {**files, **{run.name: (folder / f"{run.name}.html").absolute().as_uri() for run in runs}}.items():
+        for width, scheme in zip(WIDTHS, ("light", "dark"), strict=True):
+            one = visit(url, width=width, scheme=scheme)
+            one.page.wait_for_timeout(300)
+            one.page.screenshot(path=folder / f"{name}-{width}-top.png")
+            one.page.screenshot(path=folder / f"{name}-{width}.jpg", type="jpeg", quality=75)  # for documents
+            for section in ("curves", "timeline", "rollouts", "settings", "messages"):
+                one.page.evaluate("document.querySelector('header').style.position = 'static'")
+                one.page.locator(f"#{section}").screenshot(path=folder / f"{name}-{width}-{section}.png")

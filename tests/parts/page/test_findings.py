@@ -1,0 +1,249 @@
+"""What a page says first, of runs that are made up and of real ones whose curves were kept."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from llamarl.parts.page.cli import report
+from llamarl.parts.page.findings import ends, findings
+from llamarl.run import prepare
+from tests.parts.page.runs import (
+    BEGAN_S,
+    eval_row,
+    make_run,
+    read,
+    step_row,
+    write_rows,
+)
+
+PAGE = Path(report.__file__).parents[1]
+
+
+def claims(folder: Path) -> dict[str, str]:
+    return {claim["text"]: claim["chart"] for claim in findings(read(folder))}
+
+
+class TestClaims:
+    def test_what_was_learnt_with_its_error(self, tmp_path: Path) -> None:
+        found = claims(make_run(tmp_path / "made"))
+        text = "held-out accuracy rose from 20.0% to 60.0% (+40.0 ± 6.3 points)"
+        assert found[text] == "solve", found
+        assert any(text.startswith("reward ") and chart == "reward" for text, chart in found.items())
+        assert any(chart == "timeline" for chart in found.values()), "what bounds the speed"
+
+    def test_noise_is_no_change(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "made", end=None)
+        write_rows(folder / "metrics.jsonl", [eval_row(20, 0.22)])
+        assert any("did not change beyond its error" in text for text in claims(folder))
+
+    @pytest.mark.parametrize(
+        ("metric", "first", "last", "chart"),
+        [
+            ("kl_to_behavior", 0.001, 0.2, "kl"),
+            ("extra.kl_mismatch", 0.001, 0.2, "kl"),
+            ("extra.entropy_mean", 0.8, 0.01, "entropy"),
+            ("truncated_share", 0.01, 0.5, "truncated"),
+            ("invalid_share", 0.0, 0.1, "truncated"),
+            ("grad_norm", 0.1, 9.0, "grad"),
+            ("staleness_max", 1, 3, "staleness"),
+        ],
+    )
+    def test_what_looks_wrong(self, tmp_path: Path, metric: str, first: float, last: float, chart: str) -> None:
+        folder = make_run(tmp_path / "made", steps=0, end=None)
+        write_rows(folder / "metrics.jsonl", [step_row(step, **{metric: first}) for step in range(1, 21)])
+        assert chart not in {claim["chart"] for claim in findings(read(folder)) if claim["level"] == "bad"}
+        rows = [step_row(step, **{metric: last + 1e-3 * (step % 2)}) for step in range(21, 41)]
+        write_rows(folder / "metrics.jsonl", rows)
+        assert chart in {claim["chart"] for claim in findings(read(folder)) if claim["level"] == "bad"}
+
+    def test_the_bound_itself_may_be_reached(self, tmp_path: Path) -> None:
+        assert not any(
+            "bound" in text and "stale" in text for text in claims(make_run(tmp_path / "a", staleness_max=2))
+        )
+
+    def test_who_is_idle(self, tmp_path: Path) -> None:
+        """Each generator that works less than half of the time, and no other executor."""
+        folder = make_run(tmp_path / "made")
+        assert not any("idle" in text for text in claims(folder))
+        idle = {"busy_share.generator-1": 0.4, "busy_share.generator-10": None, "busy_share.reward": 0.1}
+        write_rows(folder / "metrics.jsonl", [step_row(21, **idle)])
+        assert claims(folder)["generator-1 idle more than half of the time"] == "timeline"
+
+    def test_an_evaluation_that_nobody_could_judge(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "made", end=None)
+        bad = eval_row(20, 0.0, 200) | {"accuracy": None, "num_invalid": 200, "invalid_reason": "grader\nmissing"}
+        write_rows(folder / "metrics.jsonl", [bad])
+        assert claims(folder)["held-out: 200 of 200 invalid: grader ↵ missing"] == "solve"
+        assert not any("held-out accuracy" in text for text in claims(folder)), "one evaluation is no change"
+
+    def test_an_evaluation_on_what_was_learnt_from(self, tmp_path: Path) -> None:
+        """Then nothing can be said of what is learnt by heart. The warning is the run's own."""
+        folder = make_run(tmp_path / "made", steps=0, end=None)
+        rows = [step_row(step, reward_mean=0.02 * step, solve_rate=0.02 * step) for step in range(1, 41)]
+        write_rows(folder / "metrics.jsonl", [eval_row(0, 0.2), *rows, eval_row(40, 0.22)])
+        assert any("learnt by heart" in text for text in claims(folder))
+        said = "data.eval: all of its prompts are in data.train too, so it does not tell learning from memory"
+        assert said in Path(prepare.__file__).read_text()
+        write_rows(folder / "events.jsonl", [{"kind": "warning", "at_s": BEGAN_S, "text": said}])
+        found = claims(folder)
+        assert any(text.startswith("data.eval is data.train") for text in found)
+        assert not any("learnt by heart" in text for text in found)
+
+    def test_an_evaluation_that_is_damaged_is_left_out(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "made")
+        write_rows(folder / "metrics.jsonl", [eval_row(21, 0.1) | {"accuracy": None}, {"kind": "eval", "step": 22}])
+        assert len(read(folder).evals) == 2
+        assert any("60.0%" in text for text in claims(folder))
+
+    def test_what_bounds_the_speed_is_what_the_run_said(self, tmp_path: Path) -> None:
+        """Of its newest step while it goes on, of all its steps once it has ended; never a third number."""
+        folder = make_run(tmp_path / "made")
+        write_rows(folder / "metrics.jsonl", [step_row(21, verdict="trainer-bound over steps 12 to 21, 9s: why")])
+        assert claims(folder)["trainer-bound over steps 12 to 21, 9s: why"] == "timeline"
+        whole = {"verdict": "balanced over steps 1 to 21, 40s: equal", "busy_share.generator-0": 0.3}
+        (folder / "summary.json").write_text(json.dumps({"end": "finished", **whole}))
+        found = claims(folder)
+        assert found["balanced over steps 1 to 21, 40s: equal"] == "timeline"
+        assert "generator-0 idle more than half of the time" in found
+        assert not any(text.startswith("trainer-bound") for text in found)
+
+    def test_every_claim_has_its_picture(self, tmp_path: Path) -> None:
+        script, body = (PAGE / "curves.js").read_text(), (PAGE / "page.html").read_text()
+        known = set(re.findall(r'^  \["([\w-]+)", ', script, re.MULTILINE)) | set(
+            re.findall(r'<section id="(\w+)"', body)
+        )
+        named = set(re.findall(r'chart="(\w+)"', (PAGE / "findings.py").read_text()))
+        assert named <= known, named - known
+
+    def test_too_few_values_say_nothing(self) -> None:
+        assert ends([1.0, 2.0, float("nan")]) is None
+
+
+def recorded(folder: Path, name: str, steps: int | None = None) -> list[dict[str, str]]:
+    """The claims about a real run of the demo, whose curves were kept, or about its first steps."""
+    curves = json.loads(Path(__file__).with_name("curves.json").read_text())[name]
+    evals = curves.pop("evals")
+    folder = make_run(folder / name, steps=0, end=None)
+    rows = [
+        step_row(step, **dict(zip(curves, values, strict=True)))
+        for step, values in enumerate(zip(*curves.values(), strict=True), start=1)
+    ]
+    write_rows(folder / "metrics.jsonl", [eval_row(*one) for one in evals if one[0] <= (steps or len(rows))])
+    write_rows(folder / "metrics.jsonl", rows[:steps])
+    return findings(read(folder))
+
+
+class TestRecordedRuns:
+    """`curves.json`: made by `benchmarks/pictures.py`."""
+
+    def test_one_that_learns(self, tmp_path: Path) -> None:
+        accuracy, reward, *_ = found = recorded(tmp_path, "good")
+        assert accuracy["text"] == "held-out accuracy rose from 19.1% to 85.9% (+66.8 ± 3.3 points)"
+        assert reward["text"] == "reward rose from 0.416 to 0.835 (+0.419 ± 0.049)"
+        assert "bad" not in {claim["level"] for claim in found}
+
+    def test_a_hacked_reward_is_no_success(self, tmp_path: Path) -> None:
+        first, *others = recorded(tmp_path, "hacked")
+        assert first["text"].startswith("reward rose from 0.6")
+        assert first["text"].endswith(" while held-out accuracy fell: it may be hacked")
+        assert first["level"] == "bad"
+        assert "good" not in {claim["level"] for claim in others}
+
+    def test_brevity_that_was_asked_for_is_no_fraud(self, tmp_path: Path) -> None:
+        """Nothing but brevity is judged, held-out responses too: what happened is said, and nobody is accused."""
+        found = {claim["text"]: claim["level"] for claim in recorded(tmp_path, "brief")}
+        assert not any("hacked" in text for text in found)
+        assert found["responses shrank from 40.0 to 15.0 tokens"] == "note"
+
+    def test_one_that_learnt_before_it_was_hacked(self, tmp_path: Path) -> None:
+        texts = [claim["text"] for claim in recorded(tmp_path, "hacked")]
+        assert "held-out accuracy fell from its best of 79.7% (step 20) to 32.8%" in texts
+        assert recorded(tmp_path / "early", "hacked", 30)[0]["level"] == "good", "until then nothing is wrong"
+
+    def test_a_collapse_within_the_first_steps(self, tmp_path: Path) -> None:
+        """The first fifth of the steps, which the end is compared with, is mostly after it."""
+        texts = {claim["text"]: claim["level"] for claim in recorded(tmp_path, "too_fast")}
+        assert texts["reward fell from its best of 0.367 (step 2) to 0"] == "bad"
+        assert texts["held-out accuracy fell from 19.1% to 0.0% (-19.1 ± 2.5 points)"] == "bad"
+        assert texts["trainer and generators drift apart: KL up to 0.483 nats per token (step 2)"] == "bad"
+
+    def test_too_old_rollouts(self, tmp_path: Path) -> None:
+        texts = {claim["text"]: claim["level"] for claim in recorded(tmp_path, "stale")}
+        assert texts["reward fell from its best of 0.508 (step 17) to 0.0694"] == "bad"
+        assert texts["trainer and generators drift apart: KL up to 1.37 nats per token (step 21)"] == "bad"
+
+    @pytest.mark.parametrize(
+        ("solved", "held_out", "doubt"),
+        [
+            ((0.8, 0.2), None, "while fewer answers are right: it may be hacked"),
+            ((0.2, 0.8), None, None),
+            ((0.5, 0.5), None, None),
+            ((0.8, 0.2), (0.5, 0.52), None),
+            ((0.8, 0.9), (0.9, 0.5), "while held-out accuracy fell: it may be hacked"),
+            ((0.2, 0.8), (0.2, 0.22), "while held-out accuracy does not follow: it may be learnt by heart"),
+            ((0.2, 0.8), (0.8, 0.82), None),
+            ((0.2, 0.8), (0.2, 0.8), None),
+        ],
+    )
+    def test_what_speaks_against_a_reward_that_rises(
+        self, tmp_path: Path, solved: tuple[float, float], held_out: tuple[float, float] | None, doubt: str | None
+    ) -> None:
+        """Right answers; not how long responses are, nor how they end, which is said beside it."""
+        folder, (first, last) = make_run(tmp_path / "made", steps=0, end=None), solved
+        rows = [
+            step_row(
+                step, reward_mean=0.02 * step, response_tokens_mean=100 - 2 * step, truncated_share=0.02 * step,
+                solve_rate=first + (last - first) * step / 40 + 0.01 * (step % 2),
+            )
+            for step in range(1, 41)
+        ]  # fmt: skip
+        write_rows(folder / "metrics.jsonl", rows)
+        if held_out:
+            write_rows(folder / "metrics.jsonl", [eval_row(0, held_out[0]), eval_row(40, held_out[1])])
+        found = findings(read(folder))
+        doubted = [claim for claim in found if " while " in claim["text"]]
+        if doubt is None:
+            assert not doubted
+        else:
+            assert doubted == found[:1], "first"
+            assert found[0]["text"].endswith(doubt) and (found[0]["chart"], found[0]["level"]) == ("reward", "bad")
+        assert {"length", "truncated"} <= {claim["chart"] for claim in found}
+
+    def test_a_reward_that_rises_alone_is_no_success_and_no_fraud(self, tmp_path: Path) -> None:
+        """By something else than right answers, which stay what they were, in training as well."""
+        folder = make_run(tmp_path / "made", steps=0, end=None)
+        write_rows(folder / "metrics.jsonl", [eval_row(0, 0.2), eval_row(40, 0.21)])
+        write_rows(folder / "metrics.jsonl", [step_row(step, reward_mean=0.01 * step) for step in range(1, 41)])
+        accuracy, reward, *_ = findings(read(folder))
+        assert accuracy["text"].startswith("held-out accuracy did not change beyond its error")
+        assert reward["text"].startswith("reward rose")
+        assert (accuracy["level"], reward["level"]) == ("note", "note")
+
+    def test_what_is_partly_lost_rose_all_the_same(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "made", steps=0, end=None)
+        levels = [0.3] * 20 + [0.9] * 40 + [0.7] * 40
+        rows = [step_row(step, reward_mean=level + 0.01 * (step % 2)) for step, level in enumerate(levels, start=1)]
+        write_rows(folder / "metrics.jsonl", rows)
+        (claim,) = (claim for claim in findings(read(folder)) if claim["chart"] == "reward")
+        assert re.fullmatch(r"reward rose from .*, below its best of 0\.90\d \(step \d+\)", claim["text"]), claim
+        assert claim["level"] == "good"
+
+    @pytest.mark.parametrize("steps", [6, 40, 1000])
+    def test_one_that_still_rises_has_lost_nothing(self, tmp_path: Path, steps: int) -> None:
+        folder = make_run(tmp_path / "made", steps=0, end=None)
+        write_rows(folder / "metrics.jsonl", [step_row(step, reward_mean=0.005 * step) for step in range(1, steps + 1)])
+        (claim,) = (claim for claim in findings(read(folder)) if claim["chart"] == "reward")
+        assert claim["text"].startswith("reward rose from 0.")
+        assert "best" not in claim["text"]
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_noise_has_no_best(self, tmp_path: Path, seed: int) -> None:
+        folder, chance = make_run(tmp_path / "made", steps=0, end=None), random.Random(seed)
+        rows = [step_row(step, reward_mean=chance.gauss(0.5, 0.1)) for step in range(1, 301)]
+        write_rows(folder / "metrics.jsonl", rows)
+        assert not any("its best" in claim["text"] for claim in findings(read(folder)))

@@ -1,0 +1,393 @@
+"""What a run has recorded happens again, bit for bit; what was changed is found and named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from llamarl.controller.journal_reader import JournalReader
+from llamarl.controller.records import records
+from llamarl.executors.trainer import TrainerExecutor
+from llamarl.generation.rows import Rows
+from llamarl.generation.sequence import Sequence
+from llamarl.parts.replay.replayer import Replayer
+from llamarl.training.trainer import Trainer
+from llamarl.types import Outcome, RewardResult, Rollout, RolloutGroup
+from tests.end_to_end.tiny import Command, llamarl, llamarl_here, rows
+from tests.executors.rewards import EvenLength
+from tests.nightly import nightly
+
+OPTIONS = (
+    "--steps", 6, "--eval.every_steps", 0, "--trainer.learning_rate", 3e-3, "--rollout.max_new_tokens", 40,
+    "--reward.parts", "[{name = 'tests.executors.rewards:EvenLength'}]",
+)  # fmt: skip
+INLINE = (*OPTIONS, "--cluster.kind", "inline")
+KINDS = {
+    "several_generators_segments_and_little_memory": (
+        "--generator.replicas", 2, "--rollout.segment_tokens", 7, "--rollout.max_staleness", 3,
+        "--generator.kv_cache_bytes", 50_000, "--generator.prefill_tokens", 11, "--steps", 20,
+    ),
+    "synchronous_with_critic_and_reference": ("--recipe", "ppo", "--rollout.max_staleness", 0, "--rollout.window", 1),
+    "8_bit_adapters_recomputed": (
+        "--generator.dtype", "int8", "--trainer.lora.rank", 4, "--generator.kv_on_update", "recompute",
+        "--rollout.max_staleness", 2,
+    ),
+}  # fmt: skip
+
+
+def trained(folder: Path, toml: Path, *options: object) -> Path:
+    done = llamarl_here("train", toml, "--output", folder, *INLINE, *options)
+    assert done.returncode == 0, done.stderr
+    return folder / "tiny"
+
+
+def recorded(run: Path) -> list[Rollout]:
+    """That were trained on."""
+    settings = next(records(run / "journal/00000001.groups")).header["settings"]
+    journal = JournalReader(run, cast("Any", range(1000)), settings)
+    journal.go_on(None)
+    return [one for _, groups in journal.steps_after(0) for group in groups for one in group.rollouts]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_happens_again(tmp_path: Path, toml: Path, kind: str) -> None:
+    run = trained(tmp_path, toml, *KINDS[kind])
+    rollouts = recorded(run)
+    if "synchronous" not in kind:  # else the replay has nothing to get wrong
+        assert sum(len(set(one.policy_versions_T.tolist())) > 1 for one in rollouts) > 2
+        assert sum(start == 0 for one in rollouts for _, start, *_ in one.prefills) > len(rollouts)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    done = llamarl_here("replay", run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    num_tokens = sum(one.num_tokens for one in rollouts)
+    steps, size = (20, 120) if "several" in kind else (6, 36)
+    assert (
+        done.stdout.splitlines()[-1]
+        == f"replayed {steps} steps, {size} rollouts, {num_tokens:,} tokens, {size} rewards: all equal"
+    )
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before, "it only reads"
+
+
+def test_turns_and_a_run_that_went_on(tmp_path: Path, toml: Path) -> None:
+    """What waited for its environment goes on over its cache, or a new one; a resumed run is one run."""
+    options = (
+        "--rollout.environment", "tests.parts.episodes.environments.worlds:Chatty", "--reward.parts", "['gsm8k']",
+        "--rollout.stop_strings", "['e', 'a', '1', '2', 'o']",
+        "--rollout.max_staleness", 3, "--generator.replicas", 2, "--checkpoint.every_steps", 3,
+    )  # fmt: skip
+    run = trained(tmp_path, toml, *options, "--steps", 3)
+    trained(tmp_path, toml, *options, "--steps", 6, "--resume")
+    rollouts = recorded(run)
+    assert max(one.num_turns for one in rollouts) > 2
+    done = llamarl_here("replay", run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    num_tokens = sum(int(one.is_sampled_T.sum()) for one in rollouts)
+    assert done.stdout.splitlines()[-1] == f"replayed 6 steps, 36 rollouts, {num_tokens:,} tokens: all equal"
+    assert "rewards are not judged again" in done.stderr
+
+
+@nightly("processes")
+@pytest.mark.parametrize("layout", [("fsdp", 2), ("tp", 2)])
+def test_layouts_of_several_ranks(tmp_path: Path, toml: Path, layout: tuple[str, int]) -> None:
+    """In processes like those of the run: bit for bit."""
+    options = (*OPTIONS, f"--trainer.parallelism.{layout[0]}", layout[1])
+    assert llamarl("train", toml, "--output", tmp_path, *options).returncode == 0
+    done = llamarl("replay", tmp_path / "tiny")
+    assert done.returncode == 0, done.stderr
+    assert re.match(
+        r"replayed 6 steps, 36 rollouts, [\d,]+ tokens, 36 rewards: all equal", done.stdout.splitlines()[-1]
+    )
+
+
+@nightly("processes")
+def test_a_generator_that_was_killed(tmp_path: Path, toml: Path) -> None:
+    """What it had begun goes on elsewhere, and another one takes its place."""
+    options = ("--steps", 120, *OPTIONS[2:], "--generator.replicas", 2, "--rollout.segment_tokens", 9)
+    command = Command.start(tmp_path, "train", toml, "--output", tmp_path, *options)
+    run = tmp_path / "tiny"
+    command.until(lambda: (run / "journal.jsonl").exists() and len(rows(run / "journal.jsonl")) > 12, 120.0)
+    os.kill(command.children()["generator-1"], signal.SIGKILL)
+    code, said = command.wait(200.0)
+    assert code == 0, said
+    done = llamarl("replay", run)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"replayed 120 steps, 720 rollouts, .*: all equal", done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    from tests.end_to_end.tiny import write_toml
+
+    folder = tmp_path_factory.mktemp("replay")
+    return trained(folder, write_toml(folder, model), "--checkpoint.every_steps", 2, "--checkpoint.keep", 9)
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(run, tmp_path / "copy")
+
+
+@pytest.mark.parametrize("only", ["train", "generate", "reward"])
+def test_a_part_from_the_nearest_checkpoint(run: Path, only: str) -> None:
+    done = llamarl_here("replay", run, "--steps", "5:6", "--only", only)
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"replayed 2 steps, 12 rollouts.*: all equal$", done.stdout.splitlines()[-1])
+    assert ("tokens" in done.stdout) == (only == "generate") and ("rewards" in done.stdout) == (only == "reward")
+
+
+def test_the_record_is_small(run: Path) -> None:
+    rollouts, lines = recorded(run), (run / "journal.jsonl").stat().st_size
+    assert len(rollouts) == 36
+    assert sum(len(json.dumps(one.prefills)) for one in rollouts) < 60 * len(rollouts)
+    assert lines < 200 * len(rollouts), "digests of tensors, order of groups"
+    assert all(path.suffix == ".gz" for path in (run / "journal").iterdir())
+    num_bytes = sum(path.stat().st_size for path in (run / "journal").iterdir())
+    assert num_bytes < 12 * sum(one.num_tokens for one in rollouts) + 100 * len(rollouts), "each token once"
+
+
+def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    found = rows(path)
+    change(found)
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+
+
+def differs(run: Path, *options: object) -> str:
+    done = llamarl_here("replay", run, *options)
+    assert done.returncode == 1 and "all equal" not in done.stdout
+    return done.stderr.splitlines()[-1]
+
+
+def test_a_changed_token_is_named(copy: Path) -> None:
+    def change(found: list[dict[str, Any]]) -> None:
+        found[20]["token_ids"][3] += 1
+
+    rewrite(copy / "rollouts.jsonl", change)
+    row = rows(copy / "rollouts.jsonl")[20]
+    token = row["token_ids"][3]
+    assert differs(copy).startswith(
+        f"llamarl replay: step {row['step']}, rollout {row['index']} of group {row['group_id']}, token_ids[3]: "
+        f"recorded {token}, replayed {token - 1}. Likely cause: rollouts.jsonl or the journal was changed"
+    )
+
+
+def test_a_changed_reward_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a grader that says something else now."""
+    score, seen = EvenLength.score, []
+
+    def other(self: EvenLength, items: Several[Any]) -> list[RewardResult]:
+        results = score(self, items)
+        if not seen:
+            seen.append(results[0])
+            results[0] = RewardResult(outcome=Outcome.SCORE, value=0.75)
+        return results
+
+    monkeypatch.setattr(EvenLength, "score", other)
+    done = llamarl_here("replay", copy, "--only", "reward")
+    assert done.returncode == 1 and done.stdout.splitlines()[-1].endswith("1 reward differs, all else is equal")
+    assert re.search(r"step 1, rollout 0 of group \d+: recorded \w+ [\d.]+, judged score 0.75 now", done.stderr)
+
+
+def test_a_truncated_record_is_named(copy: Path) -> None:
+    last = max(path for path in (copy / "journal").glob("*.gz") if path.stat().st_size > 2_000)
+    plain, whole = last.with_suffix(""), last.read_bytes()
+    last.write_bytes(whole[:-700])
+    assert re.search(
+        rf"steps to 6, replayed steps to \d. .*: {plain} is missing, or damaged after byte \d+", differs(copy)
+    )
+    last.unlink()
+    plain.write_bytes(gzip.decompress(whole)[:-700])
+    said = differs(copy)
+    assert "the journal: recorded steps to 6, replayed steps to 5" in said and "damaged after byte" in said
+    lines = (copy / "rollouts.jsonl").read_text().splitlines(keepends=True)
+    (copy / "rollouts.jsonl").write_text("".join(lines[:9]))
+    assert "step 2, rollouts.jsonl, its rows: recorded 3, replayed 6" in differs(copy, "--steps", "1:3")
+
+
+def test_a_flipped_weight_is_named(tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between steps 3 and 4 of the run."""
+    step = Trainer.step
+
+    def flipping(self: Trainer, groups: Several[RolloutGroup]) -> Any:
+        if self.policy_version == 3:
+            weight = dict(self.model.named_parameters())["model.layers.1.mlp.down_proj.weight"]
+            with torch.no_grad():
+                weight.view(torch.int32)[5, 7] ^= 1 << 20
+        return step(self, groups)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "step", flipping)
+        run = trained(tmp_path, toml)
+    said = differs(run)
+    assert re.search(
+        r"step 4, rollout 0 of group \d+, trainer_logprobs\[0\]: .*cause: the step took other weights", said
+    )
+    assert llamarl_here("replay", run, "--steps", "1:3").returncode == 0
+    said = differs(run, "--only", "generate")
+    assert re.search(r"step 4, weights of version 4, tensor [\w.]+: recorded [0-9a-f]{16}, replayed [0-9a-f]{16}", said)
+
+
+def test_a_token_that_came_otherwise_is_named(tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One log-probability of the run is one bit off."""
+    append, changed = Rows.append, list[tuple[int, int, int]]()
+
+    def off(self: Rows, tokens_B: np.ndarray, logprobs_B: np.ndarray, version: int) -> np.ndarray:
+        if version == 3 and not changed:
+            sequence = self.sequences[0]
+            changed.append((sequence.group.request.group_id, sequence.index, int(self.length_R[0])))
+            logprobs_B[0] = np.nextafter(logprobs_B[0], np.float32(-1e9))
+        return append(self, tokens_B, logprobs_B, version)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Rows, "append", off)
+        run = trained(tmp_path, toml)
+    ((group_id, index, token),) = changed
+    what = f"step 3, rollout {index} of group {group_id}, token {token} (version 3): recorded token "
+    assert what in differs(run, "--only", "generate")
+    assert llamarl_here("replay", run, "--only", "train").returncode == 0
+
+
+def test_keys_and_values_of_another_version_are_seen(
+    tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollout was parked and resumed, and the record does not say so."""
+    note, left_out = Sequence.note_prefills, list[int]()
+
+    def silent(self: Sequence, version: int) -> None:
+        before = self.prefills
+        note(self, version)
+        if before and before[-1][3] < version:
+            self.prefills = before
+            left_out.append(version)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Sequence, "note_prefills", silent)
+        run = trained(tmp_path, toml, "--rollout.segment_tokens", 7, "--rollout.max_staleness", 3)
+    assert left_out
+    assert re.search(r"step \d, rollout \d of group \d+, token \d+ \(version \d\): recorded token", differs(run))
+
+
+def test_tokens_that_nobody_sampled_again_are_missed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is equal is all of it."""
+    add = Replayer.add
+    monkeypatch.setattr(Replayer, "add", lambda self, items: add(self, list(items)[:-1]))
+    assert re.search(r"step 6, tokens in all: recorded \d+, replayed \d+", differs(run, "--only", "generate"))
+
+
+def test_a_reordered_step_is_named(tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer took its groups in another order than is on record."""
+    take = TrainerExecutor._take
+
+    def reordered(self: TrainerExecutor, group_ids: Several[int]) -> list[RolloutGroup]:
+        return take(self, group_ids if self._trainer.policy_version != 2 else group_ids[::-1])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainerExecutor, "_take", reordered)
+        run = trained(tmp_path, toml, "--rollout.max_staleness", 0, "--rollout.prompts_per_step", 7, "--steps", 3)
+    assert "step 3, " in differs(run)
+
+
+def test_on_another_processor_it_compares_closely_and_says_so(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMARL_KERNELS", "avx2")
+    done = llamarl_here("replay", copy)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"instructions was .+ and is avx2: numbers are compared within 0.001, fingerprints", done.stderr)
+
+    def change(found: list[dict[str, Any]]) -> None:
+        found[20]["trainer_logprobs"][3] += 0.01
+
+    rewrite(copy / "rollouts.jsonl", change)
+    assert ", trainer_logprobs[3]: recorded " in differs(copy)
+
+
+def test_parts_of_the_steps_in_processes_of_their_own(run: Path) -> None:
+    done = llamarl("replay", run, "--jobs", 2)
+    assert done.returncode == 0, done.stderr
+    assert re.match(
+        r"replayed 6 steps, 36 rollouts, [\d,]+ tokens, 36 rewards: all equal", done.stdout.splitlines()[-1]
+    )
+
+
+def test_others_learn_from_what_is_on_record(copy: Path) -> None:
+    """From the base model, or a checkpoint; the page shows both, and the folder says what it is."""
+    what = ("--trainer.loss", "grpo", "--shaping.length_penalty", 0.5)
+    done = llamarl_here("replay", copy, *what)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"trained on 6 recorded steps with .*loss.name = 'grpo' \(was 'aipo'\).*ratios up to", done.stdout)
+    other = copy.with_name("copy-replay")
+    assert 'name = "grpo"' in (other / "config.toml").read_text()
+    of_both = [[row for row in rows(one / "metrics.jsonl") if row["kind"] == "step"] for one in (copy, other)]
+    assert [row["step"] for row in of_both[1]] == [1, 2, 3, 4, 5, 6]
+    for name, is_same in (("reward_mean", True), ("loss", False), ("learning_rate", True), ("staleness_max", True)):
+        assert ([row[name] for row in of_both[0]] == [row[name] for row in of_both[1]]) is is_same, name
+    for name, is_same in (("token_ids", True), ("advantage", False)):
+        columns = [[row[name] for row in rows(one / "rollouts.jsonl")] for one in (copy, other)]
+        assert (columns[0] == columns[1]) is is_same
+    done = llamarl_here("report", copy, other)
+    assert done.returncode == 0 and "off-policy replay of" in (copy / "report.html").read_text()
+    done = llamarl_here("replay", copy, *what)
+    assert done.returncode == 2 and "replace it (--overwrite) or choose another --name" in done.stderr
+    done = llamarl_here("replay", copy, *what, "--overwrite", "--steps", "5:6")
+    assert done.returncode == 0 and [row["step"] for row in rows(other / "metrics.jsonl")] == [5, 6]
+    for more, said in (
+        (("--rollout.top_k", 3), "--rollout.top_k: rollouts are as they were recorded"),
+        (("--trainer.advantage", "gae"), "needs a critic, of which the run has nothing on record"),
+        (("--trainer.loss", "grpo", "--only", "train"), "not with --against, --only or --jobs"),
+        (("--trainer.loss", "grpo", "--steps", "4:6"), "where there is a checkpoint: 1, 3, 5, 7"),
+    ):
+        done = llamarl_here("replay", copy, *more, "--overwrite")
+        assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+def test_same_settings_learn_the_same(run: Path) -> None:
+    """What others learn differs by their settings alone."""
+    done = llamarl_here("replay", run, "--shaping.overlong_share", 0.3, "--name", "same")
+    assert done.returncode == 0, done.stderr
+    names = ("step", "loss", "grad_norm", "kl_to_behavior", "importance_ratio_max")
+    found = [
+        [[row[name] for name in names] for row in rows(one / "metrics.jsonl") if row["kind"] == "step"]
+        for one in (run, run.with_name("same"))
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("token_ids", lambda row: row["token_ids"].__setitem__(3, 1), "token 3, token_ids: .* Why: noise, or keys"),
+        (
+            "policy_versions",
+            lambda row: row.update(policy_versions=[[9, len(row["token_ids"])]]),
+            "Why: order: another",
+        ),
+        ("reward", lambda row: row.update(reward=0.125), "reward: .* and 0.125. Why: reward"),
+        ("index", lambda row: row.update(index=7), "rollout .* of the step: .* Why: order: other groups"),
+    ],
+)
+def test_where_two_runs_part(run: Path, copy: Path, name: str, change: Callable[[Any], None], why: str) -> None:
+    rewrite(copy / "rollouts.jsonl", lambda found: change(found[14]))
+    done = llamarl_here("replay", run, "--against", copy)
+    assert done.returncode == 1 and re.search(rf"2 steps are equal; the runs part at step 3, .*{why}", done.stdout)
+
+
+def test_two_runs_that_are_one(run: Path, copy: Path) -> None:
+    done = llamarl_here("replay", run, "--against", copy)
+    assert done.returncode == 0 and done.stdout == "6 steps are equal\n"
+
+    def change(found: list[dict[str, Any]]) -> None:
+        next(row for row in found if row["step"] == 4 and "fingerprint" in row)["fingerprint"] = "0" * 16
+
+    rewrite(copy / "journal.jsonl", change)
+    done = llamarl_here("replay", run, "--against", copy)
+    assert done.returncode == 1 and "4 steps are equal; the runs part at step 4, weights of version 4" in done.stdout
