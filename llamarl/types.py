@@ -398,3 +398,18 @@ class TrainBatch:
     def num_loss_sequences(self) -> int:
         """Samples with a trainable position: the global denominator of sequence-mean losses."""
         return sum(bool(sample.loss_mask_T.any()) for group in self.groups for sample in group.samples)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """A tool that the policy calls, in the format of its model family."""
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """JSON values by name."""
+    error: str = ""
+    """What is malformed about the call, for the policy to read; empty when nothing is."""
+
+
+RAISED = "environment: "
+"""Begins the reasons of results whose environment has raised."""

@@ -82,7 +82,7 @@ def agent(hosts: Namespaces, host: str, pki: Path, name: str = "") -> subprocess
 
 
 async def inside_attach(pki: Path, num_hosts: int) -> dict[str, Any]:
-    from llamarl.cluster.monarch import HostsCluster
+    from llamarl.parts.hosts.cluster import HostsCluster
 
     address = os.environ["CONTROLLER"]
     registry = Registry(pki, None, lambda text: None)

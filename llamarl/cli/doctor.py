@@ -58,10 +58,10 @@ def main(arguments: Sequence[str]) -> int:
 def _hosts(path: str, overrides: Sequence[str]) -> int:
     """Who would be where, and how they reach each other. Raises ConfigError."""
     from llamarl.config import ConfigError, load_config
-    from llamarl.parts.hosts.hosts import inspect
+    from llamarl.config.ref import part
 
     config = load_config(path, overrides)
     if config.cluster.kind != "hosts":
         raise ConfigError(f"--hosts {path}: cluster.kind = {config.cluster.kind!r} has one machine; set 'hosts'")
-    inspect(config, lambda line: print(line, flush=True))
+    part("hosts", "inspect")(config, lambda line: print(line, flush=True))
     return 0

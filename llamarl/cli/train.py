@@ -13,7 +13,8 @@ from pathlib import Path
 from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import command_parser, told_of_delay
 from llamarl.cli.restarts import WOULD_FAIL_AGAIN, run_with_restarts
-from llamarl.config import RunConfig, dump_toml, load_config
+from llamarl.config import ConfigError, RunConfig, dump_toml, load_config, load_sft_config
+from llamarl.config.ref import part
 from llamarl.observability.spans import now_s
 
 EPILOG = """Every setting of the file can be overridden: --steps 10 --trainer.learning_rate 1e-5
@@ -57,23 +58,23 @@ def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> in
     from llamarl.controller.supervision import Interrupted, Stalled
     from llamarl.controller.sync import WeightsWrong
     from llamarl.observability.report import render_summary
-    from llamarl.parts.page.cli.watch import watching
-    from llamarl.parts.sft.base_model import ensure_base_model
     from llamarl.run.folder import FolderLost, check_run_folder, prepare_run_folder
     from llamarl.run.prepare import check_parts, prepare
     from llamarl.run.train import run
+    from llamarl.training.base_model import is_made
     from llamarl.training.result import NonFiniteStep
 
     with told_of_delay("train"):
         check_parts(config)
         check_cluster(config.cluster)
         check_run_folder(config, resume=options.resume, overwrite=options.overwrite)
-    ensure_base_model(config)
+    if config.model.warm_start and not is_made(config.model.path, load_sft_config(config.model.warm_start)):
+        part("sft", "ensure_base_model")(config)
     with told_of_delay("train"):
         prepared = prepare(config)
     folder = prepare_run_folder(config, resume=options.resume, overwrite=options.overwrite)
     try:
-        with watching(folder.path) if options.watch else nullcontext("") as address:
+        with part("page", "watching")(folder.path) if options.watch else nullcontext("") as address:
             if address:
                 print(f"llamarl train: {address}", file=sys.stderr)
             summary = run(config, prepared, folder, resume=options.resume, command_started_s=started_s)
@@ -103,9 +104,17 @@ def _say_last(text: str, instead: str) -> None:
 
 def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """What follows from the settings, as comments, and all settings."""
-    from llamarl.parts.forecast.cli.explain import explained
+    from llamarl.run.prepare import check_parts
 
     with told_of_delay("train"):
+        try:
+            explained = part("forecast", "explained")
+        except ConfigError as error:
+            if options.json:
+                raise
+            check_parts(config)
+            print(f"# what follows is not known: {error}", dump_toml(config), sep="\n\n", end="")
+            return 0
         found = explained(config, options.config, overrides)
     if options.json:
         print(json.dumps(found, indent=2))

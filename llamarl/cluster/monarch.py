@@ -1,4 +1,4 @@
-"""Executors in processes of their own, on Monarch. The only file that imports it.
+"""Executors in processes of their own, on Monarch. The only file that imports it; parts take its names from here.
 
 Monarch starts the processes, carries the calls and stops the processes. Order, threads, errors and payloads are ours:
 one endpoint passes bytes to the `ExecutorHost` of each rank. One proc mesh per executor makes it the unit of failure.
@@ -16,34 +16,19 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from llamarl.cluster import start_up
-from llamarl.cluster.api import (
-    Cluster,
-    ExecutorError,
-    ExecutorHandle,
-    ExecutorSpec,
-    HostFailed,
-    HostShare,
-    HostStatus,
-    MeshFailed,
-    Tell,
-)
+from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec, MeshFailed, Tell
 from llamarl.cluster.deaths import cause_of, cause_of_reaped, kill_group, killed_by
 from llamarl.cluster.engine_files import quiet_stderr
 from llamarl.cluster.handle import BaseHandle, stop_all
 from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
 from llamarl.cluster.payload import Reply, error_of, pickled, value_of
 from llamarl.cluster.private_sockets import keep_private, warn_if_open
-from llamarl.config.device import ADDRESS
 from llamarl.config.errors import ConfigError
-from llamarl.observability.spans import Span
-from llamarl.parts.hosts.registry import Host, Registry
 
 try:
     import monarch.actor
@@ -67,6 +52,7 @@ except ImportError as error:
         "or set cluster.kind = 'inline'"
     ) from error
 
+__all__ = ["BootstrapCommand", "MonarchCluster", "MonarchHandle", "ProcMesh", "attach_to_workers", "serve_host"]
 keep_private()
 _ENGINE_MODULE = "monarch._src.actor.bootstrap_main"
 _SETTINGS = {
@@ -79,10 +65,8 @@ _SETTINGS = {
 _WAITS = "MESH_ORPHAN MESH_SUPERVISION_WATCHDOG MESSAGE_DELIVERY CHANNEL_RECONNECT"
 _PATIENT = {f"HYPERACTOR_{name}_TIMEOUT": "1h" for name in _WAITS.split()}
 """On one machine, where pidfds tell who is dead: a controller stopped for 30 s would hear of nobody any more."""
-_TRUST = "trust_all_connections"
+TRUST = "trust_all_connections"
 """Who may connect is TLS's matter, or the file system's."""
-_LOST_S = 1.0
-"""For what is left of an executor that has lost a host."""
 _CLIENT_S = 0.3
 """For Monarch's client to end."""
 _CAUSE_S = 4.0
@@ -97,10 +81,10 @@ def serve_host(address: str) -> None:
         port = probe.getsockname()[1]
     url = service_proc_addr(f"tls://{address}:{port}", new_service_proc_id())
     os.write(sys.stdout.fileno(), json.dumps({"url": url}).encode() + b"\n")
-    run_worker_loop_forever(address=url, ca=_TRUST)
+    run_worker_loop_forever(address=url, ca=TRUST)
 
 
-class _Rank(Actor):
+class Rank(Actor):
     """One process of an executor."""
 
     def __init__(self, packed_spec: bytes) -> None:
@@ -114,7 +98,7 @@ class _Rank(Actor):
 class MonarchHandle(BaseHandle):
     """Calls go through Monarch; the death of a local process is seen through its pidfd, in milliseconds."""
 
-    def __init__(self, spec: ExecutorSpec, meshes: Sequence[tuple[ProcMesh, _Rank]]) -> None:
+    def __init__(self, spec: ExecutorSpec, meshes: Sequence[tuple[ProcMesh, Rank]]) -> None:
         """`meshes`: processes, and what runs in them, of each host."""
         super().__init__(spec)
         self._meshes = meshes
@@ -267,7 +251,7 @@ class MonarchCluster(Cluster):
         machine: HostMesh,
         num_ranks: int,
         command: Callable[[ExecutorSpec, int], BootstrapCommand],
-    ) -> tuple[ProcMesh, _Rank]:
+    ) -> tuple[ProcMesh, Rank]:
         """So many ranks on `machine`; `command` gives how each is started."""
         packed_spec = pickled(spec, spec.name, "the specification")
         mesh = machine.spawn_procs(
@@ -275,7 +259,7 @@ class MonarchCluster(Cluster):
             name="executor",
             bootstrap_command=lambda point: command(spec, point.rank),
         )
-        return mesh, mesh.spawn("rank", _Rank, packed_spec)
+        return mesh, mesh.spawn("rank", Rank, packed_spec)
 
     async def _ready(self, handle: MonarchHandle, timeout_s: float, tell: Tell | None) -> ExecutorHandle:
         self._handles.append(handle)
@@ -285,92 +269,6 @@ class MonarchCluster(Cluster):
 
     def _bootstrap_command(self, spec: ExecutorSpec, rank: int) -> BootstrapCommand:
         return bootstrap_command(spec, rank, rank, spec.env, self._log_folder)
-
-
-class HostedHandle(MonarchHandle):
-    """An executor on other machines, whose agents know whether they are there, and end its processes."""
-
-    def __init__(self, spec: ExecutorSpec, meshes: Sequence[tuple[ProcMesh, _Rank]], hosts: Sequence[Host]) -> None:
-        super().__init__(spec, meshes)
-        self.hosts = tuple(host.name for host in hosts)
-        shares = [
-            (host, number, share.num_ranks) for number, (host, share) in enumerate(zip(hosts, spec.hosts, strict=True))
-        ]
-        self._places = [(host, number, local) for host, number, count in shares for local in range(count)]
-        """Of each rank: its host, the host's number, and its rank there."""
-        for host in hosts:
-            host.when_lost(partial(self._host_lost, host))
-
-    def _host_lost(self, host: Host, reason: str) -> None:
-        ranks = tuple(rank for rank, (place, *_) in enumerate(self._places) if place is host)
-        self._fail(HostFailed(self.name, ranks, reason))
-
-    def _where(self, rank: int) -> str:
-        return f" on host {self._places[rank][0].name}"
-
-    def _local_pids(self) -> Iterable[tuple[int, int]]:
-        return ()
-
-    def _watch(self) -> None:
-        for rank, (_, number, local) in enumerate(self._places):
-            self._watch_work(rank, number, local)
-
-    async def _statuses(self, method: str, timeout_s: float) -> list[HostStatus]:
-        """With spans by this machine's clock."""
-        statuses = await super()._statuses(method, timeout_s)
-        return [
-            replace(status, spans=[Span(name, start_s - host.offset_s, end_s - host.offset_s)
-                                   for name, start_s, end_s in status.spans])
-            for status, (host, *_) in zip(statuses, self._places, strict=True)
-        ]  # fmt: skip
-
-    async def _stop(self, deadline_s: float, timeout_s: float) -> None:
-        if not any(host.lost for host, *_ in self._places):
-            await super()._stop(deadline_s, timeout_s)
-        else:  # its ranks do not answer all, and Monarch waits for them
-            self._kill()
-            await asyncio.wait((asyncio.ensure_future(self._leave()),), timeout=min(timeout_s / 2, _LOST_S))
-
-    def _kill(self) -> None:
-        for pid, (host, *_) in zip(self.pids, self._places, strict=False):  # none while it starts
-            host.tell("kill", pids=[pid])
-
-
-class HostsCluster(MonarchCluster):
-    """Executors on the hosts of a registry, over TLS."""
-
-    def __init__(self, registry: Registry, address: str, env: Mapping[str, str]) -> None:
-        """
-        Args:
-            address: of this machine, on the controller's certificate.
-            env: where Monarch finds the certificate.
-        """
-        os.environ.update({**env, ADDRESS: address})  # ranks meet here
-        super().__init__(None, f"tls://{address}:0")
-        self._registry = registry
-
-    async def spawn(self, spec: ExecutorSpec, timeout_s: float, tell: Tell | None = None) -> ExecutorHandle:
-        try:
-            hosts = [self._registry.hosts[share.name] for share in spec.hosts]
-        except KeyError as error:
-            raise HostFailed(spec.name, tuple(range(spec.num_ranks)), f"host {error} is not here") from None
-        meshes, first = list[tuple[ProcMesh, _Rank]](), 0
-        for host, share in zip(hosts, spec.hosts, strict=True):
-            machine = attach_to_workers(name=f"at_{spec.name}", ca=_TRUST, workers=[host.url])
-            meshes.append(self._start(spec, machine, share.num_ranks, partial(_command_at, host, share, first)))
-            first += share.num_ranks
-        assert first == spec.num_ranks, "hosts have all ranks together"
-        return await self._ready(HostedHandle(spec, meshes, hosts), timeout_s, tell)
-
-    async def shutdown(self, timeout_s: float) -> None:
-        await super().shutdown(timeout_s)
-        await self._registry.close()
-
-
-def _command_at(host: Host, share: HostShare, first: int, spec: ExecutorSpec, local: int) -> BootstrapCommand:
-    """Of a rank on another host, which has the ranks from `first` on."""
-    env = spec.env | share.env | {ADDRESS: host.inventory.address}
-    return bootstrap_command(spec, first + local, local, env, Path(host.inventory.logs))
 
 
 def bootstrap_command(

@@ -10,7 +10,7 @@ import re
 import stat
 import tomllib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any, TypeVar, get_args
@@ -250,3 +250,12 @@ def dump_toml(config: Section) -> str:
     import tomli_w  # vLLM's environment, which reads settings and writes none, does without
 
     return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and plain value of each."""
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from flat_settings(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

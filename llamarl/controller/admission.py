@@ -10,10 +10,8 @@ from llamarl.controller.buffer import RolloutBuffer
 from llamarl.data.sampler import PromptSampler, fingerprint
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.events import Flow
-from llamarl.parts.episodes.environments._base import RAISED
-from llamarl.parts.episodes.environments._worker import build_environment
 from llamarl.training.packing import is_flat
-from llamarl.types import GenerationRequest, Outcome, Prompt, RolloutGroup, SamplingParams
+from llamarl.types import RAISED, GenerationRequest, Outcome, Prompt, RolloutGroup, SamplingParams
 
 
 class StalenessViolated(AssertionError):
@@ -31,6 +29,8 @@ class Problems:
     train: Sequence[Prompt]
     eval: Sequence[Prompt]
     stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...] = ()
+    """An environment's, beside `rollout.stop_strings`."""
 
 
 def data_fingerprint(prompts: Sequence[Prompt]) -> int:
@@ -45,7 +45,6 @@ class Admission:
         """`state` is that of a checkpoint to go on from; `flow` hears when groups pass."""
         self._flow = flow
         rollout = config.rollout
-        environment = build_environment(rollout.environment) if rollout.environment else None
         self.sampling = SamplingParams(
             temperature=rollout.temperature,
             top_p=rollout.top_p,
@@ -53,7 +52,7 @@ class Admission:
             min_p=rollout.min_p,
             max_new_tokens=rollout.max_new_tokens,
             stop_token_ids=problems.stop_token_ids,
-            stop_strings=(*rollout.stop_strings, *(environment.stop if environment else ())),
+            stop_strings=(*rollout.stop_strings, *problems.stop_strings),
             seed=config.seed,
         )
         self._group_size = rollout.group_size

@@ -33,17 +33,10 @@ from llamarl.controller.replica import NO_VERSION, Replica
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.steps import Step
 from llamarl.controller.supervision import Signal, StallWatch, Supervisor
-from llamarl.controller.sync import (
-    MAX_FAILURES,
-    RETRY_S,
-    SyncReport,
-    Transports,
-    WeightsWrong,
-    adopted_and_probed,
-)
+from llamarl.controller.sync import MAX_FAILURES, RETRY_S, SyncReport, Transports, WeightsWrong, adopted_and_probed
 from llamarl.controller.telemetry import Telemetry
+from llamarl.controller.turns import open_turns
 from llamarl.executors.replies import Adoption, ControllerState, Published
-from llamarl.parts.episodes.episodes import open_episodes
 from llamarl.types import GenerationRequest, Prompt, Rollout, RolloutGroup
 
 
@@ -85,7 +78,7 @@ class Controller:
         policy = policy_of_generators(config.cluster, executors)
         self.replicas = Replicas(executors.generators, supervisor, timeout_s, survives_deaths=policy != "stop")
         self._in_flight = pending = InFlight(config, self._journal)
-        self._episodes = open_episodes(
+        self._turns = open_turns(
             config, executors, supervisor, pending, self.replicas, self._rollout_ended, telemetry.waited
         )
         """None: a response is one turn."""
@@ -120,8 +113,8 @@ class Controller:
         for replica in replicas:
             self._collect(replica)
         self._supervisor.start(self._score_loop(), "score")
-        if self._episodes:
-            self._supervisor.start(self._episodes.loop(), "episodes")
+        if self._turns:
+            self._supervisor.start(self._turns.loop(), "episodes")
         self._supervisor.start(self._watch.loop(), "stall watch")
         self._supervisor.start(self.recovery.silence_loop(), "silence watch")
 
@@ -145,7 +138,7 @@ class Controller:
         if scored:
             self._deliver(scored)
         for part in parts:
-            await (self._episodes or self.replicas).submit(part)
+            await (self._turns or self.replicas).submit(part)
 
     # 2. Rollouts
 
@@ -170,7 +163,7 @@ class Controller:
 
     def _finished(self, rollouts: Sequence[Rollout], holder: Replica | None = None) -> None:
         """Generators have done what they could: turns wait for their environment, other rollouts for their group."""
-        for rollout in self._episodes.divert(rollouts, self._in_flight, holder) if self._episodes else rollouts:
+        for rollout in self._turns.divert(rollouts, self._in_flight, holder) if self._turns else rollouts:
             self._rollout_ended(rollout)
 
     def _rollout_ended(self, rollout: Rollout) -> None:
@@ -394,6 +387,6 @@ class Controller:
         """What everybody is doing, for the stall report."""
         in_flight = f"{self._in_flight.describe()}, {self._buffer.num_free} slots are free"
         facts = [f"step {self.version + 1} {self._buffer.describe()}", in_flight]
-        if self._episodes and (wait := self._episodes.describe()):
+        if self._turns and (wait := self._turns.describe()):
             facts.append(wait)
         return "; ".join([*facts, *self.replicas.debts(), *(await self._telemetry.describe_executors())])

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llamarl.executors.replies import GeneratorStats
-from llamarl.parts.episodes.environments._base import RAISED
-from llamarl.types import Rollout, RolloutGroup
+from llamarl.types import RAISED, Rollout, RolloutGroup
 
 
 class EnvironmentUse(NamedTuple):

@@ -11,16 +11,7 @@ import numpy as np
 
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import each_rank
-from llamarl.executors.replies import (
-    Adoption,
-    Collected,
-    ControllerState,
-    Episode,
-    Published,
-    Replied,
-    Scored,
-)
-from llamarl.parts.episodes.gateway.news import AgentNews, AgentTask
+from llamarl.executors.replies import Adoption, Collected, ControllerState, Published, Scored
 from llamarl.training.result import PolicyStepResult, StepResult
 from llamarl.types import GenerationRequest, Prompt, RewardResult, Rollout, RolloutGroup, SampleGroup, SamplingParams
 from llamarl.weight_sync.layout import Address, TensorSpec
@@ -65,22 +56,6 @@ class ColumnPort(Protocol):
     """Fills a per-token column: reference and critic."""
 
     async def score(self, groups: Responses) -> list[list[np.ndarray]]: ...
-
-
-class EnvironmentPort(Protocol):
-    """Answers turns."""
-
-    async def submit(self, episodes: Sequence[Episode]) -> None: ...
-    async def leave(self, episodes: Sequence[tuple[int, int]]) -> None: ...
-    async def collect(self) -> list[Replied]: ...
-
-
-class GatewayPort(Protocol):
-    """Runs agents, and hands on what they ask the policy."""
-
-    async def submit(self, tasks: Sequence[AgentTask]) -> None: ...
-    async def answer(self, rollouts: Sequence[Rollout]) -> None: ...
-    async def collect(self) -> AgentNews: ...
 
 
 class OptimizingPort(Protocol):

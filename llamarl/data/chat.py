@@ -16,7 +16,7 @@ import json
 import re
 from typing import Any, Literal, NoReturn
 
-from llamarl.parts.episodes.environments._base import ToolCall
+from llamarl.types import ToolCall
 
 ToolFormat = Literal["qwen", "llama"]
 PYTHON_TAG = "<|python_tag|>"

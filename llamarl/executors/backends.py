@@ -1,13 +1,14 @@
-"""The engines that a generator can have: the native one, on one rank or several, and vLLM's."""
+"""The engines that a generator can have: the native one, on one rank or several, or that of a part."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
 
-from llamarl.config import ConfigError
-from llamarl.config.schema import GeneratorConfig
+from llamarl.config.schema import GeneratorConfig, RunConfig
 from llamarl.config.trainer import LoraConfig
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.distributed.mesh import join_mesh
@@ -20,7 +21,6 @@ from llamarl.generation.lora import AdapterMerger
 from llamarl.generation.model import load_generator_model
 from llamarl.generation.tensor_parallel import Follower, ModelRanks, TensorParallelEngine
 from llamarl.models.hf import open_model
-from llamarl.parts.vllm.server import VllmFailed, VllmSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +37,19 @@ class Opened:
     """Seconds that a forward took; None where forwards are not seen."""
     close: Callable[[], None] | None = None
     """Ends what outlives the last reference."""
+
+
+class Backend(Protocol):
+    """Another engine: the `joint` of the part that has the name of `generator.backend`."""
+
+    def check(self, config: RunConfig) -> None:
+        """Whether it is here and can do what the config asks for. Raises ConfigError."""
+
+    def settings(self, config: RunConfig, logs: Path, number: int) -> Any:
+        """What crosses to the process of one generator."""
+
+    def open_engine(self, model_path: str, settings: Any, delta: bool) -> Opened:
+        """Opens it there. Raises ConfigError."""
 
 
 def open_native(
@@ -77,22 +90,3 @@ def open_native(
         return replace(opened, follower=follower, close=follower.close)
     leader = TensorParallelEngine(native, mesh)
     return replace(opened, engine=leader, close=leader.close)
-
-
-def open_vllm(model_path: str, settings: VllmSettings, delta: bool) -> Opened:
-    """
-    Raises:
-        ConfigError: vLLM does not start, or does not serve this model.
-    """
-    from llamarl.parts.vllm.engine import VllmEngine
-
-    try:
-        engine = VllmEngine(model_path, settings)
-    except VllmFailed as error:
-        raise ConfigError(f"generator.backend = 'vllm': {error}") from None
-    return Opened(
-        engine=engine,
-        adopter=Adopter(engine.specs(), lambda tensors: None, delta=delta, subscribe=engine.subscribe),
-        description=f"all by vLLM, which {settings.python} runs",
-        close=engine.close,
-    )

@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llamarl.cluster.executor import Executor
+from llamarl.config.ref import part
 from llamarl.config.schema import GeneratorConfig
 from llamarl.config.trainer import LoraConfig
 from llamarl.distributed.mesh import own_rank
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.executors.adoption import Adoptions
-from llamarl.executors.backends import open_native, open_vllm
+from llamarl.executors.backends import open_native
 from llamarl.executors.replies import REPLY_INTERVAL_S, Adoption, Collected, GeneratorStats
 from llamarl.kernels.build import keep_choices_in
-from llamarl.parts.vllm.server import VllmSettings
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
 from llamarl.weight_sync.layout import Address, TensorSpec
 
@@ -47,7 +47,7 @@ class GeneratorExecutor(Executor):
         config: GeneratorConfig,
         rendezvous: Rendezvous | None = None,
         delta: bool = False,
-        vllm: VllmSettings | None = None,
+        backend: Any = None,
         lora: LoraConfig | None = None,
         choices: str = "",
     ) -> None:
@@ -55,13 +55,13 @@ class GeneratorExecutor(Executor):
         Args:
             rendezvous: where several ranks meet.
             delta: weights may come as changes to the version in use.
-            vllm: how vLLM is run in place of the native engine.
+            backend: settings of the part that computes in place of the native engine.
             lora: adapters come instead of weights.
             choices: folder of the run that keeps which kernels serve; empty: none.
         """
         keep_choices_in(Path(choices) if choices else None)
-        if vllm:
-            opened = open_vllm(model_path, vllm, delta)
+        if backend:
+            opened = part(config.backend, "open_engine")(model_path, backend, delta)
         else:
             opened = open_native(model_path, config, rendezvous, delta, lora)
         self._engine, self._adopter, self._follower = opened.engine, opened.adopter, opened.follower

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from llamarl.observability.files import code_fingerprint
 from llamarl.observability.screen import Screen
 from llamarl.observability.sinks import RowLog
 from llamarl.observability.spans import Span, now_s
@@ -108,6 +109,11 @@ class Flow:
             ends = {"trained_s": trained_s, "published_s": trained_s + publish_s, "adopted_s": trained_s + sync_s}
             known = {name: round(end_s, 4) for name, end_s in ends.items() if math.isfinite(end_s)}
             self._events.add("flow", step=step, groups=times, **known)
+
+
+def start_of_run() -> dict[str, Any]:
+    """For `events.jsonl`: what it takes to know that a replay computes as the run did."""
+    return {"machine": machine(), "code": code_fingerprint()}
 
 
 def machine() -> dict[str, Any]:

@@ -11,6 +11,8 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from llamarl.config import open_file, read_rows
 
 PIECE_NAME = r"(metrics|rollouts|events)-\d{5}\.jsonl(\.gz)?"
@@ -86,3 +88,11 @@ def compress(path: Path) -> None:
         partial.rename(path.with_name(f"{path.name}.gz"))
         path.unlink()
     partial.unlink(missing_ok=True)
+
+
+def code_fingerprint() -> str:
+    """Digest of every Python and C++ file of this package, names and contents."""
+    package, digest = Path(__file__).parents[1], xxhash.xxh3_64()
+    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".cpp", ".h")):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()

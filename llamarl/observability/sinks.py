@@ -8,17 +8,16 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO
+from typing import IO, Any, Protocol
 
 from llamarl.config.errors import ConfigError
 from llamarl.observability.files import compress, lines, piece, pieces
 from llamarl.observability.metrics import EvalMetrics, Row, StepMetrics
-from llamarl.parts.page.trackers._base import Forwarding, close_all
 
 BLOCK_BYTES = 1 << 20
 LAST_PIECE_S = 60.0
@@ -214,18 +213,42 @@ class RowLog:
             self._on_failure(failure)
 
 
+class Recorder(Protocol):
+    """Where rows of metrics go besides `metrics.jsonl`. All calls return soon, and none raises."""
+
+    def row(self, row: Row) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What a tracker is told at its start."""
+
+    name: str
+    """Of the run."""
+    folder: Path
+    """Of the run."""
+    settings: Mapping[str, Any]
+    """All of them, as plain values."""
+    port: int
+    """`metrics.port`."""
+    step: int
+    """Done before; later ones of the same name are done again."""
+
+
 class MetricsLog(RowLog):
     """`metrics.jsonl`: a line per step and evaluation."""
 
-    trackers: Sequence[Forwarding] = ()
-    """Get the same rows."""
+    recorder: Recorder | None = None
+    """Gets the same rows."""
 
     def log(self, record: StepMetrics | EvalMetrics) -> None:
         row = record.to_json()
         self.write(row)
-        for one in self.trackers:
-            one.put(row)
+        if self.recorder:
+            self.recorder.row(row)
 
     def close(self) -> None:
         super().close()
-        close_all(self.trackers)
+        if self.recorder:
+            self.recorder.close()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from llamarl.cluster.open import open_cluster
 from llamarl.config import RunConfig
+from llamarl.config.ref import part
 from llamarl.controller.admission import Problems
 from llamarl.controller.clock import run_patiently
 from llamarl.controller.evaluation import EvalResult
@@ -17,9 +18,9 @@ from llamarl.models.folder import load_shape
 from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
-from llamarl.parts.episodes.environments._worker import tools_of
 from llamarl.run.assembly import assembled
-from llamarl.run.executors import GeneratorSpecs, environment_spec, executor_spec, spawn_all
+from llamarl.run.executors import GeneratorSpecs, executor_spec, spawn_all
+from llamarl.run.prepare import environment_of
 
 
 class _Progress(NullScreen):
@@ -47,14 +48,14 @@ async def _evaluate(config: RunConfig, progress: Callable[[int, int], None]) -> 
     path = config.model.path
     shape, tokenizer = load_shape(path), Tokenizer(path)
     check_vocabulary(tokenizer, shape.vocab_size)
-    tools = tools_of(config.rollout.environment)
+    tools, stop_strings = environment_of(config)
     prompts = load_prompts(config.data, tokenizer, shape.max_position_embeddings, "eval", tools).prompts
-    problems = Problems(train=(), eval=prompts, stop_token_ids=tokenizer.eos_token_ids)
+    problems = Problems(train=(), eval=prompts, stop_token_ids=tokenizer.eos_token_ids, stop_strings=stop_strings)
     cluster = open_cluster(config.cluster)
 
     async def spawn() -> Executors:
         reward = executor_spec("reward", "reward:RewardExecutor", 1, model_path=path, config=config.reward)
-        models = [environment_spec(config)] if config.rollout.has_episodes else []
+        models = [part("episodes", "spec")(config)] if config.rollout.has_episodes else []
         specs = [reward, *models, *map(GeneratorSpecs(config=config), range(config.generator.replicas))]
         first, *others = await spawn_all(cluster, specs, config.cluster.start_timeout_s)
         beside, generators = others[: len(models)], others[len(models) :]

@@ -7,19 +7,18 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, RemoteError
 from llamarl.cluster.engine_files import MEMORY, mirror_folder
 from llamarl.config import ConfigError
+from llamarl.config.ref import part
 from llamarl.config.roles import CriticConfig
 from llamarl.config.schema import RunConfig
 from llamarl.config.trainer import LoraConfig, TrainerConfig
 from llamarl.distributed.rendezvous import open_rendezvous
-from llamarl.parts.vllm.server import VllmSettings
 from llamarl.run.folder import RunFolder
 from llamarl.run.placement import ANYWHERE, Place, Places, models_in_use
 
@@ -32,8 +31,6 @@ TARGETS = {
 """Modules and classes below `llamarl.executors` that have a model."""
 PROCESS = "starts its process"
 """What an executor is at until it answers."""
-VLLM_START_SHARE = 0.8
-"""Of the longest wait for an executor; the rest is for its process, and to hear why vLLM did not start."""
 
 
 def executor_spec(
@@ -49,15 +46,6 @@ def executor_spec(
         env=env | dict(place.env),
         hosts=place.hosts,
     )
-
-
-def environment_spec(config: RunConfig, place: Place = ANYWHERE) -> ExecutorSpec:
-    """What answers turns, or runs the agents that ask for them."""
-    path, rollout, folder = config.model.path, config.rollout, "llamarl.parts.episodes.executors"
-    target, settings = f"{folder}.environment:EnvironmentExecutor", rollout.environment
-    if rollout.agent:
-        target, settings = f"{folder}.gateway:GatewayExecutor", rollout
-    return executor_spec("environment", target, 1, place=place, model_path=path, config=settings)
 
 
 class RunSpecs:
@@ -87,7 +75,7 @@ class RunSpecs:
                 name, "reward:RewardExecutor", 1, place=place, model_path=config.model.path, config=config.reward
             )
         if name == "environment":
-            return environment_spec(config, place)
+            return part("episodes", "spec")(config, place)
         settings, options, num_ranks = config.trainer if name == "trainer" else self._models[name], dict[str, Any](), 1
         if isinstance(settings, TrainerConfig | CriticConfig):
             num_ranks = settings.parallelism.num_ranks
@@ -109,45 +97,22 @@ class GeneratorSpecs:
 
     config: RunConfig
     delta: bool = False
-    vllm: VllmSettings | None = None
+    logs: Path = Path()
+    """Folder for the output of what is no executor."""
     lora: LoraConfig | None = None
     choices: Path | None = None
     """Folder of the run that keeps which kernels serve; None: nothing is kept."""
 
     def __call__(self, number: int, place: Place = ANYWHERE) -> ExecutorSpec:
-        name, config, vllm = f"generator-{number}", self.config.generator, self.vllm
-        if vllm is not None:
-            log_path = Path(vllm.log_path or "").with_name(f"{name}.vllm.log")
-            vllm = replace(vllm, seed=crc32(f"{vllm.seed}/{number}".encode()), log_path=str(log_path))
+        name, config = f"generator-{number}", self.config.generator
+        is_native = config.backend == "native"
+        backend = None if is_native else part(config.backend, "settings")(self.config, self.logs, number)
         return executor_spec(
             name, "generator:GeneratorExecutor", config.threads, config.tensor_parallel, place=place,
-            model_path=self.config.model.path, config=config, delta=self.delta, vllm=vllm, lora=self.lora,
+            model_path=self.config.model.path, config=config, delta=self.delta, backend=backend, lora=self.lora,
             choices=str(self.choices or ""),
             rendezvous=open_rendezvous(config.tensor_parallel, self.config.cluster.start_timeout_s),
         )  # fmt: skip
-
-
-def vllm_settings(config: RunConfig, logs: Path) -> VllmSettings | None:
-    """How a run's generators run vLLM, if they do; each gets a seed and a log of its own."""
-    generator = config.generator
-    if generator.backend != "vllm":
-        return None
-    assert generator.dtype in ("float32", "bfloat16"), "refused with the settings"
-    return VllmSettings(
-        python=generator.vllm.python,
-        dtype=generator.dtype,
-        device=generator.device,
-        max_running=generator.max_running,
-        prefill_tokens=generator.prefill_tokens,
-        kv_bytes=generator.kv_cache_bytes,
-        kv_dtype=generator.kv_dtype,
-        threads=generator.threads,
-        kv_on_update=generator.kv_on_update,
-        seed=config.seed,
-        start_timeout_s=VLLM_START_SHARE * config.cluster.start_timeout_s,
-        log_path=str(logs / "vllm.log"),
-        arguments=tuple(generator.vllm.arguments),
-    )
 
 
 async def spawn_all(

@@ -8,6 +8,8 @@ from the first device on.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,8 +20,9 @@ from llamarl.cluster.api import HostShare
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.config.device import PLACED, named_devices
 from llamarl.config.schema import CriticConfig, ReferenceConfig, RewardModelConfig
-from llamarl.parts.hosts.home import count_devices
 
+COUNT_S = 120.0
+"""For a process that imports torch and counts."""
 MAX_ROWS = 24
 """Of a table."""
 
@@ -267,3 +270,13 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
         "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths, strict=False)).rstrip()
         for row in rows
     ]
+
+
+def count_devices() -> int:
+    """GPUs that an executor would see. Raises ConfigError."""
+    code = "import torch; print(torch.cuda.device_count())"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=COUNT_S, check=True)
+    except (subprocess.SubprocessError, OSError) as error:
+        raise ConfigError(f"torch cannot count the GPUs of this host: {error}; use device = 'cpu'") from None
+    return int(done.stdout.split()[-1])

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from llamarl.algorithms.advantages._base import GroupAdvantage
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.config.decoder import uneven_parts
+from llamarl.config.ref import part
 from llamarl.config.roles import CriticConfig
 from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.admission import Problems
@@ -24,10 +25,6 @@ from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.models.folder import check_weights, load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.observability.usage import MIN_FILES, available_bytes
-from llamarl.parts.episodes.environments._worker import build_environment, tools_of
-from llamarl.parts.episodes.gateway._worker import find_agent
-from llamarl.parts.page.trackers._base import tracker_class
-from llamarl.parts.vllm.server import check_python
 from llamarl.rewards._build import build_reward
 from llamarl.run.placement import Placement, models_in_use, place
 from llamarl.training.cost import activation_bytes
@@ -93,34 +90,21 @@ def _check_parts(config: RunConfig) -> None:
             "use 'gae', or leave it out"
         )
     build_reward(config.reward).close()
-    if config.rollout.environment:
-        build_environment(config.rollout.environment)
-        if config.generator.backend == "vllm":
-            raise ConfigError(
-                "rollout.environment with generator.backend = 'vllm': turns need an engine that goes on with one "
-                "rollout of a group while others decode; use backend = 'native'"
-            )
-    _check_agent(config)
-    for name in config.metrics.sinks:
-        if name != "jsonl":
-            tracker_class(name)
+    if config.rollout.has_episodes:
+        part("episodes", "check")(config)
+    if set(config.metrics.sinks) - {"jsonl"}:
+        part("page", "check")(config)
     check_name(config.weight_sync.transport)
-    if config.generator.backend == "vllm":
-        check_python(config.generator.vllm.python)
+    if config.generator.backend != "native":
+        part(config.generator.backend, "check")(config)
 
 
-def _check_agent(config: RunConfig) -> None:
-    agent = config.rollout.agent
-    if agent is None:
-        return
-    find_agent(agent.name)
-    if config.rollout.environment:
-        raise ConfigError("rollout.agent and rollout.environment are both set; an episode has one of them")
-    if "critic" in models_in_use(config):
-        raise ConfigError(
-            "rollout.agent with a critic: an agent's episode is several sequences, and which token's value follows "
-            "which is not known; leave the agent out, or choose advantages without a critic"
-        )
+def environment_of(config: RunConfig) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Tools that the chat template tells the policy of, and strings that end a turn. Raises ConfigError."""
+    if config.rollout.environment is None:
+        return [], ()
+    environment = part("episodes", "build_environment")(config.rollout.environment)
+    return environment.tools(), tuple(environment.stop)
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -145,15 +129,19 @@ def prepare(config: RunConfig) -> Prepared:
             f"trainer.compile = true needs a C++ compiler, and there is no {compiler} on PATH; leave it out"
         )
 
+    tools, stop_strings = environment_of(config)
+
     def load(which: Literal["train", "eval"]) -> tuple[Prompt, ...]:
-        tools = tools_of(config.rollout.environment)
         loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings, which, tools)
         if loaded.num_overlong:
             warnings.append(skipped_prompts(config, which, loaded.num_overlong))
         return loaded.prompts
 
     problems = Problems(
-        train=load("train"), eval=load("eval") if config.data.eval else (), stop_token_ids=tokenizer.eos_token_ids
+        train=load("train"),
+        eval=load("eval") if config.data.eval else (),
+        stop_token_ids=tokenizer.eos_token_ids,
+        stop_strings=stop_strings,
     )
     longest = max(len(prompt.token_ids_T) for prompt in (*problems.train, *problems.eval))
     check_microbatch(config, shape, max(len(prompt.token_ids_T) for prompt in problems.train))

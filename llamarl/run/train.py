@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
-from llamarl.cluster.open import open_cluster, open_registry
 from llamarl.cluster.port import port
 from llamarl.config import ConfigError, RunConfig
+from llamarl.config.load import flat_settings
+from llamarl.config.ref import part
 from llamarl.controller.admission import TooManyInvalid
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.clock import run_patiently
@@ -24,31 +25,20 @@ from llamarl.controller.supervision import Interrupted, Stalled, rare_garbage_co
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.accounting import verdict, write_trace
-from llamarl.observability.events import EventLog, RecordedScreen
+from llamarl.observability.events import EventLog, RecordedScreen, start_of_run
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.report import RunFile, RunSummary, render_summary, write_summary
 from llamarl.observability.screen import Screen, open_screen
-from llamarl.observability.sinks import MetricsLog
+from llamarl.observability.sinks import MetricsLog, Subject
 from llamarl.observability.spans import now_s
 from llamarl.observability.view import RunInfo
-from llamarl.parts.hosts.hosting import Hosting
-from llamarl.parts.hosts.hosts import Elastic, gathered
-from llamarl.parts.hosts.registry import Registry
-from llamarl.parts.page.run_data import flat_settings
-from llamarl.parts.page.trackers._base import Subject, open_trackers
-from llamarl.parts.replay.recorded import start_of_run
 from llamarl.run.assembly import WIND_DOWN_S, assembled, nothing_to_resume
 from llamarl.run.copying import Copying
-from llamarl.run.executors import (
-    GeneratorSpecs,
-    RunSpecs,
-    spawn_all,
-    vllm_settings,
-)
+from llamarl.run.executors import GeneratorSpecs, RunSpecs, spawn_all
 from llamarl.run.folder import RunFolder
 from llamarl.run.journal import open_journal
-from llamarl.run.placement import LocalPlaces, Places, place
+from llamarl.run.machines import Machines, open_machines
 from llamarl.run.prepare import Prepared
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import RolloutGroup
@@ -93,9 +83,6 @@ class _Run:
         self._problems = prepared.problems
         self._shape = prepared.shape
         self._placement = prepared.placement
-        self._registry: Registry | None = None
-        self._hosting: Hosting | None = None
-        """Both with several hosts."""
         self._specs: RunSpecs | None = None
         """Once executors are started."""
         self._outcome = _Progress(warnings=list(prepared.warnings))
@@ -122,7 +109,8 @@ class _Run:
             for text in self._outcome.warnings:
                 screen.warn(text)
             log, recorder = MetricsLog(folder.metrics, *keep), RolloutRecorder(folder.rollouts, *keep)
-            log.trackers = open_trackers(config.metrics.sinks, self._subject(), screen.warn)
+            if set(config.metrics.sinks) - {"jsonl"}:
+                log.recorder = part("page", "Trackers")(config.metrics.sinks, self._subject(), screen.warn)
             telemetry = Telemetry(config, screen, log, recorder, limit, events=events)
             journal = open_journal(config, self._problems, folder, telemetry.warn)
             try:
@@ -155,16 +143,16 @@ class _Run:
         )
 
     async def _with_executors(self, screen: Screen, telemetry: Telemetry, journal: Journal) -> None:
-        settings = self._config.cluster
-        self._registry = open_registry(settings, self._folder.logs, screen.phase)
-        cluster = open_cluster(settings, self._folder.logs, self._registry)
+        folder = self._folder
+        machines = open_machines(self._config, folder.logs, folder.path, self._placement, screen.phase)
+        cluster = machines.open()
         copying = Copying(self._config, self._folder, telemetry.warn)
         async with assembled(
             self._config,
             self._problems,
             telemetry,
             cluster.shutdown,
-            lambda: self._spawn(cluster, screen),
+            lambda: self._spawn(machines, cluster, screen),
             resumed=lambda executors: self._resumed(executors, screen, journal),
             journal=journal,
             on_stop=lambda: self._stopping(screen),
@@ -175,8 +163,7 @@ class _Run:
                 self._go_on(telemetry, controller.version)
             journal.begin(controller.version)
             supervisor.start(copying.loop(), "copies of checkpoints")
-            if self._registry is not None and self._hosting is not None:
-                Elastic(self._registry, self._hosting, controller, telemetry, supervisor, settings.shutdown_timeout_s)
+            machines.follow(controller, telemetry, supervisor)
             try:
                 await supervisor.run(self._train(controller, telemetry))
             except (Interrupted, ExecutorError, Stalled, TooManyInvalid) as error:
@@ -210,18 +197,11 @@ class _Run:
         if math.isnan(self._outcome.loop_ended_s):
             self._outcome.loop_ended_s = now_s()
 
-    async def _places(self, screen: Screen) -> Places:
-        """Where executors are started; with several hosts, once these have called. Raises ConfigError."""
-        if self._registry is None:
-            return LocalPlaces(self._placement or place(self._config))
-        self._hosting = await gathered(self._config, self._registry, self._folder.path, screen.phase)
-        return self._hosting
-
-    async def _spawn(self, cluster: Cluster, screen: Screen) -> Executors:
+    async def _spawn(self, machines: Machines, cluster: Cluster, screen: Screen) -> Executors:
         config, timeout_s = self._config, self._config.cluster.start_timeout_s
-        places = await self._places(screen)
+        places = await machines.places(screen.phase)
         generator = GeneratorSpecs(
-            config=config, delta=config.weight_sync.delta, vllm=vllm_settings(config, self._folder.logs),
+            config=config, delta=config.weight_sync.delta, logs=self._folder.logs,
             lora=config.trainer.lora, choices=self._folder.kernels,
         )  # fmt: skip
         self._specs = others = RunSpecs(config, self._folder, places, resume=self._resume)
@@ -258,7 +238,7 @@ class _Run:
             spawn_generator=spawn_generator,
             spawn_again=lambda name: cluster.spawn(others.again(name), timeout_s),
             room=places.room,
-            may_grow=self._hosting is not None,
+            may_grow=machines.may_grow,
         )
 
     async def _resumed(self, executors: Executors, screen: Screen, journal: Journal) -> ControllerState | None:

@@ -21,7 +21,7 @@ def python_files(*folders: str) -> list[Path]:
 
 def documents() -> list[Path]:
     """Every page that people read."""
-    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *PACKAGE.rglob("*.md")])
 
 
 def name_of(path: Path) -> str:

@@ -58,6 +58,7 @@ def lower(data: Any) -> float:
 ASYNC, HOSTS, WIRE = "asynchrony-2026-11-21", "hosts-2026-11-22", "hosts_weights-2026-11-22"
 SYNC, PLAN, DELTA = "weight_sync-2026-11-22", "weight_sync_plan-2026-11-22", "delta-2026-11-21"
 CHECKPOINT, FAULTS, DECODE = "checkpoint-2026-11-21", "faults-2026-11-23", "generation-avx512-2026-11-22"
+JUDGE = "judge_data-2026-11-23"
 MODES = tuple(f"medians/{mode}/" for mode in ("max_staleness_1", "max_staleness_0", "colocated"))
 P405 = "planning/405B, 512 to 512 ranks/"
 FIGURES = (
@@ -71,6 +72,13 @@ FIGURES = (
         tuple((f"{one}accuracy_after", ".1%") for one in MODES),
     ),
     Figure("README.md", "lower in {} of three seeds", ASYNC, ((lower, ".0f"),)),
+    *(
+        Figure(
+            "docs/code.md", f"| {name} | {{}} | {{}} | {{}} | {{}} |", JUDGE,
+            tuple((f"{name.lower()}/{one}", ".0f") for one in ("rows", "right", "wrong", "invalid")),
+        )
+        for name in ("HumanEval", "MBPP")
+    ),
     Figure(
         "docs/checkpoints.md", "stood still for {} of a save's time (median of seven; {} in the first", CHECKPOINT,
         (("blocked_share", ".0%"), ("blocked_share_of_the_first", ".0%")),

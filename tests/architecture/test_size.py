@@ -1,20 +1,49 @@
-"""Small functions, small files, no empty rooms."""
+"""Small functions, rooms and parts within their budgets, no empty rooms."""
 
 from __future__ import annotations
 
 import ast
 import tokenize
+from collections import Counter
 from pathlib import Path
 
 from tests.architecture.repository import PACKAGE, functions, name_of, python_files, tree
 
 FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
-FILE_LINES, EXECUTOR_LINES = 400, 200
-CODE_LINES, KERNEL_LINES = 30_600, 1_500
-
-
-def _num_lines(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
+KERNEL_LINES = 1_500
+BUDGETS = {
+    "top": 230,  # goal: 250
+    "config": 900,  # goal: 820
+    "net": 70,  # goal: 70
+    "kernels": 1_170,  # goal: 1,200
+    "distributed": 620,  # goal: 600
+    "sharding": 530,  # goal: 530
+    "algorithms": 460,  # goal: 500
+    "models": 910,  # goal: 900
+    "weight_sync": 1_580,  # goal: 1,580
+    "checkpoint": 630,  # goal: 630
+    "recipes": 70,  # goal: 90
+    "rewards": 670,  # goal: 690
+    "data": 640,  # goal: 630
+    "observability": 1_120,  # goal: 1,050
+    "sandbox": 340,  # goal: 300
+    "cluster": 1_140,  # goal: 1,080
+    "generation": 1_840,  # goal: 1,830
+    "training": 1_570,  # goal: 1,550
+    "executors": 940,  # goal: 920
+    "controller": 2_960,  # goal: 2,450
+    "run": 1_420,  # goal: 1,150
+    "cli": 750,  # goal: 600
+    "parts/forecast": 3_050,  # goal: 2,900
+    "parts/page": 1_490,  # goal: 1,450
+    "parts/episodes": 2_580,  # goal: 2,150
+    "parts/hosts": 1_510,  # goal: 1,350
+    "parts/replay": 810,  # goal: 720
+    "parts/vllm": 620,  # goal: 600
+    "parts/sft": 520,  # goal: 480
+}
+"""Code lines of each room of the core, of the files at the top, and of each part. Over one: cut, or move, or raise that
+one alone and say what readers gain."""
 
 
 def test_functions_are_short() -> None:
@@ -25,15 +54,6 @@ def test_functions_are_short() -> None:
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > bound:
                 too_long.append(f"{name_of(path)}:{node.lineno} {node.name} has {length} lines, at most {bound}")
-    assert not too_long, "\n".join(too_long)
-
-
-def test_files_are_short() -> None:
-    too_long = []
-    for path in python_files():
-        bound = EXECUTOR_LINES if path.parent == PACKAGE / "executors" else FILE_LINES
-        if _num_lines(path) > bound:
-            too_long.append(f"{name_of(path)} has {_num_lines(path)} lines, at most {bound}")
     assert not too_long, "\n".join(too_long)
 
 
@@ -51,8 +71,22 @@ def _num_code_lines(path: Path) -> int:
     return len(lines)
 
 
-def test_package_stays_small() -> None:
-    assert sum(map(_num_code_lines, python_files("llamarl"))) < CODE_LINES
+def _room(path: Path) -> str:
+    """`controller`, `parts/page`, or `top`."""
+    folders = path.relative_to(PACKAGE).parts[:-1]
+    return "/".join(folders[: 2 if folders[:1] == ("parts",) else 1]) or "top"
+
+
+def test_rooms_and_parts_keep_their_budgets() -> None:
+    sizes = Counter[str]()
+    for path in python_files("llamarl"):
+        sizes[_room(path)] += _num_code_lines(path)
+    del sizes["parts"]  # a docstring
+    assert sizes.keys() == BUDGETS.keys()
+    over = [
+        f"{room} has {size} code lines, at most {BUDGETS[room]}" for room, size in sizes.items() if size > BUDGETS[room]
+    ]
+    assert not over, "\n".join(over)
 
 
 def test_kernels_stay_small() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llamarl.data.chat import ToolFormat, tool_calls, tool_format
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.parts.episodes.environments._base import ToolCall
+from llamarl.types import ToolCall
 
 QWEN = """{%- if tools %}<|im_start|>system
 # Tools

@@ -22,12 +22,12 @@ from llamarl.executors.generator import GeneratorExecutor
 from llamarl.models.attention import causal_attend
 from llamarl.models.hf import new_model
 from llamarl.models.shape import ModelShape
+from llamarl.observability.sinks import Subject
 from llamarl.parts.forecast.costs import Costs
 from llamarl.parts.forecast.simulator.faults import Faults
 from llamarl.parts.forecast.simulator.run import simulate
 from llamarl.parts.forecast.simulator.split import Split
 from llamarl.parts.hosts.launch import script
-from llamarl.parts.page.trackers._base import Subject
 from llamarl.parts.page.trackers.prometheus import Prometheus
 from llamarl.training.compute import set_compute
 from llamarl.training.health import Health

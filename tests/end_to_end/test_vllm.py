@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llamarl.config import ConfigError
-from llamarl.executors.backends import open_vllm
+from llamarl.parts.vllm.joint import open_engine
 from llamarl.parts.vllm.server import VllmSettings
 from tests.end_to_end.tiny import llamarl, llamarl_here, make_model, rows
 from tests.parts.vllm.test_vllm import FAKE, PYTHON, needs_vllm
@@ -80,7 +80,7 @@ def test_what_cannot_start_is_said_in_a_sentence(tmp_path: Path, toml: Path, mod
 
     settings = VllmSettings(python=str(interpreter(tmp_path, "die")), log_path=str(tmp_path / "vllm.log"))
     with pytest.raises(ConfigError) as raised:
-        open_vllm(str(model), settings, delta=False)
+        open_engine(str(model), settings, delta=False)
     first, *log = str(raised.value).splitlines()
     assert first.startswith(
         f"generator.backend = 'vllm': vLLM server of {model} has ended; the end of {tmp_path}/vllm.log"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from llamarl.config import RunConfig
-from llamarl.run.executors import PROCESS, GeneratorSpecs, spawn_all, vllm_settings
+from llamarl.run.executors import PROCESS, GeneratorSpecs, spawn_all
 
 MINIMAL = {"model": {"path": "m"}, "data": {"train": "running_total"}, "cluster": {"start_timeout_s": 50.0}}
 
@@ -19,8 +19,8 @@ def test_each_replica_has_its_own_vllm_seed_and_log(tmp_path: Path) -> None:
     seeds = set[int]()
     for seed in (0, 1):
         config = RunConfig.model_validate(MINIMAL | {"generator": generator, "seed": seed})
-        specs = GeneratorSpecs(config=config, vllm=vllm_settings(config, tmp_path))
-        settings = [specs(number).options["vllm"] for number in range(3)]
+        specs = GeneratorSpecs(config=config, logs=tmp_path)
+        settings = [specs(number).options["backend"] for number in range(3)]
         seeds |= {one.seed for one in settings}
         assert [one.log_path for one in settings] == [f"{tmp_path}/generator-{i}.vllm.log" for i in range(3)]
         for one in settings:
@@ -31,8 +31,8 @@ def test_each_replica_has_its_own_vllm_seed_and_log(tmp_path: Path) -> None:
 
 def test_a_native_generator_has_no_vllm(tmp_path: Path) -> None:
     config = RunConfig.model_validate(MINIMAL)
-    specs = GeneratorSpecs(config=config, vllm=vllm_settings(config, tmp_path))
-    assert specs(0).options["vllm"] is None
+    specs = GeneratorSpecs(config=config, logs=tmp_path)
+    assert specs(0).options["backend"] is None
 
 
 def test_who_is_not_there_yet_is_told() -> None:

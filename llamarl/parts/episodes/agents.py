@@ -15,12 +15,12 @@ from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.controller.groups import PendingGroup
 from llamarl.controller.lives import Lasting
-from llamarl.controller.ports import GatewayPort
 from llamarl.controller.records import Key
 from llamarl.controller.replica import Replica
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.parts.episodes.gateway.news import AgentTask
+from llamarl.parts.episodes.ports import GatewayPort
 from llamarl.types import FinishReason, GenerationRequest, Rollout
 
 

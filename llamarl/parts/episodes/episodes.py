@@ -17,7 +17,7 @@ from llamarl.cluster.port import port
 from llamarl.config import RunConfig
 from llamarl.controller.groups import PendingGroup
 from llamarl.controller.lives import Lasting
-from llamarl.controller.ports import EnvironmentPort, Executors
+from llamarl.controller.ports import Executors
 from llamarl.controller.records import Key
 from llamarl.controller.replica import Replica
 from llamarl.controller.replicas import Replicas
@@ -26,6 +26,7 @@ from llamarl.executors.replies import Episode, Replied
 from llamarl.parts.episodes.agents import Agents
 from llamarl.parts.episodes.environments._base import Environment
 from llamarl.parts.episodes.environments._worker import build_environment
+from llamarl.parts.episodes.ports import EnvironmentPort
 from llamarl.types import FinishReason, GenerationRequest, Rollout, observed
 
 
@@ -40,7 +41,7 @@ class _Waiting:
         return Episode(rollout.group_id, rollout.index, self.pending.prompt, rollout.turns, spent_s)
 
 
-def open_episodes(
+def open_turns(
     config: RunConfig,
     executors: Executors,
     supervisor: Supervisor,

@@ -28,17 +28,10 @@ from llamarl.cluster.engine_files import log_env
 from llamarl.cluster.start_up import LIFELINE
 from llamarl.config.errors import ConfigError
 from llamarl.net.entrance import Entrance, listen, on_loop
+from llamarl.observability.files import code_fingerprint
 from llamarl.parts.hosts.certificates import client_context, monarch_env
-from llamarl.parts.hosts.home import (
-    BLAST_S,
-    BROKEN,
-    MAX_LINE_BYTES,
-    SILENT_S,
-    Line,
-    code_fingerprint,
-    count_devices,
-    own_inventory,
-)
+from llamarl.parts.hosts.home import BLAST_S, BROKEN, MAX_LINE_BYTES, SILENT_S, Line, own_inventory
+from llamarl.run.placement import count_devices
 
 CONTROLLER_SILENT_S = 4.0
 """A little more patience than the registry has: it should be the one who says what is lost."""

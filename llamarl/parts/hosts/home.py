@@ -11,17 +11,13 @@ import json
 import os
 import platform
 import ssl
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
-import xxhash
-
-from llamarl.config.errors import ConfigError
 from llamarl.config.section import Section
+from llamarl.observability.files import code_fingerprint
 
 BEAT_S = 0.5
 SILENT_S = 3.0
@@ -29,8 +25,6 @@ HUNG_UP = "the other end has closed the connection"
 BLAST_S = 30.0
 """Longest measurement of a wire."""
 MAX_LINE_BYTES = 4 << 20
-COUNT_S = 120.0
-"""For a process that imports torch and counts."""
 PACKAGES = ("torch", "torchmonarch")
 """Of which all hosts have the same version."""
 
@@ -159,21 +153,3 @@ def own_inventory(name: str, address: str, logs: str, gpus: int) -> Inventory:
         packages={package: importlib.metadata.version(package) for package in PACKAGES},
         pid=os.getpid(),
     )
-
-
-def code_fingerprint() -> str:
-    """Of every Python and C++ file of this package, names and contents."""
-    package, digest = Path(__file__).parents[2], xxhash.xxh3_64()
-    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".cpp", ".h")):
-        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def count_devices() -> int:
-    """GPUs that an executor would see. Raises ConfigError."""
-    code = "import torch; print(torch.cuda.device_count())"
-    try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=COUNT_S, check=True)
-    except (subprocess.SubprocessError, OSError) as error:
-        raise ConfigError(f"torch cannot count the GPUs of this host: {error}; use device = 'cpu'") from None
-    return int(done.stdout.split()[-1])

@@ -9,13 +9,14 @@ import tomllib
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.config.load import flat_settings
 from llamarl.observability.accounting import WORK_KINDS
 from llamarl.observability.spans import Span, SpanTable, merged
 from llamarl.parts.page.follow import Follower
@@ -262,12 +263,3 @@ def _thinned(values: Sequence[float], every: int, joined: Callable[[list[float]]
         known = ([value for value in part if math.isfinite(value)] for part in parts)
         found = (joined(one) if one else math.nan for one in known)
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in found]
-
-
-def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and plain value of each."""
-    for name, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from flat_settings(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value

@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from llamarl.config import load_config
+from llamarl.config.load import flat_settings
 from llamarl.observability.files import read_run_rows
-from llamarl.parts.page.run_data import flat_settings
 from llamarl.parts.replay.recorded import first_difference, versions_of
 from llamarl.run.folder import RunFolder
 

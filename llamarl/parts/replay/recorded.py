@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from llamarl.observability.events import machine
-from llamarl.observability.files import read_run_rows
+from llamarl.observability.files import code_fingerprint, read_run_rows
 from llamarl.observability.metrics import flat
 from llamarl.observability.recorder import rows_of
-from llamarl.parts.hosts.home import code_fingerprint
 from llamarl.run.folder import RunFolder
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import RolloutGroup
@@ -129,11 +128,6 @@ def first_tensor(recorded: str, found: str, names: Sequence[str]) -> str:
 def versions_of(row: Mapping[str, Any]) -> Iterator[int]:
     """The policy version of each token of a row of `rollouts.jsonl`."""
     return chain.from_iterable(repeat(version, times) for version, times in row["policy_versions"])
-
-
-def start_of_run() -> dict[str, Any]:
-    """For `events.jsonl`: what it takes to know that a replay computes as the run did."""
-    return {"machine": machine(), "code": code_fingerprint()}
 
 
 def _starts(folder: RunFolder) -> list[dict[str, Any]]:

@@ -6,18 +6,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llamarl.config import ConfigError, RunConfig
+from llamarl.config.load import flat_settings
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
-from llamarl.observability.events import EventLog, RecordedScreen
+from llamarl.observability.events import EventLog, RecordedScreen, start_of_run
 from llamarl.observability.formats import counted
 from llamarl.observability.metrics import UpdateMetrics
 from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
-from llamarl.parts.page.run_data import flat_settings
-from llamarl.parts.replay.recorded import start_of_run
 from llamarl.parts.replay.replay import Request, replay
 from llamarl.run.folder import RunFolder, prepare_run_folder
 from llamarl.run.placement import models_in_use

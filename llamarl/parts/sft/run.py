@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
-from llamarl.cluster.open import open_cluster, open_registry
 from llamarl.cluster.port import port
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import GeneratorConfig
@@ -25,14 +24,13 @@ from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.models.folder import check_weights, load_shape
 from llamarl.observability.sinks import MetricsLog
-from llamarl.parts.hosts.hosts import gathered
-from llamarl.parts.hosts.registry import Host, Registry
 from llamarl.parts.sft.documents import num_tokens, solution_of, to_documents
 from llamarl.run.assembly import WIND_DOWN_S, interruptible, nothing_to_resume
 from llamarl.run.copying import Copying
 from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.run.folder import RunFolder
-from llamarl.run.placement import LocalPlaces, Placement, place
+from llamarl.run.machines import Machines, open_machines
+from llamarl.run.placement import Placement, place
 from llamarl.run.prepare import check_parallelism, skipped_prompts
 from llamarl.types import SampleGroup
 
@@ -107,14 +105,14 @@ class FineTuning:
 
     async def _with_executor(self, log: MetricsLog) -> None:
         limits, supervisor = self.config.cluster, Supervisor()
-        registry = open_registry(limits, self.folder.logs, self.warn)
-        cluster = open_cluster(limits, self.folder.logs, registry)
+        folder = self.folder
+        machines = open_machines(self.config, folder.logs, folder.path, self.placement, self.warn, "trainer")
+        cluster = machines.open()
         with interruptible(supervisor):
             try:
-                handle = await supervisor.run(self._spawn(cluster, registry))
+                handle = await supervisor.run(self._spawn(cluster, machines))
                 supervisor.watch(handle)
-                if registry is not None:
-                    _let_leave(registry, handle, supervisor)
+                machines.end_with(handle, supervisor)
                 trainer = port(SftPort, handle, limits.call_timeout_s)
                 under_way = list[asyncio.Task[None]]()
                 copying = Copying(self.config, self.folder, self.warn)
@@ -130,13 +128,9 @@ class FineTuning:
                 await supervisor.stop()
                 await cluster.shutdown(limits.shutdown_timeout_s)
 
-    async def _spawn(self, cluster: Cluster, registry: Registry | None) -> ExecutorHandle:
+    async def _spawn(self, cluster: Cluster, machines: Machines) -> ExecutorHandle:
         config, num_ranks = self.config, self.config.trainer.parallelism.num_ranks
-        if registry is not None:
-            found = (await gathered(config, registry, self.folder.path, self.warn, "trainer")).place("trainer")
-        else:
-            assert self.placement is not None
-            found = LocalPlaces(self.placement).place("trainer")
+        found = (await machines.places(self.warn)).place("trainer")
         spec = executor_spec(
             "trainer", "llamarl.parts.sft.executor:SftExecutor", config.trainer.threads, num_ranks, config=config,
             resume=self.resume, place=found,
@@ -199,20 +193,6 @@ class FineTuning:
                 await _save(trainer, "at the end")
         except (TimeoutError, ExecutorError, NotSaved) as error:
             self.warn(f"no checkpoint at the end, the last periodic one stands: {error!r}")
-
-
-def _let_leave(registry: Registry, handle: ExecutorHandle, supervisor: Supervisor) -> None:
-    """Hosts go when they ask for it; if one computes here, the run ends with a checkpoint."""
-
-    def leaves(host: Host) -> None:
-        if host.name in handle.hosts:
-            supervisor.fail(Interrupted(f"ended, as host {host.name} leaves, which runs {handle.name}"))
-        else:
-            registry.dismiss(host, "nothing runs there")
-
-    registry.leaves = leaves
-    for host in [host for host in registry.hosts.values() if host.is_leaving]:
-        leaves(host)
 
 
 async def _save(trainer: SftPort, when: str) -> None:

@@ -32,13 +32,7 @@ from llamarl.generation.backend import EngineStats
 from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
-from llamarl.parts.vllm.server import (
-    CONTROL_TIMEOUT_S,
-    TOKENIZER_FILE,
-    VllmRefused,
-    VllmServer,
-    VllmSettings,
-)
+from llamarl.parts.vllm.server import CONTROL_TIMEOUT_S, TOKENIZER_FILE, VllmRefused, VllmServer, VllmSettings
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams, continued
 from llamarl.weight_sync.base import Subscriber
 from llamarl.weight_sync.layout import Address, TensorSpec

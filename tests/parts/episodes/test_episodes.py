@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from llamarl.controller.journal import Journal
 from llamarl.executors.replies import Episode, Replied
-from llamarl.parts.episodes.environments._base import RAISED
 from llamarl.rewards._base import invalid, right
-from llamarl.types import OBSERVED
+from llamarl.types import OBSERVED, RAISED
 from tests.controller.fakes import Generator, Run, Trainer, config, prompts
 from tests.controller.test_keeping import Killed, killed, newest
 

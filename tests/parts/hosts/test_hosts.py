@@ -14,7 +14,7 @@ from llamarl.cluster.api import ExecutorHandle, HostFailed
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.parts.hosts.hosting import Hosting
 from llamarl.parts.hosts.hosts import Elastic
-from llamarl.parts.sft.run import _let_leave
+from llamarl.parts.hosts.machines import let_leave
 from tests.controller.fakes import FakeHandle, Generator, Run, config
 from tests.parts.hosts.test_hosting import Machine, config_of
 
@@ -194,7 +194,7 @@ def test_a_host_of_fine_tuning_goes_at_once_or_ends_it_with_a_checkpoint() -> No
         for host in registry.hosts.values():
             host.name = host.inventory.name
         registry.hosts["c"].is_leaving = True  # while it started
-        _let_leave(registry, handle, supervisor)
+        let_leave(registry, handle, supervisor)
         registry.leaves(registry.hosts["d"])
         assert registry.dismissed == ["c", "d"]
         registry.leaves(registry.hosts["b"])

@@ -17,6 +17,7 @@ import pytest
 
 from llamarl.config import ConfigError
 from llamarl.net.entrance import MAX_UNPROVED
+from llamarl.observability.files import code_fingerprint
 from llamarl.parts.hosts import home, registry
 from llamarl.parts.hosts.agent import Refused, ask_to_leave, call
 from llamarl.parts.hosts.certificates import CONTROLLER, client_context, make_certificates
@@ -394,5 +395,5 @@ async def _beats(line: Line) -> None:
 
 
 def test_the_fingerprint_of_code_is_of_names_and_contents() -> None:
-    assert home.code_fingerprint() == home.code_fingerprint()
-    assert Inventory.model_validate(own_inventory("b", "127.0.0.3", "", 0).model_dump()).code == home.code_fingerprint()
+    assert code_fingerprint() == code_fingerprint()
+    assert Inventory.model_validate(own_inventory("b", "127.0.0.3", "", 0).model_dump()).code == code_fingerprint()

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from llamarl.parts.page.trackers._base import Subject, open_trackers
+from llamarl.observability.sinks import Subject
+from llamarl.parts.page.trackers._base import Trackers
 from llamarl.parts.page.trackers.mlflow import MAX_LETTERS
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -49,7 +50,7 @@ def logged(name: str, folder: Path, settings: Mapping[str, Any], make_metrics: A
     """Two steps and an evaluation, through the thread."""
     warnings = list[str]()
     subject = Subject(name="made", folder=folder, settings=settings, port=9464, step=0)
-    (one,) = open_trackers([name], subject, warnings.append)
+    (one,) = Trackers([name], subject, warnings.append).each
     for step in (1, 2):
         one.put(make_metrics(step, reward_mean=step / 8 if step == 1 else float("nan")).to_json())
     one.put(make_eval(2, 0.25).to_json())

@@ -15,13 +15,19 @@ from typing import Any
 import pytest
 
 from llamarl.config import ConfigError
-from llamarl.observability.sinks import MetricsLog
+from llamarl.observability.sinks import MetricsLog, Subject
 from llamarl.parts.page.trackers import _base
-from llamarl.parts.page.trackers._base import Forwarding, Subject, Tracker, close_all, open_trackers, tracker_class
+from llamarl.parts.page.trackers._base import Forwarding, Tracker, Trackers, tracker_class
 from llamarl.parts.page.trackers.prometheus import exposed
 from tests.architecture.repository import ROOT
 
 SETTINGS = {"steps": 3, "trainer.learning_rate": 1e-4}
+
+
+def close(one: Forwarding) -> None:
+    trackers = Trackers([], subject(Path()), lambda text: None)
+    trackers.each = [one]
+    trackers.close()
 
 
 def subject(folder: Path, port: int = 9464, step: int = 0) -> Subject:
@@ -68,7 +74,8 @@ def forward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Fo
 
 def test_every_row_arrives_in_order(forward, make_metrics, make_eval, tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl", lambda failure: pytest.fail(str(failure)))
-    log.trackers = [forward(Kept)]
+    log.recorder = Trackers([], subject(tmp_path), lambda text: None)
+    log.recorder.each = [forward(Kept)]
     for step in (1, 2):
         log.log(make_metrics(step, reward_mean=float("nan") if step == 2 else 0.5))
     log.log(make_eval(2, 0.25))
@@ -89,7 +96,7 @@ def test_one_that_fails_is_said_once(forward, make_metrics) -> None:
     for step in range(5):
         one.put(make_metrics(step).to_json())
     assert one._rows.empty(), "nobody would take them"
-    close_all([one])
+    close(one)
     (text,) = warnings
     assert "kept failed and is left out from here on: OSError: the server is gone;" in text
 
@@ -101,7 +108,7 @@ def test_one_that_hangs_never_holds_up_a_step(forward, make_metrics, monkeypatch
     start_s = time.monotonic()
     for _ in range(3 * _base.MAX_ROWS):
         one.put(row)
-    close_all([one])
+    close(one)
     assert time.monotonic() - start_s < 5
     assert len(warnings) == 1
     assert "does not keep up" in warnings[0]
@@ -119,7 +126,7 @@ def test_a_mistake_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
 def logged(name: str, folder: Path, make_metrics: Callable[..., Any], make_eval: Callable[..., Any]) -> None:
     """Three steps and an evaluation, through the thread; what it warns of fails."""
     warnings = list[str]()
-    (one,) = open_trackers(["jsonl", name], subject(folder), warnings.append)
+    (one,) = Trackers(["jsonl", name], subject(folder), warnings.append).each
     for step in (1, 2, 3):
         one.put(make_metrics(step, reward_mean=step / 8).to_json())
     one.put(make_eval(3, 0.25).to_json())
@@ -181,7 +188,7 @@ def port() -> int:
 def test_prometheus_names_and_the_dashboard(make_metrics, make_eval, tmp_path: Path, port: int) -> None:
     pytest.importorskip("prometheus_client", reason="the extra `prometheus` is not installed")
     warnings = list[str]()
-    (one,) = open_trackers(["prometheus"], subject(tmp_path, port=port, step=2), warnings.append)
+    (one,) = Trackers(["prometheus"], subject(tmp_path, port=port, step=2), warnings.append).each
     extra = {"rss_bytes.trainer": 5e8, "kl_mismatch": 0.1, "kl_staleness": 0.2, "entropy_mean": 0.3}
     for record in (make_metrics(3, extra=extra), make_metrics(4, extra=extra), make_eval(4, 0.25)):
         one.put(record.to_json())
@@ -195,7 +202,7 @@ def test_prometheus_names_and_the_dashboard(make_metrics, make_eval, tmp_path: P
             continue
     with pytest.raises(ConnectionRefusedError):  # of the addresses of this machine, it listens at one
         socket.create_connection(("127.0.0.2", port), 5)
-    close_all([one])
+    close(one)
     assert warnings == []
     assert 'llamarl_steps_total{run="made"} 2.0' in text, "those of this start"
     assert 'llamarl_busy_ratio{executor="trainer",run="made"} 0.58' in text
@@ -212,9 +219,9 @@ def test_a_port_that_is_taken_is_said(make_metrics, tmp_path: Path) -> None:
     warnings = list[str]()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         taken_port = taken.getsockname()[1]
-        (one,) = open_trackers(["prometheus"], subject(tmp_path, port=taken_port), warnings.append)
+        (one,) = Trackers(["prometheus"], subject(tmp_path, port=taken_port), warnings.append).each
         one.put(make_metrics(1).to_json())
-        close_all([one])
+        close(one)
     assert len(warnings) == 1
     assert "Address already in use" in warnings[0]
 

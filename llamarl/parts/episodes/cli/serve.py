@@ -57,10 +57,11 @@ def main(arguments: Sequence[str]) -> int:
     key = options.api_key or os.environ.get(API_KEY, "")
     from llamarl.data.tokenizer import Tokenizer, check_vocabulary
     from llamarl.models.folder import load_shape
-    from llamarl.parts.episodes.gateway.app import LOOPBACK, build_app, listening
+    from llamarl.parts.episodes.gateway.app import build_app
     from llamarl.parts.episodes.gateway.endpoint import Endpoint
     from llamarl.parts.episodes.gateway.protocol import Refused
     from llamarl.parts.episodes.gateway.session import Session
+    from llamarl.run.web import LOOPBACK, listening
 
     if not key and options.host not in LOOPBACK:
         raise ConfigError(f"--host {options.host} is open to others; give a key by --api-key or {API_KEY}")
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _serve(app: Starlette, opened: socket.socket, engine: EngineThread, hosts: Sequence[str]) -> int:
-    from llamarl.parts.episodes.gateway.app import serving
+    from llamarl.run.web import serving
 
     server, loop = serving(app, hosts), asyncio.get_running_loop()
     engine.loop = loop

@@ -9,15 +9,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from llamarl.types import RewardResult
+from llamarl.types import RewardResult, ToolCall
 
 Messages = list[dict[str, Any]]
 """`{"role": ..., "content": ...}` each, which the model's own chat template writes; `"is_error": True` marks those that
 count as errors of a tool."""
-
-
-RAISED = "environment: "
-"""What reasons begin with, where a reply has raised."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,17 +23,6 @@ class Task:
     prompt: str
     answer: str
     metadata: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolCall:
-    """A tool that the policy calls, in the format of its model family."""
-
-    name: str = ""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """JSON values by name."""
-    error: str = ""
-    """What is malformed about the call, for the policy to read; empty when nothing is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

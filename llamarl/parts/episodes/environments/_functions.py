@@ -12,7 +12,8 @@ from pydantic import TypeAdapter, ValidationError, validate_call
 
 from llamarl.config import ConfigError
 from llamarl.config.ref import find
-from llamarl.parts.episodes.environments._base import Messages, ToolCall
+from llamarl.parts.episodes.environments._base import Messages
+from llamarl.types import ToolCall
 
 _SECTIONS = re.compile(r"^\s*(?:Args|Arguments|Returns|Raises|Yields|Examples?):\s*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"^( +)(\w+)(?: \([^)]*\))?: (.*(?:\n\1 +.*)*)", re.MULTILINE)

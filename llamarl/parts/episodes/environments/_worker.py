@@ -9,8 +9,8 @@ from typing import Any
 
 from llamarl.config import Ref, build
 from llamarl.config.errors import ConfigError
-from llamarl.parts.episodes.environments._base import Environment, Task, ToolCall, Turn
-from llamarl.types import RewardResult
+from llamarl.parts.episodes.environments._base import Environment, Task, Turn
+from llamarl.types import RewardResult, ToolCall
 
 MAX_CHARS = 1 << 20
 """More is a flood, whatever its tokens."""

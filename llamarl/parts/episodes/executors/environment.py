@@ -15,12 +15,12 @@ from llamarl.config import Ref
 from llamarl.data.chat import tool_calls
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.executors.replies import Episode, Replied
-from llamarl.parts.episodes.environments._base import Messages, ToolCall
+from llamarl.parts.episodes.environments._base import Messages
 from llamarl.parts.episodes.environments._crew import Crew
 from llamarl.parts.episodes.environments._worker import build_environment
 from llamarl.rewards._base import invalid
 from llamarl.sandbox.pool import Failure
-from llamarl.types import Outcome, RewardResult
+from llamarl.types import Outcome, RewardResult, ToolCall
 
 
 class EnvironmentExecutor(Executor):

@@ -17,13 +17,14 @@ from llamarl.cluster.executor import Executor
 from llamarl.config.schema import RolloutConfig
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.models.folder import load_shape
-from llamarl.parts.episodes.gateway.app import build_app, listening, serving
+from llamarl.parts.episodes.gateway.app import build_app
 from llamarl.parts.episodes.gateway.endpoint import Endpoint
 from llamarl.parts.episodes.gateway.episode import AgentEpisode
 from llamarl.parts.episodes.gateway.news import AgentCall, AgentEnd, AgentNews, AgentTask
 from llamarl.parts.episodes.gateway.protocol import Refused
 from llamarl.parts.episodes.gateway.session import Session
 from llamarl.parts.episodes.gateway.workers import AgentWorkers
+from llamarl.run.web import listening, serving
 from llamarl.types import FinishReason, Rollout, SamplingParams
 
 HOST, MODEL = "127.0.0.1", "policy"

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from llamarl.config import ConfigError
-from llamarl.net.entrance import Entrance, Proved, Serve
 from llamarl.parts.episodes.gateway.endpoint import CHARS_PER_TOKEN, Endpoint
 from llamarl.parts.episodes.gateway.protocol import Refused, parsed
 from llamarl.parts.episodes.gateway.session import Session
@@ -21,113 +17,17 @@ if TYPE_CHECKING:
     from starlette.exceptions import HTTPException
     from starlette.requests import Request
     from starlette.responses import Response
-    from starlette.types import ASGIApp, Receive, Scope, Send
-    from uvicorn import Server
 
 MAX_BODY_BYTES, MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN = 1 << 24, 1 << 20, 6 * CHARS_PER_TOKEN
 """A body has so many for each token of the context, which its JSON holds however it is written, within the first two;
 a larger one is refused before it is read."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GONE = 499
 """Status of a call whose client has left; nobody reads it."""
-MAX_CONNECTIONS = 4096
 BODY_S = 60
 """For all of a body to arrive."""
-STOP_S, KEEP_ALIVE_S = 2, 3600
-"""Clients reuse their connections, and one that is closed under a call fails it."""
 
 SessionOf = Callable[[str], tuple[Endpoint, Session]]
 """Who a key is for. Raises Refused."""
-
-
-def serving(app: ASGIApp, hosts: Sequence[str] = LOOPBACK) -> Server:
-    """What runs `app` by `serve(sockets=[...])`, until `should_exit`.
-
-    Args:
-        hosts: the names under which it may be asked for; none: any.
-    """
-    import uvicorn
-
-    class Serving(uvicorn.Server):
-        """Its connections come by entrances."""
-
-        entrances: Sequence[Entrance] = ()
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup([])
-            self.entrances = [Entrance(one, self._on(asyncio.get_running_loop())) for one in sockets or ()]
-
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            for entrance in self.entrances:
-                entrance.close()
-            await super().shutdown()
-
-        def _on(self, loop: asyncio.AbstractEventLoop) -> Serve:
-            protocol: Any = self.config.http_protocol_class
-
-            class Protocol(protocol):
-                def connection_lost(self, exc: Exception | None) -> None:
-                    self.app_state["proved"]()
-                    super().connection_lost(exc)
-
-            def begin(accepted: socket.socket, proved: Proved) -> None:
-                made = partial(Protocol, self.config, self.server_state, {"proved": proved})
-                asyncio.run_coroutine_threadsafe(loop.connect_accepted_socket(made, accepted), loop)
-
-            return begin
-
-    config = uvicorn.Config(
-        _proving(_own_pages_only(app, hosts) if hosts else app), log_level="warning", access_log=False, ws="none",
-        lifespan="off", proxy_headers=False, server_header=False, limit_concurrency=MAX_CONNECTIONS,
-        timeout_graceful_shutdown=STOP_S, timeout_keep_alive=KEEP_ALIVE_S,
-    )  # fmt: skip
-    return Serving(config)
-
-
-def _proving(app: ASGIApp) -> Callable[..., Awaitable[None]]:
-    """Who has sent a request has proved enough: it is refused at once, and hung up on, or may stay."""
-
-    async def answer(scope: Any, receive: Any, send: Any) -> None:
-        async def told(message: Any) -> None:
-            if message.get("status") in (401, 403, 404):
-                message["headers"] = [*message["headers"], (b"connection", b"close")]
-            await send(message)
-
-        scope["state"]["proved"]()
-        await app(scope, receive, told)
-
-    return answer
-
-
-def _own_pages_only(app: ASGIApp, hosts: Sequence[str]) -> ASGIApp:
-    """A browser on this machine lets any page of the web send calls to the loopback, also under a name of the page's
-    own that leads here: it tells both."""
-
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        from starlette.responses import JSONResponse
-
-        said = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host, origin = said.get(b"host", hosts[0]), said.get(b"origin", "")
-        is_own = re.sub(r":\d*$", "", host).strip("[]").lower() in hosts and origin in ("", f"http://{host}")
-        why = f"Host {host!r:.100}, Origin {origin!r:.100}: this server answers only programs that know it as {hosts}"
-        await (app if is_own else JSONResponse(Refused(403, why, "permission_error").body, 403))(scope, receive, send)
-
-    return guarded
-
-
-def listening(host: str, port: int) -> socket.socket:
-    """Raises ConfigError."""
-    if not 0 <= port < 1 << 16:
-        raise ConfigError(f"port {port} cannot be; choose one up to 65535, or 0 for any that is free")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        opened = socket.socket(family, kind, protocol)  # without it asyncio leaves Nagle on: 40 ms an answer
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind(address)
-        opened.listen(MAX_CONNECTIONS)
-    except OSError as error:
-        raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}; choose another port or host") from None
-    return opened
 
 
 def build_app(session_of: SessionOf, metrics: Callable[[], Mapping[str, float]] = dict) -> Starlette:

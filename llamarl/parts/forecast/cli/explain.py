@@ -13,19 +13,18 @@ from typing import Any
 from llamarl.cli.options import command_parser, told_of_delay
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.load import given
+from llamarl.config.ref import part
 from llamarl.config.section import Section
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.parts.episodes.environments._worker import tools_of
 from llamarl.parts.forecast.cli import plan
 from llamarl.parts.forecast.constants import OF_CORES
 from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.hardware import CPU
-from llamarl.parts.hosts.hosting import imagined
 from llamarl.run.folder import RunFolder
 from llamarl.run.placement import place
-from llamarl.run.prepare import check_layout, check_parts, least_memory
+from llamarl.run.prepare import check_layout, check_parts, environment_of, least_memory
 
 EPILOG = "Settings that do nothing beside the others are refused, as by `llamarl train`."
 SAMPLED = 256
@@ -83,7 +82,7 @@ def settings(config: Section, file: set[str], line: set[str], where: str = "", r
 def consequences(config: RunConfig) -> dict[str, list[str]]:
     """What follows from all settings together, in lines. Raises ConfigError: no layout serves."""
     if config.cluster.kind == "hosts":
-        hosting, gpus = imagined(config)
+        hosting, gpus = part("hosts", "imagined")(config)
         each = f"with {gpus} GPUs each" if gpus else "without GPUs"
         table = [f"on hosts {each}; `llamarl doctor --hosts` says it of those that call", *hosting.table()]
     else:
@@ -115,7 +114,7 @@ def _step_time(config: RunConfig, context: int) -> str:
     count += generator.replicas * generator.tensor_parallel * (generator.threads if kind == CPU else 1)
     profile = Path(config.output, config.name, "profile.json")
     try:
-        tokenizer, tools = Tokenizer(config.model.path), tools_of(config.rollout.environment)
+        tokenizer, tools = Tokenizer(config.model.path), environment_of(config)[0]
         prompts = load_prompts(config.data, tokenizer, context, tools=tools, most=SAMPLED).prompts
         mean = round(fmean(len(prompt.token_ids_T) for prompt in prompts))
         words = {"--gpus": count, "--gpu": kind, "--prompt-tokens": mean}

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     folders, token = [Path(name) for name in options.runs], secrets.token_urlsafe(18)
     app = build_app([Watched(folder, decoder(folder)) for folder in folders], token)
 
-    from llamarl.parts.episodes.gateway.app import LOOPBACK, listening, serving
+    from llamarl.run.web import LOOPBACK, listening, serving
 
     with listening(options.host, options.port) as opened:
         host, port = opened.getsockname()[:2]

@@ -9,36 +9,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from llamarl.config import ConfigError
 from llamarl.config.ref import members
 from llamarl.observability.metrics import Row
+from llamarl.observability.sinks import Subject
 
 FAMILY = "llamarl.parts.page.trackers"
 MAX_ROWS = 1000
 """That wait for a tracker; what comes while so many do is left out."""
 CLOSE_S = 4.0
 """For what is still to be said when the run ends."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """What a tracker is told at its start."""
-
-    name: str
-    """Of the run."""
-    folder: Path
-    """Of the run."""
-    settings: Mapping[str, Any]
-    """All of them, as plain values."""
-    port: int
-    """`metrics.port`."""
-    step: int
-    """Done before; later ones of the same name are done again."""
 
 
 class Tracker(ABC):
@@ -128,15 +111,21 @@ def numbers(row: Row) -> dict[str, float]:
     }
 
 
-def open_trackers(names: Sequence[str], subject: Subject, warn: Callable[[str], None]) -> list[Forwarding]:
-    """Raises ConfigError."""
-    return [Forwarding(name, subject, warn) for name in dict.fromkeys(names) if name != "jsonl"]
+class Trackers:
+    """All of a run, as its recorder."""
 
+    def __init__(self, names: Sequence[str], subject: Subject, warn: Callable[[str], None]) -> None:
+        """Raises ConfigError."""
+        self.each = [Forwarding(name, subject, warn) for name in dict.fromkeys(names) if name != "jsonl"]
 
-def close_all(trackers: Sequence[Forwarding]) -> None:
-    """Waits for all of them together, but not for long."""
-    for one in trackers:
-        one.end()
-    until_s = time.monotonic() + CLOSE_S
-    for one in trackers:
-        one.wait(until_s - time.monotonic())
+    def row(self, row: Row) -> None:
+        for one in self.each:
+            one.put(row)
+
+    def close(self) -> None:
+        """Waits for all of them together, but not for long."""
+        for one in self.each:
+            one.end()
+        until_s = time.monotonic() + CLOSE_S
+        for one in self.each:
+            one.wait(until_s - time.monotonic())

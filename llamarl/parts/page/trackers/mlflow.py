@@ -6,8 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import ClassVar
 
+from llamarl.observability.sinks import Subject
 from llamarl.observability.spans import now_s
-from llamarl.parts.page.trackers._base import Subject, Tracker
+from llamarl.parts.page.trackers._base import Tracker
 
 EXPERIMENT = "llamarl"
 MAX_LETTERS = 500

@@ -10,7 +10,8 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from llamarl.net.entrance import PROOF_S, Entrance, Proved, listen
-from llamarl.parts.page.trackers._base import Subject, Tracker
+from llamarl.observability.sinks import Subject
+from llamarl.parts.page.trackers._base import Tracker
 
 UNITS = (("_per_s", "_per_second"), ("_s", "_seconds"), ("_share", "_ratio"))
 """Endings, and what Prometheus calls them."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from llamarl.observability.sinks import Subject
 from llamarl.observability.spans import now_s
-from llamarl.parts.page.trackers._base import Subject, Tracker
+from llamarl.parts.page.trackers._base import Tracker
 
 
 class Tensorboard(Tracker):

@@ -7,7 +7,8 @@ import secrets
 from collections.abc import Mapping
 from typing import ClassVar
 
-from llamarl.parts.page.trackers._base import Subject, Tracker
+from llamarl.observability.sinks import Subject
+from llamarl.parts.page.trackers._base import Tracker
 
 
 class Wandb(Tracker):

@@ -7,9 +7,10 @@ import functools
 import pytest
 
 from llamarl.config import ConfigError, Ref
-from llamarl.parts.episodes.environments._base import Task, ToolCall, Turn
+from llamarl.parts.episodes.environments._base import Task, Turn
 from llamarl.parts.episodes.environments._worker import build_environment, tools_of
 from llamarl.parts.episodes.environments.python import Python
+from llamarl.types import ToolCall
 
 TASK = Task(prompt="p", answer="a", metadata={})
 

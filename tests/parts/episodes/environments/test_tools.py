@@ -9,8 +9,9 @@ import pytest
 from llamarl.config import ConfigError, Ref
 from llamarl.config.load import validated
 from llamarl.config.schema import RolloutConfig
-from llamarl.parts.episodes.environments._base import Task, ToolCall, Turn
+from llamarl.parts.episodes.environments._base import Task, Turn
 from llamarl.parts.episodes.environments._worker import build_environment, tools_of
+from llamarl.types import ToolCall
 
 TASK = Task(prompt="p", answer="a", metadata={})
 

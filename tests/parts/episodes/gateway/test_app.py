@@ -18,10 +18,11 @@ from starlette.testclient import TestClient
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.net.entrance import MAX_UNPROVED
 from llamarl.parts.episodes.gateway import app as module
-from llamarl.parts.episodes.gateway.app import build_app, listening, serving
+from llamarl.parts.episodes.gateway.app import build_app
 from llamarl.parts.episodes.gateway.endpoint import Endpoint
 from llamarl.parts.episodes.gateway.protocol import Refused
 from llamarl.parts.episodes.gateway.session import Session
+from llamarl.run.web import listening, serving
 from llamarl.types import OBSERVED, Rollout
 from tests.data.test_chat import TEMPLATES
 from tests.parts.episodes.gateway.asgi import ask
@@ -280,7 +281,7 @@ def test_silent_connections_keep_nobody_from_an_answer(scripted: Callable[..., A
         return answer.partition("\r\n")[0]
 
     async def main() -> None:
-        opened, server = listening("127.0.0.1", 0), module.serving(build_app(session_of))
+        opened, server = listening("127.0.0.1", 0), serving(build_app(session_of))
         place = opened.getsockname()
         task = asyncio.create_task(server.serve([opened]))
         silent = [await asyncio.open_connection(*place) for _ in range(2 * MAX_UNPROVED)]

@@ -11,8 +11,8 @@ from typing import Any
 
 from llamarl.cluster.api import ExecutorHandle, ExecutorSpec, HostShare
 from llamarl.cluster.engine_files import own_temporary_folder
-from llamarl.cluster.monarch import HostsCluster
 from llamarl.parts.hosts.certificates import monarch_env
+from llamarl.parts.hosts.cluster import HostsCluster
 from llamarl.parts.hosts.registry import Registry
 
 CODE = str(Path(__file__).parents[3] / "cluster")

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.cluster.open import open_registry
 from llamarl.config import ConfigError
 from llamarl.config.cluster import ClusterConfig
+from llamarl.parts.hosts.machines import open_registry
 
 
 @pytest.mark.parametrize("address", ["192.0.2.7", "no-such-host.invalid"])

@@ -1,0 +1,42 @@
+"""`Turns`: rollouts of several turns, which a part answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from llamarl.config import RunConfig
+from llamarl.config.ref import part
+from llamarl.controller.groups import PendingGroup
+from llamarl.controller.replica import Replica
+from llamarl.types import GenerationRequest, Rollout
+
+
+class Turns(Protocol):
+    """Between generators and what is scored; `open_turns` of `parts/episodes` makes it."""
+
+    async def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Episodes begin."""
+
+    def divert(
+        self, finished: Sequence[Rollout], pending: Mapping[int, PendingGroup], holder: Replica | None
+    ) -> list[Rollout]:
+        """Keeps turns that have ended; returns rollouts that are whole.
+
+        Args:
+            pending: groups by the ids of their requests.
+            holder: what has computed them, and holds that; None: nobody does.
+        """
+        ...
+
+    async def loop(self) -> None:
+        """Consumes replies for as long as the run goes on."""
+
+    def describe(self) -> str:
+        """For a stall report; empty: none waits."""
+        ...
+
+
+def open_turns(config: RunConfig, *wiring: Any) -> Turns | None:
+    """None: a response is one turn. `wiring` is what the part's `open_turns` asks for. Raises ConfigError."""
+    return part("episodes", "open_turns")(config, *wiring) if config.rollout.has_episodes else None

@@ -1,0 +1,39 @@
+"""The joint of episodes: `Turns` of the controller, the executor that answers them, and what else a run asks first."""
+
+from __future__ import annotations
+
+from llamarl.cluster.api import ExecutorSpec
+from llamarl.config import ConfigError, RunConfig
+from llamarl.parts.episodes.environments._worker import build_environment
+from llamarl.parts.episodes.episodes import open_turns
+from llamarl.parts.episodes.gateway._worker import find_agent
+from llamarl.run.executors import executor_spec
+from llamarl.run.placement import ANYWHERE, Place, models_in_use
+
+__all__ = ["build_environment", "check", "open_turns", "spec"]
+
+
+def check(config: RunConfig) -> None:
+    """Whether environment or agent can be had and work with the other settings. Raises ConfigError."""
+    rollout = config.rollout
+    if rollout.environment:
+        build_environment(rollout.environment)
+    if rollout.agent is None:
+        return
+    find_agent(rollout.agent.name)
+    if rollout.environment:
+        raise ConfigError("rollout.agent and rollout.environment are both set; an episode has one of them")
+    if "critic" in models_in_use(config):
+        raise ConfigError(
+            "rollout.agent with a critic: an agent's episode is several sequences, and which token's value follows "
+            "which is not known; leave the agent out, or choose advantages without a critic"
+        )
+
+
+def spec(config: RunConfig, place: Place = ANYWHERE) -> ExecutorSpec:
+    """What answers turns, or runs the agents that ask for them."""
+    path, rollout, folder = config.model.path, config.rollout, "llamarl.parts.episodes.executors"
+    target, settings = f"{folder}.environment:EnvironmentExecutor", rollout.environment
+    if rollout.agent:
+        target, settings = f"{folder}.gateway:GatewayExecutor", rollout
+    return executor_spec("environment", target, 1, place=place, model_path=path, config=settings)

@@ -1,0 +1,26 @@
+"""What the controller asks of the executors of this part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from llamarl.executors.replies import Episode, Replied
+from llamarl.parts.episodes.gateway.news import AgentNews, AgentTask
+from llamarl.types import Rollout
+
+
+class EnvironmentPort(Protocol):
+    """Answers turns."""
+
+    async def submit(self, episodes: Sequence[Episode]) -> None: ...
+    async def leave(self, episodes: Sequence[tuple[int, int]]) -> None: ...
+    async def collect(self) -> list[Replied]: ...
+
+
+class GatewayPort(Protocol):
+    """Runs agents, and hands on what they ask the policy."""
+
+    async def submit(self, tasks: Sequence[AgentTask]) -> None: ...
+    async def answer(self, rollouts: Sequence[Rollout]) -> None: ...
+    async def collect(self) -> AgentNews: ...

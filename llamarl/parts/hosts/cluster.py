@@ -1,0 +1,114 @@
+"""Executors on the hosts of a registry."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from llamarl.cluster.api import ExecutorHandle, ExecutorSpec, HostFailed, HostShare, HostStatus, Tell
+from llamarl.cluster.monarch import (
+    TRUST,
+    BootstrapCommand,
+    MonarchCluster,
+    MonarchHandle,
+    ProcMesh,
+    Rank,
+    attach_to_workers,
+    bootstrap_command,
+)
+from llamarl.config.device import ADDRESS
+from llamarl.observability.spans import Span
+from llamarl.parts.hosts.registry import Host, Registry
+
+LOST_S = 1.0
+"""For what is left of an executor that has lost a host."""
+
+
+class HostedHandle(MonarchHandle):
+    """An executor on other machines, whose agents know whether they are there, and end its processes."""
+
+    def __init__(self, spec: ExecutorSpec, meshes: Sequence[tuple[ProcMesh, Rank]], hosts: Sequence[Host]) -> None:
+        super().__init__(spec, meshes)
+        self.hosts = tuple(host.name for host in hosts)
+        shares = [
+            (host, number, share.num_ranks) for number, (host, share) in enumerate(zip(hosts, spec.hosts, strict=True))
+        ]
+        self._places = [(host, number, local) for host, number, count in shares for local in range(count)]
+        """Of each rank: its host, the host's number, and its rank there."""
+        for host in hosts:
+            host.when_lost(partial(self._host_lost, host))
+
+    def _host_lost(self, host: Host, reason: str) -> None:
+        ranks = tuple(rank for rank, (place, *_) in enumerate(self._places) if place is host)
+        self._fail(HostFailed(self.name, ranks, reason))
+
+    def _where(self, rank: int) -> str:
+        return f" on host {self._places[rank][0].name}"
+
+    def _local_pids(self) -> Iterable[tuple[int, int]]:
+        return ()
+
+    def _watch(self) -> None:
+        for rank, (_, number, local) in enumerate(self._places):
+            self._watch_work(rank, number, local)
+
+    async def _statuses(self, method: str, timeout_s: float) -> list[HostStatus]:
+        """With spans by this machine's clock."""
+        statuses = await super()._statuses(method, timeout_s)
+        return [
+            replace(status, spans=[Span(name, start_s - host.offset_s, end_s - host.offset_s)
+                                   for name, start_s, end_s in status.spans])
+            for status, (host, *_) in zip(statuses, self._places, strict=True)
+        ]  # fmt: skip
+
+    async def _stop(self, deadline_s: float, timeout_s: float) -> None:
+        if not any(host.lost for host, *_ in self._places):
+            await super()._stop(deadline_s, timeout_s)
+        else:  # its ranks do not answer all, and Monarch waits for them
+            self._kill()
+            await asyncio.wait((asyncio.ensure_future(self._leave()),), timeout=min(timeout_s / 2, LOST_S))
+
+    def _kill(self) -> None:
+        for pid, (host, *_) in zip(self.pids, self._places, strict=False):  # none while it starts
+            host.tell("kill", pids=[pid])
+
+
+class HostsCluster(MonarchCluster):
+    """Executors on the hosts of a registry, over TLS."""
+
+    def __init__(self, registry: Registry, address: str, env: Mapping[str, str]) -> None:
+        """
+        Args:
+            address: of this machine, on the controller's certificate.
+            env: where Monarch finds the certificate.
+        """
+        os.environ.update({**env, ADDRESS: address})  # ranks meet here
+        super().__init__(None, f"tls://{address}:0")
+        self._registry = registry
+
+    async def spawn(self, spec: ExecutorSpec, timeout_s: float, tell: Tell | None = None) -> ExecutorHandle:
+        try:
+            hosts = [self._registry.hosts[share.name] for share in spec.hosts]
+        except KeyError as error:
+            raise HostFailed(spec.name, tuple(range(spec.num_ranks)), f"host {error} is not here") from None
+        meshes, first = list[tuple[ProcMesh, Rank]](), 0
+        for host, share in zip(hosts, spec.hosts, strict=True):
+            machine = attach_to_workers(name=f"at_{spec.name}", ca=TRUST, workers=[host.url])
+            meshes.append(self._start(spec, machine, share.num_ranks, partial(_command_at, host, share, first)))
+            first += share.num_ranks
+        assert first == spec.num_ranks, "hosts have all ranks together"
+        return await self._ready(HostedHandle(spec, meshes, hosts), timeout_s, tell)
+
+    async def shutdown(self, timeout_s: float) -> None:
+        await super().shutdown(timeout_s)
+        await self._registry.close()
+
+
+def _command_at(host: Host, share: HostShare, first: int, spec: ExecutorSpec, local: int) -> BootstrapCommand:
+    """Of a rank on another host, which has the ranks from `first` on."""
+    env = spec.env | share.env | {ADDRESS: host.inventory.address}
+    return bootstrap_command(spec, first + local, local, env, Path(host.inventory.logs))

@@ -1,0 +1,7 @@
+"""The joint of several hosts: `Machines` that call, and what is asked before."""
+
+from llamarl.parts.hosts.hosting import imagined
+from llamarl.parts.hosts.hosts import inspect
+from llamarl.parts.hosts.machines import HostMachines, check
+
+__all__ = ["HostMachines", "check", "imagined", "inspect"]

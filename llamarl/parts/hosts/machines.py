@@ -1,0 +1,94 @@
+"""`HostMachines`: the hosts of a run, from their calls to their leave."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from llamarl.cluster.api import Cluster, ExecutorHandle
+from llamarl.cluster.open import prepare_monarch
+from llamarl.config import ConfigError, RunConfig
+from llamarl.config.cluster import ClusterConfig
+from llamarl.controller.controller import Controller
+from llamarl.controller.supervision import Interrupted, Supervisor
+from llamarl.controller.telemetry import Telemetry
+from llamarl.parts.hosts.certificates import CONTROLLER, monarch_env, server_context
+from llamarl.parts.hosts.hosting import Hosting
+from llamarl.parts.hosts.hosts import Elastic, gathered
+from llamarl.parts.hosts.registry import Host, Registry
+
+
+def check(settings: ClusterConfig) -> None:
+    """Whether hosts can call here. Raises ConfigError."""
+    server_context(Path(settings.pki), CONTROLLER)
+    address, _, port = settings.listen.rpartition(":")
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0]
+        socket.create_server(place, family=family).close()
+    except OSError as error:
+        raise ConfigError(f"cluster.listen = {settings.listen!r}: {error.strerror}; name a free port here") from None
+
+
+def open_registry(settings: ClusterConfig, log_folder: Path | None, tell: Callable[[str], None]) -> Registry:
+    """Where the hosts of a run call, which does not listen yet.
+
+    Args:
+        tell: gets a sentence for people: who came, was refused, left.
+
+    Raises:
+        ConfigError: the controller has no certificate, or this machine does not have the address.
+    """
+    try:
+        with socket.socket() as probe:
+            probe.bind((settings.listen.rpartition(":")[0], 0))
+    except OSError as error:
+        cause = f"cluster.listen = {settings.listen!r}: {error.strerror}"
+        raise ConfigError(f"{cause}; name an address of this machine") from None
+    return Registry(Path(settings.pki), log_folder, tell)
+
+
+class HostMachines:
+    """Those that call; one run's."""
+
+    may_grow = True
+
+    def __init__(self, config: RunConfig, logs: Path, folder: Path, tell: Callable[[str], None], only: str) -> None:
+        """Raises ConfigError."""
+        self._config, self._logs, self._folder, self._only = config, logs, folder, only
+        self._registry = open_registry(config.cluster, logs, tell)
+        self._hosting: Hosting | None = None
+
+    def open(self) -> Cluster:
+        prepare_monarch(self._logs)
+        from llamarl.parts.hosts.cluster import HostsCluster
+
+        settings = self._config.cluster
+        env = monarch_env(Path(settings.pki), CONTROLLER)
+        return HostsCluster(self._registry, settings.listen.rpartition(":")[0], env)
+
+    async def places(self, tell: Callable[[str], None]) -> Hosting:
+        self._hosting = await gathered(self._config, self._registry, self._folder, tell, self._only)
+        return self._hosting
+
+    def follow(self, controller: Controller, telemetry: Telemetry, supervisor: Supervisor) -> None:
+        assert self._hosting is not None, "places come first"
+        timeout_s = self._config.cluster.shutdown_timeout_s
+        Elastic(self._registry, self._hosting, controller, telemetry, supervisor, timeout_s)
+
+    def end_with(self, handle: ExecutorHandle, supervisor: Supervisor) -> None:
+        let_leave(self._registry, handle, supervisor)
+
+
+def let_leave(registry: Registry, handle: ExecutorHandle, supervisor: Supervisor) -> None:
+    """Hosts go when they ask for it; if one computes here, the run ends with a checkpoint."""
+
+    def leaves(host: Host) -> None:
+        if host.name in handle.hosts:
+            supervisor.fail(Interrupted(f"ended, as host {host.name} leaves, which runs {handle.name}"))
+        else:
+            registry.dismiss(host, "nothing runs there")
+
+    registry.leaves = leaves
+    for host in [host for host in registry.hosts.values() if host.is_leaving]:
+        leaves(host)

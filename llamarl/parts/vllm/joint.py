@@ -1,0 +1,68 @@
+"""The joint of vLLM: a `Backend` of generators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+from llamarl.config import ConfigError, RunConfig
+from llamarl.parts.vllm.server import VllmFailed, VllmSettings, check_python
+
+if TYPE_CHECKING:
+    from llamarl.executors.backends import Opened
+
+START_SHARE = 0.8
+"""Of the longest wait for an executor; the rest is for its process, and to hear why vLLM did not start."""
+
+
+def check(config: RunConfig) -> None:
+    """Whether vLLM is where the config says, and can do what it asks for. Raises ConfigError."""
+    if config.rollout.environment:
+        raise ConfigError(
+            "rollout.environment with generator.backend = 'vllm': turns need an engine that goes on with one "
+            "rollout of a group while others decode; use backend = 'native'"
+        )
+    check_python(config.generator.vllm.python)
+
+
+def settings(config: RunConfig, logs: Path, number: int) -> VllmSettings:
+    """Arguments of one generator's vLLM, with a seed and a log of its own."""
+    generator = config.generator
+    assert generator.dtype in ("float32", "bfloat16"), "refused with the settings"
+    return VllmSettings(
+        python=generator.vllm.python,
+        dtype=generator.dtype,
+        device=generator.device,
+        max_running=generator.max_running,
+        prefill_tokens=generator.prefill_tokens,
+        kv_bytes=generator.kv_cache_bytes,
+        kv_dtype=generator.kv_dtype,
+        threads=generator.threads,
+        kv_on_update=generator.kv_on_update,
+        seed=crc32(f"{config.seed}/{number}".encode()),
+        start_timeout_s=START_SHARE * config.cluster.start_timeout_s,
+        log_path=str(logs / f"generator-{number}.vllm.log"),
+        arguments=tuple(generator.vllm.arguments),
+    )
+
+
+def open_engine(model_path: str, settings: VllmSettings, delta: bool) -> Opened:
+    """
+    Raises:
+        ConfigError: vLLM does not start, or does not serve this model.
+    """
+    from llamarl.executors.adoption import Adopter  # with torch, which the controller does without
+    from llamarl.executors.backends import Opened
+    from llamarl.parts.vllm.engine import VllmEngine
+
+    try:
+        engine = VllmEngine(model_path, settings)
+    except VllmFailed as error:
+        raise ConfigError(f"generator.backend = 'vllm': {error}") from None
+    return Opened(
+        engine=engine,
+        adopter=Adopter(engine.specs(), lambda tensors: None, delta=delta, subscribe=engine.subscribe),
+        description=f"all by vLLM, which {settings.python} runs",
+        close=engine.close,
+    )

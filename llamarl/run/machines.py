@@ -1,0 +1,81 @@
+"""`Machines`: where a run computes, this machine or the hosts that a part waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from llamarl.cluster.api import Cluster, ExecutorHandle
+from llamarl.cluster.open import open_cluster
+from llamarl.config import RunConfig
+from llamarl.config.ref import part
+from llamarl.controller.controller import Controller
+from llamarl.controller.supervision import Supervisor
+from llamarl.controller.telemetry import Telemetry
+from llamarl.run.placement import LocalPlaces, Placement, Places, place
+
+
+class Machines(Protocol):
+    """One run's, by `cluster.kind`."""
+
+    may_grow: bool
+    """There may be places later that are not there now."""
+
+    def open(self) -> Cluster:
+        """Once. Raises ConfigError: something is missing that this kind needs."""
+        ...
+
+    async def places(self, tell: Callable[[str], None]) -> Places:
+        """Where executors are started, once all machines are there. Raises ConfigError."""
+        ...
+
+    def follow(self, controller: Controller, telemetry: Telemetry, supervisor: Supervisor) -> None:
+        """From here on generators come and go with their machines."""
+
+    def end_with(self, handle: ExecutorHandle, supervisor: Supervisor) -> None:
+        """From here on the run ends, with a checkpoint, when the machine of this executor leaves."""
+
+
+class ThisMachine:
+    """Stays as it is."""
+
+    may_grow = False
+
+    def __init__(self, config: RunConfig, logs: Path, placement: Placement | None) -> None:
+        self._config, self._logs, self._placement = config, logs, placement
+
+    def open(self) -> Cluster:
+        return open_cluster(self._config.cluster, self._logs)
+
+    async def places(self, tell: Callable[[str], None]) -> LocalPlaces:
+        return LocalPlaces(self._placement or place(self._config))
+
+    def follow(self, controller: Controller, telemetry: Telemetry, supervisor: Supervisor) -> None:
+        return
+
+    def end_with(self, handle: ExecutorHandle, supervisor: Supervisor) -> None:
+        return
+
+
+def open_machines(
+    config: RunConfig,
+    logs: Path,
+    folder: Path,
+    placement: Placement | None,
+    tell: Callable[[str], None],
+    only: str = "",
+) -> Machines:
+    """
+    Args:
+        folder: of the run, which trainer and critic write checkpoints to.
+        placement: on this machine, if it is known.
+        tell: gets a sentence for people: who came, was refused, left.
+        only: the one role that there is; empty: all that the config asks for.
+
+    Raises:
+        ConfigError: hosts cannot call here.
+    """
+    if config.cluster.kind == "hosts":
+        return part("hosts", "HostMachines")(config, logs, folder, tell, only)
+    return ThisMachine(config, logs, placement)
