@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
+import llamarl.rewards
 from llamarl.config import ConfigError, Ref, build
-from llamarl.config.ref import members
+from llamarl.config.ref import members, part
 from tests.config.family.plain_part import PlainPart
 from tests.config.family.tuned import Tuned
 
@@ -75,3 +78,21 @@ def test_ref_is_frozen() -> None:
     ref = Ref(name="tuned")
     with pytest.raises(ValidationError):
         ref.name = "other"  # pyrefly: ignore
+
+
+def test_a_part_is_opened_by_its_name_and_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callable(part("sft", "ensure_base_model"))
+    with pytest.raises(ConfigError, match="lacks the part `no_such`, which is asked for"):
+        part("no_such", "anything")
+
+    def fails(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'uvicorn'", name="uvicorn")
+
+    monkeypatch.setattr("importlib.import_module", fails)
+    with pytest.raises(ConfigError, match="the part `page` needs the package `uvicorn`"):
+        part("page", "watching")
+
+
+def test_a_part_adds_members_to_a_family_of_the_core() -> None:
+    assert "code" in members("llamarl.rewards")
+    assert not list(Path(llamarl.rewards.__path__[0]).glob("code.py"))
