@@ -27,17 +27,17 @@ BUDGETS = {
     "data": 640,  # goal: 630
     "observability": 1_120,  # goal: 1,050
     "sandbox": 340,  # goal: 300
-    "cluster": 1_140,  # goal: 1,080
+    "cluster": 1_130,  # goal: 1,080
     "generation": 1_840,  # goal: 1,830
     "training": 1_570,  # goal: 1,550
     "executors": 940,  # goal: 920
-    "controller": 2_960,  # goal: 2,450
-    "run": 1_420,  # goal: 1,150
+    "controller": 2_930,  # goal: 2,450
+    "run": 1_410,  # goal: 1,150
     "cli": 750,  # goal: 600
     "parts/forecast": 3_050,  # goal: 2,900
     "parts/page": 1_490,  # goal: 1,450
     "parts/episodes": 2_580,  # goal: 2,150
-    "parts/hosts": 1_510,  # goal: 1,350
+    "parts/hosts": 1_500,  # goal: 1,350
     "parts/replay": 810,  # goal: 720
     "parts/vllm": 620,  # goal: 600
     "parts/sft": 520,  # goal: 480
