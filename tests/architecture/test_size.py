@@ -9,8 +9,8 @@ from pathlib import Path
 from tests.architecture.repository import PACKAGE, functions, name_of, python_files, tree
 
 FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
-FILE_LINES, EXECUTOR_LINES = 400, 200
-CODE_LINES, KERNEL_LINES = 30_600, 1_500
+FILE_LINES, EXECUTOR_LINES = 420, 200
+CODE_LINES, KERNEL_LINES = 30_800, 1_500
 
 
 def _num_lines(path: Path) -> int:

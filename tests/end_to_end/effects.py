@@ -176,9 +176,12 @@ def recomputed_tokens(folder: Path, given: dict[str, Any]) -> int:
 def served_port(folder: Path, given: dict[str, Any]) -> int:
     """Where Prometheus is answered."""
     port = RunConfig.model_validate(LEAST | given).metrics.port
-    with patch("prometheus_client.start_http_server", return_value=(None, None)) as served:
+    with (
+        patch("llamarl.observability.trackers.prometheus.listen") as served,
+        patch(f"{Prometheus.__module__}.Entrance"),
+    ):
         Prometheus(Subject(name="x", folder=folder, settings={}, port=port, step=0))
-    return int(served.call_args.args[0])
+    return int(served.call_args.args[1])
 
 
 def what_sft_learns(folder: Path, given: dict[str, Any]) -> str:

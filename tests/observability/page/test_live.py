@@ -249,7 +249,7 @@ def is_answered(address: str) -> bool:
 
 @pytest.mark.parametrize("program", ["raise SystemExit(1)", "import time; time.sleep(60)"])
 def test_a_page_that_does_not_begin_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    monkeypatch.setattr(watch, "_PROGRAM", program)
+    monkeypatch.setattr(watch, "dependent", lambda code: [sys.executable, "-c", program])
     monkeypatch.setattr(watch, "START_S", 0.5)
     start_s = time.monotonic()
     with watching(folder) as said:
