@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.config import ConfigError
 from llamarl.gateway.endpoint import CHARS_PER_TOKEN, Endpoint
-from llamarl.gateway.protocol import Refused, parsed
+from llamarl.gateway.protocol import TOO_LONG, Refused, parsed
 from llamarl.gateway.session import Session
 from llamarl.net.entrance import Entrance, Proved, Serve
 
@@ -89,7 +89,7 @@ def _proving(app: ASGIApp) -> Callable[..., Awaitable[None]]:
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         async def told(message: Any) -> None:
-            if message.get("status") in (401, 403, 404):
+            if message.get("status") in (401, 403, 404, 405) or scope["path"] == "/health":  # nobody has shown a key
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 
@@ -170,7 +170,12 @@ async def _answered(session_of: SessionOf, call: Callable[..., Any], request: Re
     from starlette.responses import Response, StreamingResponse
 
     endpoint, session = session_of(_key(request))
-    body, loop, events = await _body(request, endpoint), asyncio.get_running_loop(), asyncio.Queue[bytes]()
+    try:
+        body = await _body(request, endpoint)
+    except Refused as refused:
+        session.is_full |= refused.code == TOO_LONG
+        raise
+    loop, events = asyncio.get_running_loop(), asyncio.Queue[bytes]()
     tell = partial(loop.call_soon_threadsafe, events.put_nowait) if body.get("stream") else None
     answer = asyncio.create_task(call(endpoint, session, body, tell))
     answer.add_done_callback(lambda _: events.put_nowait(b""))
@@ -206,7 +211,7 @@ async def _metrics(session_of: SessionOf, metrics: Callable[[], Mapping[str, flo
     from starlette.responses import PlainTextResponse
 
     session_of(_key(request))
-    lines = (f"# TYPE llamarl_{name} gauge\nllamarl_{name} {value:g}\n" for name, value in metrics().items())
+    lines = (f"# TYPE llamarl_{name} gauge\nllamarl_{name} {value!r}\n" for name, value in metrics().items())
     return PlainTextResponse("".join(lines))
 
 
@@ -251,7 +256,7 @@ async def _body(request: Request, endpoint: Endpoint) -> dict[str, Any]:
                 data += part
                 if len(data) > limit:
                     said = f"the body has more than {limit} bytes, and the context {endpoint.context} tokens"
-                    raise Refused(413, said, code="context_length_exceeded")
+                    raise Refused(413, said, code=TOO_LONG)
     except TimeoutError:
         raise Refused(408, f"the body took over {BODY_S} s") from None
     return parsed(data)
