@@ -145,7 +145,7 @@ def judge(item: dict[str, Any]) -> list[Any]:
     if is_late:
         return [False, f"over {wall_s:g} s", True]
     if is_idle:
-        return [False, "it waits for what never comes", True]
+        return [False, "it waits for what never comes", False]
     if verdict is None:
         raise RuntimeError("the tester died")
     return [*verdict, False]
