@@ -122,7 +122,7 @@ class RunFolder:
             saved_steps(self.checkpoints, last="")
             or self.done_steps()
             or self.recorded_steps()
-            or any((self.path / name).exists() for name in ("export", "merged", "summary.json"))
+            or any((self.path / name).exists() for name in ("export", "merged"))
             or any(one.stat().st_size > _EMPTY_BYTES for one in (self.path / "journal").glob("*.groups*"))
         )
 

@@ -10,7 +10,7 @@ from tests.architecture.repository import PACKAGE, functions, name_of, python_fi
 
 FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 FILE_LINES, EXECUTOR_LINES = 420, 200
-CODE_LINES, KERNEL_LINES = 30_800, 1_500
+CODE_LINES, KERNEL_LINES = 30_900, 1_500
 
 
 def _num_lines(path: Path) -> int:
