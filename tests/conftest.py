@@ -68,6 +68,14 @@ def ends_its_commands() -> Iterator[None]:
             process.wait()
 
 
+@pytest.fixture(autouse=True)
+def chooses_its_own_interface() -> Iterator[None]:
+    """A rank says in its environment which one it meets others by; what a test starts later may be elsewhere."""
+    yield
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.pop(name, None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fails the session, and cleans up, when a process, a segment, a socket or a folder is left at its end."""

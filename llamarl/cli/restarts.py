@@ -73,5 +73,5 @@ def _end_with_parent() -> None:
 def _has_begun(folder: Path, pid: int) -> bool:
     """Whether this process has taken the folder: what was there before is no longer."""
     with suppress(OSError):
-        return (folder / ".lock").read_text(encoding="utf-8").strip() == str(pid)
+        return (folder / ".lock").read_text(encoding="utf-8").split()[:1] == [str(pid)]
     return False

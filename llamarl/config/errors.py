@@ -22,5 +22,6 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) 
     if name in _NOT_HERE:
         return f"{_NOT_HERE[name]}; known: {', '.join(names)}"
     cutoff = min(0.6 + 0.5 / max(len(name), 1), 1.0)  # of short names, half of the letters are equal by chance
-    near = [_LONG[name]] if _LONG.get(name) in names else get_close_matches(name, names, n=1, cutoff=cutoff)
+    near = [one for one in names if one == _LONG.get(name) or (len(name) > 2 and one.startswith(name))]
+    near = near or get_close_matches(name, names, n=1, cutoff=cutoff)
     return f"did you mean `{near[0]}`?" if near else otherwise or f"known: {', '.join(names)}"

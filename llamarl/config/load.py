@@ -138,14 +138,18 @@ def read_json(path: str | Path, fix: str) -> dict[str, Any]:
     return data
 
 
-def read_rows(path: str | Path, fix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`file:line` and object of each line of a JSON Lines file that is not blank. Raises ConfigError."""
+def read_rows(path: str | Path, fix: str, most_bytes: int = MAX_ROW_BYTES) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`file:line` and object of each line of a JSON Lines file that is not blank, of so many bytes at most. Raises
+    ConfigError."""
     is_empty = True
     try:
         with open_file(path) as raw, gzip.open(raw) if Path(path).suffix == ".gz" else nullcontext(raw) as file:
-            for number, line in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), start=1):
+            for number, line in enumerate(iter(lambda: file.readline(most_bytes + 1), b""), start=1):
                 if line.strip():
                     is_empty = False
+                    if len(line) > most_bytes:
+                        said = f"is too long: a row may have {most_bytes:,} bytes; shorten it"
+                        raise ConfigError(f"{path}:{number}: {said}")
                     yield f"{path}:{number}", _parse_row(line, f"{path}:{number}")
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; {fix}") from None
@@ -166,8 +170,6 @@ def _no_number(name: str) -> Any:
 
 
 def _parse_row(line: bytes, place: str) -> dict[str, Any]:
-    if len(line) > MAX_ROW_BYTES:
-        raise ConfigError(f"{place}: is too long: a row may have {MAX_ROW_BYTES:,} bytes; shorten it")
     try:
         row = json.loads(line.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_object)
         json.dumps(row, ensure_ascii=False).encode("utf-8") if b"\\u" in line else None

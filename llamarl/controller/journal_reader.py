@@ -142,7 +142,8 @@ class JournalReader:
             self._forget_after(_NOTHING)
         while (lack := self._lack(reached + 1)) == "":
             reached += 1
-        is_torn = not faults and reached == last
+        newest = self._path(self._segment)
+        is_torn = not faults and reached == last and newest.exists() and newest.stat().st_size > self._size
         end = f"{self._path(self._segment)} was cut, or is damaged after byte {self._size}"
         self.lack = end if is_torn else "; ".join(faults) or lack
         self._forget_after(reached)

@@ -278,13 +278,14 @@ def _ended_after(limit_s: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    before, start_s = signal.signal(signal.SIGALRM, end), time.monotonic()
+    outer_s, _ = signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:  # somebody around this may have a limit, too
+        left_s = max(outer_s - (time.monotonic() - start_s), 1e-3) if outer_s else 0.0
         signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, left_s)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -67,7 +67,12 @@ def open_entrance(
 
     def prove(accepted: socket.socket, proved: Proved) -> None:
         with suppress(*BROKEN):
-            connection = _bounded(accepted, PROOF_S)
+            try:
+                connection = _bounded(accepted, PROOF_S)
+            except OSError:  # it has gone
+                proved()
+                accepted.close()
+                return
             try:
                 deliver_challenge(connection, secret.encode())
                 answer_challenge(connection, secret.encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import shutil
@@ -205,6 +206,9 @@ def replaced_folder(folder: Path, names: Collection[str]) -> Iterator[Path]:
             fcntl.flock(leaving.enter_context(lock.open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another command writes {folder}; wait for its end, or name another folder") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):  # a file system may have no locks
+                raise
         leaving.callback(lock.unlink, missing_ok=True)
         scratch = leaving.enter_context(tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent))
         new, old = Path(scratch, "new"), Path(scratch, "old")

@@ -8,7 +8,9 @@ them, ends no entrance.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
+import resource
 import socket
 import threading
 import time
@@ -16,8 +18,10 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 
-MAX_UNPROVED = 64
-"""Connections at one entrance."""
+MAX_UNPROVED, MOST_UNPROVED = 64, 1024
+"""Connections at one entrance: a sixteenth of the descriptors that this process may have, between these."""
+YOUNG_S = 0.02
+"""Nobody is put out before: of many who come at once the first may not have had a turn yet."""
 PROOF_S = 10.0
 """For one message of a proof, on a busy machine too."""
 BACKLOG = 4096
@@ -26,11 +30,17 @@ CLOSE_S = 1.0
 """For the thread to close the port."""
 PAUSE_S = 0.002
 """Before the next try, where the process has no descriptor left: for one that was put out to be closed."""
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
     """Raises OSError."""
     return socket.create_server((host, port), backlog=BACKLOG)
+
+
+def num_unproved() -> int:
+    """For one entrance of this process."""
+    return max(MAX_UNPROVED, min(MOST_UNPROVED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 16))
 
 
 Proved = Callable[[], None]
@@ -67,8 +77,9 @@ class Entrance:
         """
         self._listener, self._serve = listener, serve
         self._listener.settimeout(wait_s)
-        self._unproved = dict[int, socket.socket]()
-        """The oldest first."""
+        self._unproved = dict[int, tuple[float, socket.socket]]()
+        """The oldest first, each with the time at which it came."""
+        self._room = num_unproved()
         self._numbers, self._lock = itertools.count(), threading.Lock()
         self._is_open = True
         self._thread = threading.Thread(target=self._listen, name="entrance", daemon=True)
@@ -88,25 +99,31 @@ class Entrance:
                     self._accept()
                 except TimeoutError:
                     return
-                except (OSError, RuntimeError):  # closed, a caller that has gone, or no descriptor or thread is left
-                    self._put_out_oldest(0)
-                    time.sleep(PAUSE_S)
+                except (OSError, RuntimeError) as error:  # closed, a caller that has gone, or nothing is left
+                    if self._is_open and (isinstance(error, RuntimeError) or error.errno in _EXHAUSTED):
+                        self._put_out_oldest(0, 0.0)
+                        time.sleep(PAUSE_S)
 
     def _accept(self) -> None:
         accepted, _ = self._listener.accept()
         number = next(self._numbers)
         with self._lock:
-            self._unproved[number] = accepted
-        self._put_out_oldest(MAX_UNPROVED)
+            self._unproved[number] = time.monotonic(), accepted
+        self._put_out_oldest(self._room, YOUNG_S)
         self._serve(accepted, partial(self._forget, number))
 
-    def _put_out_oldest(self, room: int) -> None:
-        """Unless there is room for all."""
+    def _put_out_oldest(self, room: int, young_s: float) -> None:
+        """Unless there is room for all; waits until it is so old."""
+        with self._lock:
+            came_s = next((came_s for came_s, _ in self._unproved.values()), 0.0)
+            is_full = len(self._unproved) > room
+        if is_full and (left_s := came_s + young_s - time.monotonic()) > 0:
+            time.sleep(left_s)
         with self._lock:
             if len(self._unproved) > room:
-                oldest = next(iter(self._unproved))
+                _, oldest = self._unproved.pop(next(iter(self._unproved)))
                 with suppress(OSError):  # it has gone by itself
-                    self._unproved.pop(oldest).shutdown(socket.SHUT_RDWR)
+                    oldest.shutdown(socket.SHUT_RDWR)
 
     def _forget(self, number: int) -> None:
         with self._lock:

@@ -15,6 +15,8 @@ import xxhash
 
 from llamarl.config import open_file, read_rows
 
+MAX_RUN_ROW_BYTES = 1 << 30
+"""A long rollout has many tokens, with two log-probabilities each."""
 PIECE_NAME = r"(metrics|rollouts|events)-\d{5}\.jsonl(\.gz)?"
 """Regular expression of full pieces."""
 
@@ -70,7 +72,7 @@ def read_run_rows(path: str | Path, fix: str) -> Iterator[tuple[str, dict[str, A
     if not full or not last.exists() or last.stat().st_size:
         full.append(last)
     for file in full:
-        yield from read_rows(file, fix)
+        yield from read_rows(file, fix, MAX_RUN_ROW_BYTES)
 
 
 def compress(path: Path) -> None:

@@ -98,7 +98,7 @@ def interruptible(supervisor: Supervisor, leave: Callable[[], None] = lambda: No
     def at_once(number: int, _: FrameType | None) -> None:
         for other in numbers:
             signal.signal(other, signal.SIG_DFL)
-        with suppress(OSError):  # the terminal has gone
+        with suppress(OSError, RuntimeError):  # the terminal has gone, or something is being written to it
             leave()
             text = f"llamarl: ended at once by a second {signal.Signals(number).name}; the last checkpoint stands\n"
             os.write(2, text.encode())

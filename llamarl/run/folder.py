@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gzip
 import json
 import math
 import os
 import re
 import shutil
+import socket
 import sys
 import zlib
 from collections.abc import Iterator
@@ -20,10 +22,12 @@ from llamarl.checkpoint.copies import Copies, CopyFailed
 from llamarl.checkpoint.folder import saved_steps
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config, read_json
 from llamarl.models.folder import fingerprints
-from llamarl.observability.files import PIECE_NAME, lines, pieces, read_run_rows
+from llamarl.observability.files import PIECE_NAME, lines, pieces, read_run_rows, write_atomically
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.run.placement import models_in_use, ranges
 
+_EMPTY_BYTES = 1 << 14
+"""A file of the journal so large holds more than its beginning and what is generated within a second."""
 LOOK_S = 2.0
 """Between two looks at whether the run's folder is still there."""
 _LOCK, _MARK = ".lock", ".of-this-run"
@@ -87,7 +91,7 @@ class RunFolder:
         """Until this process leaves it, or ends, no other takes it. Raises ConfigError, OSError."""
         self._lock = _locked(self.path)
         self._lock.truncate(0)
-        self._lock.write(f"{os.getpid()}\n")
+        self._lock.write(f"{os.getpid()}\n{socket.gethostname()}\n")
         self._lock.flush()
 
     def check(self) -> None:
@@ -106,15 +110,21 @@ class RunFolder:
 
     def write_config(self, config: RunConfig) -> None:
         """Raises OSError."""
-        self.config.write_text(dump_toml(config), encoding="utf-8")
+        write_atomically(self.config, dump_toml(config))
 
     def saved_steps(self) -> list[int]:
         """Of the checkpoints, ascending; not verified."""
         return saved_steps(self.checkpoints)
 
     def has_begun(self) -> bool:
-        """There is a step, or a checkpoint or what is left of one."""
-        return bool(saved_steps(self.checkpoints, last="") or self.done_steps() or self.recorded_steps())
+        """There is a step, a checkpoint or what is left of one, a model, or what was generated for the first step."""
+        return bool(
+            saved_steps(self.checkpoints, last="")
+            or self.done_steps()
+            or self.recorded_steps()
+            or any((self.path / name).exists() for name in ("export", "merged"))
+            or any(one.stat().st_size > _EMPTY_BYTES for one in (self.path / "journal").glob("*.groups*"))
+        )
 
     def done_steps(self) -> int:
         """What checkpoints and journal lead to; not verified."""
@@ -134,9 +144,14 @@ class RunFolder:
 
     def unrecorded(self, done: int) -> str:
         """Of so many steps, those of which the metrics have no row; empty: they have all."""
-        found = {step for file in pieces(self.metrics) for step in _steps(file, b'"kind": "step"')}
+        found, fault = set[int](), ""
+        for file in pieces(self.metrics):
+            try:
+                found.update(_steps(file, b'"kind": "step"'))
+            except OSError as error:
+                fault = f"; {file}: {error.strerror or error}"
         lacking = tuple(step for step in range(1, done + 1) if step not in found)
-        return f"{self.metrics} has no rows of steps {ranges(lacking)}" if lacking else ""
+        return f"{self.metrics} has no rows of steps {ranges(lacking)}{fault}" if lacking else ""
 
     def other_file(self, config: RunConfig) -> str:
         """A file of a model that is not what it was when the run began; empty: all are, or their model is about to be
@@ -192,7 +207,10 @@ def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Pat
 
 def _check_unused(path: Path) -> None:
     """Raises ConfigError, unless it is empty, or a start was refused there, or ended before its first step."""
-    is_ours = (path / _LOCK).exists() and not any(_not_of_a_run(path)) and not RunFolder(path).has_begun()
+    lock = path / _LOCK
+    # Of this machine: where a shared folder has no locks, a run may be in its first step elsewhere.
+    is_ours = lock.exists() and lock.read_text(encoding="utf-8").split()[1:] in ([], [socket.gethostname()])
+    is_ours = is_ours and not any(_not_of_a_run(path)) and not RunFolder(path).has_begun()
     if not is_ours and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError(f"{path} exists; go on with it (--resume), replace it (--overwrite) or choose another --name")
 
@@ -222,7 +240,7 @@ def _locked(path: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.seek(0)
-        pid = file.read().strip()
+        pid = file.read().partition("\n")[0]
         file.close()
         if not isinstance(error, BlockingIOError):
             raise
@@ -241,7 +259,8 @@ def _not_of_a_run(path: Path) -> Iterator[str]:
     if names and "config.toml" not in names:
         yield min(names)
     for name in sorted(names - _OF_A_RUN):
-        if not re.fullmatch(PIECE_NAME, name) and not name.startswith((".seen-", *(f".{one}." for one in _OF_A_RUN))):
+        is_piece = re.fullmatch(rf"\.?{PIECE_NAME}(\.partial|\.gz\.partial|\.kept)?", name)
+        if not is_piece and not name.startswith((".seen-", *(f".{one}." for one in _OF_A_RUN))):
             yield name
 
 
@@ -271,7 +290,7 @@ def _last_step(path: Path, sign: bytes) -> int:
 
 
 def _steps(file: Path, sign: bytes) -> Iterator[int]:
-    with suppress(EOFError, zlib.error):  # of a compressed one that is damaged, what stands before
+    with suppress(EOFError, zlib.error, gzip.BadGzipFile):  # of a compressed one that is damaged, what stands before
         for row in lines(file) if file.exists() else ():
             if sign in row and row.endswith(b"\n"):
                 with suppress(ValueError, LookupError, TypeError):
@@ -314,7 +333,8 @@ def prepare_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> R
         folder.lock()
         if not (resume or overwrite):
             _check_unused(folder.path)  # another run may have begun and ended in between
-        for old in () if resume else folder.path.iterdir():
+        # The config last: a folder without one is nobody's, if this is cut short.
+        for old in () if resume else sorted(folder.path.iterdir(), key=lambda one: one == folder.config):
             if old.name != _LOCK:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         if overwrite and config.checkpoint.copy_to:

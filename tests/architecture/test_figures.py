@@ -87,6 +87,11 @@ FIGURES = (
         "docs/checkpoints.md", "{} s for {} GB", CHECKPOINT,
         (("blocked_s", ".2f"), (lambda data: data["bytes"] / 1e9, ".2f")),
     ),
+    Figure(
+        "docs/code.md", "Of HumanEval's {} reference solutions {} are right, of MBPP's {} all {}",
+        "judge_data-2026-11-23",
+        tuple((f"{name}/{key}", ".0f") for name in ("humaneval", "mbpp") for key in ("rows", "right")),
+    ),
     Figure("docs/hosts.md", "first answer (without torch) | {} s |", HOSTS, (("attach_s", ".2f"),)),
     Figure("docs/hosts.md", "a process of the same machine | {} times |", HOSTS, (("call_ratio", ".2f"),)),
     Figure("docs/hosts.md", "the same processes on one | {} of the samples/s |", HOSTS, (("demo_ratio", ".2f"),)),

@@ -16,7 +16,8 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from llamarl.net.entrance import MAX_UNPROVED, Entrance, listen
+from llamarl.net import entrance
+from llamarl.net.entrance import MAX_UNPROVED, Entrance, Proved, listen
 
 WAIT_S = 30.0
 SOFT_LIMIT, NUM_SILENT = 128, 200
@@ -64,6 +65,56 @@ def is_put_out(connection: socket.socket, wait_s: float = 0.0) -> bool:
         return True
 
 
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a process may have 1,024 files."""
+    monkeypatch.setattr(entrance, "num_unproved", lambda: MAX_UNPROVED)
+
+
+def test_there_is_room_by_the_files_that_a_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    limits = {256: 64, 1024: 64, 4096: 256, 1 << 20: 1024}
+    for files, room in limits.items():
+        monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
+        assert entrance.num_unproved() == room
+
+
+def test_many_who_come_at_once_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a large executor, or calls of one agent, each of which connects before any of them says anything."""
+    monkeypatch.setattr(entrance, "YOUNG_S", WAIT_S)
+    made = list[socket.socket]()
+
+    def begin(accepted: socket.socket, proved: Proved) -> None:
+        def serve() -> None:
+            with accepted:
+                time.sleep(0.01)
+                accepted.sendall(accepted.recv(1))
+                proved()
+
+        threading.Thread(target=serve, daemon=True).start()
+
+    listener = listen("127.0.0.1")
+    opened = Entrance(listener, begin)
+    with ExitStack() as stack:
+        stack.callback(opened.close)
+        for _ in range(3 * MAX_UNPROVED):
+            made.append(stack.enter_context(socket.create_connection(listener.getsockname(), WAIT_S)))
+            made[-1].sendall(b"x")
+        assert all(one.recv(1) == b"x" for one in made)
+
+
+def test_a_closed_one_puts_nobody_out(place: tuple[str, int]) -> None:
+    listener = listen("127.0.0.1")
+    closing = Entrance(listener, echo)
+    with socket.create_connection(listener.getsockname(), WAIT_S) as early:
+        early.sendall(b"o")
+        assert early.recv(1) == b"o"
+        with socket.create_connection(listener.getsockname(), WAIT_S) as silent:
+            time.sleep(0.05)
+            closing.close()
+            assert not is_put_out(silent, 0.2)
+
+
 def test_the_oldest_stranger_goes_for_the_newest(place: tuple[str, int]) -> None:
     with ExitStack() as stack:
         known = stack.enter_context(socket.create_connection(place, WAIT_S))
@@ -88,10 +139,10 @@ def test_who_has_left_makes_room(place: tuple[str, int]) -> None:
 
 def test_a_closed_entrance_lets_nobody_in() -> None:
     listener = listen("127.0.0.1")
-    address, entrance = listener.getsockname(), Entrance(listener, echo)
+    address, opened = listener.getsockname(), Entrance(listener, echo)
     assert asked(address) == b"open"
     for _ in range(2):
-        entrance.close()
+        opened.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address)
 

@@ -204,7 +204,20 @@ def test_a_start_that_came_to_nothing_leaves_no_run(config: RunConfig, left: str
         assert {one.name for one in path.iterdir()} == {".lock", "config.toml", "weights.json", "logs", "checkpoints"}
 
 
-@pytest.mark.parametrize("what", ["step", "checkpoint", "broken checkpoint", "journal", "own file", "own config"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "step",
+        "checkpoint",
+        "broken checkpoint",
+        "journal",
+        "own file",
+        "own config",
+        "generated",
+        "export",
+        "elsewhere",
+    ],
+)
 def test_what_came_to_something_is_not_touched(config: RunConfig, what: str) -> None:
     with prepare_run_folder(config, resume=False, overwrite=False) as folder:
         step = folder.checkpoints / "step-00000000"
@@ -215,6 +228,13 @@ def test_what_came_to_something_is_not_touched(config: RunConfig, what: str) -> 
         elif "checkpoint" in what:
             step.mkdir()
             (step / ("shard" if "broken" in what else MANIFEST)).touch()
+        elif what == "generated":  # for the first step, which may take hours
+            (folder.path / "journal").mkdir()
+            (folder.path / "journal/00000001.groups").write_bytes(bytes(20_000))
+        elif what == "export":
+            (folder.path / "export").mkdir()
+        elif what == "elsewhere":  # another host is in its first step, and this file system has no locks
+            (folder.path / ".lock").write_text("17\nanother-host\n")
         elif what == "own file":
             (folder.path / "notes.txt").touch()
     if what == "own config":  # of a user who keeps it where the run would be
@@ -273,3 +293,37 @@ def test_the_first_evaluation_on_record(config: RunConfig) -> None:
         assert replace(found, accuracy=0.5) == replace(entry, accuracy=0.5)
         folder.metrics.with_name("metrics-00001.jsonl").write_text('{"kind": "eval", "step": 0}\n')
         assert folder.first_eval() is None
+
+
+def test_a_damaged_piece_of_the_metrics_is_a_warning_of_resume(config: RunConfig) -> None:
+    folder = ended(config)
+    rows = "".join(f'{{"kind": "step", "step": {step}}}\n' for step in range(1, 9)).encode()
+    compressed = bytearray(gzip.compress(rows))
+    compressed[-8] ^= 1  # of the checksum
+    folder.metrics.with_name("metrics-00001.jsonl.gz").write_bytes(compressed)
+    folder.metrics.write_text('{"kind": "step", "step": 9}\n')
+    assert folder.unrecorded(9) == "", "what stands before the fault is read"
+    folder.metrics.with_name("metrics-00001.jsonl.gz").write_bytes(b"no gzip at all")
+    assert folder.unrecorded(9) == f"{folder.metrics} has no rows of steps 1-8"
+
+
+@pytest.mark.parametrize("name", [".metrics-00001.jsonl.gz.partial", ".rollouts-00001.jsonl.kept"])
+def test_what_a_killed_command_was_writing_is_of_the_run(config: RunConfig, name: str) -> None:
+    folder = ended(config)
+    folder.path.joinpath(name).touch()
+    prepare_run_folder(config, resume=False, overwrite=True).__exit__()
+
+
+def test_a_deletion_that_is_cut_short_leaves_the_config(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which the next one knows whose folder it is."""
+    folder, gone = ended(config), list[Path]()
+    unlink = Path.unlink
+
+    def cut(path: Path, **options: bool) -> None:
+        gone.append(path)
+        assert path != folder.config or {one.name for one in folder.path.iterdir()} == {".lock", "config.toml"}
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", cut)
+    prepare_run_folder(config, resume=False, overwrite=True).__exit__()
+    assert folder.config in gone

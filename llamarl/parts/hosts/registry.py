@@ -30,7 +30,7 @@ from llamarl.net.entrance import Entrance, Proved, listen, on_loop
 from llamarl.parts.hosts.certificates import CONTROLLER, mismatch, server_context
 from llamarl.parts.hosts.home import BEAT_S, BROKEN, SILENT_S, BadMessage, Inventory, Line, own_inventory
 
-START_S = 30.0
+START_S = 40.0
 """For an agent that was let in to start the engine on its host."""
 
 DRIFT = 1e-4
@@ -55,7 +55,7 @@ class Host:
         self.inventory, self.name, self.url = inventory, inventory.name, url
         self.offset_s = self.error_s = float("inf")
         """Its clock is this far ahead of ours, and how wrong that can be: half of the shortest way there and back."""
-        self._known_s = self.heard_s = time.time()
+        self._known_s, self.heard_s = time.time(), time.monotonic()
         self.is_known = False
         """It has answered, so that its clock is known."""
         self.is_leaving = False
@@ -186,13 +186,15 @@ class Registry:
         except TimeoutError:
             refused = "".join(
                 f"; {peer} was refused as a host: {reason} ({number} times)"
-                for peer, reasons in self._said.items()
-                for reason, number in reasons.items()
+                for peer, reasons in list(self._said.items())
+                for reason, number in list(reasons.items())
             )
             raise ConfigError(
                 f"cluster.num_hosts = {num_hosts}, but after {timeout_s:g} s (cluster.host_timeout_s) these have "
                 f"called: {self._here()}{refused}; start `llamarl host` on the others, or lower num_hosts"
             ) from None
+        finally:
+            come.cancel()
 
     def _here(self) -> str:
         return ", ".join(sorted(self.hosts)) or "none"
@@ -330,7 +332,7 @@ class Registry:
         try:
             while not host.lost:
                 message = await line.hear()
-                host.heard_s = time.time()
+                host.heard_s = time.monotonic()
                 if host.lost:  # let go
                     break
                 if "answer" in message:
@@ -356,8 +358,8 @@ class Registry:
 
     def _look_for_all(self) -> None:
         """A host is silent: if nobody else is heard either, it is this machine that is lost, and so it says."""
-        silent_s = time.time() - max(host.heard_s for host in self.hosts.values())
-        if len(self.hosts) > 1 and silent_s > SILENT_S / 2:
+        silent_s = time.monotonic() - max((host.heard_s for host in self.hosts.values()), default=0.0)
+        if len(self.hosts) > 1 and silent_s > SILENT_S - BEAT_S:  # each of them is about to be lost by itself
             reason = f"this machine is cut off: all {len(self.hosts)} hosts have been silent for over {silent_s:.1f} s"
             self._say(reason)
             for host in list(self.hosts.values()):

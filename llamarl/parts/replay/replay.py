@@ -252,7 +252,7 @@ class _Replay:
         if (reached := state["step"] if state else 0) < request.last:
             if other := self._journal.other:
                 cause = "config.toml, or what data.train reads, was changed after the run"
-                raise Diverged(request.first, f"setting {other[0]}", *other[1:], cause)
+                raise Diverged(request.first, f"setting {other[0]}", *other[1:], request.cause or cause)
             kept = "; record.kind = 'resume' keeps what --resume needs" * (request.journal.record.kind == "resume")
             sides = f"steps to {request.last}", f"steps to {reached}"
             raise Diverged(reached + 1, "the journal", *sides, self._journal.lack + kept)

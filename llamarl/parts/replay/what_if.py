@@ -55,6 +55,8 @@ def what_if(request: Request, config: RunConfig, *, overwrite: bool, tell: Calla
     folder of the result. Raises ConfigError, ExecutorError."""
     other = changed(request.journal, config)
     said = ", ".join(f"{name} = {now!r} (was {was!r})" for name, (was, now) in other.items()) or "nothing that differs"
+    if Path(config.output, config.name).resolve() == request.folder.path.resolve():
+        raise ConfigError(f"--name {config.name} is the run that is replayed; choose another name")
     if not overwrite and RunFolder(Path(config.output, config.name)).has_begun():
         raise ConfigError(f"{config.output}/{config.name} exists; replace it (--overwrite) or choose another --name")
     with prepare_run_folder(config, resume=False, overwrite=overwrite) as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,9 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.parts.episodes.executors.gateway import GatewayExecutor
 from llamarl.parts.episodes.gateway import workers
 from llamarl.parts.episodes.gateway._worker import find_agent
+from llamarl.parts.episodes.gateway.episode import AgentEpisode
 from llamarl.parts.episodes.gateway.news import AgentCall, AgentEnd, AgentTask
+from llamarl.parts.episodes.gateway.protocol import Refused
 from llamarl.types import OBSERVED, FinishReason, Outcome, Prompt, Rollout, SamplingParams, continued
 
 AGENT = {"name": "tests.parts.episodes.agents:run", "episode_s": 3.0, "workers": 2}
@@ -48,6 +51,17 @@ def sampled(call: AgentCall, text_T: np.ndarray) -> Rollout:
         group_id=call.request.group_id, index=0, columns=continued(start.columns, columns),
         finish_reason=FinishReason.STOP,
     )  # fmt: skip
+
+
+def test_a_call_that_comes_as_its_episode_ends_is_refused(executor: GatewayExecutor) -> None:
+    """Nobody would answer it, and its client would wait for ever."""
+    given = task(0, "x")
+    executor._episodes["key"] = given, AgentEpisode(name="x", sampling=given.sampling, segment_tokens=64)
+    endpoint, session = executor._session_of("key")
+    del executor._episodes["key"]
+    with pytest.raises(Refused, match="the episode of this API key is over"):
+        asyncio.run(endpoint.complete(session, {"prompt": "late"}))
+    assert not executor._answers and not any(executor._news)
 
 
 def play(executor: GatewayExecutor, tokenizer: Tokenizer, count: int) -> dict[int, AgentEnd]:

@@ -345,6 +345,7 @@ def test_others_learn_from_what_is_on_record(copy: Path) -> None:
         (("--trainer.advantage", "gae"), "needs a critic, of which the run has nothing on record"),
         (("--trainer.loss", "grpo", "--only", "train"), "not with --against, --only or --jobs"),
         (("--trainer.loss", "grpo", "--steps", "4:6"), "where there is a checkpoint: 1, 3, 5, 7"),
+        (("--trainer.loss", "grpo", "--name", copy.name), f"--name {copy.name} is the run that is replayed"),
     ):
         done = llamarl_here("replay", copy, *more, "--overwrite")
         assert done.returncode == 2 and said in done.stderr, done.stderr

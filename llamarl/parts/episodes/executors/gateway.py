@@ -28,6 +28,7 @@ from llamarl.run.web import listening, serving
 from llamarl.types import FinishReason, Rollout, SamplingParams
 
 HOST, MODEL = "127.0.0.1", "policy"
+OVER = "the episode of this API key is over"
 HAND_OVER_S, STOP_S = 20.0, 5.0
 """At the latest a `collect` is answered, even when agents have done nothing."""
 
@@ -134,14 +135,15 @@ class GatewayExecutor(Executor):
         task, episode = self._episodes[key]
         endpoint = Endpoint(
             tokenizer=self._tokenizer, model=MODEL, context=self._context,
-            generate=partial(self._generate, task, episode), sampling=task.sampling, is_fixed=True,
+            generate=partial(self._generate, key), sampling=task.sampling, is_fixed=True,
         )  # fmt: skip
         return endpoint, episode.session
 
-    async def _generate(
-        self, task: AgentTask, episode: AgentEpisode, prompt_T: np.ndarray, sampling: SamplingParams, more: object
-    ) -> Rollout:
-        """Whole: what there is until then is with a generator."""
+    async def _generate(self, key: str, prompt_T: np.ndarray, sampling: SamplingParams, more: object) -> Rollout:
+        """Whole: what there is until then is with a generator. Raises Refused: the episode has ended meanwhile."""
+        if key not in self._episodes:
+            raise Refused(409, OVER)
+        task, episode = self._episodes[key]
         request = episode.request(prompt_T, sampling, self._answers)
         answer = self._answers[request.group_id] = self._loop.create_future()
         self._news.calls.append(AgentCall(task.group_id, task.index, request))
@@ -170,7 +172,7 @@ class GatewayExecutor(Executor):
                 del self._episodes[key]
                 for one in episode.asked:
                     if (answer := self._answers.pop(one, None)) and not answer.done():
-                        answer.set_exception(Refused(409, "the episode of this API key is over"))
+                        answer.set_exception(Refused(409, OVER))
             rollout = Rollout(
                 group_id=task.group_id, index=task.index, columns=episode.session.columns(),
                 finish_reason=FinishReason.LENGTH if episode.session.is_full else episode.reason,

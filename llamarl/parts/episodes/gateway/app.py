@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llamarl.parts.episodes.gateway.endpoint import CHARS_PER_TOKEN, Endpoint
-from llamarl.parts.episodes.gateway.protocol import Refused, parsed
+from llamarl.parts.episodes.gateway.protocol import TOO_LONG, Refused, parsed
 from llamarl.parts.episodes.gateway.session import Session
 
 if TYPE_CHECKING:
@@ -70,7 +70,12 @@ async def _answered(session_of: SessionOf, call: Callable[..., Any], request: Re
     from starlette.responses import Response, StreamingResponse
 
     endpoint, session = session_of(_key(request))
-    body, loop, events = await _body(request, endpoint), asyncio.get_running_loop(), asyncio.Queue[bytes]()
+    try:
+        body = await _body(request, endpoint)
+    except Refused as refused:
+        session.is_full |= refused.code == TOO_LONG
+        raise
+    loop, events = asyncio.get_running_loop(), asyncio.Queue[bytes]()
     tell = partial(loop.call_soon_threadsafe, events.put_nowait) if body.get("stream") else None
     answer = asyncio.create_task(call(endpoint, session, body, tell))
     answer.add_done_callback(lambda _: events.put_nowait(b""))
@@ -106,7 +111,7 @@ async def _metrics(session_of: SessionOf, metrics: Callable[[], Mapping[str, flo
     from starlette.responses import PlainTextResponse
 
     session_of(_key(request))
-    lines = (f"# TYPE llamarl_{name} gauge\nllamarl_{name} {value:g}\n" for name, value in metrics().items())
+    lines = (f"# TYPE llamarl_{name} gauge\nllamarl_{name} {value!r}\n" for name, value in metrics().items())
     return PlainTextResponse("".join(lines))
 
 
@@ -151,7 +156,7 @@ async def _body(request: Request, endpoint: Endpoint) -> dict[str, Any]:
                 data += part
                 if len(data) > limit:
                     said = f"the body has more than {limit} bytes, and the context {endpoint.context} tokens"
-                    raise Refused(413, said, code="context_length_exceeded")
+                    raise Refused(413, said, code=TOO_LONG)
     except TimeoutError:
         raise Refused(408, f"the body took over {BODY_S} s") from None
     return parsed(data)

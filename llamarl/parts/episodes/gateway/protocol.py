@@ -41,6 +41,9 @@ INVALID = "invalid_request_error"
 Json = dict[str, Any]
 
 
+TOO_LONG = "context_length_exceeded"
+
+
 class Refused(Exception):
     """A call that is not answered, as OpenAI's clients read it."""
 
@@ -59,7 +62,7 @@ class OutOfTokens(Refused):
     """There is no room for an answer; the code is the one by which OpenAI's clients know that."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(400, message, code="context_length_exceeded")
+        super().__init__(400, message, code=TOO_LONG)
 
 
 class _Body(BaseModel):

@@ -137,11 +137,11 @@ def judge(item: dict[str, Any]) -> list[Any]:
     if -signal.SIGUSR1 in ends:
         raise RuntimeError("a process could not be confined, so nothing was run")
     verdict = json.loads(said) if said.endswith(b"\n") else None
-    if verdict and verdict[0]:
-        return [*verdict, False]
-    if -signal.SIGXCPU in ends:
+    if -signal.SIGXCPU in ends:  # first: tests may take the end of the program for an exception that they wait for
         who = "program" if ends[0] == -signal.SIGXCPU else "tests"
         return [False, f"the {who} used over {limits['cpu_s']} s of CPU time", True]
+    if verdict and verdict[0]:
+        return [*verdict, False]
     if is_late:
         return [False, f"over {wall_s:g} s", True]
     if is_idle:

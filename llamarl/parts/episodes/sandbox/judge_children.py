@@ -29,7 +29,7 @@ from typing import Any
 from llamarl.parts.episodes.sandbox.judge_values import USES, Handle, pack, receive, send, unpack
 
 _REASON_CHARS = 200
-_NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]*)?")
 _open, _read, _write = open, os.read, os.write
 _MODULES = ("collections", "functools", "heapq", "itertools", "math", "random", "re", "string", "sys")
 """Names that tests use without an import, as if the program's own imports served them too."""

@@ -16,6 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from llamarl.data.tokenizer import Tokenizer
+from llamarl.net import entrance
 from llamarl.net.entrance import MAX_UNPROVED
 from llamarl.parts.episodes.gateway import app as module
 from llamarl.parts.episodes.gateway.app import build_app
@@ -263,9 +264,12 @@ def test_pages_of_the_web_cannot_ask(
         assert asyncio.run(ask(open_to_all, "/v1/completions", {"prompt": "x"}, **headers)).status == 200
 
 
-def test_silent_connections_keep_nobody_from_an_answer(scripted: Callable[..., Any]) -> None:
+def test_silent_connections_keep_nobody_from_an_answer(
+    scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of those that have sent no request the oldest goes for the newest; who is refused is hung up on."""
     _, endpoint, session = scripted("one")
+    monkeypatch.setattr(entrance, "num_unproved", lambda: MAX_UNPROVED)
 
     def session_of(key: str) -> tuple[Endpoint, Session]:
         if key != "right":

@@ -251,6 +251,14 @@ def test_scripts_read_and_end_as_they_like(judge: Judge, code: str) -> None:
     assert one(judge, code=code, cases=(("1 2", "4\n"),))[0] is False
 
 
+def test_the_end_of_a_slow_program_is_not_the_exception_that_tests_wait_for(judge: Judge) -> None:
+    """However much of it the first, short attempt computes."""
+    tests = "try:\n    f(1)\nexcept Exception:\n    good = True\nelse:\n    good = False\nassert good"
+    for rounds in (10**3, 10**9):
+        right, reason = one(judge, code=f"def f(x):\n    for _ in range({rounds}): pass\n    return 1", tests=tests)
+        assert right is False, reason
+
+
 @pytest.mark.parametrize(
     ("printed", "expected", "is_same"),
     honest.OUTPUTS,
