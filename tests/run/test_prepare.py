@@ -146,6 +146,14 @@ def test_connections_that_a_process_could_not_open(
         preparing.check_files(config)
 
 
+def test_files_are_counted_before_a_run_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems, model = {"train": {"name": "running_total", "count": 9}}, make_model(tmp_path / "model")
+    config = RunConfig.model_validate({"model": {"path": str(model)}, "data": problems})
+    monkeypatch.setattr(preparing.resource, "getrlimit", lambda _: (MIN_FILES, MIN_FILES))
+    with pytest.raises(ConfigError, match=f"this shell allows {MIN_FILES}: run ulimit"):
+        prepare(config)
+
+
 def test_a_part_whose_import_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_part.py").write_text("import time\ntime.sleep(600)")
     monkeypatch.syspath_prepend(tmp_path)
