@@ -124,7 +124,7 @@ class Tokenizer:
             ConfigError: the folder has no template, or it fails on these messages.
         """
         try:
-            with _ended_after(_MOST_RENDER_S):
+            with ended_after(_MOST_RENDER_S, TimeoutError(f"it took over {_MOST_RENDER_S:g} s")):
                 return self._chat_template.render(
                     messages=[dict(message) for message in messages],
                     tools=list(tools) or None,
@@ -269,11 +269,11 @@ def _chat_environment() -> ImmutableSandboxedEnvironment:
 
 
 @contextmanager
-def _ended_after(limit_s: float) -> Iterator[None]:
-    """Raises TimeoutError in what takes longer; in the main thread alone, where a run's first prompts are made."""
+def ended_after(limit_s: float, error: Exception) -> Iterator[None]:
+    """Raises `error` in what takes longer; in the main thread alone, where a run is prepared."""
 
     def end(*_: object) -> NoReturn:
-        raise TimeoutError(f"it took over {limit_s:g} s")
+        raise error
 
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -5,10 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +17,7 @@ from llamarl.config.roles import CriticConfig
 from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.admission import Problems
 from llamarl.data.prompts import load_prompts
-from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+from llamarl.data.tokenizer import Tokenizer, check_vocabulary, ended_after
 from llamarl.models.folder import check_weights, load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.observability.usage import MIN_FILES, available_bytes
@@ -50,29 +46,14 @@ class Prepared:
     """Sentences for the user."""
 
 
-@contextmanager
-def _within(limit_s: float) -> Iterator[None]:
-    """Whatever a user's module does as it is imported; a signal ends it. Raises ConfigError."""
-
-    def end(*_: object) -> None:
-        raise ConfigError(
-            f"the parts that this run names are not imported and built after cluster.start_timeout_s = {limit_s:g} s; "
-            "let their modules do less as they are imported, or raise it"
-        )
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def check_parts(config: RunConfig) -> None:
     """Builds what the config names by `Ref`, and looks for vLLM, so that a mistake shows early. Raises ConfigError."""
-    is_main = threading.current_thread() is threading.main_thread()
-    with _within(config.cluster.start_timeout_s) if is_main else nullcontext():
+    limit_s = config.cluster.start_timeout_s
+    late = ConfigError(
+        f"the parts that this run names are not imported and built after cluster.start_timeout_s = {limit_s:g} s; "
+        "let their modules do less as they are imported, or raise it"
+    )
+    with ended_after(limit_s, late):  # whatever a user's module does as it is imported
         _check_parts(config)
 
 

@@ -117,6 +117,7 @@ BAD = {
     "too few for a prompt of 20 and a response of 60": ([1] * 20, replace(SHORT, max_new_tokens=60)),
     "temperature = -1.0": ([1], replace(SHORT, temperature=-1.0)),
     "temperature = nan": ([1], replace(SHORT, temperature=float("nan"))),
+    "temperature = 1e-300": ([1], replace(SHORT, temperature=1e-300)),
     "top_p = 0.0": ([1], replace(SHORT, top_p=0.0)),
     "top_k = -2": ([1], replace(SHORT, top_k=-2)),
     "top_k = 4294967296": ([1], replace(SHORT, top_k=1 << 32)),

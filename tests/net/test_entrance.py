@@ -120,9 +120,11 @@ def test_the_oldest_stranger_goes_for_the_newest(place: tuple[str, int]) -> None
         known = stack.enter_context(socket.create_connection(place, WAIT_S))
         known.sendall(b"open")
         assert known.recv(100) == b"open"
+        began_s = time.monotonic()
         silent = [stack.enter_context(socket.create_connection(place)) for _ in range(MAX_UNPROVED + 3)]
         for one in silent[:3]:
             assert is_put_out(one, WAIT_S)
+        assert time.monotonic() - began_s >= entrance.YOUNG_S > 0.01  # the first had its turn
         assert not any(is_put_out(one) for one in silent[3:])
         known.sendall(b"still here")
         assert known.recv(100) == b"still here"

@@ -78,6 +78,8 @@ def test_calls_are_answered_side_by_side(model: Path) -> None:
             with pytest.raises(HTTPError) as refused:
                 post(f"{url}/completions", **body)
             assert refused.value.code == status and json.loads(refused.value.read())["error"]["message"]
+        known = urllib.request.Request(f"{url}/models", headers={"Authorization": "Bearer k", "Host": "gpu-7.example"})
+        assert urllib.request.urlopen(known, timeout=60).status == 200  # who has the key may use any name
 
 
 def test_the_newest_checkpoint_of_a_run(toml: Path, tmp_path: Path) -> None:
@@ -96,6 +98,8 @@ def test_the_newest_checkpoint_of_a_run(toml: Path, tmp_path: Path) -> None:
         with served(path) as url:
             with urllib.request.urlopen(f"{url}/models", timeout=60) as reply:
                 assert [one["id"] for one in json.loads(reply.read())["data"]] == [name]
+            with pytest.raises(HTTPError, match="403"):  # without a key, a page of the web might ask
+                urllib.request.urlopen(urllib.request.Request(f"{url}/models", headers={"Host": "evil.example"}))
             said.append(post(f"{url}/completions", **body)["choices"])
     assert said[0] == said[1]
 

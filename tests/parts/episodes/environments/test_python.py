@@ -39,6 +39,11 @@ def test_names_stay_and_what_is_printed_is_of_the_newest_code() -> None:
     assert talk("print('Žluť')", "'a\\nb'") == ["Žluť", "'a\\nb'"]
 
 
+def test_code_stands_alone() -> None:
+    """Nothing that this package takes from the future holds for it: annotations are what they say."""
+    assert talk("class A:\n    x: int\nA.__annotations__") == ["{'x': <class 'int'>}"]
+
+
 def test_errors_say_where_and_keep_what_came_before() -> None:
     said = talk("x = 1\nprint('then')\n1 / 0", "x", "def (", "raise SystemExit(3)", "x")
     assert said[0] == "then\nline 3: ZeroDivisionError: division by zero"

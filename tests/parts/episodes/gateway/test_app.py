@@ -103,6 +103,7 @@ AS_JSON = {"headers": {"Content-Type": "application/json"}}
         ("completions", AS_JSON | {"content": b"x" * 2000}, 413, "more than 1000 bytes"),
         ("completions", {"content": b"{}", "headers": {"Content-Type": "text/plain"}}, 415, "must be application/json"),
         ("completions", {"json": {"prompt": "x", "model": "other"}}, 404, "there is no model 'other'; this is 'm'"),
+        ("chat/completions", {"json": CHAT | {"model": "other"}}, 404, "there is no model 'other'; this is 'm'"),
         ("embeddings", {"json": {}}, 404, "/v1/embeddings is not there"),
         ("models", {"json": {}}, 405, "POST /v1/models is not there; these are: POST /v1/chat/completions"),
     ],
@@ -115,6 +116,18 @@ def test_errors_are_in_the_shape_that_clients_read(
     assert found.status_code == status, found.text
     error = found.json()["error"]
     assert said in error["message"] and error.keys() == {"message", "type", "param", "code"}
+
+
+def test_a_body_that_is_too_long_fills_its_session(
+    scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a prompt over the context does: the agent is cut short, not at fault."""
+    monkeypatch.setattr(module, "MAX_BODY_BYTES", 1000)
+    _, endpoint, session = scripted("x")
+    client = TestClient(build_app(lambda key: (endpoint, session)), headers={"Authorization": "Bearer k"})
+    assert client.post("/v1/completions", json={"prompt": "x", "n": 0}).status_code == 400 and not session.is_full
+    found = client.post("/v1/completions", json={"prompt": "x" * 2000})
+    assert found.status_code == 413 and found.json()["error"]["code"] == "context_length_exceeded" and session.is_full
 
 
 CALLS = {

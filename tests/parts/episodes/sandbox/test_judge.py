@@ -5,6 +5,8 @@ import os
 import platform
 import random
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -96,6 +98,36 @@ def test_a_program_has_no_rights(judge: Judge) -> None:
         rights = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
         assert {int(rights[name], 16) for name in ("CapEff", "CapPrm", "CapInh", "CapAmb")} == {0}
         assert set(rights["Uid"].split()) == {str(os.getuid() or 65534)}
+
+
+def test_a_root_that_may_be_nobody_else_keeps_no_capability() -> None:
+    """As in a container, where there is no other account to change to."""
+    code = """
+import os, pathlib
+from llamarl.sandbox import seccomp
+def refuse(*_): raise PermissionError
+os.setgroups = os.setresgid = os.setresuid = refuse
+seccomp._drop_rights(seccomp._libc())
+print(pathlib.Path("/proc/self/status").read_text())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    rights = dict(line.split(":\t", 1) for line in done.stdout.splitlines() if ":\t" in line)
+    assert {int(rights[name], 16) for name in ("CapEff", "CapPrm", "CapInh", "CapAmb")} == {0}
+
+
+def test_memory_is_asked_for_and_given_back_and_no_more() -> None:
+    """Advice that only says how memory is used; another could reach what the file behind it or the machine has."""
+    code = """
+import ctypes, mmap, os
+from llamarl.sandbox import seccomp
+libc, page = seccomp._libc(), mmap.mmap(-1, 4096)
+place = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(page)))
+seccomp.only_compute(parent=os.getppid(), cpu_s=5, memory_bytes=1 << 31)
+os.write(1, repr([libc.madvise(place, ctypes.c_size_t(4096), advice) for advice in (4, 9, 10, 12, 16)]).encode())
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[0, -1, -1, -1, -1]"
 
 
 def test_those_that_need_long_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
