@@ -72,13 +72,6 @@ FIGURES = (
         tuple((f"{one}accuracy_after", ".1%") for one in MODES),
     ),
     Figure("README.md", "lower in {} of three seeds", ASYNC, ((lower, ".0f"),)),
-    *(
-        Figure(
-            "docs/code.md", f"| {name} | {{}} | {{}} | {{}} | {{}} |", JUDGE,
-            tuple((f"{name.lower()}/{one}", ".0f") for one in ("rows", "right", "wrong", "invalid")),
-        )
-        for name in ("HumanEval", "MBPP")
-    ),
     Figure(
         "docs/checkpoints.md", "stood still for {} of a save's time (median of seven; {} in the first", CHECKPOINT,
         (("blocked_share", ".0%"), ("blocked_share_of_the_first", ".0%")),
@@ -89,7 +82,7 @@ FIGURES = (
     ),
     Figure(
         "docs/code.md", "Of HumanEval's {} reference solutions {} are right, of MBPP's {} all {}",
-        "judge_data-2026-11-23",
+        JUDGE,
         tuple((f"{name}/{key}", ".0f") for name in ("humaneval", "mbpp") for key in ("rows", "right")),
     ),
     Figure("docs/hosts.md", "first answer (without torch) | {} s |", HOSTS, (("attach_s", ".2f"),)),

@@ -14,9 +14,9 @@ KERNEL_LINES = 1_500
 BUDGETS = {
     "top": 230,  # goal: 250
     "config": 900,  # goal: 820
-    "net": 70,  # goal: 70
+    "net": 90,  # goal: 70
     "kernels": 1_170,  # goal: 1,200
-    "distributed": 620,  # goal: 600
+    "distributed": 630,  # goal: 600
     "sharding": 530,  # goal: 530
     "algorithms": 460,  # goal: 500
     "models": 910,  # goal: 900
@@ -32,12 +32,12 @@ BUDGETS = {
     "training": 1_570,  # goal: 1,550
     "executors": 940,  # goal: 920
     "controller": 2_930,  # goal: 2,450
-    "run": 1_410,  # goal: 1,150
+    "run": 1_420,  # goal: 1,150
     "cli": 750,  # goal: 600
     "parts/forecast": 3_050,  # goal: 2,900
     "parts/page": 1_490,  # goal: 1,450
     "parts/episodes": 2_580,  # goal: 2,150
-    "parts/hosts": 1_500,  # goal: 1,350
+    "parts/hosts": 1_510,  # goal: 1,350
     "parts/replay": 810,  # goal: 720
     "parts/vllm": 620,  # goal: 600
     "parts/sft": 520,  # goal: 480
