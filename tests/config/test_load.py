@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -270,3 +271,16 @@ def test_a_setting_that_is_no_more(minimal: Path, value: str) -> None:
         assert "power_of_two_scales = true is no setting any more; leave it out" in _message(minimal, override)
     else:
         assert load_config(minimal, [override]) == load_config(minimal)
+
+
+def test_a_row_without_an_end_is_not_read_whole(tmp_path: Path) -> None:
+    """Such as of a file of another kind."""
+    path = tmp_path / "rows.jsonl"
+    with path.open("wb") as file:
+        file.truncate(1 << 26)  # takes no room on the disk
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: is too long: a row may have 1,048,576 bytes"):
+        next(config.read_rows(path, "shorten it"))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 24

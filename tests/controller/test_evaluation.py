@@ -14,7 +14,7 @@ from llamarl.config.schema import EvalConfig
 from llamarl.controller.evaluation import Evaluation
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import eval_facts
-from llamarl.types import RewardResult, SamplingParams
+from llamarl.types import OBSERVED, RewardResult, SamplingParams
 from tests.controller.fakes import RIGHT, UNJUDGED, WRONG, prompts
 
 
@@ -24,7 +24,8 @@ def evaluated(*answers: tuple[RewardResult, ...]) -> EvalMetrics:
         sampling = SamplingParams(max_new_tokens=4, temperature=1.0, seed=0, stop_token_ids=(2,))
         questions = prompts(len(answers))
         evaluation = Evaluation(config, sampling, questions, 3, lambda done, total: None, 100)
-        rollout = SimpleNamespace(num_tokens=2, policy_versions_T=np.array([3, 3]), is_sampled_T=np.array([True, True]))
+        versions_T = np.array([3, OBSERVED, 3])
+        rollout = SimpleNamespace(num_tokens=3, policy_versions_T=versions_T, is_sampled_T=versions_T != OBSERVED)
         for number, results in enumerate(answers):
             group: Any = SimpleNamespace(group_id=100 + number, results=results, rollouts=[rollout] * len(results))
             evaluation.add(group)
@@ -37,6 +38,7 @@ def test_what_could_not_be_judged_is_counted_and_not_wrong() -> None:
     found = evaluated((RIGHT, WRONG), (UNJUDGED, RIGHT), (UNJUDGED, UNJUDGED))
     assert (found.accuracy, found.pass_at_k) == (pytest.approx(2 / 3), 1.0)
     assert (found.num_invalid, found.invalid_reason) == (3, "the grader is broken")
+    assert found.mean_response_tokens == 2.0  # what an environment said is no response
     assert "3 of 6 invalid: the grader is broken" in eval_facts(found)
 
 

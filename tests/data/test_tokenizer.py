@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -58,6 +59,15 @@ def test_special_tokens_are_left_out_of_text(base_tokenizer: Tokenizer) -> None:
     token_ids = np.append(base_tokenizer.encode("ok"), eos)
     assert base_tokenizer.decode(token_ids) == "ok"
     assert base_tokenizer.decode(token_ids, skip_special=False) == "ok<|endoftext|>"
+
+
+@pytest.mark.parametrize("eos", [-1, 331, [0, 331], "a"])
+def test_an_end_that_is_no_token_is_refused(base_tokenizer: Tokenizer, tmp_path: Path, eos: object) -> None:
+    """Also where the model has more columns than the tokenizer has tokens: nothing would decode it."""
+    folder = shutil.copytree(base_tokenizer.folder, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id = "):
+        _ = Tokenizer(folder).eos_token_ids
 
 
 def test_ten_thousand_byte_strings_survive(base_tokenizer: Tokenizer) -> None:

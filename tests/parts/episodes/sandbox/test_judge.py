@@ -192,6 +192,11 @@ def test_values_that_grow_are_the_programs_fault(judge: Judge, tests: str) -> No
     assert one(judge, code=code, tests=tests)[0] is False
 
 
+def test_what_was_answered_once_may_grow_later(judge: Judge) -> None:
+    """Also when nothing was answered in between."""
+    assert one(judge, code="def f(x): return ['a' * 1_000_000]", tests="x = f(3)\nf.note = 1\nf(x * 40)")[0] is False
+
+
 @pytest.mark.parametrize(
     ("code", "tests"),
     honest.HONEST,
