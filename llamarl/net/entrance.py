@@ -80,7 +80,7 @@ class Entrance:
         self._unproved = dict[int, tuple[float, socket.socket]]()
         """The oldest first, each with the time at which it came."""
         self._room = num_unproved()
-        self._numbers, self._lock = itertools.count(), threading.Lock()
+        self._numbers, self._changed = itertools.count(), threading.Condition()
         self._is_open = True
         self._thread = threading.Thread(target=self._listen, name="entrance", daemon=True)
         self._thread.start()
@@ -107,24 +107,22 @@ class Entrance:
     def _accept(self) -> None:
         accepted, _ = self._listener.accept()
         number = next(self._numbers)
-        with self._lock:
+        with self._changed:
             self._unproved[number] = time.monotonic(), accepted
         self._put_out_oldest(self._room, YOUNG_S)
         self._serve(accepted, partial(self._forget, number))
 
     def _put_out_oldest(self, room: int, young_s: float) -> None:
         """Unless there is room for all; waits until it is so old."""
-        with self._lock:
+        with self._changed:
             came_s = next((came_s for came_s, _ in self._unproved.values()), 0.0)
-            is_full = len(self._unproved) > room
-        if is_full and (left_s := came_s + young_s - time.monotonic()) > 0:
-            time.sleep(left_s)
-        with self._lock:
-            if len(self._unproved) > room:
+            left_s = max(came_s + young_s - time.monotonic(), 0.0)
+            if not self._changed.wait_for(lambda: len(self._unproved) <= room, left_s):
                 _, oldest = self._unproved.pop(next(iter(self._unproved)))
                 with suppress(OSError):  # it has gone by itself
                     oldest.shutdown(socket.SHUT_RDWR)
 
     def _forget(self, number: int) -> None:
-        with self._lock:
+        with self._changed:
             self._unproved.pop(number, None)
+            self._changed.notify()

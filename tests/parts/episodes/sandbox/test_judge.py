@@ -104,7 +104,7 @@ def test_a_root_that_may_be_nobody_else_keeps_no_capability() -> None:
     """As in a container, where there is no other account to change to."""
     code = """
 import os, pathlib
-from llamarl.sandbox import seccomp
+from llamarl.parts.episodes.sandbox import seccomp
 def refuse(*_): raise PermissionError
 os.setgroups = os.setresgid = os.setresuid = refuse
 seccomp._drop_rights(seccomp._libc())
@@ -119,7 +119,7 @@ def test_memory_is_asked_for_and_given_back_and_no_more() -> None:
     """Advice that only says how memory is used; another could reach what the file behind it or the machine has."""
     code = """
 import ctypes, mmap, os
-from llamarl.sandbox import seccomp
+from llamarl.parts.episodes.sandbox import seccomp
 libc, page = seccomp._libc(), mmap.mmap(-1, 4096)
 place = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(page)))
 seccomp.only_compute(parent=os.getppid(), cpu_s=5, memory_bytes=1 << 31)
