@@ -71,7 +71,8 @@ def _proving(app: ASGIApp) -> Callable[..., Awaitable[None]]:
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         async def told(message: Any) -> None:
-            if message.get("status") in (401, 403, 404, 405) or scope["path"] == "/health":  # nobody has shown a key
+            is_known = message.get("status") not in (401, 403, 404, 405) and scope["path"] != "/health"
+            if "headers" in message and not is_known:  # nobody has shown a key
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 

@@ -289,9 +289,9 @@ def test_silent_connections_keep_nobody_from_an_answer(
             raise Refused(401, "wrong key", "authentication_error")
         return endpoint, session
 
-    async def asked(place: tuple[str, int], key: str, connection: str = "close") -> str:
+    async def asked(place: tuple[str, int], key: str, connection: str = "close", path: str = "/v1/models") -> str:
         reader, writer = await asyncio.open_connection(*place)
-        head = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nConnection: {connection}"
+        head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nConnection: {connection}"
         writer.write(f"{head}\r\n\r\n".encode())
         answer = (await asyncio.wait_for(reader.read(), 30.0)).decode()
         writer.close()
@@ -307,6 +307,7 @@ def test_silent_connections_keep_nobody_from_an_answer(
                 assert not await asyncio.wait_for(reader.read(), 30.0)
         assert await asked(place, "right") == "HTTP/1.1 200 OK"
         assert await asked(place, "wrong", "keep-alive") == "HTTP/1.1 401 Unauthorized"
+        assert await asked(place, "", "keep-alive", "/health") == "HTTP/1.1 200 OK", "who shows no key may not stay"
         for _, writer in silent:
             writer.close()
         server.should_exit = True
