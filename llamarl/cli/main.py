@@ -105,7 +105,8 @@ def main() -> None:
         sys.exit(code)
     except ConfigError as error:
         text = str(error)  # what a user wrote is in it, which may have any length
-        print(f"llamarl {name}: {text[:800]}{'...' + text[-400:] if text[800:] else ''}", file=sys.stderr)
+        text = text if len(text) <= 1200 else f"{text[:800]}...{text[-400:]}"
+        print(f"llamarl {name}: {text}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except BrokenPipeError:  # whoever read the output has gone (`| head`); Python must not flush to it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

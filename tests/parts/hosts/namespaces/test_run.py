@@ -72,13 +72,6 @@ def test_a_host_is_cut_off_and_comes_back(tmp_path: Path) -> None:
     assert (tmp_path / "runs/tiny/logs/host-host-c.log").exists()
 
 
-@pytest.fixture(autouse=True)
-def hosts_choose_their_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ranks in this process may have chosen is not for other hosts."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.mark.timeout(300)
 @nightly("hosts come and go")
 def test_a_trainer_on_two_hosts_and_generators_that_come_and_go(tmp_path: Path) -> None:
