@@ -15,6 +15,9 @@ DEV := $(VENV)/.llamarl-dev
 VLLM := .venv-vllm
 VERIFIERS := .venv-verifiers
 
+# Set in many images: each process of a run, and of the tests, would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all pictures lint format types contract pytest vllm verifiers gpu-check clean
@@ -82,7 +85,7 @@ $(RUNTIME): pyproject.toml constraints.txt
 
 $(DEV): $(RUNTIME)
 	@echo "install: test tools, once"
-	@$(INSTALL) --no-build-isolation --editable '.[monarch,plot,dev]'
+	@$(INSTALL) --no-build-isolation --editable '.[monarch,dev]'
 	@touch $@
 
 # vLLM's CPU build asks for torchvision, torchaudio and torchcodec, of which the newest do not load beside this torch.

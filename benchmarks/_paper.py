@@ -14,7 +14,7 @@ from llamarl.parts.forecast.constants import Constants
 from llamarl.parts.forecast.hardware import GPUS, Pool
 from llamarl.parts.forecast.lengths import Lengths
 from llamarl.parts.forecast.plan import Plan
-from llamarl.parts.forecast.request import ASYNCHRONOUS, BASELINE, Request, Rules
+from llamarl.parts.forecast.request import ASYNCHRONOUS, BASELINE, PlanRequest, Rules
 from llamarl.parts.forecast.shapes import MODELS
 from llamarl.parts.forecast.solver import asynchronous_plan, solve, synchronous_plan
 from llamarl.parts.forecast.sync import priced
@@ -70,9 +70,9 @@ PAPER_CONSTANTS = Constants(weight_copies=1)
 """LlamaRL writes weights into the generator's memory in place."""
 
 
-def paper_request(row: Row, constants: Constants, workload: Workload = PAPER_WORKLOAD) -> Request:
+def paper_request(row: Row, constants: Constants, workload: Workload = PAPER_WORKLOAD) -> PlanRequest:
     """The row as a request, on H100s."""
-    return Request(
+    return PlanRequest(
         model=MODELS[row.model],
         prompt_tokens=workload.prompt_tokens,
         lengths=Lengths.lognormal(
@@ -86,7 +86,7 @@ def paper_request(row: Row, constants: Constants, workload: Workload = PAPER_WOR
     )
 
 
-def predict(request: Request, rules: Rules) -> Plan:
+def predict(request: PlanRequest, rules: Rules) -> Plan:
     """The best plan under `rules` and, when asynchronous, `MAX_STALENESS`. Raises ValueError: nothing fits."""
     pool = request.pools[0]
     plan = solve(request, (pool, pool), rules, request.max_staleness if rules.overlap else 0)
@@ -137,7 +137,7 @@ SWITCHES = (
 """Order in which the freedoms of the asynchronous system are switched on; another order shares the gain differently."""
 
 
-def decompose(request: Request) -> dict[str, float]:
+def decompose(request: PlanRequest) -> dict[str, float]:
     """Factor by which each switch shortens the step, in the order of `SWITCHES`; the product is the whole speed-up."""
     rules = BASELINE
     before_s = predict(request, rules).step_s

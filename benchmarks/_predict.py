@@ -13,7 +13,7 @@ import numpy as np
 
 from llamarl.parts.forecast.generation import Generators, generation_parts, steady_parts, sum_parts
 from llamarl.parts.forecast.hardware import BF16, Pool
-from llamarl.parts.forecast.request import ASYNCHRONOUS, SYNCHRONOUS, Request
+from llamarl.parts.forecast.request import ASYNCHRONOUS, SYNCHRONOUS, PlanRequest
 from llamarl.parts.forecast.training import TrainerLayouts, training_parts
 
 
@@ -37,7 +37,7 @@ class Prediction:
 
 
 def predict_step(
-    request: Request, pool: Pool, *, staleness: int, replicas: int, max_running: int, microbatch_tokens: int
+    request: PlanRequest, pool: Pool, *, staleness: int, replicas: int, max_running: int, microbatch_tokens: int
 ) -> Prediction:
     """A step with `replicas` generators of one device and a trainer of one, all of the kind of `pool`.
 

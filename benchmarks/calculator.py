@@ -22,6 +22,8 @@ from typing import Any
 
 from _record import write_result
 
+from llamarl.run.rollouts import rollout_rows
+
 ROOT = Path(__file__).parents[1]
 WAYS = {"environment": "configs/calculator.toml", "agent": "configs/calculator_agent.toml"}
 SYNCHRONOUS = ["--rollout.max_staleness", "0", "--eval.every_steps", "0"]
@@ -70,7 +72,7 @@ def repeats(seed: int, steps: int, output: Path) -> bool:
     found = [
         [
             {name: row.get(name) for name in COMPARED}
-            for row in rows(train(WAYS["environment"], name, seed, steps, output, *SYNCHRONOUS) / "rollouts.jsonl")
+            for row in rollout_rows(train(WAYS["environment"], name, seed, steps, output, *SYNCHRONOUS))
         ]
         for name in ("one", "other")
     ]

@@ -36,7 +36,7 @@ from llamarl.generation.model import GeneratorModel, load_generator_model
 from llamarl.models.folder import load_shape
 from llamarl.parts.episodes.environments._base import Task, Turn
 from llamarl.parts.episodes.environments.calculator import Calculator
-from llamarl.parts.episodes.sandbox.judge import Job, Judge
+from llamarl.parts.episodes.sandbox.judge import JudgeJob, ProgramJudge
 from llamarl.parts.sft.base_model import ensure_base_model
 from llamarl.types import FinishReason, GenerationRequest, Prompt, Rollout, SamplingParams, observed
 
@@ -143,9 +143,9 @@ def make_requests(config: RunConfig, model: str, groups: int) -> tuple[list[Gene
 
 def verdicts_per_s(count: int) -> float:
     """Of programs that pass their tests."""
-    judge = Judge(workers=2, cpu_s=5, wall_s=30.0, memory_bytes=1 << 29)
+    judge = ProgramJudge(workers=2, cpu_s=5, wall_s=30.0, memory_bytes=1 << 29)
     jobs = [
-        Job(
+        JudgeJob(
             code=f"def add(a, b):\n    return a + b + {n}",
             tests="\n".join(f"assert add({a}, 2) == {a + 2 + n}" for a in range(3)),
         )

@@ -31,6 +31,8 @@ from typing import Any
 from _record import RESULTS, write_result
 from faults import ROOT, executors
 
+from llamarl.run.rollouts import rollout_rows
+
 STEPS = 100
 LEAST_ACCURACY = 0.6
 """After so few steps seeds without faults end between 0.7 and 0.85."""
@@ -166,10 +168,11 @@ def judged(run: Path, process: subprocess.Popen[bytes], is_late: bool, left: lis
     wrong += ["too late"] if is_late else []
     metrics = rows(run / "metrics.jsonl")
     steps = [row["step"] for row in metrics if row["kind"] == "step"]
-    lost = "lost at" in (run.parents[1] / "out.txt").read_text()
+    said = (run.parents[1] / "out.txt").read_text()
+    lost = "lost at" in said or "keeps nothing until" in said
     if sorted(set(steps)) != steps or (steps != list(range(1, STEPS + 1)) and not lost):
         wrong.append(f"steps {steps[:3]}...{steps[-3:]}, {len(steps)} in all")
-    keys = Counter((row["group_id"], row["index"]) for row in rows(run / "rollouts.jsonl"))
+    keys = Counter((row["group_id"], row["index"]) for row in rollout_rows(run))
     if set(keys.values()) != {1} or len(keys) > STEPS * 128 or (len(keys) < STEPS * 128 and not lost):
         wrong.append(f"{len(keys)} rollouts, some {max(keys.values(), default=0)} times")
     accuracy = [row["accuracy"] for row in metrics if row["kind"] == "eval"][-1:]

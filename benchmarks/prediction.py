@@ -31,7 +31,7 @@ from llamarl.parts.forecast.constants import load_profile
 from llamarl.parts.forecast.costs import Costs
 from llamarl.parts.forecast.hardware import Pool, find_gpu
 from llamarl.parts.forecast.lengths import Lengths
-from llamarl.parts.forecast.request import Request
+from llamarl.parts.forecast.request import PlanRequest
 from llamarl.parts.forecast.shapes import find_model
 from llamarl.parts.forecast.simulator.faults import Faults
 from llamarl.parts.forecast.simulator.run import simulate
@@ -177,7 +177,7 @@ def _planned(profile: Path, config: RunConfig) -> dict[str, float | None]:
     costs, measured, rollout = Costs.load(profile), load_profile(profile), config.rollout
     tokens = np.array([tokens for group in costs.measured_groups for tokens, _ in group], dtype=np.float64)
     pool = Pool(gpu=measured.device(find_gpu("cpu-core")), count=1)
-    request = Request(
+    request = PlanRequest(
         model=find_model(str(ROOT / config.model.path)),
         prompt_tokens=costs.prompt_tokens,
         lengths=Lengths.measured(np.minimum(tokens, rollout.max_new_tokens)),

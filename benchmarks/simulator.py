@@ -29,7 +29,7 @@ from llamarl.cluster.api import ExecutorSpec
 from llamarl.cluster.open import open_cluster
 from llamarl.config import RunConfig
 from llamarl.config.cluster import ClusterConfig
-from llamarl.executors.replies import Collected, Scored
+from llamarl.executors.replies import Collected, ScoredResponse
 from llamarl.parts.forecast.costs import Costs
 from llamarl.parts.forecast.report import render_simulation, summary
 from llamarl.parts.forecast.simulator.faults import Faults
@@ -100,7 +100,7 @@ def transport_s_per_group(response_tokens: int, group_size: int, repeats: int = 
     )
     text = "x" * 4 * response_tokens
     results = tuple(RewardResult(outcome=Outcome.SCORE, value=1.0) for _ in rollouts)
-    scored = [[Scored(response=text, result=result) for result in results]]
+    scored = [[ScoredResponse(response=text, result=result) for result in results]]
     group = RolloutGroup(group_id=0, prompt=prompt, rollouts=rollouts, results=results, responses=(text,) * group_size)
     request = GenerationRequest(
         group_id=0, prompt_token_ids_T=prompt_T, group_size=group_size, sampling=SamplingParams()

@@ -1,6 +1,6 @@
-"""What connections that say nothing cost a run: its ports, its executors, and who comes to them by right.
+"""What strangers who say nothing, or nonsense, cost a run: its ports, its executors, and who comes to them by right.
 
-    python benchmarks/strangers.py [--seconds 60] [--connections 2000] [--files 1024]
+    python benchmarks/strangers.py [--seconds 60] [--connections 2000] [--files 1024] [--words HEX]
 
 A tiny run over two hosts, which are addresses of the loopback: a trainer of two ranks, two generators, p2p, agents,
 and Prometheus where its package is installed. Each process may open so many files (`ulimit -n`). At each of its TCP
@@ -17,7 +17,6 @@ import asyncio
 import importlib.util
 import json
 import os
-import resource
 import shlex
 import signal
 import socket
@@ -35,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from _record import write_result
 
+from llamarl.distributed.links import GREETING
 from llamarl.parts.hosts.agent import descendants
 from llamarl.parts.hosts.certificates import client_context, make_certificates
 from tests.end_to_end.tiny import make_model, write_toml
@@ -158,35 +158,24 @@ def has_answered(one: socket.socket, kind: str, pki: Path) -> bool:
         context.check_hostname = False
         with context.wrap_socket(one):
             return True
-    if kind == "http":
-        one.sendall(QUESTION)
-    return one.recv(1) in (b"H", b"\0")
+    one.sendall(QUESTION if kind == "http" else GREETING)
+    return one.recv(1) == (b"H" if kind == "http" else b"\0")
 
 
 def kind_of(port: Port, pki: Path) -> str:
-    """How it is asked: it sends a challenge by itself, or speaks TLS or HTTP; or it answers nobody."""
+    """How it is asked: it answers a greeting with a challenge, or speaks TLS or HTTP; or it answers nobody."""
     kinds = ("challenge", "tls", "http")
     return next((kind for kind in kinds if answered_s(port, kind, pki, LOOK_S) < LOOK_S), "none")
 
 
-def hold(address: str, number: int, connections: int, seconds: float) -> None:
-    """The strangers of one port: as many as this process may have, which say nothing."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    held = list[socket.socket]()
-    for _ in range(connections):
-        one = socket.socket()
-        one.setblocking(False)
-        one.connect_ex((address, number))
-        held.append(one)
-    time.sleep(seconds)
-
-
-async def attacked(run: TinyRun, kinds: dict[Port, str], connections: int, seconds: float) -> dict[Port, list[float]]:
+async def attacked(
+    run: TinyRun, kinds: dict[Port, str], connections: int, seconds: float, words: str
+) -> dict[Port, list[float]]:
     """Seconds until each port's answers, from the first stranger on to the end of the last one."""
-    words = [sys.executable, __file__, "--hold"]
+    hold = [sys.executable, "-S", str(Path(__file__).with_name("_strangers.py"))]
     holders = [
-        subprocess.Popen([*words, port.address, str(port.number), str(connections), str(seconds)]) for port in kinds
+        subprocess.Popen([*hold, port.address, str(port.number), str(connections), str(seconds), words])
+        for port in kinds
     ]
     times = {port: list[float]() for port in kinds}
 
@@ -201,31 +190,27 @@ async def attacked(run: TinyRun, kinds: dict[Port, str], connections: int, secon
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What silent connections cost a run.")
+    parser = argparse.ArgumentParser(description="What connections of strangers cost a run.")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--connections", type=int, default=2000)
     parser.add_argument("--files", type=int, default=1024)
     parser.add_argument("--folder", type=Path, help="where the result goes, if not to benchmarks/results")
-    parser.add_argument("--hold", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--words", default="", metavar="HEX", help="what each of them says, in hexadecimal digits")
     options = parser.parse_args()
-    if options.hold:
-        address, number, connections, seconds = options.hold
-        hold(address, int(number), int(connections), float(seconds))
-        return
     with tempfile.TemporaryDirectory(prefix="strangers-") as name:
         run = TinyRun(Path(name), options.files)
         try:
-            figures = measured(run, options.connections, options.seconds)
+            figures = measured(run, options.connections, options.seconds, options.words)
         finally:
             run.end()
     print(json.dumps(figures, indent=2))
-    settings = {"seconds": options.seconds, "connections": options.connections, "files": options.files}
+    settings = {name: getattr(options, name) for name in ("seconds", "connections", "files", "words")}
     notes = ["seconds until a proper question had its first answer; ports that answer nobody are gloo's"]
     where = {"folder": options.folder} if options.folder else {}
     print(write_result("strangers", settings, figures, notes, **where))
 
 
-def measured(run: TinyRun, connections: int, seconds: float) -> dict[str, Any]:
+def measured(run: TinyRun, connections: int, seconds: float, words: str) -> dict[str, Any]:
     run.until_steps(5)
     pki, ports, names, start_s = run.folder / "pki", run.ports(), run.names(), time.monotonic()
     first = run.num_steps()
@@ -233,7 +218,7 @@ def measured(run: TinyRun, connections: int, seconds: float) -> dict[str, Any]:
     quiet = {port: answered_s(port, kind, pki) if kind != "none" else None for port, kind in kinds.items()}
     before, before_s, said = run.num_steps() - first, time.monotonic() - start_s, run.said()
     begin_s, first = time.monotonic(), run.num_steps()
-    times = asyncio.run(attacked(run, kinds, connections, seconds))
+    times = asyncio.run(attacked(run, kinds, connections, seconds, words))
     during_s, during, first = time.monotonic() - begin_s, run.num_steps() - first, run.num_steps()
     time.sleep(after_s := max(5.0, seconds / 4))
     left, after = run.ports(), run.num_steps() - first

@@ -21,10 +21,10 @@ from llamarl.parts.forecast.hardware import GPUS
 from llamarl.parts.forecast.shapes import MODELS
 from llamarl.sharding.parallel_layout import ShardLayout, generator_layout, trainer_layout
 from llamarl.sharding.reshard import ReshardPlan, plan_reshard
-from llamarl.sharding.transfer_time import Links, estimate, fastest
+from llamarl.sharding.transfer_time import LinkSpeeds, estimate, fastest
 
 H100 = GPUS["h100-80g"]
-LINKS = Links(network=H100.network_bandwidth, host=H100.node_bandwidth)
+LINKS = LinkSpeeds(network=H100.network_bandwidth, host=H100.node_bandwidth)
 REACHED = Constants().link_efficiency
 CHANGED = {"bfloat16": 0.028, "float8_e4m3fn": 0.0025}
 TP = 8

@@ -34,9 +34,9 @@ class Column:
     """`generator`, as tokens are sampled; `agents`, when a session ends; an executor that scores whole rollouts
     (`reference`, `critic`); or `trainer`, when it makes a batch."""
     default: float | bool | None = None
-    """Of tokens sampled after the column was begun, and of rollouts without it. None: each token has its own."""
+    """Value for tokens sampled after the column's beginning, and for rollouts without it. None: each has its own."""
     is_recorded: bool = False
-    """Written to `rollouts.jsonl`."""
+    """Part of the row of a rollout."""
 
 
 OBSERVED = -1
@@ -66,7 +66,7 @@ COLUMNS: dict[str, Column] = {
 
 
 def add_column(column: Column) -> None:
-    """For columns of modules outside this package, where they are imported. Raises ValueError: the name is taken."""
+    """Adds a column of a module outside this package, as that is imported. Raises ValueError: the name is taken."""
     if COLUMNS.setdefault(column.name, column) != column:
         raise ValueError(f"a column {column.name!r} exists, with another meaning; choose another name")
 
@@ -180,7 +180,7 @@ class FinishReason(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What a reward says about one response."""
+    """Kind of judgment by a reward on one response."""
 
     SCORE = "score"
     """Judged; `RewardResult.value` is the reward."""
@@ -201,14 +201,14 @@ class Prompt:
     token_ids_T: np.ndarray
     """Tokens of `text`, int32 [T]."""
     answer: str
-    """What the reward compares with; may be empty."""
+    """Answer that the reward compares with; may be empty."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Every other field of the row, unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn."""
+    """Parameters with which tokens are drawn."""
 
     temperature: float = 1.0
     """Divides the logits; 0 means greedy."""
@@ -246,12 +246,15 @@ class GenerationRequest:
     partials: tuple[Rollout, ...] = ()
     """Parked or aborted rollouts of this group to go on with; when there are some, only their indices are generated."""
     has_turns: bool = False
-    """What its rollouts that stop have computed is held in the engine, for when an environment has answered."""
+    """The engine holds what its rollouts that stop have computed, for when an environment has answered."""
     purpose: Literal["train", "eval", "greedy"] = "train"
-    """What its rollouts are for: to learn from, to measure the policy, or as the baseline of the group."""
+    """Purpose of its rollouts: to learn from, to measure the policy, or as the baseline of the group."""
+    from_version: int = 0
+    """Oldest policy version that may sample it. A request may leave before its generator serves that one; it waits
+    there."""
 
     def starts(self) -> Sequence[Rollout]:
-        """What each rollout that is asked for begins with."""
+        """Rollouts that are asked for, each as it begins."""
         return self.partials or [Rollout.empty(self.group_id, index) for index in range(self.group_size)]
 
 
@@ -264,7 +267,7 @@ class Rollout(_PerToken):
     index: int
     """Position in its group, 0 to group_size - 1."""
     columns: Columns
-    """Of its tokens; those that the generator fills are always there."""
+    """Columns of its tokens; those that the generator fills are always there."""
     finish_reason: FinishReason
     error: str = ""
     """Set when `finish_reason` is FAILED."""
@@ -279,7 +282,7 @@ class Rollout(_PerToken):
         return cls(group_id=group_id, index=index, columns=nothing, finish_reason=reason, error=error)
 
     def with_only(self, *names: str) -> Rollout:
-        """With these columns alone: what is not read need not travel."""
+        """The rollout with these columns alone: what is not read need not travel."""
         columns = {name: self.columns[name] for name in names}
         return Rollout(  # once per rollout, and five times as fast as `replace`
             group_id=self.group_id, index=self.index, columns=columns, finish_reason=self.finish_reason,
@@ -293,7 +296,7 @@ class Rollout(_PerToken):
 
     @property
     def num_turns(self) -> int:
-        """Of the policy; 0 for a rollout without tokens."""
+        """Turns of the policy; 0 for a rollout without tokens."""
         is_sampled_T = self.is_sampled_T
         return int(is_sampled_T[:1].sum() + (is_sampled_T[1:] & ~is_sampled_T[:-1]).sum())
 
@@ -307,7 +310,7 @@ class Rollout(_PerToken):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardItem:
-    """What a reward sees of one response."""
+    """One response as a reward sees it."""
 
     prompt: str
     response: str
@@ -318,7 +321,7 @@ class RewardItem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardResult:
-    """What a reward says of one response."""
+    """Result of a reward for one response."""
 
     outcome: Outcome
     value: float
@@ -326,7 +329,7 @@ class RewardResult:
     reason: str = ""
     """Short and for people: `no #### line`, `grader timed out after 3 s CPU`."""
     first_part: RewardResult | None = None
-    """Of a weighted sum: what its first part said, which alone decides whether the response is right."""
+    """Result of a weighted sum's first part, which alone decides whether the response is right."""
 
     @property
     def is_right(self) -> bool:
@@ -347,7 +350,7 @@ class RolloutGroup:
     responses: tuple[str, ...]
     """Decoded text, one per rollout."""
     baseline: RewardResult | None = None
-    """Of the greedy response to the same prompt, which nobody learns from; None where the advantage needs none."""
+    """Result of the prompt's greedy response, which nobody learns from; None where the advantage needs none."""
     environment_s: tuple[float, ...] = ()
     """Seconds that the environment's replies took, one per rollout; empty where nothing is known."""
 
@@ -363,7 +366,7 @@ class TrainSample(_PerToken):
     """One trainable token sequence: a prompt shared by its group and one response."""
 
     columns: Columns
-    """With `advantages` and `loss_mask`."""
+    """Columns of its tokens, `advantages` and `loss_mask` among them."""
 
     @property
     def advantages_T(self) -> np.ndarray:  # float32
@@ -385,7 +388,7 @@ class SampleGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
-    """What one optimizer step learns from."""
+    """Groups of samples that one optimizer step learns from."""
 
     groups: tuple[SampleGroup, ...]
 
@@ -408,7 +411,7 @@ class ToolCall:
     arguments: dict[str, Any] = field(default_factory=dict)
     """JSON values by name."""
     error: str = ""
-    """What is malformed about the call, for the policy to read; empty when nothing is."""
+    """Fault in the form of the call, for the policy to read; empty when there is none."""
 
 
 RAISED = "environment: "

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.devices import has_gpu
+from tests.durations import Durations
 from tests.groups import make_group  # noqa: F401, a fixture for all folders
 from tests.leftovers import left_behind, own_folders
 from tests.nightly import NIGHTLY
@@ -29,6 +30,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores it, and so would every command that a test starts and then interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it
+# Of about 600 files of tests and of the package, each process would compile what it imports.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Before torch is imported: two cores, shared with every process that a test starts.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[variable] = "1"
@@ -41,13 +45,8 @@ if not HAS_GPU:  # with a GPU its driver's memory counts too
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_PROCESS_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-LONG = ("end_to_end", "gpu", "executors", "controller", "training", "weight_sync", "replay")
-"""Folders whose files take longest."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """They come first: what is left for the end is short, so that no process waits long for the other."""
-    items.sort(key=lambda item: LONG.index(name) if (name := item.path.parent.name) in LONG else len(LONG))
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Durations(config))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -70,10 +69,10 @@ def ends_its_commands() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def chooses_its_own_interface() -> Iterator[None]:
-    """A rank says in its environment which one it meets others by; what a test starts later may be elsewhere."""
+    """A rank with a GPU says in its environment which one it meets others by; what a test starts later may be
+    elsewhere."""
     yield
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.pop(name, None)
+    os.environ.pop("NCCL_SOCKET_IFNAME", None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -43,6 +43,7 @@ from llamarl.cluster.open import open_cluster
 from llamarl.config.cluster import ClusterConfig
 from llamarl.parts.hosts.certificates import make_certificates, monarch_env
 from llamarl.parts.hosts.registry import Registry
+from llamarl.run.rollouts import rollout_rows
 
 ROOT = Path(__file__).parents[2]
 PORT = 6700
@@ -303,13 +304,13 @@ def one_run(place: Path, draw: random.Random, *, slow: bool) -> tuple[list[dict[
             assert run.process.poll() is None or i == LOSSES_PER_RUN - 1, Path(run.out.name).read_text()[-2000:]
         summary = run.end()
         assert [row["step"] for row in run.steps()] == list(range(1, steps + 1))
-        assert_trained_once(run.folder / "rollouts.jsonl")
+        assert_trained_once(run.folder)
         return events, summary["accuracy_after"]
 
 
-def assert_trained_once(path: Path) -> None:
+def assert_trained_once(run: Path) -> None:
     """Every group of every step is of a prompt of its own."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [*rollout_rows(run)]
     groups = Counter((row["group_id"], row["index"]) for row in rows)
     assert max(groups.values()) == 1, "a rollout was trained twice"
     prompts = Counter(row["prompt_id"] for row in {row["group_id"]: row for row in rows}.values())

@@ -242,14 +242,19 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
+def opening(docstring: str) -> str:
+    """The word of `OPENINGS` that a docstring begins with; empty: it can be read alone."""
+    word = re.match(r"\s*(\w*)", docstring)[1]  # type: ignore[index]
+    return word if word in OPENINGS else ""
+
+
 def cannot_be_read_alone(sorting: Sorting) -> dict[str, Any]:
     """Docstrings that begin with one of `OPENINGS`."""
     total, words, places = 0, Counter[str](), dict[str, list[int]]()
     for path in sorting.files:
         for line, text in docstrings(path):
             total += 1
-            word = re.match(r"\s*(\w*)", text)[1]  # type: ignore[index]
-            if word in OPENINGS:
+            if word := opening(text):
                 words[word] += 1
                 places.setdefault(sorting.name(path), []).append(line)
     lines = {name: " ".join(map(str, sorted(at))) for name, at in places.items()}

@@ -24,7 +24,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KlPenalty:
-    """What leaving the reference costs, per token."""
+    """Price per token of leaving the reference policy."""
 
     coefficient: float
     estimator: Literal["k1", "k2", "k3"]
@@ -46,7 +46,7 @@ def estimate(log_ratio: Any, estimator: Literal["k1", "k2", "k3"]) -> Any:
 
 
 def penalty(config: ReferenceConfig, place: Literal["loss", "reward"]) -> KlPenalty | None:
-    """What `config` charges there; None: nothing."""
+    """The penalty that `config` charges in `place`; None: nothing."""
     if not config.kl_coefficient or config.kl_in != place:
         return None
     return KlPenalty(coefficient=config.kl_coefficient, estimator=config.kl_estimator)

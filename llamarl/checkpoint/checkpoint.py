@@ -26,7 +26,7 @@ class Saved:
     """A tensor in a checkpoint."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
     pieces: tuple[tuple[str, Box], ...]
     """Files and the part that each holds; every element is in exactly one."""
@@ -45,14 +45,14 @@ class Checkpoint:
     files: Mapping[str, dict[str, Any]]
     """Size and digest by name."""
     tensors: Mapping[str, Saved]
-    """By name: `PARAMETER`, and `PARAMETER:MOMENT` for what the optimizer knows of it."""
+    """Saved tensors by name: `PARAMETER`, and `PARAMETER:MOMENT` for what the optimizer knows of it."""
     digest: str
-    """Of the manifest."""
+    """Digest of the manifest."""
     _opened: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the whole tensors."""
+        """Shapes of the whole tensors, by name."""
         return {name: saved.shape for name, saved in self.tensors.items()}
 
     def check_files(self, names: Sequence[str]) -> None:

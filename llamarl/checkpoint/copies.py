@@ -1,4 +1,4 @@
-"""`Copies`: a run's checkpoints in another place besides, a mounted folder or whatever fsspec opens; without torch."""
+"""`RemoteCopies`: checkpoints of a run in another place too, a mounted folder or what fsspec opens; without torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _failing() -> Iterator[None]:
         raise CopyFailed(f"{type(error).__name__}: {error}") from error
 
 
-class Copies:
+class RemoteCopies:
     """`<checkpoint.copy_to>/<name>` looks like the run's folder of checkpoints. The manifest of each comes last, and
     without it nothing counts."""
 
@@ -63,7 +63,7 @@ class Copies:
         self.name = f"{settings.copy_to.rstrip('/')}/{name}"
 
     def steps(self, part: str = "", last: str = f"/{MANIFEST}") -> list[int]:
-        """Of the copies that were finished, ascending. Raises CopyFailed."""
+        """Steps of the copies that were finished, ascending. Raises CopyFailed."""
         with _failing():
             self._files.invalidate_cache()
             found = self._files.glob(str(self._root / part / ("step-" + "[0-9]" * 8)) + last)

@@ -1,4 +1,4 @@
-"""From a checkpoint, of whatever layout, to a Hugging Face folder: a model, or adapters as PEFT reads them."""
+"""Export of a checkpoint, of whatever layout, to a Hugging Face folder: a model, or adapters as PEFT reads them."""
 
 from __future__ import annotations
 

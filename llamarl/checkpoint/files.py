@@ -21,14 +21,14 @@ DTYPES = {
 BLOCK_BYTES = 1 << 24
 
 
-class Copies:
+class TensorBuffers:
     """Tensors as they were, in memory that is kept: touching new memory takes several times as long as copying."""
 
     def __init__(self) -> None:
         self._kept = dict[str, Tensor]()
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """On the CPU; the next call writes over them."""
+        """Copies of the tensors on the CPU; the next call writes over them."""
         for name, tensor in tensors.items():
             if name not in self._kept:
                 self._kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -36,7 +36,7 @@ def step_folder(step: int) -> str:
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
-    """Of JSON, which keeps order and every digit: what is read again has the same."""
+    """Digest of JSON, which keeps order and every digit: what is read again has the same."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
 
@@ -50,7 +50,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What it says, its own digest included. Raises CheckpointError."""
+    """The manifest in a checkpoint's folder, its own digest included. Raises CheckpointError."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         digest = manifest.pop("xxh3_128")
@@ -74,7 +74,7 @@ def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def seems_whole(folder: Path) -> bool:
-    """By its manifest and the sizes of its files."""
+    """Whether a checkpoint is whole, by its manifest and the sizes of its files."""
     try:
         check_sizes(folder, read_manifest(folder)["files"])
     except CheckpointError:

@@ -19,7 +19,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from llamarl.checkpoint.files import Copies, write_safetensors
+from llamarl.checkpoint.files import TensorBuffers, write_safetensors
 from llamarl.checkpoint.folder import aside, describe
 from llamarl.config.errors import ConfigError
 from llamarl.sharding.box import Box
@@ -39,7 +39,7 @@ class Mirror:
         self._folder = folder / f"{rank}-of-{num_ranks}"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._exchange = exchange
-        self._copied = Copies()
+        self._copied = TensorBuffers()
         self._written: Future[None] | None = None
 
     def check_room(self, num_bytes: int) -> None:
@@ -100,14 +100,14 @@ class Mirror:
 
 
 class State:
-    """Of one step."""
+    """State of one rank at one step, read from its mirror."""
 
     def __init__(self, step: int, path: Path, shapes: dict[str, list[int]], state: dict[str, Any]) -> None:
         self.step, self.state = step, state
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
-        """Of whole tensors."""
+        """Shapes of the whole tensors, by name."""
         self._tensors = safe_open(path, framework="pt")
 
     def read(self, name: str, _: Box) -> Tensor:
-        """What this rank held of a tensor."""
+        """The part of a tensor that this rank held."""
         return self._tensors.get_tensor(name)

@@ -24,7 +24,7 @@ import xxhash
 from torch import Tensor
 
 from llamarl.checkpoint.checkpoint import Checkpoint, load_checkpoint, writers
-from llamarl.checkpoint.files import DTYPES, Copies, write_safetensors
+from llamarl.checkpoint.files import DTYPES, TensorBuffers, write_safetensors
 from llamarl.checkpoint.folder import (
     MANIFEST,
     CheckpointError,
@@ -68,16 +68,16 @@ class CheckpointStore:
         self._damaged = set[int]()
         """Steps whose checkpoints have been read and found so."""
         self._step = -1
-        """Of the save under way."""
+        """Step of the newest save; -1: there has been none."""
         self._state: Any = None
-        """Of the save under way."""
+        """State for the manifest of the newest save: JSON."""
         self._planned = list[str]()
-        """What each rank held, as a digest, when the plan was made."""
+        """Digest per rank of what it held when the plan was made."""
         self._tensors = dict[str, tuple[tuple[int, ...], str, list[Any]]]()
         """Shape, type and pieces of each, for the manifest."""
         self._own = set[tuple[str, Box]]()
-        """What this rank writes."""
-        self._copied = Copies()
+        """Parts that this rank writes: name of the tensor and box."""
+        self._copied = TensorBuffers()
         self._written: Future[dict[str, Any] | OSError] = Future()
 
     def save(

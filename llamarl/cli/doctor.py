@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     import torch
 
     from llamarl.config import ConfigError
-    from llamarl.kernels import attention, build, paths
+    from llamarl.kernels import attention, build, paths, products
 
     try:
         reason = attention.kernel().reason
@@ -49,6 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     print(f"C++ kernels: {reason or 'compiled'}; {build.VARIABLE} can be {', '.join(build.offered())}")
     for kind in paths.KINDS.values():
         print(f"{kind} weights: {paths.reached(kind)}")
+    products.chosen(products.LARGEST, products.LARGEST)
+    print(products.describe())
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     print(f"GPUs: {', '.join(gpus) or 'none, CPU only'}")
     print(f"free disk here: {shutil.disk_usage('.').free / 1e9:.0f} GB")

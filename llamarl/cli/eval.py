@@ -122,7 +122,7 @@ def _max_new_tokens(options: argparse.Namespace, run: RunConfig | None) -> int:
 
 
 def _turns(run: RunConfig | None) -> dict[str, Any]:
-    """How responses end in the run, and what answers them."""
+    """Settings of the run that say how responses end, and what answers them; empty without a run."""
     return {name: getattr(run.rollout, name) for name in ("stop_strings", "environment", "agent")} if run else {}
 
 

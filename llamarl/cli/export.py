@@ -1,11 +1,13 @@
-"""`llamarl export RUN [FOLDER]`."""
+"""`llamarl export RUN [FOLDER]`, `llamarl export RUN --rollouts [--output FILE]`."""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llamarl.cli.options import base_model, command_parser
+from llamarl.cli.options import base_model, command_parser, write_output
 from llamarl.config import ConfigError, load_config
 
 
@@ -21,10 +23,18 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--merge", action="store_true", help="merge a LoRA run's adapters: write a whole model")
     parser.add_argument("--step", type=int, help="checkpoint of this step (the newest)")
+    parser.add_argument(
+        "--rollouts", action="store_true", help="write instead every rollout that was trained on, a line of JSON each"
+    )
+    parser.add_argument("--output", metavar="FILE", help="of --rollouts (RUN/rollouts.jsonl)")
     options = parser.parse_args(arguments)
     run = Path(options.run)
     if not (run / "config.toml").exists():
         raise ConfigError(f"RUN = {options.run!r} is no run folder (no config.toml in it); name one, such as runs/demo")
+    if options.rollouts:
+        return _export_rollouts(run, options)
+    if options.output:
+        raise ConfigError("--output is for --rollouts; name the folder of the model behind RUN")
     folder = Path(options.folder) if options.folder else run / ("merged" if options.merge else "export")
 
     from llamarl.checkpoint.export import export_checkpoint
@@ -36,4 +46,18 @@ def main(arguments: Sequence[str]) -> int:
     base = base_model(run, config.model.path, config.output)
     step = export_checkpoint(run / "checkpoints", base, folder, options.step, lora, options.merge)
     print(f"step {step}: {folder}")
+    return 0
+
+
+def _export_rollouts(run: Path, options: argparse.Namespace) -> int:
+    from llamarl.run.rollouts import rollout_lines
+
+    for name in ("folder", "merge", "step"):
+        if getattr(options, name) not in (None, False):
+            raise ConfigError(f"--rollouts writes rows and no model, so {name} means nothing; leave one of them out")
+    output = Path(options.output) if options.output else run / "rollouts.jsonl"
+    lacks = list[str]()
+    write_output(output, (f"{line}\n" for line in rollout_lines(run, lacks.append)))
+    print(output)
+    print(*lacks, sep="\n", end="\n" * bool(lacks), file=sys.stderr)
     return 0

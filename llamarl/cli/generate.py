@@ -123,7 +123,7 @@ def _requests(
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Those that `engine_settings` reads."""
+    """Adds the options that `engine_settings` reads."""
     parser.add_argument("--dtype", default="float32", help="of the weights: float32, bfloat16, int8, fp8 (float32)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
@@ -131,7 +131,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_settings(options: argparse.Namespace) -> GeneratorConfig:
-    """What `open_engine` takes. Raises ConfigError."""
+    """Settings that `open_engine` takes, from options of the command line. Raises ConfigError."""
     return checked(
         GeneratorConfig, dtype=options.dtype, device=options.device, threads=options.threads,
         max_running=options.max_running,

@@ -54,9 +54,9 @@ _OUTSIDE = {
     errno.EMFILE: "; raise the limit (ulimit -n)",
     errno.EIO: ": the terminal has gone",
 }
-"""What may go wrong outside of a command."""
+"""Ends of sentences about what may go wrong outside of a command, by error number."""
 _PATHS = (errno.EACCES, errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS)
-"""What may be wrong with a path that a user gave."""
+"""Error numbers of what may be wrong with a path that a user gave."""
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 """Exit codes: a setting that cannot work; a run that failed; ended by Ctrl-C or SIGTERM."""
 
@@ -123,7 +123,7 @@ def _interrupt(number: int, _: FrameType | None) -> None:
 
 
 def _end_for(name: str, error: OSError) -> NoReturn:
-    """With a sentence, where it is about what a user gave or the system lacks; raises it again where it is not."""
+    """Ends the command with a sentence, where the error is the user's or the system's; raises it again otherwise."""
     if error.errno in _PATHS and error.filename is not None:
         cause = f"cannot use {error.filename!s:.800}: {error.strerror}"
         print(f"llamarl {name}: {cause}; name another path, or mend this one", file=sys.stderr)
@@ -136,7 +136,7 @@ def _end_for(name: str, error: OSError) -> NoReturn:
 
 
 def _check_surroundings() -> None:
-    """What the system gives a command to work with. Raises ConfigError."""
+    """Checks and prepares what the system gives a command to work with. Raises ConfigError."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # closed by whoever started this, which holds for all that this starts
             null = os.open(os.devnull, os.O_RDWR)  # it may have the number itself, as the lowest that is free

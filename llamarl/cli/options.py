@@ -1,4 +1,4 @@
-"""What commands share: their parsers, checks of options, files that they write."""
+"""Helpers that commands share: their parsers, checks of options, files that they write."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -44,7 +44,7 @@ def told_of_delay(command: str) -> Iterator[None]:
 
 
 def command_parser(command: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
-    """Of one command. An epilog of several lines keeps them."""
+    """The parser of one command. An epilog of several lines keeps them."""
     keeps_lines = argparse.RawDescriptionHelpFormatter if "\n" in epilog else argparse.HelpFormatter
     return argparse.ArgumentParser(
         prog=f"llamarl {command}",
@@ -81,11 +81,12 @@ def base_model(run: Path, path: str, output: str) -> str:
     return str(found) if is_known and (found := parents[depth] / path).exists() else path
 
 
-def write_output(path: Path, text: str) -> None:
-    """The file of --output, whole or not at all. Raises ConfigError."""
+def write_output(path: Path, text: str | Iterable[str]) -> None:
+    """The file of --output, whole or not at all, from a text or pieces of it. Raises ConfigError."""
     try:
         if path.exists() and not path.is_file():  # a pipe or a device
-            path.write_text(text, encoding="utf-8")
+            with path.open("w", encoding="utf-8") as file:
+                file.writelines([text] if isinstance(text, str) else text)
         else:
             write_atomically(path, text)
     except OSError as error:

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> int:
-    """In this process; the exit code."""
+    """Runs the training in this process; the exit code."""
     from llamarl.cluster.api import ExecutorError, MeshFailed
     from llamarl.cluster.open import check_cluster
     from llamarl.controller.admission import TooManyInvalid
@@ -94,7 +94,7 @@ def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> in
 
 
 def _say_last(text: str, instead: str) -> None:
-    """How the run ended does not depend on whether this can be printed."""
+    """Prints a run's last text; how the run ended does not depend on whether this can be printed."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -103,7 +103,7 @@ def _say_last(text: str, instead: str) -> None:
 
 
 def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """What follows from the settings, as comments, and all settings."""
+    """Prints what follows from the settings, as comments, and all settings; the exit code."""
     from llamarl.run.prepare import check_parts
 
     with told_of_delay("train"):

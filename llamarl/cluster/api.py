@@ -23,7 +23,7 @@ Tell = Callable[[str], None]
 
 
 class HostShare(NamedTuple):
-    """What one host has of an executor."""
+    """One host's share of an executor: so many of its ranks."""
 
     name: str
     num_ranks: int
@@ -33,7 +33,7 @@ class HostShare(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorSpec:
-    """What to run, and in which surroundings."""
+    """An executor to start: its class, its ranks and their surroundings."""
 
     name: str
     """Name in messages, logs and metrics, unique within a cluster, for example `generator-0`."""
@@ -49,7 +49,7 @@ class ExecutorSpec:
     code_paths: tuple[str, ...] = ()
     """Folders put first on the rank's `sys.path`."""
     hosts: tuple[HostShare, ...] = ()
-    """Where its ranks run, in their order; none where a cluster has one machine."""
+    """Hosts that its ranks run on, in rank order; empty where a cluster has one machine."""
 
 
 class ExecutorError(Exception):
@@ -123,7 +123,7 @@ class PayloadTooLarge(ExecutorError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostStatus:
-    """What one rank of an executor is doing."""
+    """Status of one rank of an executor: what it is doing now, and what it has done."""
 
     pid: int
     doing: str
@@ -137,9 +137,9 @@ class HostStatus:
     spans: list[Span]
     """Finished stretches of work since the last status."""
     stage: str = ""
-    """What that is at, where it takes long and says so, such as `loads the model`."""
+    """Stage of what it is doing, where that takes long and says so, such as `loads the model`."""
     usage: Usage = NOTHING
-    """Of the process; of one that is not there, nothing."""
+    """Memory, descriptors and threads of the process; of one that is not there, nothing."""
 
 
 class ExecutorHandle(ABC):
@@ -152,7 +152,7 @@ class ExecutorHandle(ABC):
     failed: asyncio.Future[ExecutorError]
     """Resolves, with MeshFailed or RemoteError as its result, when the executor dies. A stop leaves it pending."""
     num_calls: int = 0
-    """That were made, those for its status left out."""
+    """Calls that were made, those for its status left out."""
     hosts: tuple[str, ...] = ("",)
     """Names of the machines that its ranks are on, each once; the empty name is this machine."""
 
@@ -165,7 +165,7 @@ class ExecutorHandle(ABC):
 
     @abstractmethod
     async def call_each(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
-        """As `call`; the values of all ranks."""
+        """Runs a method on every rank, in the order of the calls; all ranks' values. Raises as `call` does."""
 
     @abstractmethod
     async def status(self, timeout_s: float) -> HostStatus:
@@ -173,7 +173,7 @@ class ExecutorHandle(ABC):
 
     @abstractmethod
     async def status_each(self, timeout_s: float) -> list[HostStatus]:
-        """As `status`; all ranks."""
+        """Statuses of all ranks, answered while a method runs. Takes the spans of every rank."""
 
     @abstractmethod
     async def stop(self, timeout_s: float) -> None:
@@ -183,7 +183,7 @@ class ExecutorHandle(ABC):
         """
 
     async def give_up(self, error: MeshFailed, timeout_s: float) -> None:
-        """It does not answer: it counts as dead from now on, for this reason, and is ended as by `stop`."""
+        """Counts an executor that does not answer as dead from now on, for this reason, and ends it as `stop` does."""
         if not self.failed.done():
             self.failed.set_result(error)
         await self.stop(timeout_s)

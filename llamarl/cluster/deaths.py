@@ -1,4 +1,4 @@
-"""How processes ended, and their end."""
+"""Deaths of processes: how they ended, and how to end them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import struct
 from contextlib import suppress
 
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
-"""From linux/pidfd.h."""
+"""Request and flag of linux/pidfd.h."""
 
 
 def kill_group(pid: int) -> None:
@@ -20,7 +20,7 @@ def kill_group(pid: int) -> None:
 
 
 def cause_of(report: str) -> str:
-    """What Monarch's report of a lost process says, in one line."""
+    """Cause of a process's death, in one line, from Monarch's report of its loss."""
     if killed := re.search(r"Killed\(sig=(\d+)\)", report):
         return killed_by(int(killed[1]))
     if ended := re.search(r"(?:exit_code[=:] ?|exited with non-zero code )(\d+)", report):
@@ -31,7 +31,7 @@ def cause_of(report: str) -> str:
 
 
 def cause_of_reaped(descriptor: int) -> str | None:
-    """How a process ended that somebody else has waited for; None on Linux before 6.15, which does not tell."""
+    """Cause of death of a process that somebody else has waited for; None on Linux before 6.15, which does not tell."""
     info = bytearray(64)  # struct pidfd_info: a mask first, the wait status last
     struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
     try:

@@ -1,4 +1,5 @@
-"""What the engine of executors (Monarch) writes on a machine beside the run: its log, and sockets in temporary folders.
+"""Files that Monarch, the engine of executors, writes on a machine beside the run: its log, and sockets in temporary
+folders.
 
 Left alone it appends everything that it does to one file of all runs, whose name others know beforehand, and leaves a
 folder for each process that is killed.
@@ -25,7 +26,7 @@ MEMORY = "LLAMARL_MEMORY"
 """Environment variable: a folder in this host's memory that goes with the process which set it."""
 IN_MEMORY = Path("/dev/shm")
 MAX_PATH_CHARS = 60
-"""Of a temporary folder: the address of a socket has room for 107, and its name comes behind."""
+"""Longest path of a temporary folder, in characters: a socket's address has room for 107, and its name comes behind."""
 _held = list[int]()
 """Descriptors of this process's temporary folders, which are locked."""
 
@@ -89,7 +90,7 @@ def own_temporary_folder() -> None:
 
 
 def mirror_folder(run: str) -> Path:
-    """Where trainer and critic of a run keep copies of their state on this host."""
+    """Folder where trainer and critic of a run keep copies of their state in this host's memory."""
     return Path(os.environ[MEMORY], "mirror", run)
 
 

@@ -1,4 +1,4 @@
-"""What an executor may declare; its host calls these on one thread."""
+"""`Executor`: the methods that an executor may declare; its host calls these on one thread."""
 
 from __future__ import annotations
 

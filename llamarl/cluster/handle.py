@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, ExecutorSpec, HostStatus, MeshFailed, Tell
-from llamarl.cluster.host import PART, PEEK, READY, REST, STATUS
 from llamarl.cluster.payload import Reply, parts, pickled, value_of
+from llamarl.cluster.rank import PART, PEEK, READY, REST, STATUS
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ _PEEK_S = 1.0
 _STAGE_S = 0.5
 """Between two questions what an executor that is not ready is at."""
 _MARGIN_S = 0.5
-"""At most this much before the caller leaves, the host gives a call up: a late result is then not lost on its way."""
+"""Seconds at most by which the host gives a call up before the caller leaves: a late result is then not lost."""
 _ABANDON_S = 2.0
 """Time to stop an executor that was never ready."""
 
@@ -133,11 +133,11 @@ class BaseHandle(ExecutorHandle):
         return [reply._replace(value=b"".join(piece)) for reply, piece in zip(replies, pieces, strict=True)]
 
     async def _lost(self, error: BaseException | None) -> ExecutorError:
-        """What it means that the transport raised `error`; only a transport that can fail needs its own answer."""
+        """The error to report when the transport raised `error`; only a transport that can fail has its own answer."""
         return MeshFailed(self.name, tuple(range(self._num_ranks)), f"cannot be reached: {error}")
 
     async def _doing(self) -> str:
-        """What every rank does now, for a message."""
+        """Text for a message: what every rank does now."""
         try:
             statuses = await self._statuses(PEEK, _PEEK_S)
         except ExecutorError:
@@ -185,7 +185,7 @@ async def stop_all(handles: Sequence[ExecutorHandle], timeout_s: float) -> None:
 
 
 def _now_s() -> float:
-    """By the event loop's clock."""
+    """Seconds on the event loop's clock."""
     return asyncio.get_running_loop().time()
 
 

@@ -9,8 +9,8 @@ import sys
 
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, Tell
 from llamarl.cluster.handle import BaseHandle, stop_all
-from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
 from llamarl.cluster.payload import Reply, error_of, pickled, value_of
+from llamarl.cluster.rank import CLOSE, FAILURE, ExecutorRank
 from llamarl.config.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class InlineHandle(BaseHandle):
 
     def __init__(self, spec: ExecutorSpec, packed_spec: bytes) -> None:
         super().__init__(spec)
-        self._host = ExecutorHost(pickle.loads(packed_spec))
+        self._host = ExecutorRank(pickle.loads(packed_spec))
         self._closed: asyncio.Future[Reply] | None = None
 
     def _send(self, method: str, payload: bytes, timeout_s: float) -> asyncio.Future[list[Reply]]:

@@ -1,7 +1,7 @@
 """Executors in processes of their own, on Monarch. The only file that imports it; parts take its names from here.
 
 Monarch starts the processes, carries the calls and stops the processes. Order, threads, errors and payloads are ours:
-one endpoint passes bytes to the `ExecutorHost` of each rank. One proc mesh per executor makes it the unit of failure.
+one endpoint passes bytes to the `ExecutorRank` of each rank. One proc mesh per executor makes it the unit of failure.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from llamarl.cluster import start_up
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec, MeshFailed, Tell
 from llamarl.cluster.deaths import cause_of, cause_of_reaped, kill_group, killed_by
 from llamarl.cluster.engine_files import quiet_stderr
+from llamarl.cluster.engine_ports import bound_strangers
 from llamarl.cluster.handle import BaseHandle, stop_all
-from llamarl.cluster.host import CLOSE, FAILURE, ExecutorHost
 from llamarl.cluster.payload import Reply, error_of, pickled, value_of
 from llamarl.cluster.private_sockets import keep_private, warn_if_open
+from llamarl.cluster.rank import CLOSE, FAILURE, ExecutorRank
 from llamarl.config.errors import ConfigError
 
 try:
@@ -54,6 +55,7 @@ except ImportError as error:
 
 __all__ = ["BootstrapCommand", "MonarchCluster", "MonarchHandle", "ProcMesh", "attach_to_workers", "serve_host"]
 keep_private()
+bound_strangers()
 _ENGINE_MODULE = "monarch._src.actor.bootstrap_main"
 _SETTINGS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
@@ -61,14 +63,14 @@ _SETTINGS = {
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "30s",
 }
-"""With the defaults of Monarch the death of a process may take 9 s to be noticed."""
+"""Environment variables of Monarch: with its defaults the death of a process may take 9 s to be noticed."""
 _WAITS = "MESH_ORPHAN MESH_SUPERVISION_WATCHDOG MESSAGE_DELIVERY CHANNEL_RECONNECT"
 _PATIENT = {f"HYPERACTOR_{name}_TIMEOUT": "1h" for name in _WAITS.split()}
-"""On one machine, where pidfds tell who is dead: a controller stopped for 30 s would hear of nobody any more."""
+"""Timeouts where pidfds tell who is dead, on one machine: with less, a controller stopped for 30 s hears of nobody."""
 TRUST = "trust_all_connections"
 """Who may connect is TLS's matter, or the file system's."""
 _CLIENT_S = 0.3
-"""For Monarch's client to end."""
+"""Seconds that Monarch's client has to end."""
 _CAUSE_S = 4.0
 """Longest wait for Monarch to tell why a process that is known to be dead has died."""
 
@@ -88,7 +90,7 @@ class Rank(Actor):
     """One process of an executor."""
 
     def __init__(self, packed_spec: bytes) -> None:
-        self._host = ExecutorHost(pickle.loads(packed_spec))
+        self._host = ExecutorRank(pickle.loads(packed_spec))
 
     @concurrent_endpoint
     async def invoke(self, method: str, payload: bytes, timeout_s: float) -> Reply:
@@ -274,7 +276,7 @@ class MonarchCluster(Cluster):
 def bootstrap_command(
     spec: ExecutorSpec, rank: int, local_rank: int, env: Mapping[str, str], log_folder: Path | None
 ) -> BootstrapCommand:
-    """How the engine starts a rank."""
+    """The command with which Monarch starts a rank."""
     found: dict[str, str | None] = dict(env)
     log_name = spec.name
     if spec.num_ranks > 1:
@@ -285,7 +287,7 @@ def bootstrap_command(
 
 
 def _end_client() -> None:
-    """What Monarch does at the end; all executors have been stopped, so nothing is lost when it takes too long."""
+    """Ends Monarch's client; all executors have been stopped, so nothing is lost when it takes too long."""
     with suppress(TimeoutError):
         monarch.actor.shutdown_context(host_timeout=_CLIENT_S).get(timeout=3 * _CLIENT_S)
 

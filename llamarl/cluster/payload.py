@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from llamarl.cluster.api import MAX_PAYLOAD_BYTES, ExecutorError, PayloadTooLarge, RemoteError
 
 MAX_MESSAGE_BYTES = 1 << 20
-"""Of one message of a backend; short messages pass between the parts of a long one."""
+"""Upper bound of one message of a backend; short messages pass between the parts of a long one."""
 
 
 class Reply(NamedTuple):
@@ -25,7 +25,7 @@ class Reply(NamedTuple):
     rest_of: int = 0
     """The call whose result goes on after this part; 0: this is all of it."""
     method: str = ""
-    """What raised: the method called, or `work` when the executor has failed."""
+    """Method that raised: the one called, or `work` when the executor has failed."""
     remote_traceback: str = ""
     """Text of the traceback; empty for a result."""
     exception: bytes = b""
@@ -58,7 +58,7 @@ def error_reply(error: BaseException, method: str, caught: bool = True) -> Reply
 
 
 def _from_theirs(trace: TracebackType | None) -> TracebackType | None:
-    """From where a part of the user's own begins, such as a reward; all of it where there is none."""
+    """The traceback from where a part of the user's own begins, such as a reward; all of it where there is none."""
     first = trace
     while first is not None and first.tb_frame.f_globals.get("__name__", "").startswith("llamarl."):
         first = first.tb_next

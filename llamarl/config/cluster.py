@@ -1,4 +1,4 @@
-"""Where executors run."""
+"""Section `cluster`: where executors run, and what follows when they die."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ class PlaceConfig(Section):
 
 
 class OnFailureConfig(Section):
-    """What follows when the processes of an executor die, or do not answer within `call_timeout_s`. One word for all:
-    `on_failure = "stop"` ends the run, `"restart"` is the default."""
+    """Policy by role for when the processes of an executor die, or do not answer within `call_timeout_s`. One word for
+    all: `on_failure = "stop"` ends the run, `"restart"` is the default."""
 
     generator: Literal["stop", "drop", "respawn"] = "respawn"
     """`drop`: the others go on without it, from what it had decoded; `respawn`: so they do, and a new one comes."""
     reward: Literal["stop", "respawn"] = "respawn"
     """`respawn`: a new one is asked again what was not answered."""
     reward_model: Literal["stop", "respawn"] = "respawn"
-    """As `reward`."""
+    """`respawn`: a new reward model is asked again what was not answered."""
     reference: Literal["stop", "respawn"] = "respawn"
-    """As `reward`."""
+    """`respawn`: a new reference is asked again what was not answered."""
     environment: Literal["stop", "respawn"] = "respawn"
-    """As `reward`: a reply is a function of the turns before it."""
+    """`respawn`: a new one is asked again what was not answered: a reply is a function of the turns before it."""
     critic: Literal["stop", "restart"] = "restart"
     """`restart`: a new one goes on from the newest checkpoint, or from `checkpoint.mirror`, and learns again what was
     learnt since then."""
     trainer: Literal["stop", "restart"] = "restart"
-    """As `critic`. Generators go on meanwhile; no rollout is generated again."""
+    """`restart`: a new one goes on as the critic does. Generators go on meanwhile; no rollout is generated again."""
 
     @model_validator(mode="before")
     @classmethod
@@ -72,21 +72,21 @@ class OnFailureConfig(Section):
 
 class ClusterConfig(Section):
     kind: Literal["monarch", "hosts", "inline"] = "monarch"
-    """Where executors run: processes on this machine, processes on the hosts that call, or all in this process."""
+    """Place of executors: processes on this machine, processes on the hosts that call, or all in this process."""
     listen: str = ""
-    """With `hosts`: `address:port` of this machine that `llamarl host` calls on the others."""
+    """Address, `address:port`, of this machine that `llamarl host` calls on the others; only with `hosts`."""
     pki: str = "pki"
-    """With `hosts`: folder of the certificates that `llamarl certs` makes."""
+    """Folder of the certificates that `llamarl certs` makes; only with `hosts`."""
     num_hosts: int = Field(default=1, ge=1)
-    """With `hosts`: the run starts when so many have called."""
+    """Hosts that must have called before the run starts; only with `hosts`."""
     host_timeout_s: float = Field(default=300, gt=0)
-    """With `hosts`: longest wait for them."""
+    """Longest wait for the hosts to call, in seconds; only with `hosts`."""
     place: PlaceConfig = PlaceConfig()
-    """With `hosts`: which of them each role may run on."""
+    """Hosts that each role may run on; only with `hosts`."""
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
     """Own devices per executor, or (the baseline to beat) the same devices for all, phases in turn."""
     on_failure: OnFailureConfig = OnFailureConfig()
-    """What follows when an executor dies, by its role; one word for all: `"stop"` or `"restart"`."""
+    """Policy for when an executor dies, by its role; one word for all: `"stop"` or `"restart"`."""
     max_restarts: int = Field(default=5, ge=0)
     """Deaths of one role, of a generator's replicas each, within `restart_window_s`; one more ends the run. Lost hosts
     do not count."""

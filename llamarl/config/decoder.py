@@ -9,12 +9,12 @@ from typing import Any
 from llamarl.config.errors import ConfigError
 
 MAX_COUNT = 1 << 27
-"""Of tokens, columns, positions: a hundred times what models have, and tables of that size can still be made."""
+"""Most tokens, columns or positions: a hundred times what models have, and tables of that size can still be made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderSizes:
-    """Of a decoder-only transformer with gated feed-forward layers."""
+    """Sizes of a decoder-only transformer with gated feed-forward layers."""
 
     hidden_size: int
     num_layers: int
@@ -62,7 +62,7 @@ def count(config: Mapping[str, Any], *keys: str, default: int | None = None) -> 
 
 
 def uneven_parts(sizes: DecoderSizes, num_ranks: int, *, repeats_kv_heads: bool) -> list[str]:
-    """What so many tensor-parallel ranks cannot share evenly, with its number.
+    """Texts that name what so many tensor-parallel ranks cannot share evenly, with its number.
 
     Args:
         repeats_kv_heads: a key/value head may be on several ranks, as in generators.

@@ -11,7 +11,7 @@ class ConfigError(ValueError):
 
 
 _LONG = {"lr": "learning_rate", "wd": "weight_decay"}
-"""What people write for short."""
+"""Full names of settings, by what people write for short."""
 _NOT_HERE = {"dpo": "there is no DPO here, which learns from pairs of answers without sampling any"}
 """Names of other things than the nearest known one."""
 

@@ -1,4 +1,4 @@
-"""What a scheduler is asked for."""
+"""Section `launch`: what a scheduler is asked for."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class KubernetesConfig(Section):
     claim: str = Field(default="", pattern=r"^(|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)$")
     """PersistentVolumeClaim that all pods can write to (ReadWriteMany), with the model, the data and the runs."""
     mount: str = Field(default="/work", pattern=r"^/[^\s:]*$")
-    """Where the pods see it; relative paths of the run begin there."""
+    """Path where the pods see `claim`; relative paths of the run begin there."""
     namespace: str = Field(default="default", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
-    """Of everything that is made."""
+    """Kubernetes namespace of everything that is made."""
     gpus: int | None = Field(default=None, ge=0)
-    """Of each host; by default the fewest with which every executor has a place."""
+    """GPUs of each host; by default the fewest with which every executor has a place."""
     cpu: int | str = ""
     """Processors of each host, for example `16`; empty: what the cluster gives."""
     memory: int | str = ""
@@ -30,4 +30,4 @@ class LaunchConfig(Section):
     slurm: dict[str, bool | int | str | time] = Field(default_factory=dict)
     """Options of `sbatch` by their long names, for example `partition`, `account`, `time`, `gpus_per_node`."""
     kubernetes: KubernetesConfig = KubernetesConfig()
-    """Of `llamarl launch kubernetes`."""
+    """Settings of `llamarl launch kubernetes`."""

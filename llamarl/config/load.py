@@ -25,7 +25,7 @@ from llamarl.config.sft import SftConfig
 
 S = TypeVar("S", bound=Section)
 MAX_ROW_BYTES = 1 << 20
-"""Of a line of a data file: a prompt that long fits no context, and rows travel in messages."""
+"""Longest line of a data file, in bytes: a prompt that long fits no context, and rows travel in messages."""
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
@@ -64,7 +64,7 @@ def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfi
 
 
 def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig | SftConfig:
-    """What `path` describes: a run, by its section `model`, or a warm start. Raises ConfigError."""
+    """Loads what `path` describes: a run, which has a section `model`, or a warm start. Raises ConfigError."""
     is_run = "model" in _parsed(path, overrides)
     return load_config(path, overrides) if is_run else load_sft_config(path, overrides)
 
@@ -106,7 +106,7 @@ def validated(data: dict[str, Any], schema: type[S]) -> S:
 
 
 def open_file(path: str | Path) -> IO[bytes]:
-    """To read. Raises OSError, for what may never end or never begin, too: a pipe, a device."""
+    """Opens a file to read. Raises OSError, for what may never end or never begin, too: a pipe, a device."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

@@ -60,7 +60,7 @@ def _members(family: str) -> dict[str, str]:
 
 
 def part(name: str, offer: str) -> Any:
-    """What a part, a folder of `llamarl/parts/` that the core does without, offers it in its `joint.py`.
+    """The object that a part, a folder of `llamarl/parts/` that the core does without, offers in its `joint.py`.
 
     Raises:
         ConfigError: this installation lacks the part, or a package that it needs.
@@ -130,7 +130,8 @@ def make_record(cls: type[T], values: Mapping[str, Any], where: str, owner: str)
 
 
 def find(name: str, family: str, option: str, attribute: str) -> Any:
-    """What `name` stands for: `attribute` of that file of the family, or what `package.module:attribute` says.
+    """The object that `name` stands for: `attribute` of that file of the family, or what `package.module:attribute`
+    says.
 
     Raises ConfigError.
     """

@@ -16,7 +16,7 @@ from llamarl.config.section import Section
 from llamarl.config.trainer import TrainerConfig
 
 MIN_TEMPERATURE = 1e-3
-"""Of what samples at all; logits over less are beyond float32. 0 is greedy."""
+"""Lowest temperature of sampling; logits divided by less are beyond float32. 0 is greedy."""
 
 
 class ModelConfig(Section):
@@ -41,6 +41,14 @@ class DataConfig(Section):
     """Skip and count prompts over `max_prompt_tokens`, or refuse to start."""
 
 
+def staleness_limit(max_staleness: int, prompts_per_step: int, window: int) -> int:
+    """L = S + ceil((W - 1) / P): optimizer steps between a token and the step that learns from it, at most.
+
+    `docs/staleness.md` has the proof. 0 for S = 0, as a step then takes all groups that are active.
+    """
+    return max_staleness + -(-(window - 1) // prompts_per_step) if max_staleness else 0
+
+
 class RolloutConfig(Section):
     prompts_per_step: int = Field(default=16, ge=1, le=1 << 20)
     """P: groups that one optimizer step consumes."""
@@ -50,6 +58,9 @@ class RolloutConfig(Section):
     """S, in optimizer steps: at most (S + 1) * P groups are active. 0 is exactly synchronous."""
     window: int = Field(default=1, ge=1)
     """W, in groups: up to W - 1 younger groups may pass a slow one; staleness is then at most S + ceil((W - 1) / P)."""
+    max_active: int = Field(default=0, ge=0)
+    """Groups in flight at once; 0: (S + 1) * P. Up to (L + 1) * P - (W - 1), L being the bound of staleness, more keep
+    generators busier, and make tokens older on average but never older than the bound."""
     max_attempts: int = Field(default=1, ge=1)
     """Groups generated per group that is trained on, at most: one whose rewards are all equal teaches nothing and is
     replaced by another prompt (dynamic sampling, DAPO). A step that has tried this many takes what is there; 1: no
@@ -62,8 +73,8 @@ class RolloutConfig(Section):
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """A response also ends with the token that completes one of these in its text."""
     environment: Ref | None = None
-    """What answers the policy between its turns: a file in `environments/`, or `package.module:Class`; none: a response
-    is one turn. Observed tokens count towards `max_new_tokens`, and nobody learns to write them."""
+    """Environment that answers the policy between its turns: a file in `environments/`, or `package.module:Class`;
+    none: a response is one turn. Observed tokens count towards `max_new_tokens`, and nobody learns to write them."""
     tools: list[str] = Field(default_factory=list)
     """Python functions that the policy may call, `package.module:function` each: they are an environment, and the chat
     template tells the policy of them."""
@@ -95,6 +106,34 @@ class RolloutConfig(Section):
         options = environment.options | {"functions": values["tools"]}
         return values | {"environment": {"name": "tools", **options}}
 
+    @model_validator(mode="after")
+    def _combinations(self) -> RolloutConfig:
+        active = (self.max_staleness + 1) * self.prompts_per_step
+        if self.window > active:
+            raise ValueError(
+                f"rollout.window = {self.window} is larger than the {active} groups that can be active "
+                f"((max_staleness + 1) * prompts_per_step); lower the window or raise max_staleness"
+            )
+        limit, per_step = self.staleness_limit, self.prompts_per_step
+        most = (limit + 1) * per_step - (self.window - 1) if limit else per_step
+        if self.max_active and not max(per_step, self.window) <= self.max_active <= most:
+            raise ValueError(
+                f"rollout.max_active = {self.max_active}: a step or the window needs "
+                f"{max(per_step, self.window)} groups, and more than {most} break the bound of {limit} steps of "
+                f"staleness; give a number between, raise max_staleness, or leave it out for {min(active, most)}"
+            )
+        if self.max_attempts > 1 and self.group_size == 1:
+            raise ValueError(
+                f"rollout.max_attempts = {self.max_attempts} with rollout.group_size = 1: the reward of one rollout "
+                "equals itself, so every group would be replaced; use a group_size of 2 or more"
+            )
+        return self
+
+    @property
+    def staleness_limit(self) -> int:
+        """Oldest that a token may be when it is learnt from, in optimizer steps."""
+        return staleness_limit(self.max_staleness, self.prompts_per_step, self.window)
+
     @property
     def has_episodes(self) -> bool:
         """Rollouts are of several turns."""
@@ -110,9 +149,9 @@ class VllmConfig(Section):
 
 class GeneratorConfig(Section):
     backend: Literal["native", "vllm"] = "native"
-    """What generates: this package's engine, or one vLLM server per replica, which cannot repeat its rollouts."""
+    """Engine that generates: this package's, or one vLLM server per replica, which cannot repeat its rollouts."""
     vllm: VllmConfig = VllmConfig()
-    """How vLLM is run, with `backend = "vllm"`."""
+    """Settings of vLLM, with `backend = "vllm"`."""
     replicas: Annotated[int, BeforeValidator(lambda value: 0 if value == "auto" else value)] = Field(
         default=1, ge=0, le=1 << 14
     )
@@ -144,7 +183,7 @@ class GeneratorConfig(Section):
 
 class WeightSyncConfig(Section):
     transport: str = "auto"
-    """How weights travel; `auto` measures at the start what is possible here and takes the fastest."""
+    """Transport that carries the weights; `auto` measures at the start what is possible here and takes the fastest."""
     delta: bool = False
     """Send only what changed since the last version, where that is less: for slow links and low learning rates."""
     patience_s: float = Field(default=10.0, gt=0)
@@ -181,7 +220,7 @@ class RewardConfig(Section):
 
 
 class ShapingConfig(Section):
-    """What training adds to the rewards; evaluations and the metrics of rewards have it not."""
+    """Changes that training makes to the rewards; evaluations and the metrics of rewards have none of them."""
 
     length_penalty: float = Field(default=0.0, ge=0)
     """Taken off the reward of a response of `rollout.max_new_tokens`, and in proportion off shorter ones; 0: none."""
@@ -266,17 +305,6 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
         rollout = self.rollout
-        active = (rollout.max_staleness + 1) * rollout.prompts_per_step
-        if rollout.window > active:
-            raise ValueError(
-                f"rollout.window = {rollout.window} is larger than the {active} groups that can be active "
-                f"((max_staleness + 1) * prompts_per_step); lower the window or raise max_staleness"
-            )
-        if rollout.max_attempts > 1 and rollout.group_size == 1:
-            raise ValueError(
-                f"rollout.max_attempts = {rollout.max_attempts} with rollout.group_size = 1: the reward of one rollout "
-                "equals itself, so every group would be replaced; use a group_size of 2 or more"
-            )
         if self.cluster.placement == "colocated" and rollout.max_staleness > 0:
             raise ValueError(
                 f"cluster.placement = 'colocated' runs phases in turn and needs rollout.max_staleness = 0, "

@@ -37,7 +37,7 @@ class LoraConfig(Section):
     checkpoints, and only adapters go to the generators, which merge them."""
 
     rank: int = Field(ge=1, le=1 << 14)
-    """Of each adapter."""
+    """Rank of each adapter."""
     alpha: float = Field(default=32.0, gt=0)
     """An adapter's product counts `alpha / rank` times."""
     targets: list[Projection] = Field(default_factory=lambda: list(get_args(Projection)), min_length=1)
@@ -59,7 +59,7 @@ class TrainerConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after the warm-up."""
+    """Shape of the learning rate's fall after the warm-up."""
     decay_steps: int = Field(default=0, ge=0)
     """Optimizer step, counted from the first of the run, at which it has fallen to its floor, where it stays."""
     decay_floor: float = Field(default=0.0, ge=0, le=1)
@@ -92,10 +92,10 @@ class TrainerConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A non-finite loss or gradient ends the run, or skips that step and counts it."""
     max_skipped_steps: int = Field(default=3, ge=1)
-    """With `on_nonfinite = "skip"`: so many skipped steps in a row, of trainer or critic, end the run all the same."""
+    """Skipped steps in a row, of trainer or critic, that end the run all the same, with `on_nonfinite = "skip"`."""
     peak_tflops: float | None = Field(default=None, gt=0)
-    """Of one device of the trainer, from its data sheet, for the share of it that is used (`mfu`); none: what a large
-    matrix product reaches there."""
+    """TFLOP/s of one device of the trainer, from its data sheet, for the share of it that is used (`mfu`); none: what a
+    large matrix product reaches there."""
     parallelism: ParallelismConfig = ParallelismConfig()
     lora: LoraConfig | None = None
     """Train adapters only; none: all weights."""

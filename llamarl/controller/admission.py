@@ -24,7 +24,7 @@ class TooManyInvalid(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problems:
-    """What a run trains and is evaluated on, and the tokens that end a response."""
+    """Prompts that a run trains and is evaluated on, and the tokens that end a response."""
 
     train: Sequence[Prompt]
     eval: Sequence[Prompt]
@@ -34,7 +34,7 @@ class Problems:
 
 
 def data_fingerprint(prompts: Sequence[Prompt]) -> int:
-    """Of prompts and answers, in order."""
+    """Fingerprint of prompts and answers, in order."""
     return fingerprint((f"{one.prompt_id}\0{one.answer}", one.token_ids_T) for one in prompts)
 
 
@@ -68,10 +68,12 @@ class Admission:
         max_dropped = (rollout.max_attempts - 1) * rollout.prompts_per_step
         self.buffer = RolloutBuffer(
             rollout.prompts_per_step, rollout.max_staleness, rollout.window, first_group_id, max_dropped,
-            resumed=sorted(self._prompt_of),
+            resumed=sorted(self._prompt_of), max_active=rollout.max_active,
         )  # fmt: skip
         self.num_left = (config.steps - (state["step"] if state else 0)) * rollout.prompts_per_step
         """Groups that the steps to come will consume."""
+        self._version = state["step"] if state else 0
+        """Newest version that the trainer has made."""
         self._max_attempts = rollout.max_attempts
         self._mask_truncated = config.shaping.mask_truncated
         self._max_invalid_share = config.reward.max_invalid_share
@@ -89,7 +91,7 @@ class Admission:
         return [self._request(group_id) for group_id in group_ids]
 
     def put(self, groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], int]:
-        """These are scored. Returns groups that are ready now, and how many were dropped, for others to be admitted."""
+        """Takes scored groups; which groups are ready now, and how many were dropped, for others to be admitted."""
         all_ready, num_dropped = list[RolloutGroup](), 0
         self._flow.mark("scored", [group.group_id for group in groups])
         for group in groups:
@@ -117,8 +119,14 @@ class Admission:
             prompt_token_ids_T=prompt.token_ids_T,
             group_size=self._group_size,
             sampling=self.sampling,
+            from_version=self._version,
         )
         return request, prompt
+
+    def made(self, version: int, num_groups: int) -> None:
+        """The trainer has made `version` of so many groups, whose slots are free: who is admitted now waits for it."""
+        self._version = version
+        self.buffer.release(num_groups)
 
     def consumed(self, groups: Sequence[RolloutGroup], version: int) -> None:
         """The trainer takes these groups at `version`. Raises StalenessViolated."""
@@ -164,7 +172,7 @@ class Admission:
         )
 
     def state(self, step: int) -> ControllerState:
-        """For a checkpoint of `step`: after a resume nothing is trained twice or skipped."""
+        """State for a checkpoint of `step`, with which after a resume nothing is trained twice or skipped."""
         return {
             "step": step,
             "sampler": self._sampler.state(),

@@ -3,19 +3,20 @@
 Groups are numbered 0, 1, 2, ... in the order of their admission. With P groups per step, S = max_staleness and
 window W:
 
-- *Admission.* Group i is admitted only while fewer than (S + 1) * P groups are active. A group is active from its
-  admission until the version that was trained on it is released (`release`); requests go only to generators that serve
-  the released version or a newer one.
+- *Admission.* Group i is admitted only while fewer than A groups are active, (S + 1) * P or `max_active`. A group is
+  active from its admission until the version that was trained on it is made (`release`). What is admitted carries the
+  newest version that is made then: its request may leave at once, and waits at its generator until that one serves this
+  version or a newer one.
 - *Window.* While h is the oldest unconsumed group, only groups below h + W may be consumed, oldest first.
 
 - *Replacement.* A flat group, in which all rewards are equal, may be dropped: it is active no more, and a new group
   comes at the end of the order. Between two steps at most `max_dropped` groups are dropped, those with the smallest
   numbers, whatever order they come in; every later flat group is kept. So each step consumes exactly P groups.
 
-Then no group is older than S + ceil((W - 1) / P) optimizer steps when it is consumed. Proof: let a be the released
-version when i is admitted; every generator that is given a part of i serves a or a newer one. The a * P groups behind
-it are consumed. Of the others, fewer than (S + 1) * P are older than i and not dropped, as they are active; at most
-W - 1 are younger than i and consumed before it. So i is consumed at version
+Then no group is older than S + ceil((W - 1) / P) optimizer steps when it is consumed. Proof: let a be the newest
+version that is made when i is admitted; every generator that samples a part of i serves a or a newer one. The a * P
+groups behind it are consumed. Of the others, fewer than (S + 1) * P are older than i and not dropped, as they are
+active; at most W - 1 are younger than i and consumed before it. So i is consumed at version
 floor((a * P + (S + 1) * P - 1 + W - 1) / P) = a + S + ceil((W - 1) / P) or an older one. With S = 0 it is 0 for any
 window, as a step takes all P active groups. `docs/staleness.md` has it at length.
 Discarding old groups would bound staleness too, but favors short answers.
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llamarl.config.schema import staleness_limit
 from llamarl.types import RolloutGroup
 
 
@@ -40,23 +42,25 @@ class RolloutBuffer:
         first_group_id: int = 0,
         max_dropped: int = 0,
         resumed: Sequence[int] = (),
+        max_active: int = 0,
     ) -> None:
         """
         Args:
+            max_active: groups, at most; 0: (S + 1) * P.
             resumed: older groups that nobody has consumed yet; they are admitted again, under their numbers, first.
         """
         self.prompts_per_step = prompts_per_step
         self.window = window
-        self.capacity = (max_staleness + 1) * prompts_per_step
-        self.staleness_limit = max_staleness + -(-(window - 1) // prompts_per_step) if max_staleness else 0
+        self.capacity = max_active or (max_staleness + 1) * prompts_per_step
+        self.staleness_limit = staleness_limit(max_staleness, prompts_per_step, window)
         self.next_group_id = first_group_id
-        """Of the next group to be admitted for the first time."""
+        """Id of the next group to be admitted for the first time."""
         self._resumed = list(resumed)
         self._waiting: dict[int, RolloutGroup | None] = {}  # unconsumed groups in admission order; None: not ready
         self._flat: dict[int, RolloutGroup] = {}  # of those, the ones that may be dropped: older groups decide
         self._max_dropped = max_dropped
         self._num_dropped = 0  # since the last step
-        self._num_unreleased = 0  # consumed, their version not yet released
+        self._num_unreleased = 0  # consumed, their version not yet made
         self.num_ready = 0
 
     @property
@@ -74,7 +78,7 @@ class RolloutBuffer:
         return len(self._waiting)
 
     def describe(self) -> str:
-        """What a step takes and what is there, for a stall report."""
+        """Text for a stall report: how many groups a step takes, and how many are ready."""
         takes = f"takes {self.prompts_per_step} groups (window {self.window}, oldest first)"
         return f"{takes}; {self.num_ready} are ready"
 
@@ -147,6 +151,6 @@ class RolloutBuffer:
         return taken
 
     def release(self, count: int) -> None:
-        """A version was released that was trained on `count` more groups."""
+        """A version was made of `count` more groups."""
         assert 0 <= count <= self._num_unreleased, "released more groups than were consumed"
         self._num_unreleased -= count

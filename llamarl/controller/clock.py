@@ -33,6 +33,6 @@ class PatientLoop(asyncio.SelectorEventLoop):
 
 
 def run_patiently(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`. Raises whatever `main` raises."""
+    """Runs `main` as `asyncio.run` does, on a clock that stands still with the process. Raises what `main` raises."""
     with asyncio.Runner(loop_factory=PatientLoop) as runner:
         return runner.run(main)

@@ -7,31 +7,33 @@
                    |                                             +----+                                    v
                    |                                     parked rollouts go on                      [4 train, critic]
                    |                                                                                       |
-                   +----- slots freed when generators adopt <- [6 adopt, one per generator] <- [5 sync] <- publish
+                   +--- slots freed when a version is made;    [6 adopt, one per generator] <- [5 sync] <- publish
 
-Every loop's docstring says what it consumes, waits for, produces, and what unblocks it. With S = 0 all slots are taken
-until the generators have adopted the weights trained on them, so generation and training take turns: the synchronous
-mode is this same code. Without a trainer it evaluates.
+Every loop's docstring says what it consumes, waits for, produces, and what unblocks it; docs/index.md lists those of
+other files, too. With S = 0 all slots are taken until the weights trained on them are made, and what follows waits for
+these at its generator, so generation and training take turns: the synchronous mode is this same code. Without a trainer
+it evaluates.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Sequence
 
 from llamarl.config import RunConfig
 from llamarl.controller.admission import Admission, Problems
 from llamarl.controller.evaluation import EvalResult, Evaluation
-from llamarl.controller.groups import FIRST_EVAL_ID, SCORED_TOKENS, InFlight, PendingGroup, Scoring
+from llamarl.controller.groups import FIRST_EVAL_ID, SCORED_TOKENS, InFlight, PendingGroup, Scorers
 from llamarl.controller.journal import UNWRITTEN_S, Journal
-from llamarl.controller.learners import Learners
 from llamarl.controller.lives import Deaths, lasting
+from llamarl.controller.optimized import OptimizedExecutors
 from llamarl.controller.ports import Executors, TrainerPort
 from llamarl.controller.recovery import Recovery, policy_of_generators
 from llamarl.controller.replica import NO_VERSION, Replica
 from llamarl.controller.replicas import Replicas
-from llamarl.controller.steps import Step
+from llamarl.controller.steps import REQUESTS_FIRST_S, OptimizerStep
 from llamarl.controller.supervision import Signal, StallWatch, Supervisor
 from llamarl.controller.sync import MAX_FAILURES, RETRY_S, SyncReport, Transports, WeightsWrong, adopted_and_probed
 from llamarl.controller.telemetry import Telemetry
@@ -62,15 +64,15 @@ class Controller:
         self._watch = StallWatch(config.cluster.stall_timeout_s, self._who_waits)
         deaths = Deaths(config.cluster, len(executors.generators), telemetry.warn)
         self.executors = executors = lasting(executors, config.cluster, supervisor, deaths)
-        """Those that are started again when they die, as what lasts of them."""
+        """Executors of the run; one that is started again when it dies is a `RestartableHandle`."""
         self._trains = executors.trainer is not None
         if executors.trainer:
-            self._learners = Learners(
+            self._optimized = OptimizedExecutors(
                 config, executors, supervisor, telemetry, self._watch, self.version, self._journal
             )
-            self._trainer = self._learners.trainer
+            self._trainer = self._optimized.trainer
             self._transports = Transports(config, self._trainer, executors.trainer.hosts, telemetry.chose_transport)
-            self._learners.lasts(executors, self._unpublish, self._publish_again)
+            self._optimized.restore_on_restart(executors, self._unpublish, self._publish_again)
         self._admission = Admission(config, problems, state, telemetry.flow)
         self._buffer = self._admission.buffer
         self._groups_changed = Signal()
@@ -82,16 +84,16 @@ class Controller:
             config, executors, supervisor, pending, self.replicas, self._rollout_ended, telemetry.waited
         )
         """None: a response is one turn."""
-        self._to_score = asyncio.Queue[PendingGroup]()
-        self._score = Scoring(executors.reward, executors.models, config.reward.model, timeout_s)
+        self._to_score, self._num_in_scoring = asyncio.Queue[PendingGroup](), 0
+        self._score = Scorers(executors.reward, executors.models, config.reward.model, timeout_s)
         self._evaluations = dict[int, Evaluation]()
-        """By group id."""
-        self._under_way: Step | None = None
-        self._unreported: Step | None = None
+        """Evaluations under way, by the ids of their groups."""
+        self._under_way: OptimizerStep | None = None
+        self._unreported: OptimizerStep | None = None
         self._newest: Published | None = None
         """None while the trainer publishes, as it may overwrite what was the newest before, and while it is dead."""
         self._lost: Published | None = None
-        """What was the newest when the trainer died."""
+        """Published version that was the newest when the trainer died."""
         self._published = Signal()
         self._num_resyncs = 0
         self._told_of_late = set[Replica]()
@@ -150,9 +152,13 @@ class Controller:
         replica; produces whole groups to score, and requests to go on with what is parked; unblocked by `submit`."""
         while True:
             await replica.busy.wait()
-            collected = None if replica.is_gone else await self.replicas.unless_dead(replica, replica.port.collect())
+            await self.replicas.changed.until(lambda: replica.may_answer)  # no call stands open meanwhile
+            reply = None if replica.is_gone else replica.port.collect(self._num_wanted())
+            collected = await self.replicas.unless_dead(replica, reply) if reply else None
             if collected is None or replica.is_gone:
                 return
+            if self._unreported:
+                self._unreported.enter(self._journal)  # before tokens of its version
             self._in_flight.record(collected.rollouts, replica.withdrawn)
             finished, to_go_on = replica.deliver(collected)
             self.replicas.num_resumed += sum(len(request.partials) for request in to_go_on)
@@ -161,9 +167,17 @@ class Controller:
             self._finished(finished, replica)
             self._watch.progress()
 
+    def _num_wanted(self) -> int:
+        """Requests, of one generator, whose answers a step waits for; 0: somebody waits for each rollout."""
+        if self._turns or not self._trains:
+            return 0
+        num_there = self._buffer.num_ready + self._to_score.qsize() + self._num_in_scoring
+        num_lacking = self._config.rollout.prompts_per_step - num_there
+        return -(-num_lacking // len(self.replicas.alive)) if num_lacking > 0 else sys.maxsize
+
     def _finished(self, rollouts: Sequence[Rollout], holder: Replica | None = None) -> None:
         """Generators have done what they could: turns wait for their environment, other rollouts for their group."""
-        for rollout in self._turns.divert(rollouts, self._in_flight, holder) if self._turns else rollouts:
+        for rollout in self._turns.take(rollouts, self._in_flight, holder) if self._turns else rollouts:
             self._rollout_ended(rollout)
 
     def _rollout_ended(self, rollout: Rollout) -> None:
@@ -182,7 +196,9 @@ class Controller:
             while not self._to_score.empty() and num_tokens < SCORED_TOKENS:
                 batch.append(self._to_score.get_nowait())
                 num_tokens += batch[-1].num_tokens
+            self._num_in_scoring = len(batch)
             groups = await self._score(batch)
+            self._num_in_scoring = 0
             for pending, group in zip(batch, groups, strict=True):
                 self._in_flight.remove(pending)
                 if not pending.is_trained_on:
@@ -196,7 +212,7 @@ class Controller:
         asyncio.get_running_loop().call_later(UNWRITTEN_S, self._journal.write_late)
         ready, num_dropped = self._admission.put(groups)
         if ready:
-            self._learners.add(ready)
+            self._optimized.add(ready)
         self._groups_changed.notify()
         self._telemetry.groups_ready(self._buffer.num_ready, num_dropped)
 
@@ -223,15 +239,15 @@ class Controller:
         admission = self._supervisor.start(self._admission_loop(), "admission")
         evaluations = list[asyncio.Task[EvalResult]]()
         while self.version < self._config.steps:
-            self._under_way = self._learners.begin(self.version + 1, await self._next_batch())
+            self._under_way = self._optimized.begin(self.version + 1, await self._next_batch())
             await self._report()  # bookkeeping of the last step, while the trainer works on this one
             await self._end_step(syncs=True)
-            saves = await self._learners.takes(self._is_due(self._config.checkpoint.every_steps))
+            saves = await self._optimized.takes(self._is_due(self._config.checkpoint.every_steps))
             evaluates = bool(self._problems.eval) and self._is_due(self._config.eval.every_steps)
             if saves or evaluates:
                 await self._report()  # a step that is saved is on record, and one that is evaluated has been adopted
             if saves:
-                self._learners.save_beside(self._admission.state(self.version))
+                self._optimized.save_beside(self._admission.state(self.version))
             if evaluates:
                 evaluations.append(self._supervisor.start(self.evaluate(), f"evaluation at step {self.version}"))
         await self._report()
@@ -255,22 +271,24 @@ class Controller:
         assert step is not None
         assert self._unreported is None, "the step before must be reported first"
         self.version = (await asyncio.shield(step.result)).policy_version  # an interrupted run still wants it
-        self._journal.step([group.group_id for group in step.groups], self._admission.state(self.version))
         self._under_way, self._unreported, step.mark = None, step, self._telemetry.mark(self._journal.seconds)
+        step.state = self._admission.state(self.version)
         if syncs:
-            sync = self._sync(self.version, len(step.groups))
-            step.sync = self._supervisor.start(sync, f"sync version {self.version}")
+            step.sync = self._supervisor.start(self._sync(self.version), f"sync version {self.version}")
+            self._admission.made(self.version, len(step.groups))
+            self._groups_changed.notify()
+        asyncio.get_running_loop().call_later(REQUESTS_FIRST_S, step.enter, self._journal)
         self._watch.progress()
 
     async def _report(self) -> None:
         """Records the last completed step, once its weights have been released and the critic has learnt from it."""
         if self._unreported:
-            await self._unreported.record(self._telemetry, self._buffer.num_ready)
+            await self._unreported.record(self._telemetry, self._journal, self._buffer.num_ready)
             self._unreported = None
 
     async def save(self) -> None:
         """Saves trainer, critic and data position. Raises NotSaved."""
-        await self._learners.save(self._admission.state(self.version))
+        await self._optimized.save(self._admission.state(self.version))
 
     async def wind_down(self) -> None:
         """The run ends early: ends and reports the step under way, without syncing it, and saves a checkpoint."""
@@ -284,20 +302,23 @@ class Controller:
 
     # 5. Weights to all generators
 
-    async def _sync(self, version: int, num_groups: int = 0, patience_s: float | None = None) -> SyncReport:
+    async def _sync(self, version: int, patience_s: float | None = None) -> SyncReport:
         """Publishes what the trainer has now as `version`; waits until the generators in service have adopted it, and
-        those that can catch up, but no longer than for `weight_sync.patience_s`; releases it and frees the slots of the
-        groups it was trained on."""
+        those that can catch up, but no longer than for `weight_sync.patience_s`; releases it. Requests that wait for it
+        where it is late go elsewhere."""
         clock, replicas = asyncio.get_running_loop(), self.replicas
         start_s = clock.time()
         await self._publish(version)
         report = SyncReport(publish_s=clock.time() - start_s)
         hurries, patience_s = patience_s is None, patience_s or self._config.weight_sync.patience_s
         awaited = [one for one in replicas.alive if one.version < version and replicas.can_follow(one, patience_s)]
-        if late := await replicas.adoption(version, awaited, patience_s, hurries=hurries) - self._told_of_late:
-            self._told_of_late |= late
-            self._telemetry.warn_of_late([one.name for one in late], version)
+        late = await replicas.adoption(version, awaited, patience_s, hurries=hurries)
+        if new := late - self._told_of_late:
+            self._told_of_late |= new
+            self._telemetry.warn_of_late([one.name for one in new], version)
         replicas.release(version)
+        for replica in [one for one in replicas.alive if one.version < version]:
+            replicas.resume(replicas.withdraw(replica, than=replica.version))
         for replica in awaited:
             if replica.version >= version and replica.answer:
                 report.add(*replica.answer)
@@ -307,8 +328,6 @@ class Controller:
         report.num_late = sum(not replicas.serves(one) for one in replicas.alive)
         report.num_resyncs, self._num_resyncs = self._num_resyncs, 0
         self._watch.progress()
-        self._buffer.release(num_groups)
-        self._groups_changed.notify()
         return report
 
     async def _publish(self, version: int, trainer: TrainerPort | None = None) -> None:
@@ -329,7 +348,7 @@ class Controller:
     async def _publish_again(self, trainer: TrainerPort) -> None:
         """A new trainer has what the old one had; what is to be published next is asked for by others."""
         await self._transports.restore(trainer)
-        if self._lost is not None and self._lost.version == self._learners.version:
+        if self._lost is not None and self._lost.version == self._optimized.version:
             await self._publish(self._lost.version, trainer)
 
     # 6. Weights to one generator
@@ -369,7 +388,7 @@ class Controller:
         return is_other and replica.transport in newest.addresses
 
     async def _retry(self, replica: Replica, published: Published, adoption: Adoption) -> None:
-        """After a failure the same is fetched again, after a mismatch it is sent again."""
+        """Fetches the same version again after a failure, and has it sent again after a mismatch."""
         replica.num_failures += 1
         is_mismatch = adoption.outcome == "mismatch"
         if (is_mismatch and self._config.weight_sync.on_mismatch == "stop") or replica.num_failures >= MAX_FAILURES:
@@ -384,7 +403,7 @@ class Controller:
         # Otherwise a step is under way, and its version comes next.
 
     async def _who_waits(self) -> str:
-        """What everybody is doing, for the stall report."""
+        """Text for the stall report: what everybody is doing."""
         in_flight = f"{self._in_flight.describe()}, {self._buffer.num_free} slots are free"
         facts = [f"step {self.version + 1} {self._buffer.describe()}", in_flight]
         if self._turns and (wait := self._turns.describe()):

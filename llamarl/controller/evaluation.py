@@ -22,7 +22,7 @@ class EvalResult:
 
     metrics: EvalMetrics
     groups: tuple[RolloutGroup, ...]
-    """In the order of the prompts."""
+    """Scored groups, in the order of the prompts."""
 
 
 class Evaluation:

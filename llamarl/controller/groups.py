@@ -1,4 +1,4 @@
-"""From rollouts that come in one by one to scored groups: `PendingGroup` collects, `Scoring` asks reward and models."""
+"""Ways of rollouts into scored groups: `PendingGroup` collects them one by one, `Scorers` asks reward and models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llamarl.config.roles import RewardModelConfig
 from llamarl.controller.journal import Journal
 from llamarl.controller.ports import ColumnPort, Responses, RewardModelPort, RewardPort
 from llamarl.controller.records import Key
-from llamarl.executors.replies import Scored
+from llamarl.executors.replies import ScoredResponse
 from llamarl.rewards._weighted import weighted_sum
 from llamarl.types import (
     COLUMNS,
@@ -36,7 +36,7 @@ SCORED_TOKENS = 1 << 20
 
 
 def greedy_request(request: GenerationRequest) -> GenerationRequest:
-    """For one greedy response to the same prompt."""
+    """The request for one greedy response to the same prompt."""
     sampling, group_id = replace(request.sampling, temperature=0.0), FIRST_GREEDY_ID + request.group_id
     return replace(request, group_id=group_id, group_size=1, sampling=sampling, purpose="greedy")
 
@@ -46,10 +46,10 @@ class PendingGroup:
     """A group whose rollouts are still coming in, and its greedy response, if it has one."""
 
     requests: tuple[GenerationRequest, ...]
-    """For the group, and perhaps for the greedy response."""
+    """Requests for the group, and perhaps for the greedy response."""
     prompt: Prompt
     judged: dict[Key, RewardResult] = field(default_factory=dict)
-    """What the environment said of episodes, in place of the reward."""
+    """Results of the environment for episodes, in place of the reward's, by group and index."""
     environment_s: dict[Key, float] = field(default_factory=dict)
     """Seconds that replies to the episodes that have ended took."""
     _rollouts: dict[Key, Rollout] = field(default_factory=dict)
@@ -63,23 +63,23 @@ class PendingGroup:
         return self.requests[0].purpose == "train"
 
     def request_of(self, rollout: Rollout) -> GenerationRequest:
-        """That a rollout answers, without partials."""
+        """The request that a rollout answers, without partials."""
         request = next(one for one in self.requests if one.group_id == rollout.group_id)
         return replace(request, partials=())
 
     @property
     def num_rollouts(self) -> int:
-        """That are to come, the greedy one included."""
+        """Rollouts that are asked for, the greedy one included."""
         return sum(request.group_size for request in self.requests)
 
     @property
     def num_tokens(self) -> int:
-        """Of the rollouts that have come."""
+        """Tokens of the rollouts that have come."""
         return sum(rollout.num_tokens for rollout in self._rollouts.values())
 
     @property
     def arrived(self) -> str:
-        """How many rollouts have come."""
+        """Text: how many rollouts have come, of how many."""
         return f"{len(self._rollouts)} of {self.num_rollouts}"
 
     def add(self, rollout: Rollout) -> bool:
@@ -95,8 +95,8 @@ class PendingGroup:
         return len(self._rollouts) == self.num_rollouts
 
     def rest(self, held: Mapping[Key, Rollout], turns: Sequence[Rollout] = ()) -> list[GenerationRequest]:
-        """What is to be generated, where these rollouts are there: finished ones, some of which wait for the reply to
-        their last turn, and some to go on with."""
+        """Requests for what is to be generated, where these rollouts are there: finished ones, some of which wait for
+        the reply to their last turn, and some to go on with."""
         asked = {(one.group_id, one.index) for one in turns}
         self._rollouts.update((key, held[key]) for key in held.keys() - asked if held[key].finish_reason.is_final)
         requests = list[GenerationRequest]()
@@ -108,10 +108,10 @@ class PendingGroup:
         return requests
 
     def in_order(self) -> list[Rollout]:
-        """By index; a greedy one comes last."""
+        """Rollouts by index; a greedy one comes last."""
         return [self._rollouts[key] for key in sorted(self._rollouts)]
 
-    def scored(self, rollouts: Sequence[Rollout], said: Sequence[Scored]) -> RolloutGroup:
+    def scored(self, rollouts: Sequence[Rollout], said: Sequence[ScoredResponse]) -> RolloutGroup:
         """All of them, scored, in their order."""
         size = self.requests[0].group_size
         return RolloutGroup(
@@ -171,17 +171,17 @@ class InFlight(dict[int, PendingGroup]):
         return scored, whole, turns, [part for part in (sent, greedy) if part]
 
     def record(self, rollouts: Iterable[Rollout], withdrawn: Container[Key] = ()) -> None:
-        """These have come; others generate those that are `withdrawn`, and nobody learns from those of evaluations."""
+        """Records rollouts that came, without those of evaluations and those `withdrawn`, which others generate."""
         pending = ((self.get(one.group_id), one) for one in rollouts if (one.group_id, one.index) not in withdrawn)
         self._journal.rollouts([(of.group_id, one) for of, one in pending if of and of.is_trained_on])
 
     def remove(self, pending: PendingGroup) -> None:
-        """It is complete."""
+        """Removes a group that is complete."""
         for request in pending.requests:
             del self[request.group_id]
 
     def describe(self) -> str:
-        """How many there are, and what the oldest lacks, for a stall report."""
+        """Text for a stall report: how many groups there are, and what the oldest lacks."""
         pending = {id(one): one for one in self.values()}.values()
         if not pending:
             return "none is in flight"
@@ -189,13 +189,13 @@ class InFlight(dict[int, PendingGroup]):
         return f"{len(pending)} are in flight, the oldest is group {oldest.group_id} with {oldest.arrived} rollouts"
 
 
-def _read(rollout: Rollout) -> Rollout:
-    """What of it is read."""
+def _columns_for_scoring(rollout: Rollout) -> Rollout:
+    """The rollout with those columns alone that a reward reads."""
     of_agents = ("sequence", "policy_versions") if "sequence" in rollout.columns else ()
     return rollout.with_only("token_ids", *of_agents)
 
 
-class Scoring:
+class Scorers:
     """Reward, reward model, and the executors that fill a column of `llamarl.types.COLUMNS`."""
 
     def __init__(
@@ -221,7 +221,7 @@ class Scoring:
 
     async def __call__(self, batch: Sequence[PendingGroup]) -> list[RolloutGroup]:
         """Asks everybody at once."""
-        responses = [(item.prompt, list(map(_read, item.in_order()))) for item in batch]
+        responses = [(item.prompt, list(map(_columns_for_scoring, item.in_order()))) for item in batch]
         to_train = [one for one, item in zip(responses, batch, strict=True) if item.is_trained_on]
         said, by_model, columns = await asyncio.gather(
             self._reward.score(responses), self._by_model(to_train), self._filled(to_train)
@@ -251,10 +251,10 @@ class Scoring:
         return await self._model.score(responses) if self._model and responses else None
 
     async def _filled(self, responses: Responses) -> dict[str, list[list[np.ndarray]]]:
-        """By the name of the column; nothing where there are no responses."""
+        """Columns that executors fill for these responses, by name; nothing where there are no responses."""
         ports = self._columns if responses else {}
         return dict(zip(ports, await asyncio.gather(*(one.score(responses) for one in ports.values())), strict=True))
 
-    def _with_model(self, by_rules: Scored, by_model: RewardResult) -> Scored:
+    def _with_model(self, by_rules: ScoredResponse, by_model: RewardResult) -> ScoredResponse:
         parts = by_rules.result, by_model
         return replace(by_rules, result=weighted_sum(("rules", "reward model"), (1.0, self._model_weight), parts))

@@ -21,16 +21,17 @@ from pathlib import Path
 from time import perf_counter
 from typing import IO, Any, Literal
 
-from llamarl.controller.journal_reader import FORMAT, JournalReader, Step, over
-from llamarl.controller.records import Key, encode, encode_group
+from llamarl.controller.journal_reader import FORMAT, JournalReader, RecordedStep, over, segment_path, segments
+from llamarl.controller.records import Key, encode, encode_group, encode_step
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.files import compress, sync
 from llamarl.observability.metrics import Row
 from llamarl.observability.sinks import LAST_PIECE_S, RowLog
+from llamarl.training.result import PolicyStepResult
 from llamarl.types import Prompt, Rollout, RolloutGroup
 
 SEGMENT_BYTES = 256 << 20
-"""From which on a file gets no more records."""
+"""Size in bytes from which on a file gets no more records."""
 UNWRITTEN_S = 1.0
 """Scored groups wait for so long: writing many at once takes a fraction of the time."""
 
@@ -48,8 +49,8 @@ class _Live:
 
 
 class Journal(JournalReader):
-    """What the disk refuses costs a warning, and what is said above up to the next checkpoint: with that all is written
-    again that no step has taken."""
+    """Writes what `JournalReader` reads. If the disk refuses, that costs a warning, and what the journal promises up to
+    the next checkpoint: with that all is written again that no step has taken."""
 
     def __init__(
         self,
@@ -74,18 +75,18 @@ class Journal(JournalReader):
         super().__init__(folder, prompts, settings)
         self._warn, self._keep, self._saved, self._keeps = warn, keep, list(saved)[-keep:], keeps
         self.seconds = 0.0
-        """Spent on writing."""
+        """Seconds spent on writing."""
         self._lines = RowLog(None, lambda failure: warn(str(failure)))
         """Opened by `begin`: who only reads changes nothing."""
         self._file: IO[bytes] | None = None
         """None before `begin`, and from a failure to the next checkpoint."""
         self._told = False
-        """Of the last failure."""
+        """Whether the last failure has been told."""
         self._unsynced = list[Path]()
         self._unwritten, self._unwritten_since_s = list[tuple[RolloutGroup, int]](), 0.0
         """Scored groups with the indices of their prompts."""
         self._live = dict[int, _Live]()
-        """By group. While there is a file, it is on record."""
+        """Groups that no step has taken, by id. While there is a file, they are on record."""
         self._compressing = threading.Thread()
         self._compressing.start()
 
@@ -99,7 +100,7 @@ class Journal(JournalReader):
             self.next_segment()
 
     def rollouts(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
-        """These were finished or parked; each with the group that it is for."""
+        """Records rollouts that were finished or parked, each with the group that it is for."""
         self.write_late()
         new = list[tuple[int, int, Rollout]]()
         for group_id, one in rollouts if self._folder else ():
@@ -115,7 +116,7 @@ class Journal(JournalReader):
                 self._live.setdefault(group_id, _Live(segment)).rollouts[one.group_id, one.index] = one
 
     def groups(self, groups: Iterable[RolloutGroup], prompt_of: Callable[[int], int]) -> None:
-        """These are scored; `prompt_of` says the index of a group's prompt."""
+        """Takes scored groups; `prompt_of` says the index of a group's prompt."""
         if not self._unwritten:
             self._unwritten_since_s = perf_counter()
         self._unwritten += [(group, prompt_of(group.group_id)) for group in groups] if self._folder else ()
@@ -126,13 +127,15 @@ class Journal(JournalReader):
             self._write_groups()
 
     def _write_groups(self, last: bytes = b"") -> bool:
-        """With one more record; whether all is there. Many at once: a write lets other threads have the interpreter,
-        who may keep it for milliseconds."""
+        """Writes groups that wait, and one more record; whether all is there. Many at once: a write lets other threads
+        have the interpreter, who may keep it for milliseconds."""
         groups, self._unwritten = self._unwritten, []
         live = [self._live.setdefault(group.group_id, _Live(self._segment)) for group, _ in groups]
+        keeps_all = self._keeps == "all"
 
         def encoded() -> bytes:
-            return b"".join([*(encode_group(*one, of.rollouts) for one, of in zip(groups, live, strict=True)), last])
+            of_groups = zip(groups, live, strict=True)
+            return b"".join([*(encode_group(*one, of.rollouts, has_prompt=keeps_all) for one, of in of_groups), last])
 
         is_there = bool(groups or last) and self._append(encoded)
         for one, of in zip(groups, live, strict=True):
@@ -154,13 +157,14 @@ class Journal(JournalReader):
         first = self._firsts.setdefault(state["step"], min(live, default=self._segment))
         return {**state, "journal": {"first": first, "segment": self._segment, "bytes": self._size}}
 
-    def step(self, group_ids: Sequence[int], state: ControllerState) -> None:
-        """A step on these groups is completed, and nobody has its weights yet; `state` is the one after it."""
+    def step(self, group_ids: Sequence[int], state: ControllerState, result: PolicyStepResult | None = None) -> None:
+        """A step on these groups is completed, and nobody has its weights yet; `state` is the one after it. What came
+        of it is kept where everything is."""
         self.version = step = state["step"]
         row: dict[str, Any] = {"step": step, "groups": list(group_ids), "state": self.located(state)}
         segment = self._segment
-        if self._write_groups(encode({"kind": "step"} | row)):
-            self._steps[step] = Step(segment)
+        if self._write_groups(encode_step(row, result if self._keeps == "all" else None)):
+            self._steps[step] = RecordedStep(segment)
             self._lines.write(row)
         for group_id in over(self._live, group_ids, state):
             del self._live[group_id]
@@ -208,16 +212,17 @@ class Journal(JournalReader):
         if self._keeps == "all":
             self._compress(self._segment)
             return
-        for number in self._segments():
+        for number in segments(self._folder):
             if number < first:
                 with suppress(OSError):
-                    self._path(number).unlink(missing_ok=True)
-                    self._path(number).with_suffix(".groups.gz").unlink(missing_ok=True)
+                    segment_path(self._folder, number).unlink(missing_ok=True)
+                    segment_path(self._folder, number).with_suffix(".groups.gz").unlink(missing_ok=True)
 
     def _compress(self, end: int) -> None:
         """Files before this one, beside everything else. While others are, nothing: the next time does it."""
         if not self._compressing.is_alive():
-            paths = [path for number in self._segments() if number < end and (path := self._path(number)).exists()]
+            files = (segment_path(self._folder, number) for number in segments(self._folder) if number < end)
+            paths = [path for path in files if path.exists()]
             self._compressing = threading.Thread(target=lambda: [*map(compress, paths)], name="compress", daemon=True)
             self._compressing.start()
 
@@ -242,7 +247,7 @@ class Journal(JournalReader):
     def _begin_segment(self) -> None:
         """Raises OSError: the one before is as it was."""
         before = {"segment": self._segment, "bytes": self._size}
-        path = self._path(self._segment + 1)
+        path = segment_path(self._folder, self._segment + 1)
         header = {"kind": "begin", "format": FORMAT, "version": self.version, "settings": self._settings}
         data = encode(header | {"before": before})
         try:
@@ -272,7 +277,7 @@ class Journal(JournalReader):
             )
 
     def close(self) -> None:
-        """At the end of the run."""
+        """Writes what is left, at the end of the run, and closes the files."""
         self._write_groups()
         self._lines.close()
         if self._file is not None:

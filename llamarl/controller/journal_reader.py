@@ -10,28 +10,30 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llamarl.controller.records import Key, Part, Record, decoded_group, joined, newest_version, records
+from llamarl.controller.records import Key, Record, TokenRun, decoded_group, joined, newest_version, records
 from llamarl.executors.replies import ControllerState, JournalPosition
+from llamarl.observability.files import last_lines
 from llamarl.types import Prompt, Rollout, RolloutGroup
 
 FORMAT = 2
-"""Of the files; what others wrote is not read."""
+"""Version of the files' format; files of another one are not read."""
 _NOTHING = -2
 """Older than a rollout without tokens."""
 
 
-class Scored(NamedTuple):
+class RecordedGroup(NamedTuple):
     """A group, as its records say."""
 
     header: dict[str, Any]
-    parts: list[list[Part]]
-    """Of each of its rollouts."""
+    parts: list[list[TokenRun]]
+    """Parts of each of its rollouts."""
 
 
-class Step(NamedTuple):
+class RecordedStep(NamedTuple):
     """A completed one."""
 
     segment: int
@@ -39,19 +41,19 @@ class Step(NamedTuple):
     lack: str = ""
     """Why it cannot be trained again; empty: it can."""
     state: ControllerState | None = None
-    """After it; None: it was not read."""
+    """State of the controller after the step; None: it was not read."""
 
 
-class _Pending:
+class PendingGroups:
     """Groups that no step has taken yet, at a place of the journal."""
 
     def __init__(self) -> None:
-        self.held = dict[int, dict[Key, list[Part]]]()
+        self.held = dict[int, dict[Key, list[TokenRun]]]()
         """Rollouts of groups that are not scored."""
-        self.scored = dict[int, Scored]()
+        self.scored = dict[int, RecordedGroup]()
 
     def add(self, record: Record) -> None:
-        """What comes next."""
+        """Takes in the next record of the journal."""
         header = record.header
         if header["kind"] == "rollouts":
             for group_id, part in zip(header["groups"], record.parts, strict=True):
@@ -68,7 +70,7 @@ class _Pending:
             ]
             self.scored.pop(group_id, None)
             if [of[-1].stop if of else -1 for of in parts] == header["tokens"]:
-                self.scored[group_id] = Scored(header, parts)
+                self.scored[group_id] = RecordedGroup(header, parts)
                 self.held.pop(group_id, None)
 
     def settle(self, header: dict[str, Any]) -> None:
@@ -78,7 +80,7 @@ class _Pending:
                 del of[group_id]
 
     def forget_after(self, version: int) -> None:
-        """What later weights sampled is not part of the run."""
+        """Drops what weights newer than `version` sampled: it is not part of the run."""
         self.scored = {one: group for one, group in self.scored.items() if group.header["newest"] <= version}
         for held in self.held.values():
             for key in [key for key, parts in held.items() if newest_version([one.rollout for one in parts]) > version]:
@@ -91,7 +93,7 @@ def lack_of(step: int, group_ids: Sequence[int]) -> str:
 
 
 def over(group_ids: Iterable[int], taken: Sequence[int], state: ControllerState) -> list[int]:
-    """Of these groups the ones that a step has taken, or that were dropped by then; `state` is the one after it."""
+    """Ids of these groups that a step has taken, or that were dropped by then; `state` is the one after it."""
     unconsumed = {one for one, _ in state["unconsumed"]}
     is_old = range(state["next_group_id"])
     return [one for one in group_ids if one in taken or (one in is_old and one not in unconsumed)]
@@ -108,6 +110,8 @@ class JournalReader:
             settings: what rollouts and steps depend on.
         """
         self._folder, self._prompts = folder, prompts
+        self._saved: Sequence[int] = ()
+        """Steps of kept checkpoints."""
         self._settings = json.loads(json.dumps(settings or {}))
         self._segment = self._size = 0
         """The newest file, and how much of it there is."""
@@ -115,15 +119,15 @@ class JournalReader:
         """Completed steps."""
         self.since = 0, ""
         """The step from which on settings are what they are now, and the name of one that was another before."""
-        self._steps = dict[int, Step]()
-        """Since the oldest kept checkpoint."""
+        self._steps = dict[int, RecordedStep]()
+        """Completed steps since the oldest kept checkpoint, by number."""
         self._begins = dict[int, int]()
-        """What is newer than this version, when a file begins, is not part of the run."""
+        """Version by file: what is newer when that file begins is not part of the run."""
         self._firsts = dict[int, int]()
         """The first file that it takes to go on after a step."""
         self._weights = dict[int, tuple[str, str]]()
         """Fingerprints of versions as generators served them, and of their tensors."""
-        self._pending = _Pending()
+        self._pending = PendingGroups()
         """When the run went on."""
         self.other: tuple[str, Any, Any] | None = None
         """A setting that is not what it was: its name, what it was, and what it is."""
@@ -131,10 +135,11 @@ class JournalReader:
         """Why there are no more steps than `go_on` has found."""
 
     def go_on(self, state: ControllerState | None) -> tuple[ControllerState | None, str]:
-        """Reads what there is: the state after the last step that can be trained again from a checkpoint's `state`
-        (None: from the beginning), and what cannot be used, in a sentence. Raises OSError."""
+        """Reads what there is since the oldest kept checkpoint: the state after the last step that can be trained again
+        from a checkpoint's `state` (None: from the beginning), and what cannot be used, in a sentence. Raises
+        OSError."""
         start, position = state["step"] if state else 0, state.get("journal") if state else None
-        faults, was = self._read_segments(position)
+        faults, was = self._read_segments(position, self._first_needed({start, *self._saved}))
         reached, last = start, max(self._steps, default=start)
         if name := _first_other(was, self._settings):
             self.other = name, was.get(name), self._settings.get(name)
@@ -142,9 +147,9 @@ class JournalReader:
             self._forget_after(_NOTHING)
         while (lack := self._lack(reached + 1)) == "":
             reached += 1
-        newest = self._path(self._segment)
+        newest = segment_path(self._folder, self._segment)
         is_torn = not faults and reached == last and newest.exists() and newest.stat().st_size > self._size
-        end = f"{self._path(self._segment)} was cut, or is damaged after byte {self._size}"
+        end = f"{segment_path(self._folder, self._segment)} was cut, or is damaged after byte {self._size}"
         self.lack = end if is_torn else "; ".join(faults) or lack
         self._forget_after(reached)
         for _ in self._taken(self._firsts.get(reached, 0), self._pending):
@@ -160,7 +165,7 @@ class JournalReader:
         """The groups of each completed step after this one, in the order in which they were trained on; ends before one
         of which something is missing. Raises OSError."""
         if not self._lack(step + 1):
-            for taken, groups in self._taken(self._firsts.get(step, 0), _Pending()):
+            for taken, groups in self._taken(self._firsts.get(step, 0), PendingGroups()):
                 if taken == step + 1:
                     step = taken
                     if len(whole := [self._group(one) for one in groups if one]) < len(groups):
@@ -174,15 +179,15 @@ class JournalReader:
         return self._weights.get(version, ("", ""))
 
     def kept(self, group_id: int) -> tuple[RolloutGroup | None, Mapping[Key, Rollout]]:
-        """What was generated of a group before the run went on: all of it, scored, or some rollouts."""
+        """Hands out what was generated of a group before the run went on: all of it, scored, or some rollouts."""
         held, found = self._pending.held.pop(group_id, {}), self._pending.scored.pop(group_id, None)
-        return self._group(found) if found else None, {key: _whole(parts) for key, parts in held.items()}
+        return self._group(found) if found else None, {key: whole(parts) for key, parts in held.items()}
 
-    def _taken(self, first: int, pending: _Pending) -> Iterator[tuple[int, list[Scored | None]]]:
+    def _taken(self, first: int, pending: PendingGroups) -> Iterator[tuple[int, list[RecordedGroup | None]]]:
         """Steps that are part of the run, from a file on, with what they took of `pending`, where the rest stays."""
         for segment in [number for number in self._begins if number >= first]:
             pending.forget_after(self._begins[segment])
-            for record in records(self._path(segment)):
+            for record in records(segment_path(self._folder, segment)):
                 header = record.header
                 step = self._steps.get(header["step"]) if header["kind"] == "step" else None
                 if step and step.segment == segment:
@@ -191,8 +196,8 @@ class JournalReader:
                     yield header["step"], groups
                 pending.add(record)
 
-    def _group(self, one: Scored) -> RolloutGroup:
-        return decoded_group(one.header, self._prompts[one.header["prompt"]], map(_whole, one.parts))
+    def _group(self, one: RecordedGroup) -> RolloutGroup:
+        return decoded_group(one.header, self._prompts[one.header["prompt"]], map(whole, one.parts))
 
     def _lack(self, number: int) -> str:
         """Why a step cannot be trained again; empty: it can."""
@@ -200,18 +205,31 @@ class JournalReader:
             return f"step {number} is missing in the journal"
         return step.lack
 
-    def _read_segments(self, position: JournalPosition | None) -> tuple[list[str], dict[str, Any]]:
-        """What is damaged, and the settings of the newest file. Raises OSError."""
-        faults, numbers, was, pending = list[str](), self._segments(), self._settings, _Pending()
+    def _first_needed(self, steps: set[int]) -> int:
+        """The first file that it takes to go on after the first of these steps, by `journal.jsonl`; 0: not known."""
+        if self._folder is None or not min(steps):
+            return 0
+        with suppress(OSError):
+            for line in last_lines(self._folder / "journal.jsonl"):
+                with suppress(ValueError, LookupError, TypeError):
+                    row = json.loads(line)
+                    if row["step"] <= min(steps) and "state" in row:
+                        return row["state"]["journal"]["first"] if row["step"] == min(steps) else 0
+        return 0
+
+    def _read_segments(self, position: JournalPosition | None, first: int) -> tuple[list[str], dict[str, Any]]:
+        """From a file on, what is damaged, and the settings of the newest. Raises OSError."""
+        faults, was, pending = list[str](), self._settings, PendingGroups()
+        numbers = [number for number in segments(self._folder) if number >= first]
         for number in numbers:
-            for record in records(self._path(number)):
+            for record in records(segment_path(self._folder, number)):
                 header = record.header
                 if not record.start:
                     if header.get("format") != FORMAT:
-                        faults.append(f"{self._path(number)} was written by another version of llamarl")
+                        faults.append(f"{segment_path(self._folder, number)} was written by another version of llamarl")
                         self._segment, self._size, was = number, 0, self._settings
                         break
-                    if number > numbers[0]:
+                    if number > (first or numbers[0]):
                         faults += self._check_end(header["before"])
                     is_next, other = number in (numbers[0], self._segment + 1), _first_other(was, header["settings"])
                     if other and number > numbers[0]:
@@ -231,14 +249,14 @@ class JournalReader:
         if (said["segment"], said["bytes"]) <= (self._segment, self._size):
             return []
         size = self._size if said["segment"] == self._segment else 0
-        return [f"{self._path(said['segment'])} is missing, or damaged after byte {size}"]
+        return [f"{segment_path(self._folder, said['segment'])} is missing, or damaged after byte {size}"]
 
-    def _read(self, header: dict[str, Any], pending: _Pending) -> None:
+    def _read(self, header: dict[str, Any], pending: PendingGroups) -> None:
         step = header.get("step", 0)
         if header["kind"] == "step":
             lacking = [one for one in header["groups"] if one not in pending.scored]
             pending.settle(header)
-            self._steps[step] = Step(self._segment, lack_of(step, lacking), header["state"])
+            self._steps[step] = RecordedStep(self._segment, lack_of(step, lacking), header["state"])
             self._firsts[step] = header["state"]["journal"]["first"]
         elif header["kind"] == "published":
             self._weights[step] = header["fingerprint"], header["tensors"]
@@ -250,15 +268,20 @@ class JournalReader:
             for step in [one for one in by_step if one > version]:
                 del by_step[step]
 
-    def _segments(self) -> list[int]:
-        found = self._folder.glob("journal/" + "[0-9]" * 8 + ".groups*") if self._folder else ()
-        return sorted({int(path.name[:8]) for path in found})
 
-    def _path(self, segment: int) -> Path:
-        return Path(self._folder or "", "journal", f"{segment:08d}.groups")
+def segments(folder: Path | None) -> list[int]:
+    """Numbers of the files, ascending."""
+    found = folder.glob("journal/" + "[0-9]" * 8 + ".groups*") if folder else ()
+    return sorted({int(path.name[:8]) for path in found})
 
 
-def _whole(parts: Sequence[Part]) -> Rollout:
+def segment_path(folder: Path | None, number: int) -> Path:
+    """Path of a file of the journal; compressed, it has `.gz` behind it."""
+    return Path(folder or "", "journal", f"{number:08d}.groups")
+
+
+def whole(parts: Sequence[TokenRun]) -> Rollout:
+    """A rollout of its parts, in their order."""
     rollout = None
     for part in parts:
         rollout = joined(rollout, part.start, part.rollout)
@@ -267,5 +290,5 @@ def _whole(parts: Sequence[Part]) -> Rollout:
 
 
 def _first_other(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Name of a setting that differs; empty: none does."""
-    return next((name for name in (*one, *other) if one.get(name) != other.get(name)), "")
+    """Name of a setting that differs; empty: none does. One that is off need not have been known to older code."""
+    return next((name for name in (*one, *other) if (one.get(name) or None) != (other.get(name) or None)), "")

@@ -1,8 +1,9 @@
-"""`Lasting`: one executor through all its lives. When its processes die, others follow (`cluster.on_failure`).
+"""`RestartableHandle`: one executor through all its lives. When its processes die, others follow by
+`cluster.on_failure`.
 
 Calls that were not answered are asked again, in their order, once the new processes are as the old ones were; callers
 notice nothing but the time. Executors that only answer are as they were when they are up; trainer and critic are
-brought there by whoever knows what they have learnt (`learners.py`).
+brought there by whoever knows what they have learnt (`optimized.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from llamarl.controller.supervision import Supervisor
 from llamarl.distributed.links import RanksLost
 
 STOP_S = 2.0
-"""For what is left of an executor to end; then it is killed."""
+"""Seconds that what is left of an executor has to end; then it is killed."""
 CAUSE_S = 1.0
 """A call that fails since its executor died is explained by that death, which may be noticed a bit later."""
 NOT_REPEATED = frozenset({"save", "commit", "publish_sample"})
@@ -88,8 +89,8 @@ def _cause(error: ExecutorError) -> str:
     return str(own).split("\n", 1)[0]
 
 
-class Lasting(ExecutorHandle):
-    """As the handle of its present life. It fails when it is not to be started again, or its code raises."""
+class RestartableHandle(ExecutorHandle):
+    """Handle of an executor through all its lives. It fails when it is not to be started again, or its code raises."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class Lasting(ExecutorHandle):
         self.restore: Callable[[ExecutorHandle], Awaitable[str]] | None = None
         """Brings a new life to where the last one was; where from, for people."""
         self.needs_host = False
-        """What it is restored from may be on its host alone."""
+        """Whether what it is restored from may be on its host alone."""
         self._spawn, self._supervisor, self._deaths = spawn, supervisor, deaths
         self._is_up = True
         self._saver: ExecutorHandle | None = None
@@ -157,7 +158,7 @@ class Lasting(ExecutorHandle):
             del self._waiting[number]
 
     def _of_calls(self) -> list[asyncio.Future[None]]:
-        """What calls wait for, in their order."""
+        """Futures that calls wait for, in the order of the calls."""
         return [waiting for _, waiting in sorted(self._waiting.items()) if not waiting.done()]
 
     async def status(self, timeout_s: float) -> HostStatus:
@@ -232,7 +233,7 @@ class Lasting(ExecutorHandle):
 
 
 def lasting(executors: Executors, config: ClusterConfig, supervisor: Supervisor, deaths: Deaths) -> Executors:
-    """With what lasts in place of each executor, other than generators, that is to be started again."""
+    """The executors, with a `RestartableHandle` for each, but generators, that is to be started again."""
     spawn = executors.spawn_again
     if spawn is None:
         return executors
@@ -240,7 +241,7 @@ def lasting(executors: Executors, config: ClusterConfig, supervisor: Supervisor,
     def of(handle: ExecutorHandle) -> ExecutorHandle:
         if getattr(config.on_failure, handle.name.replace("-", "_")) == "stop":
             return handle
-        return Lasting(handle, spawn, supervisor, deaths)
+        return RestartableHandle(handle, spawn, supervisor, deaths)
 
     return replace(
         executors,

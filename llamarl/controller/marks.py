@@ -1,4 +1,4 @@
-"""What a run has done by the end of a step, and what of it episodes are."""
+"""Marks at the end of steps: what a run has done by then, and the metrics of its episodes between two of them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from llamarl.types import RAISED, Rollout, RolloutGroup
 
 
 class EnvironmentUse(NamedTuple):
-    """Of all episodes so far."""
+    """Use of the environment by all episodes so far."""
 
     wait_s: float = 0.0
-    """That rollouts have waited for replies, together."""
+    """Seconds that rollouts have waited for replies, together."""
     calls: int = 0
-    """Of tools."""
+    """Calls of tools."""
     errors: int = 0
-    """Of these, malformed or failed."""
+    """Calls of tools that were malformed or failed."""
 
     def plus(self, waited_s: float, calls: tuple[int, int]) -> EnvironmentUse:
-        """With one more reply: calls of tools, and of these errors."""
+        """The use with one more reply: `calls` are calls of tools, and how many of these were errors."""
         return EnvironmentUse(self.wait_s + waited_s, self.calls + calls[0], self.errors + calls[1])
 
 
@@ -38,12 +38,12 @@ class StepMark:
     controller_cpu_s: float
     """Processor seconds of this process since its start."""
     calls: int
-    """Made to executors so far."""
+    """Calls made to executors so far."""
     environment: EnvironmentUse
     dropped_groups: int
     """Replaced by others, as their rewards were all equal."""
     journal_s: float
-    """Spent on the journal so far."""
+    """Seconds spent on the journal so far."""
 
 
 def of_episodes(groups: Sequence[RolloutGroup], mark: StepMark, previous: StepMark) -> dict[str, float]:
@@ -65,8 +65,8 @@ def of_episodes(groups: Sequence[RolloutGroup], mark: StepMark, previous: StepMa
 
 
 def entropy_mean(rollouts: Sequence[Rollout]) -> float:
-    """Of what tokens were sampled from, in nats per token: the mean of -log p of those that were sampled estimates it
-    without bias. NaN: there are none."""
+    """Entropy of what tokens were sampled from, in nats per token: the mean of -log p of those that were sampled
+    estimates it without bias. NaN: there are none."""
     num = sum(int(one.is_sampled_T.sum()) for one in rollouts if len(one.behavior_logprobs_T))
     # The log-probabilities of observed tokens are 0.
     return -sum(float(one.behavior_logprobs_T.sum()) for one in rollouts) / num if num else float("nan")

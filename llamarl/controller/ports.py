@@ -1,4 +1,4 @@
-"""What the controller asks of each role. The executors' methods are these (`tests/architecture/test_ports.py`)."""
+"""Ports: the controller's calls to each role. The executors' methods are these (`tests/architecture/test_ports.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import each_rank
-from llamarl.executors.replies import Adoption, Collected, ControllerState, Published, Scored
+from llamarl.executors.replies import Adoption, Collected, ControllerState, Published, ScoredResponse
 from llamarl.training.result import PolicyStepResult, StepResult
 from llamarl.types import GenerationRequest, Prompt, RewardResult, Rollout, RolloutGroup, SampleGroup, SamplingParams
 from llamarl.weight_sync.layout import Address, TensorSpec
@@ -33,7 +33,7 @@ class GeneratorPort(Protocol):
     async def submit(self, requests: Sequence[GenerationRequest]) -> None: ...
     async def abort(self, group_ids: Sequence[int]) -> None: ...
     async def release(self, rollouts: Sequence[tuple[int, int]]) -> None: ...
-    async def collect(self) -> Collected: ...
+    async def collect(self, num_wanted: int) -> Collected: ...
     async def adopt(self, version: int, address: Address) -> Adoption: ...
     async def score(
         self, sequences: Sequence[np.ndarray], sampling: SamplingParams | None = None
@@ -43,7 +43,7 @@ class GeneratorPort(Protocol):
 class RewardPort(Protocol):
     """Judges responses by rules."""
 
-    async def score(self, groups: Responses) -> list[list[Scored]]: ...
+    async def score(self, groups: Responses) -> list[list[ScoredResponse]]: ...
 
 
 class RewardModelPort(Protocol):
@@ -59,7 +59,7 @@ class ColumnPort(Protocol):
 
 
 class OptimizingPort(Protocol):
-    """What trainer and critic share."""
+    """Calls that trainer and critic share."""
 
     async def add_groups(self, groups: Sequence[RolloutGroup]) -> None: ...
     async def commit(self) -> str: ...
@@ -69,7 +69,7 @@ class TrainerPort(OptimizingPort, Protocol):
     """Takes optimizer steps, publishes weights, keeps the controller's state in its checkpoints."""
 
     async def resumed(self) -> tuple[ControllerState | None, list[str]]: ...
-    async def step(self, group_ids: Sequence[int]) -> PolicyStepResult: ...
+    async def step(self, group_ids: Sequence[int], groups: Sequence[RolloutGroup]) -> PolicyStepResult: ...
     async def set_layout(self, rank: int, specs: tuple[TensorSpec, ...]) -> None: ...
     async def transports(self, same_host: bool, same_process: bool) -> list[str]: ...
     async def publish_sample(self, version: int, transport: str) -> Address: ...
@@ -112,9 +112,9 @@ class Executors:
     """Replaces a dead generator; None: there are no others."""
     spawn_again: SpawnAgain | None = None
     """Replaces what is no generator; None: a death ends the run."""
-    room: Callable[[], int] = lambda: sys.maxsize
-    """For how many more generators there is a place now."""
-    may_grow: bool = False
+    free_generator_slots: Callable[[], int] = lambda: sys.maxsize
+    """Tells for how many more generators there is a place now."""
+    hosts_may_join: bool = False
     """There may be places later."""
 
     def __iter__(self) -> Iterator[ExecutorHandle]:
@@ -122,5 +122,5 @@ class Executors:
 
     @property
     def irreplaceable(self) -> Sequence[ExecutorHandle]:
-        """Those that the run cannot do without."""
+        """Executors that the run cannot do without: all but the generators."""
         return (self.reward, *self.models.values(), *([self.trainer] if self.trainer else []))

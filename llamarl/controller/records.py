@@ -10,6 +10,7 @@ import io
 import json
 import os
 import struct
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import xxhash
 
+from llamarl.training.result import PolicyStepResult
 from llamarl.types import (
     Columns,
     FinishReason,
@@ -34,18 +36,20 @@ from llamarl.types import (
 _DIGEST, _SIZES = struct.Struct("<Q"), struct.Struct("<QQ")
 _FRAME_BYTES = _DIGEST.size + _SIZES.size
 _PIECE_BYTES = 512
-"""Of a compressed file: before one that is damaged everything is read."""
+"""Bytes of a compressed file that are read at a time: all before a damaged piece is read."""
+ADVANTAGES = "of rollouts"
+"""Name of those of whole rollouts in the record of a step."""
 Key = tuple[int, int]
 """Group and index of a rollout; a greedy one has a group of its own."""
 
 
-class Part(NamedTuple):
+class TokenRun(NamedTuple):
     """Some tokens of a rollout."""
 
     start: int
     stop: int
     rollout: Rollout
-    """With columns of these tokens."""
+    """Rollout with the columns of tokens `start` to `stop` alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,36 +58,40 @@ class Record:
 
     start: int
     end: int
-    """Of its bytes in the file."""
+    """Offset in the file of the byte after its last; `start` is that of its first."""
     header: dict[str, Any]
-    """What it says besides its rollouts."""
-    parts: Sequence[Part]
+    """Everything that a record says besides its rollouts."""
+    parts: Sequence[TokenRun]
+    rest: memoryview
+    """Its arrays after those of the rollouts."""
 
 
 _encoded = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def encode(header: Mapping[str, Any], parts: Sequence[tuple[int, Rollout]] = ()) -> bytes:
-    """A record of these rollouts, each without so many of its first tokens."""
+def encode(header: Mapping[str, Any], parts: Sequence[tuple[int, Rollout]] = (), arrays: Sequence[Any] = ()) -> bytes:
+    """A record of these rollouts, each without so many of its first tokens, and of arrays that the header describes."""
     numbers, layouts = dict[tuple[Any, ...], int](), list[list[tuple[str, str]]]()
-    described, arrays = list[tuple[Any, ...]](), list[Any]()
+    described, columns_of = list[tuple[Any, ...]](), list[Any]()
     for start, one in parts:
         columns = one.columns.values()
         layout = (*one.columns, *[values_T.dtype.char for values_T in columns])  # `dtype.str` takes ten times as long
         if (number := numbers.setdefault(layout, len(layouts))) == len(layouts):
             layouts.append([(name, values_T.dtype.str) for name, values_T in one.columns.items()])
-        arrays += [values_T[start:] for values_T in columns] if start else columns
+        columns_of += [values_T[start:] for values_T in columns] if start else columns
         size = one.num_tokens - start
         described.append((one.group_id, one.index, one.finish_reason, one.error, start, size, number, one.prefills))
-    text, rest = _encoded({**header, "layouts": layouts, "rollouts": described}).encode(), b"".join(arrays)
+    text = _encoded({**header, "layouts": layouts, "rollouts": described}).encode()
+    rest = b"".join([*columns_of, *arrays])
     body = b"".join((_SIZES.pack(len(text), len(rest)), text, rest))
     return _DIGEST.pack(xxhash.xxh3_64_intdigest(body)) + body
 
 
-def records(path: Path) -> Iterator[Record]:
-    """Those of a file, or of what it was compressed to, up to the first that is torn or damaged. Raises OSError."""
-    with _opened(path) as file:
-        start, num_bytes = 0, file.seek(0, os.SEEK_END)
+def records(path: Path, start: int = 0, most: int = sys.maxsize) -> Iterator[Record]:
+    """Records of a file from a byte on, or of what it was compressed to (of which about so many bytes are read), up to
+    the first that is torn or damaged. Raises OSError."""
+    with _opened(path, most) as file:
+        num_bytes = file.seek(0, os.SEEK_END)
         file.seek(start)
         while len(frame := file.read(_FRAME_BYTES)) == _FRAME_BYTES:
             sizes = _SIZES.unpack_from(frame, _DIGEST.size)
@@ -96,25 +104,26 @@ def records(path: Path) -> Iterator[Record]:
             if digest.intdigest() != _DIGEST.unpack_from(frame)[0]:
                 return
             header = json.loads(body[: sizes[0]])
-            parts = _parts(header.pop("layouts"), header.pop("rollouts"), body, sizes[0])
-            yield Record(start=start, end=end, header=header, parts=parts)
+            parts, offset = _parts(header.pop("layouts"), header.pop("rollouts"), body, sizes[0])
+            yield Record(start=start, end=end, header=header, parts=parts, rest=memoryview(body)[offset:])
             start = end
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _opened(path: Path, most: int) -> IO[bytes]:
     with suppress(FileNotFoundError):
         return path.open("rb")
     data, unpacking = io.BytesIO(), zlib.decompressobj(wbits=31)  # gzip's
     with suppress(zlib.error), path.with_name(f"{path.name}.gz").open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
+        while data.tell() < most and (piece := file.read(_PIECE_BYTES)):
             data.write(unpacking.decompress(piece))
     return data
 
 
 def _parts(
     layouts: Sequence[Sequence[tuple[str, str]]], described: Sequence[Sequence[Any]], body: bytes, offset: int
-) -> Sequence[Part]:
-    parts = list[Part]()
+) -> tuple[Sequence[TokenRun], int]:
+    """The rollouts, and where their arrays end."""
+    parts = list[TokenRun]()
     for group_id, index, finish_reason, error, start, num_tokens, layout, prefills in described:
         columns: Columns = {}
         for name, dtype in layouts[layout]:
@@ -124,8 +133,8 @@ def _parts(
             group_id=group_id, index=index, columns=columns, finish_reason=FinishReason(finish_reason), error=error,
             prefills=tuple(map(tuple, prefills)),
         )  # fmt: skip
-        parts.append(Part(start, start + num_tokens, rollout))
-    return parts
+        parts.append(TokenRun(start, start + num_tokens, rollout))
+    return parts, offset
 
 
 def joined(before: Rollout | None, start: int, part: Rollout) -> Rollout | None:
@@ -148,9 +157,9 @@ def newest_version(rollouts: Sequence[Rollout]) -> int:
     return int(np.concatenate(versions).max()) if versions else -1
 
 
-def encode_group(group: RolloutGroup, prompt: int, known: Mapping[Key, Rollout]) -> bytes:
-    """What the trainer gets, with the index of its prompt instead of the prompt, but for rollouts that are on record as
-    they are `known`."""
+def encode_group(group: RolloutGroup, prompt: int, known: Mapping[Key, Rollout], *, has_prompt: bool = False) -> bytes:
+    """A record of what the trainer gets, with the index of its prompt, and the prompt for who reads without the data,
+    but for rollouts that are on record as they are `known`."""
     places = [n for n, one in enumerate(group.rollouts) if one is not known.get((group.group_id, n))]
     header = {
         "kind": "group",
@@ -164,11 +173,13 @@ def encode_group(group: RolloutGroup, prompt: int, known: Mapping[Key, Rollout])
         "environment_s": group.environment_s,
         "baseline": _plain(group.baseline),
     }
+    if has_prompt:
+        header |= {"prompt_id": group.prompt.prompt_id, "text": group.prompt.text, "answer": group.prompt.answer}
     return encode(header, [(0, group.rollouts[place]) for place in places])
 
 
 def decoded_group(header: Mapping[str, Any], prompt: Prompt, rollouts: Iterable[Rollout]) -> RolloutGroup:
-    """What `encode_group` was given."""
+    """The group that `encode_group` was given."""
     return RolloutGroup(
         group_id=header["group_id"],
         prompt=prompt,
@@ -178,6 +189,19 @@ def decoded_group(header: Mapping[str, Any], prompt: Prompt, rollouts: Iterable[
         environment_s=tuple(header["environment_s"]),
         baseline=header["baseline"] and _result(header["baseline"]),
     )
+
+
+def encode_step(header: Mapping[str, Any], result: PolicyStepResult | None) -> bytes:
+    """A step, with what the trainer says of its rollouts, if that is kept."""
+    said, arrays = list[tuple[str, str, list[tuple[int, int, int]]]](), list[np.ndarray]()
+    columns = {ADVANTAGES: {one: {0: of_group} for one, of_group in result.advantages.items()}} if result else {}
+    for name, of_groups in (columns | result.columns if result else {}).items():
+        found = [(one, index, values) for one, of_group in of_groups.items() for index, values in of_group.items()]
+        for dtype in sorted({values.dtype.str for _, _, values in found}):
+            of_type = [one for one in found if one[2].dtype.str == dtype]
+            said.append((name, dtype, [(one, index, len(values)) for one, index, values in of_type]))
+            arrays += [values for _, _, values in of_type]
+    return encode({"kind": "step", **header} | ({"trained": said} if result else {}), (), arrays)
 
 
 def _plain(result: RewardResult | None) -> tuple[Any, ...] | None:

@@ -1,4 +1,4 @@
-"""What a run does when a generator's processes die (`cluster.on_failure.generator`), or stand still.
+"""Recovery of a run whose generator's processes die (`cluster.on_failure.generator`), or stand still.
 
 The others go on with a dead generator's unfinished rollouts: from the segment that was parked last, or else from the
 prompt. Staleness stays bounded: requests only go to generators that serve the released weights or newer ones, and a new
@@ -30,7 +30,7 @@ Policy = Literal["stop", "drop", "respawn"]
 
 
 def policy_of_generators(config: ClusterConfig, executors: Executors) -> Policy:
-    """That of `config`, where others can be started: an evaluation has only those that it began with."""
+    """Policy for dead generators: that of `config`, where others can be started; an evaluation can start none."""
     wanted = config.on_failure.generator
     return "stop" if wanted == "respawn" and executors.spawn_generator is None else wanted
 
@@ -60,14 +60,15 @@ class Recovery:
         self._supervisor = supervisor
         self._telemetry = telemetry
         self._follow, self._collect = follow, collect
-        self._spawn, self._room, self._may_grow = executors.spawn_generator, executors.room, executors.may_grow
+        self._spawn, self._free_slots = executors.spawn_generator, executors.free_generator_slots
+        self._hosts_may_join = executors.hosts_may_join
         self._num_spawned = len(replicas.alive)
         self._num_starting = 0
         self.num_resubmitted = 0
         """Groups that others went on with."""
 
     def watch(self, replica: Replica) -> None:
-        """From now on the death of this generator is handled."""
+        """Handles the death of this generator from now on."""
         if self._policy == "stop":
             self._supervisor.watch(replica.handle)
         else:
@@ -115,7 +116,7 @@ class Recovery:
 
     def fill(self, limit: int) -> int:
         """Starts generators where there is room for them, so many at most; how many."""
-        number = min(limit, self._room())
+        number = min(limit, self._free_slots())
         for _ in range(number):
             self._num_starting += 1
             self._supervisor.start(self._start_one(), "a new generator")
@@ -164,7 +165,7 @@ class Recovery:
             self._supervisor.fail(last)
             return
         num_started = self.fill(1) if is_replaced else 0
-        if not self._replicas.alive and not self._num_starting and not (is_replaced and self._may_grow):
+        if not self._replicas.alive and not self._num_starting and not (is_replaced and self._hosts_may_join):
             self._supervisor.fail(error)
             return
         alive = len(self._replicas.alive)
@@ -188,7 +189,7 @@ class Recovery:
         except (ExecutorError, ConfigError) as error:
             is_replaced = isinstance(error, MeshFailed) and self._is_replaced(error)
             num_started = self.fill(1) if is_replaced else 0
-            if not (num_started or self._replicas.alive or self._may_grow):
+            if not (num_started or self._replicas.alive or self._hosts_may_join):
                 raise
             follows = "another one starts" if num_started else "the run goes on with the others"
             self._telemetry.warn(f"a new generator did not start, {follows}: {error}")

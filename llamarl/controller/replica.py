@@ -33,25 +33,25 @@ class Replica:
         self.name = handle.name
         self.port = port(GeneratorPort, handle, timeout_s)
         self.version = NO_VERSION
-        """It is known to serve this one; it may have begun to serve a newer one."""
+        """Version that it is known to serve; it may have begun to serve a newer one."""
         self.fetching = NO_VERSION
-        """What it fetches now."""
+        """Version that it fetches now; `NO_VERSION`: none."""
         self.fetching_since_s = math.inf
         self.adopt_s = math.inf
-        """How long its last adoption took, from call to answer."""
+        """Seconds that its last adoption took, from call to answer; infinite before the first."""
         self.transport = ""
-        """That brings its weights; empty until it is chosen."""
+        """Transport that brings its weights; empty until it is chosen."""
         self.tried: Published | None = None
-        """What it fetched last, with or without success."""
+        """Version that it fetched last, with or without success."""
         self.answer: tuple[Adoption, Mismatch | None] | None = None
-        """What it said of its last adoption, and what its probe showed."""
+        """Answer to its last adoption, and what its probe showed."""
         self.num_failures = 0
         """Fetches in a row that ended with a failure or a mismatch."""
         self.is_leaving = self.is_gone = False
         self.adopting: asyncio.Task[None] | None = None
         """Keeps its weights up to date."""
         self.requests = dict[int, GenerationRequest]()
-        """What it has not answered completely, by group."""
+        """Requests that it has not answered completely, by group."""
         self._missing = dict[int, dict[int, Rollout]]()
         """The rollouts that it owes, by group and index, as they began."""
         self._parked = dict[int, list[Rollout]]()
@@ -71,7 +71,7 @@ class Replica:
         self.stats = GeneratorStats()
 
     def owe(self, requests: Sequence[GenerationRequest]) -> None:
-        """It is about to be asked for these."""
+        """Notes requests that the generator is about to be asked for."""
         now_s = asyncio.get_running_loop().time()
         if not self.num_outstanding:
             self._busy_since_s = now_s
@@ -83,8 +83,22 @@ class Replica:
             self.num_outstanding += len(missing)
         self.busy.set()
 
+    @property
+    def may_answer(self) -> bool:
+        """It owes something that does not wait for a version to come, or is gone."""
+        is_free = any(request.from_version <= max(self.version, 0) for request in self.requests.values())
+        return is_free or bool(self.withdrawn) or self.is_gone
+
+    def serve(self, version: int) -> None:
+        """It serves `version` from now on, and begins with what has waited for that."""
+        now_s = asyncio.get_running_loop().time()
+        for group_id, request in self.requests.items():
+            if self.version < request.from_version <= version:
+                self._asked_s.update(((group_id, index), now_s) for index in self._missing[group_id])
+        self.version = version
+
     def deliver(self, collected: Collected) -> tuple[list[Rollout], list[GenerationRequest]]:
-        """It has answered: finished rollouts, and requests to go on with parked ones.
+        """Takes in its answer: finished rollouts, and requests to go on with parked ones.
 
         Those of a group go on together, once it works on none of them any more: they share the prefill of their prompt.
         """
@@ -120,23 +134,28 @@ class Replica:
         return finished, to_go_on
 
     def unanswered(self) -> list[GenerationRequest]:
-        """What somebody else must generate now that it is gone: from the last segment on, or from the prompt."""
+        """Requests that others must generate now that it is gone: from the last segment on, or from the prompt."""
         return [
             replace(request, partials=(*self._missing[group_id].values(), *self._parked.get(group_id, ())))
             for group_id, request in self.requests.items()
         ]
 
-    def withdraw(self) -> list[GenerationRequest]:
-        """As `unanswered`, of one that is there but does not answer. It owes nothing any more."""
-        requests = self.unanswered()
-        self.withdrawn |= {(group_id, index) for group_id, missing in self._missing.items() for index in missing}
-        self.num_outstanding = 0
-        for owed in (self.requests, self._missing, self._parked, self._asked_s):
-            owed.clear()
+    def withdraw(self, than: int = NO_VERSION) -> list[GenerationRequest]:
+        """Requests that it does not owe any more, as it does not answer, or is late with a version: of `unanswered`
+        those that wait for a newer one `than` this."""
+        requests = [request for request in self.unanswered() if request.from_version > than]
+        for request in requests:
+            missing = {(request.group_id, index) for index in self._missing.pop(request.group_id)}
+            self.withdrawn |= missing
+            self.num_outstanding -= len(missing)
+            for key in missing:
+                del self._asked_s[key]
+            del self.requests[request.group_id]
+            self._parked.pop(request.group_id, None)
         return requests
 
     @property
     def is_rested(self) -> bool:
-        """It may be tried again, if it is slow."""
+        """Whether it may be tried again, if it is slow."""
         rest_s = asyncio.get_running_loop().time() - self._idle_since_s
         return not self.num_outstanding and rest_s > REST * (self._idle_since_s - self._busy_since_s)

@@ -44,7 +44,7 @@ class Replicas:
         *,
         survives_deaths: bool = False,
     ) -> None:
-        """With `survives_deaths`, calls to a dead replica have no effect: somebody sees the death and calls `lose`."""
+        """Calls to a dead replica have no effect if `survives_deaths`: somebody sees the death and calls `lose`."""
         self.alive = [Replica(handle, timeout_s) for handle in handles]
         self.released = NO_VERSION
         """Replicas that serve an older version are left behind."""
@@ -54,7 +54,7 @@ class Replicas:
         self.changed = Signal()
         """A replica came, went, adopted a version or owes less."""
         self._holders = dict[tuple[int, int], Replica]()
-        """What has computed the rollouts that wait for their environment, by group and index."""
+        """Replicas that hold what rollouts which wait for their environment have computed, by group and index."""
         self.dropped = set[int]()
         """Ids of requests that nobody wants any more, until they come back."""
         self._supervisor = supervisor
@@ -95,7 +95,7 @@ class Replicas:
                     self._send(replica, part)
 
     def _quick(self, requests: list[GenerationRequest]) -> list[Replica]:
-        """Those in service that are not slow; of the others each that is to be tried takes the last of `requests`."""
+        """Replicas in service that are not slow; each slow one that is to be tried takes the last of `requests`."""
         able = [replica for replica in self.alive if self.serves(replica)]
         usual_s = median_low([one.token_s for one in able if one.token_s] or [math.inf])
         slow = {replica for replica in able if replica.token_s > SLOW * usual_s}
@@ -105,14 +105,15 @@ class Replicas:
         return [replica for replica in able if replica not in slow]
 
     def _send(self, replica: Replica, requests: list[GenerationRequest]) -> None:
-        """What is owed is what `lose` gives back, whatever becomes of the call."""
+        """Sends requests, which are owed from now on: `lose` gives them back, whatever becomes of the call."""
         replica.owe(requests)
+        self.changed.notify()
         # A task of its own: one that hangs must not keep the others waiting.
         sent = self.unless_dead(replica, replica.port.submit(requests))
         self._supervisor.start(sent, f"requests to {replica.name}")
 
     def _home(self, request: GenerationRequest) -> Replica | None:
-        """That holds what a rollout has computed, if it is in service."""
+        """The replica that holds what a rollout has computed, if it is in service."""
         if len(request.partials) != 1:
             return None
         key = request.group_id, request.partials[0].index
@@ -123,11 +124,11 @@ class Replicas:
         return self._holders.pop(key)
 
     def hold(self, replica: Replica, turns: Sequence[Rollout]) -> None:
-        """These wait for their environment, and `replica` holds what they have computed."""
+        """Notes that `replica` holds what these rollouts, which wait for their environment, have computed."""
         self._holders.update(((one.group_id, one.index), replica) for one in turns)
 
     def forget(self, rollouts: Iterable[tuple[int, int]]) -> None:
-        """These, by group and index, do not come back to who holds what they have computed."""
+        """Frees what replicas hold of rollouts, by group and index, that do not come back."""
         forgotten = defaultdict[Replica, list[tuple[int, int]]](list)
         for key in rollouts:
             if (holder := self._holders.pop(key, None)) and not holder.is_gone:
@@ -137,7 +138,7 @@ class Replicas:
             self._supervisor.start(released, f"release on {holder.name}")
 
     def drop(self, group_ids: set[int]) -> None:
-        """These requests end where they are worked on, and do not go on."""
+        """Ends these requests where they are worked on; they do not go on."""
         self.dropped |= group_ids
         for replica in self.alive:
             if owed := group_ids & replica.requests.keys():
@@ -167,7 +168,7 @@ class Replicas:
 
     def adopted(self, replica: Replica, version: int) -> None:
         """`replica` serves `version` from now on."""
-        replica.version = version
+        replica.serve(version)
         self.changed.notify()
 
     async def adoption(
@@ -211,11 +212,12 @@ class Replicas:
         self.changed.notify()
         return replica.unanswered()
 
-    def withdraw(self, replica: Replica) -> list[GenerationRequest]:
-        """What a replica has not answered completely is for others to do; it gets no new requests until it knows."""
-        requests = replica.withdraw()
-        aborted = self.unless_dead(replica, replica.port.abort([request.group_id for request in requests]))
-        self._supervisor.start(aborted, f"withdraw from {replica.name}")
+    def withdraw(self, replica: Replica, than: int = NO_VERSION) -> list[GenerationRequest]:
+        """Requests that a replica has not answered completely, those that wait for a newer version `than` this one, are
+        for others to do; it gets no new ones until it knows."""
+        if requests := replica.withdraw(than):
+            aborted = self.unless_dead(replica, replica.port.abort([request.group_id for request in requests]))
+            self._supervisor.start(aborted, f"withdraw from {replica.name}")
         return requests
 
     async def drain(self, replica: Replica) -> None:
@@ -238,7 +240,7 @@ class Replicas:
                 continue
 
     def debts(self) -> list[str]:
-        """What each replica still owes, for a stall report."""
+        """Texts for a stall report: what each replica still owes."""
         return [
             f"{replica.name} owes {replica.num_outstanding} rollouts"
             + ("" if self.serves(replica) else f" and is left behind at version {replica.version}")
@@ -247,7 +249,7 @@ class Replicas:
 
     @property
     def stats(self) -> GeneratorStats:
-        """What all replicas have done since their start, and what they do, as of their last replies."""
+        """Sums of what all replicas have done since their start, and what they do, as of their last replies."""
         return reduce(GeneratorStats.plus, (replica.stats for replica in self.alive), self._stats_of_lost)
 
 

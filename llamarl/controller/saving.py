@@ -35,7 +35,7 @@ def refusals_named(when: str) -> Iterator[None]:
 
 
 class Checkpoints:
-    """At most one is being written."""
+    """Saves of trainer and critic; at most one is being written."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Checkpoints:
         return takes
 
     async def save(self, state: ControllerState) -> None:
-        """After a resume nothing is trained twice or skipped.
+        """Saves a checkpoint with which, after a resume, nothing is trained twice or skipped.
 
         Raises:
             NotSaved: the disk refuses.
@@ -84,7 +84,7 @@ class Checkpoints:
                 continue
 
     def save_beside(self, state: ControllerState) -> None:
-        """As `save`, beside the next steps, where `takes` says so; if the disk refuses, that costs a warning."""
+        """Saves beside the next steps, where `takes` says so; if the disk refuses, that costs a warning."""
         step = state["step"]
         writing = self._commit_or_warn(step, self._copies(state))
         self._writing = self._supervisor.start(writing, f"checkpoint of step {step}")

@@ -1,4 +1,4 @@
-"""`Step`: an optimizer step: under way, then completed, then on record; and steps that are done again."""
+"""`OptimizerStep`: an optimizer step: under way, then completed, then on record; and steps that are done again."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from llamarl.controller.journal import Journal
 from llamarl.controller.ports import CriticPort, TrainerPort
 from llamarl.controller.sync import SyncReport
 from llamarl.controller.telemetry import StepMark, Telemetry
+from llamarl.executors.replies import ControllerState
 from llamarl.training.result import PolicyStepResult, StepResult
 from llamarl.types import RolloutGroup
 
 REQUESTS_FIRST_S = 0.003
-"""A version that is released lets new requests out: they leave before the step is recorded, which takes longer than the
-generators need to begin."""
+"""A step that is completed lets weights and new requests out: they leave before it is recorded, which takes longer than
+the generators need to begin."""
 
 WEIGHTS_S = 1.0
-"""For weights that are on their way when the run ends."""
+"""Seconds that weights still on their way when the run ends have to arrive."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Step:
-    """At most one is under way, and one completed but not yet on record."""
+class OptimizerStep:
+    """Optimizer step. At most one is under way, and one completed but not yet on record."""
 
     groups: list[RolloutGroup]
     result: asyncio.Task[PolicyStepResult]
@@ -32,6 +34,14 @@ class Step:
     """None while it is under way, and when the run was interrupted before."""
     mark: StepMark | None = None
     """None while it is under way."""
+    state: ControllerState | None = None
+    """The controller's when it was completed; None while it is under way, and once it is in the journal."""
+
+    def enter(self, journal: Journal) -> None:
+        """It enters the journal, unless it is there."""
+        if self.state is not None:
+            state, self.state = self.state, None
+            journal.step([group.group_id for group in self.groups], state, self.result.result())
 
     async def end_sync(self) -> None:
         """Nobody waits for its weights any more: who was to take them may be dead."""
@@ -40,10 +50,11 @@ class Step:
             self.sync.cancel()
             await asyncio.wait({self.sync})
 
-    async def record(self, telemetry: Telemetry, num_ready: int) -> None:
+    async def record(self, telemetry: Telemetry, journal: Journal, num_ready: int) -> None:
         """Once its weights have been released and the critic has learnt from it."""
         sync = await self.sync if self.sync and not self.sync.cancelled() else SyncReport()
         await asyncio.sleep(REQUESTS_FIRST_S)
+        self.enter(journal)
         learnt = await asyncio.shield(self.critic) if self.critic else None
         result = self.result.result()
         if learnt:
@@ -68,11 +79,10 @@ async def fast_forward(
     """
     for step, groups in steps:
         ids = [group.group_id for group in groups]
-        for one in filter(None, (trainer, critic)):
-            await one.add_groups(groups)
         if critic:
+            await critic.add_groups(groups)
             await critic.learn(step, ids)
-        result = await trainer.step(ids) if trainer else None
+        result = await trainer.step(ids, groups) if trainer else None
         assert result is None or result.policy_version == step, f"step {step} became {result.policy_version}"
         learnt = None
         while critic and learnt is None:

@@ -67,7 +67,7 @@ class Supervisor:
         return self.take(asyncio.create_task(loop, name=name))
 
     def take(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
-        """As `start`, of a loop that runs already."""
+        """Watches over a loop that runs already, as `start` does over one that it begins."""
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task

@@ -35,22 +35,22 @@ RUINED_NATS = 100.0
 
 
 class WeightsWrong(RuntimeError):
-    """What a generator received or serves is not what the trainer published."""
+    """A generator received or serves something else than the trainer published."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SyncReport:
-    """How a version came to the generators in service; of several the slowest or the worst."""
+    """Report of how a version came to the generators in service; of several the slowest or the worst."""
 
     sync_s: float = math.nan
-    """From the start of `publish` until the version was released."""
+    """Seconds from the start of `publish` until the version was released."""
     publish_s: float = math.nan
     fetch_s: float = 0.0
     stall_s: float = 0.0
     num_bytes: int = 0
-    """That came to one replica."""
+    """Bytes that came to one replica, the most of all."""
     fingerprint: str = ""
-    """Of the weights that serve, in hexadecimal digits."""
+    """Fingerprint of the weights that serve, in hexadecimal digits."""
     tensors: str = ""
     """`Adoption.tensors`."""
     mismatch: Mismatch | None = None
@@ -69,9 +69,9 @@ class SyncReport:
             self.mismatch = mismatch
 
     def measured(self) -> dict[str, float]:
-        """For the metrics of the step that made the version."""
+        """Metrics of the sync, for the step that made the version."""
         found = self.mismatch
-        probed = {"mismatch_kl": found.kl, "mismatch_max": found.largest, "mismatch_mean": found.mean} if found else {}
+        probed = {"probe_kl": found.kl, "mismatch_max": found.largest, "mismatch_mean": found.mean} if found else {}
         return {
             **probed,
             **(found.by_cause if found else {}),
@@ -85,7 +85,7 @@ class SyncReport:
 
 
 class Transports:
-    """How weights come to each replica: by one transport where it shares the trainer's host, by one to other hosts."""
+    """Choice of a transport for each replica: one where it shares the trainer's host, one where it does not."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class Transports:
         self._trainer, self._tell = trainer, tell
         self._host = trainer_hosts[0] if len(trainer_hosts) == 1 else None
         self._chosen = dict[bool, str]()
-        """For replicas on the trainer's host, and for others."""
+        """Transports to replicas on the trainer's host (True), and to others (False)."""
         self._choosing = asyncio.Lock()
         self._num_tries = 0
         self._layouts: Sequence[tuple[TensorSpec, ...]] = ()
-        """What each rank of a replica, of all replicas the same, wants to receive."""
+        """Tensors that each rank of a replica, of all replicas the same, wants to receive."""
 
     async def begin(self, replicas: Sequence[Replica]) -> None:
         """Tells the trainer what the first replicas want to receive, and chooses for them."""
@@ -189,7 +189,7 @@ async def adopted_and_probed(
 
 
 def mismatch_of(probe: Probe, scored: Sequence[np.ndarray]) -> Mismatch:
-    """How far a generator's log-probabilities are from the trainer's.
+    """Distance of a generator's log-probabilities from the trainer's.
 
     KL(generator || trainer) by the estimator r - 1 - log r of Schulman, "Approximating KL divergence" (2020), r being
     the trainer's probability over the generator's: never negative, and exact in expectation over what was sampled.

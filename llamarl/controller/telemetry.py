@@ -21,7 +21,6 @@ from llamarl.executors.replies import Replied
 from llamarl.observability.accounting import Accounts, account, verdict
 from llamarl.observability.events import EventLog, Flow
 from llamarl.observability.metrics import StepMetrics
-from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.screen import Screen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.observability.spans import Span, SpanTable, now_s
@@ -49,7 +48,6 @@ class Telemetry:
         config: RunConfig,
         screen: Screen,
         log: MetricsLog,
-        recorder: RolloutRecorder,
         staleness_limit: int,
         clock: Callable[[], float] = now_s,
         events: EventLog | None = None,
@@ -60,15 +58,14 @@ class Telemetry:
         self._clock = clock
         self._screen = screen
         self._log = log
-        self._recorder = recorder
         self._staleness_limit = staleness_limit
         self._handles = list[ExecutorHandle]()
         self._replicas: Replicas | None = None
         self._status = dict[str, tuple[HostStatus, float]]()
         self._heard_s = dict[str, float]()
-        """By the event loop's clock."""
+        """Time at which each executor last told its status, in seconds on the event loop's clock."""
         self.transports = list[Selection]()
-        """How weights travel: to generators on the trainer's host, and to others."""
+        """Selected transports of weights: to generators on the trainer's host, and to others."""
         self.spans = dict[str, SpanTable]()
         self._marks = deque[StepMark](maxlen=RECENT_STEPS + 1)
         self._view = RunView(step=0)
@@ -91,7 +88,7 @@ class Telemetry:
         self.spans = {handle.name: SpanTable(MAX_SPANS) for handle in handles}
 
     def chose_transport(self, selection: Selection) -> None:
-        """How weights travel to some generators, and how fast each way was."""
+        """Notes which transport brings weights to some generators, and shows how fast each way was."""
         self.transports.append(selection)
         for line in selection.table():
             self._screen.phase(f"weight sync{'' if selection.same_host else ' across hosts'}  {line}")
@@ -118,18 +115,17 @@ class Telemetry:
         self._heard_s.pop(handle.name, None)
 
     def usages(self, limit: int | None = None) -> dict[str, float]:
-        """What the controller and so many executors (none: all) take."""
+        """Memory, descriptors and threads of the controller and of so many executors (none: of all), by metric."""
         return by_kind({name: status.usage for name, (status, _) in self._status.items()}, limit)
 
     def silent_s(self, handle: ExecutorHandle) -> float:
-        """Since an executor last said what it does; 0 before the first time."""
+        """Seconds since an executor last said what it does; 0 before the first time."""
         now_s = asyncio.get_running_loop().time()
         return now_s - self._heard_s.get(handle.name, now_s)
 
     def resume_at(self, step: int) -> None:
-        """Metrics and rollouts of later steps are taken back: these steps come again."""
+        """Metrics of later steps are taken back: these steps come again."""
         self._log.drop_after(step)
-        self._recorder.drop_after(step)
 
     def begin_loop(self, step: int) -> None:
         """Training begins now, at `step` completed steps."""
@@ -172,7 +168,7 @@ class Telemetry:
             return
 
     async def describe_executors(self) -> list[str]:
-        """What each executor is doing, for a stall report."""
+        """Texts for a stall report: what each executor is doing."""
         lines = []
         for handle in self._handles:
             try:
@@ -230,7 +226,7 @@ class Telemetry:
         self._screen.warn(text)
 
     def warn_of_late(self, names: Sequence[str], version: int) -> None:
-        """These generators are left behind."""
+        """Warns of generators that are left behind."""
         for name in sorted(names):
             self.warn(
                 f"{name} has not adopted version {version} in time (weight_sync.patience_s = "
@@ -268,10 +264,9 @@ class Telemetry:
         self.staleness_max = max(self.staleness_max, metrics.staleness_max)
         if result.skipped:
             self.skipped(metrics.step, result.cause)
-        self._recorder.record(metrics.step, groups, result.advantages, result.columns)
         ids = [group.group_id for group in groups]
         self.flow.done(metrics.step, ids, mark.ended_s, sync.publish_s, sync.sync_s)
-        self._log.log(metrics)  # the last of a step, so whoever reads it finds the rollouts too
+        self._log.log(metrics)
         self._show(
             step=metrics.step,
             metrics=metrics,
@@ -283,7 +278,6 @@ class Telemetry:
         """Records a step that was completed, and not yet on record, when the run ended before; nobody measured it."""
         self._marks.append(self.mark())
         unknown = replace(self.mark(), ended_s=float("nan"))
-        self._recorder.record(result.policy_version, groups, result.advantages, result.columns)
         self._log.log(self._metrics(groups, result, unknown, SyncReport(), 0))
         self._marks.clear()
 

@@ -18,7 +18,7 @@ class Turns(Protocol):
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Episodes begin."""
 
-    def divert(
+    def take(
         self, finished: Sequence[Rollout], pending: Mapping[int, PendingGroup], holder: Replica | None
     ) -> list[Rollout]:
         """Keeps turns that have ended; returns rollouts that are whole.
@@ -33,7 +33,7 @@ class Turns(Protocol):
         """Consumes replies for as long as the run goes on."""
 
     def describe(self) -> str:
-        """For a stall report; empty: none waits."""
+        """Text for a stall report on rollouts that wait; empty: none does."""
         ...
 
 

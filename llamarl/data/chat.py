@@ -27,14 +27,14 @@ _MOST_DIGITS = 300
 
 
 def tool_format(template: str) -> ToolFormat | None:
-    """In which a chat template has tools called; None: in neither."""
+    """Format in which a chat template has tools called; None: in neither."""
     if "<tool_call>" in template:
         return "qwen"
     return "llama" if PYTHON_TAG in template or '"parameters"' in template else None
 
 
 def tool_calls(text: str, written_in: ToolFormat) -> tuple[str, list[ToolCall]]:
-    """What an assistant wrote beside its calls, and the calls.
+    """Splits what an assistant wrote into the text beside its calls, and the calls.
 
     Args:
         text: with special tokens, but for the stop token. What it thinks calls nothing.

@@ -28,7 +28,7 @@ class PromptSet:
     """The prompts of one source, in its order."""
 
     prompts: tuple[Prompt, ...]
-    """At least one."""
+    """Prompts of the set, at least one."""
     num_overlong: int
     """Rows skipped because their prompt has more tokens than allowed."""
 

@@ -34,7 +34,7 @@ class PromptSampler:
         return index
 
     def state(self) -> dict[str, int]:
-        """Where the sampler is: plain JSON, for `restore`."""
+        """The sampler's position, as plain JSON for `restore`."""
         return {
             "num_prompts": self._num_prompts,
             "seed": self._seed,
@@ -68,7 +68,7 @@ class PromptSampler:
 
 
 def fingerprint(rows: Iterable[tuple[str, np.ndarray]]) -> int:
-    """Of text and tokens per row, in order."""
+    """Fingerprint of text and tokens per row, in order."""
     digest = xxhash.xxh3_64()
     for text, token_ids_T in rows:
         for part in (text.encode(errors="surrogatepass"), np.asarray(token_ids_T, np.int64).tobytes()):

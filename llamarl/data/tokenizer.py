@@ -106,7 +106,7 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int:
-        """What a response that is to be learnt ends with: the tokenizer's own, as chat templates write it, if it has
+        """Id of the token that ends a response to be learnt: the tokenizer's own, as chat templates write it, if it has
         one. Raises ConfigError, as `eos_token_ids`."""
         ids, name = self.eos_token_ids, self._special_tokens.get("eos_token")
         own = self._tokenizer.token_to_id(name) if name else None
@@ -139,7 +139,8 @@ class Tokenizer:
             raise ConfigError(f"{self.folder}: the chat template refuses these messages: {cause}{error}") from None
 
     def after_turn(self, messages: _Dicts, *, without_stop: bool, tools: _Dicts = ()) -> str:
-        """What the chat template writes between a turn of the assistant and the next one, with `messages` in between.
+        """Text that the chat template writes between a turn of the assistant and the next one, with `messages` in
+        between.
 
         Args:
             without_stop: the turn was ended by a stop token, which the template's text then does not repeat.
@@ -173,7 +174,7 @@ class Tokenizer:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """In which the chat template has tools called; None: it knows of none, or there is no template."""
+        """Format in which the chat template has tools called; None: it knows of none, or there is no template."""
         return tool_format(self._template_text or "")
 
     @cached_property

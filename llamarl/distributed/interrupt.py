@@ -21,10 +21,10 @@ from torch.distributed.distributed_c10d import _abort_process_group
 QUIET_S = 0.05
 """So long no byte has moved before connections are shut down."""
 PATIENCE_S = 2.0
-"""They are shut down all the same after so long."""
+"""Seconds after which connections are shut down all the same."""
 _SO_ATTACH_FILTER = 26
 _TCP_INFO, _BYTES = 11, slice(120, 136)
-"""Of Linux: which option tells of a connection, and where in it the bytes that were acknowledged and received."""
+"""Linux's option that tells of a connection, and where its answer has the bytes acknowledged and received."""
 
 
 def open_sockets() -> dict[int, int]:
@@ -39,7 +39,7 @@ def open_sockets() -> dict[int, int]:
 
 
 def deafen(sockets: Set[int]) -> None:
-    """Those of `sockets` that listen hear nobody any more: the system drops what comes for them.
+    """Makes those of `sockets` that listen deaf: the system drops what comes for them.
 
     gloo goes on listening when all ranks have met, accepts whoever comes, and ends the process when it cannot.
     """
@@ -66,7 +66,7 @@ def end_collectives(sockets: Set[int]) -> None:
 
 
 def _traffic(sockets: Set[int]) -> dict[int, bytes]:
-    """What has gone through each."""
+    """Raw counters of what has gone through each socket, by inode."""
     found = dict[int, bytes]()
     for inode, descriptor in open_sockets().items():
         if inode in sockets:

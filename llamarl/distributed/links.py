@@ -18,12 +18,14 @@ from llamarl.config.device import ADDRESS
 from llamarl.net.entrance import PROOF_S, Entrance, Proved, listen
 
 BROKEN = (OSError, EOFError, AuthenticationError)
-"""What a connection does whose other end is gone, silent, or none of ours."""
+"""Errors of a connection whose other end is gone, silent, or none of ours."""
+GREETING = b"\n"
+"""Who connects says it first: nobody hears of one that is silent."""
 _SIOCGIFADDR = 0x8915
 
 
 def own_address() -> str:
-    """Where this process listens: on one host the loopback."""
+    """Address at which this process listens: on one host the loopback."""
     return os.environ.get(ADDRESS, "127.0.0.1")
 
 
@@ -43,9 +45,10 @@ class RanksLost(RuntimeError):
 
 
 def connect(place: str, secret: str, timeout_s: float) -> Connection:
-    """To the process that listens at `host:port`. Raises OSError, EOFError or AuthenticationError."""
+    """Connection to the process that listens at `host:port`. Raises OSError, EOFError or AuthenticationError."""
     host, port = place.rsplit(":", 1)
     made = socket.create_connection((host, int(port)), timeout_s)
+    made.sendall(GREETING)
     connection = _bounded(made, timeout_s)
     made.detach()
     answer_challenge(connection, secret.encode())
@@ -74,6 +77,7 @@ def open_entrance(
                 accepted.close()
                 return
             try:
+                accepted.recv(len(GREETING))
                 deliver_challenge(connection, secret.encode())
                 answer_challenge(connection, secret.encode())
                 _bound(accepted, timeout_s)
@@ -112,7 +116,7 @@ def _bound(made: socket.socket, timeout_s: float) -> None:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
-class Links:
+class RankLinks:
     """Small messages between rank 0 and each other rank. Not thread-safe."""
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
@@ -156,7 +160,7 @@ class Links:
         return values
 
     def send(self, rank: int, message: Any) -> None:
-        """To rank 0, or from there to any other. Raises RanksLost."""
+        """Sends a message to rank 0, or from there to any other. Raises RanksLost."""
         try:
             self._link(rank).send(message)
         except BROKEN as error:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from llamarl.distributed.interrupt import deafen, end_collectives, open_sockets
-from llamarl.distributed.links import BROKEN, Links, RanksLost, interface_of, local_host, own_address
+from llamarl.distributed.links import BROKEN, RankLinks, RanksLost, interface_of, local_host, own_address
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.distributed.store import TorchStore
 from llamarl.distributed.watch import Watch
@@ -78,7 +78,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMesh:
-    """Where this rank is. The default is a process by itself."""
+    """This rank's place among the ranks of an executor. The default is a process by itself."""
 
     pp: Axis = Axis()
     """Consecutive layers."""
@@ -92,10 +92,10 @@ class RankMesh:
     shards: DeviceMesh | None = None
     """The fsdp and cp axes as one, over which FSDP2 cuts what is the same on all of these ranks; None: just one."""
 
-    links: Links | None = None
-    """To the other ranks; None: there are none."""
+    links: RankLinks | None = None
+    """Links to the other ranks; None: there are none."""
     watch: Watch | None = None
-    """Of the other ranks."""
+    """Watch over the other ranks; None: there are none."""
     store: TorchStore | None = None
     """Kept for the groups that were made with it."""
 
@@ -174,12 +174,9 @@ def join_mesh(
         return ALONE
     assert rendezvous is not None, "ranks have to meet somewhere"
     rank, world = own_rank()
-    if interface := interface_of(own_address()):  # on one host the loopback, where nobody else can connect
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    links = Links(rank, world, timeout_s)
+    links = RankLinks(rank, world, timeout_s)
     try:
         store, notes = TorchStore(rendezvous, start_timeout_s), rendezvous.connect(rank)
         others = open_sockets()
@@ -188,7 +185,8 @@ def join_mesh(
         else:
             tell = partial(store.set, "rank 0")
             links.listen(local_host(notes), rendezvous.secret, tell, start_timeout_s)
-        mesh, shards = _open_groups(store, shape, device, rank, world, timeout_s)
+        with _own_interface(device):
+            mesh, shards = _open_groups(store, shape, device, rank, world, timeout_s)
     except (RuntimeError, *BROKEN) as error:
         links.close()
         cause = f"{type(error).__name__}: {error}"
@@ -210,6 +208,22 @@ def join_mesh(
 def own_rank() -> tuple[int, int]:
     """Rank of this process and number of ranks, as a cluster or torchrun has put them into the environment."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def _own_interface(device: torch.device) -> Iterator[None]:
+    """Groups made meanwhile listen where the others reach this process, on one host at the loopback, where nobody else
+    can connect, unless the user's environment says where."""
+    interface, given = interface_of(own_address()), os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if interface and device.type == "cuda":  # NCCL looks whenever it connects
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    try:
+        yield
+    finally:
+        if given is None:
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
 def _open_groups(

@@ -1,5 +1,5 @@
-"""Where processes find each other, and ranks hear of one that fails: a store in the process that starts the ranks of an
-executor, or in one of two that pair up.
+"""Rendezvous of processes that must find each other, and of ranks that hear of one that fails: a store in the process
+that starts the ranks of an executor, or in one of two that pair up.
 
 Who connects proves that it knows the secret, and so does the store; torch's `TCPStore` has none and listens at every
 address. Others need nothing but the address and the secret, so they may be on other hosts. No torch.
@@ -17,18 +17,19 @@ from typing import Literal, NamedTuple
 from llamarl.distributed.links import BROKEN, connect, open_entrance, own_address
 
 ANSWER_S = 30.0
-"""For the store to take a request, beside what the request itself waits for."""
+"""Seconds that the store has to take a request, beside what the request itself waits for."""
 
 
 class Rendezvous(NamedTuple):
-    """What a rank must know to meet the others."""
+    """Address and secret that a rank must know to meet the others."""
 
     address: str
     """`host:port` of the store."""
     secret: str
 
     def connect(self, purpose: int | str | None = None, timeout_s: float = ANSWER_S) -> Connection:
-        """To the store: for values, to hear and tell notes as a rank, or for what else is served there, by a name.
+        """Connection to the store: for values, to hear and tell notes as a rank, or for what else is served there, by a
+        name.
 
         Raises what is in `BROKEN`.
         """
@@ -38,15 +39,15 @@ class Rendezvous(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What a rank, or the store, has to say of a rank when work of all has ended."""
+    """Word of a rank, or the store, about a rank when work of all has ended."""
 
     rank: int
     kind: Literal["failed", "gone", "waited", "was"]
-    """By itself; its process has ended; for others; wherever it was when others ended."""
+    """`failed` by itself; its process is `gone`; it `waited` for others; it `was` at something when others ended."""
     text: str
     """A sentence."""
     error: str = ""
-    """That of a rank that has failed."""
+    """Error of a rank that has failed."""
 
 
 class RendezvousStore:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 
 MAX_PIECES = 512
-"""Of one system call; Linux takes 1,024."""
+"""Most pieces of one system call; Linux takes 1,024."""
 
 
 class TooSlow(TimeoutError):
-    """It goes on, but not fast enough."""
+    """A transfer goes on, but not fast enough."""
 
 
 def send(connection: Connection, pieces: Iterable[memoryview]) -> None:

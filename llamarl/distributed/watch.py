@@ -24,7 +24,7 @@ from llamarl.distributed.links import BROKEN, RanksLost
 from llamarl.distributed.rendezvous import Note
 
 LAST_WORDS_S = 1.0
-"""For ranks to say something, once the others have lost them."""
+"""Seconds that ranks have to say something, once the others have lost them."""
 FOLDER, PACKAGE = map(str, Path(__file__).parents[:2])
 
 
@@ -58,7 +58,7 @@ class Watch:
         self._connection.close()
 
     def cause(self, error: BaseException) -> RanksLost | None:
-        """By what work of all ranks has ended, when it was not by this error of this rank itself, or of all alike."""
+        """The loss that ended the work of all ranks; None where this rank's own error did, or one of all alike."""
         stack, text = traceback.extract_tb(error.__traceback__), f"{type(error).__name__}: {error}"
         if not self.fired and _is_of_a_collective(error):
             self._tell("waited", f"{_place(stack)}: {text.splitlines()[0]}")

@@ -23,7 +23,7 @@ WAIT_S = 0.01
 
 
 _Fetched = tuple[Adoption, Mapping[str, Tensor]]
-"""What came of a fetch on this rank; the tensors are empty unless it is adopted."""
+"""Outcome of a fetch on this rank, and its tensors; these are empty unless it is adopted."""
 
 
 class Adopter:
@@ -59,7 +59,7 @@ class Adopter:
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """What this rank wants to receive."""
+        """Tensors that this rank wants to receive."""
         return self._reader.specs
 
     def try_sample(self, version: int, address: Address) -> None:
@@ -74,7 +74,7 @@ class Adopter:
         self._fetch = self._thread.submit(self._run, version, address)
 
     def poll(self, wait_s: float = 0.0) -> Adoption | None:
-        """What came of the fetch, once, when it is done; waits for that at most so long."""
+        """Outcome of the fetch, once, when it is done; waits for that at most so long."""
         if self._fetch is None:
             return None
         wait([self._fetch], wait_s)
@@ -122,6 +122,8 @@ class Adoptions:
     def __init__(self, adopter: Adopter, engine: GenerationBackend) -> None:
         self._adopter, self._engine = adopter, engine
         self._asked: tuple[int, Future[Adoption]] | None = None
+        self.version = 0
+        """The version in use."""
 
     def begin(self, version: int, address: Address) -> Future[Adoption]:
         """Answers when the version serves, or why it does not."""
@@ -152,13 +154,14 @@ class Adoptions:
             start_s = time.monotonic()
             self._adopter.use(adoption.version)
             self._engine.set_version(adoption.version)
+            self.version = adoption.version
             adoption = replace(adoption, stall_s=time.monotonic() - start_s)
         if reply.set_running_or_notify_cancel():
             reply.set_result(adoption)
 
 
 def together(adoptions: list[Adoption]) -> Adoption:
-    """Of all ranks of one generator: the first that failed, or all of them as one."""
+    """The adoption by all ranks of one generator: the first that failed, or all of them as one."""
     for adoption in adoptions:
         if adoption.outcome != "adopted":
             return adoption

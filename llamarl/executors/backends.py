@@ -19,20 +19,20 @@ from llamarl.generation.backend import GenerationBackend
 from llamarl.generation.engine import Engine, kv_budget
 from llamarl.generation.lora import AdapterMerger
 from llamarl.generation.model import load_generator_model
-from llamarl.generation.tensor_parallel import Follower, ModelRanks, TensorParallelEngine
+from llamarl.generation.tensor_parallel import FollowerRank, ModelRanks, TensorParallelEngine
 from llamarl.models.hf import open_model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
+class OpenedEngine:
     """One rank's engine and what belongs to it."""
 
     engine: GenerationBackend
     adopter: Adopter
     description: str
-    """What computes what, for the log."""
-    follower: Follower | None = None
-    """On ranks other than 0."""
+    """Text for the log: what computes what."""
+    follower: FollowerRank | None = None
+    """Follower of rank 0, on the other ranks."""
     clock: Callable[[], float] | None = None
     """Seconds that a forward took; None where forwards are not seen."""
     close: Callable[[], None] | None = None
@@ -46,15 +46,15 @@ class Backend(Protocol):
         """Whether it is here and can do what the config asks for. Raises ConfigError."""
 
     def settings(self, config: RunConfig, logs: Path, number: int) -> Any:
-        """What crosses to the process of one generator."""
+        """Settings that cross to the process of one generator."""
 
-    def open_engine(self, model_path: str, settings: Any, delta: bool) -> Opened:
+    def open_engine(self, model_path: str, settings: Any, delta: bool) -> OpenedEngine:
         """Opens it there. Raises ConfigError."""
 
 
 def open_native(
     model_path: str, config: GeneratorConfig, rendezvous: Rendezvous | None, delta: bool, lora: LoraConfig | None
-) -> Opened:
+) -> OpenedEngine:
     """
     Raises:
         ConfigError: no such device or model, or this machine cannot serve it in this way.
@@ -79,14 +79,14 @@ def open_native(
     )  # fmt: skip
     room = model.room if device.type == "cuda" else None
     adopter = Adopter(receiver.specs(), model.use, rank, delta=delta, hold=receiver.hold, room=room)
-    opened = Opened(
+    opened = OpenedEngine(
         engine=native, adopter=adopter, description=native.describe(),
         clock=time.thread_time if device.type == "cpu" else time.monotonic,
     )  # fmt: skip
     if size == 1:
         return opened
     if rank:
-        follower = Follower(native, mesh, adopter.use)
+        follower = FollowerRank(native, mesh, adopter.use)
         return replace(opened, follower=follower, close=follower.close)
     leader = TensorParallelEngine(native, mesh)
     return replace(opened, engine=leader, close=leader.close)

@@ -14,7 +14,7 @@ import numpy as np
 from llamarl.checkpoint.folder import CRITIC
 from llamarl.config import RunConfig, build
 from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.executors.optimizing import Optimizing
+from llamarl.executors.optimizing import OptimizingExecutor
 from llamarl.models.scalar import open_scalar_model
 from llamarl.training.critic import Critic
 from llamarl.training.meter import device_seconds
@@ -25,7 +25,7 @@ from llamarl.training.state import load_training_state, training_state
 from llamarl.types import Prompt, Rollout
 
 
-class CriticExecutor(Optimizing):
+class CriticExecutor(OptimizingExecutor):
     """Learns a microbatch per call, and values new rollouts in between by the weights of the last finished step. The
     order of calls decides, not the time, so several ranks do the same.
 
@@ -66,14 +66,14 @@ class CriticExecutor(Optimizing):
             device=self._device,
             read=weights.read,
         )
-        self._check_mirror(self._critic)
+        self._built(self._critic)
         self._is_synchronous = config.rollout.max_staleness == 0
         self._learning = deque[tuple[int, Generator[None, None, StepResult]]]()
         """Steps under way, the oldest first."""
         self._learnt = dict[int, StepResult]()
         """Finished steps that nobody has asked for yet."""
         self._seconds = 0.0
-        """Of work on the oldest step."""
+        """Seconds of work on the oldest step."""
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[np.ndarray]]:
         """The value before each response token, float32 [T] per rollout of each group."""
@@ -127,5 +127,5 @@ class CriticExecutor(Optimizing):
         load_training_state(self._critic, checkpoint.shapes, checkpoint.read, checkpoint.state)
 
     def restore(self, newest: int) -> int:
-        """As the trainer's."""
+        """Goes on from the newest state, up to step `newest`, that dead processes have left; which step that is."""
         return self._restore(self._critic, newest)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from llamarl.distributed.mesh import own_rank
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.executors.adoption import Adoptions
 from llamarl.executors.backends import open_native
-from llamarl.executors.replies import REPLY_INTERVAL_S, Adoption, Collected, GeneratorStats
+from llamarl.executors.replies import GROUPS_INTERVAL_S, LATEST_S, REPLY_INTERVAL_S, Adoption, Collected, GeneratorStats
 from llamarl.kernels.build import keep_choices_in
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
 from llamarl.weight_sync.layout import Address, TensorSpec
@@ -69,7 +70,13 @@ class GeneratorExecutor(Executor):
         with suppress(OSError):  # into the executor's log, unless that disk is full
             sys.stdout.write(f"{opened.description}\n")
         self._adoptions = Adoptions(self._adopter, self._engine)
+        self._early = list[GenerationRequest]()
+        """Requests that wait for a version to come."""
+        self._owed = Counter[int]()
+        """Rollouts of each request, by group, that the engine has or will have."""
         self._finished = list[Rollout]()
+        self._num_whole = self._num_wanted = 0
+        """Requests of which all rollouts have finished since the last reply, and how many are waited for."""
         self._reply: Future[Collected] | None = None
         self._replied_s = 0.0
         self._work = GeneratorStats()
@@ -77,7 +84,7 @@ class GeneratorExecutor(Executor):
         """End of the last forward on the work clock; None when there was nothing to do since."""
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
-        """What this rank wants to receive."""
+        """Tensors that this rank wants to receive."""
         return self._adopter.specs
 
     def try_sample(self, version: int, address: Address) -> None:
@@ -85,21 +92,43 @@ class GeneratorExecutor(Executor):
         self._adopter.try_sample(version, address)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queues requests; their rollouts come out of `collect`."""
-        self._engine.submit(requests)
+        """Queues requests; their rollouts come out of `collect`. Those for a version to come begin when it serves."""
+        for request in requests:
+            self._owed[request.group_id] += len(request.starts())
+        self._early += [request for request in requests if request.from_version > self._adoptions.version]
+        self._engine.submit([request for request in requests if request.from_version <= self._adoptions.version])
 
     def abort(self, group_ids: Iterable[int]) -> None:
         """Ends these groups; their partial rollouts come out of `collect`."""
-        self._finished += self._engine.abort(group_ids)
+        group_ids = set(group_ids)
+        self._begin(lambda request: request.group_id in group_ids)
+        self._take(self._engine.abort(group_ids))
         self._hand_over()
+
+    def _begin(self, may_begin: Callable[[GenerationRequest], bool]) -> None:
+        """Early requests that wait for no version any more go to the engine."""
+        if requests := list(filter(may_begin, self._early)):
+            self._early = [request for request in self._early if not may_begin(request)]
+            self._engine.submit(requests)
+
+    def _take(self, rollouts: Sequence[Rollout]) -> None:
+        """These have left the engine."""
+        self._finished += rollouts
+        for rollout in rollouts:
+            self._owed[rollout.group_id] -= 1
+            if not self._owed[rollout.group_id]:
+                del self._owed[rollout.group_id]
+                self._num_whole += 1
 
     def release(self, rollouts: Sequence[tuple[int, int]]) -> None:
         """Rollouts, by group and index, that waited for their environment and do not come back."""
         self._engine.release(rollouts)
 
-    def collect(self) -> Future[Collected] | None:
-        """The next finished rollouts, as soon as there are some."""
+    def collect(self, num_wanted: int) -> Future[Collected] | None:
+        """The next finished rollouts: as soon as so many requests are done (0: as soon as one rollout is), or after a
+        while those that are done by then."""
         assert self._reply is None, "one collect at a time"
+        self._num_wanted = num_wanted
         self._reply = reply = Future[Collected]()
         self._hand_over()
         return reply
@@ -120,15 +149,16 @@ class GeneratorExecutor(Executor):
         # What this thread did since its last forward (calls, the loop around them) is part of the next one's time.
         between_s = self._work_clock() - self._left_s if self._work_clock and self._left_s is not None else 0.0
         self._adoptions.go_on()
+        self._begin(lambda request: request.from_version <= self._adoptions.version)
         if not self._engine.has_work:
             self._left_s = None
             return False
         if self._work_clock is None:  # forwards are not ours to count
-            self._finished += self._engine.step()
+            self._take(self._engine.step())
             self._hand_over()
             return True
         before, start_s = self._engine.stats(), self._work_clock() - between_s
-        self._finished += self._engine.step()
+        self._take(self._engine.step())
         self._hand_over()
         after, end_s = self._engine.stats(), self._work_clock()
         self._left_s = end_s
@@ -143,22 +173,31 @@ class GeneratorExecutor(Executor):
         if self._close is not None:
             self._close()
 
+    def _is_due(self, now_s: float) -> bool:
+        """Whether what has finished is handed over now."""
+        if (self._num_wanted and self._num_whole >= self._num_wanted) or not self._engine.has_work:
+            return True
+        is_parked = any(not one.finish_reason.is_final for one in self._finished)
+        if not self._num_wanted or is_parked:  # somebody else may go on with it
+            return now_s - self._replied_s >= REPLY_INTERVAL_S
+        return now_s - self._replied_s >= (GROUPS_INTERVAL_S if self._num_whole else LATEST_S)
+
     def _hand_over(self) -> None:
         now = time.monotonic()
-        due = now - self._replied_s >= REPLY_INTERVAL_S or not self._engine.has_work
-        if self._reply is None or not self._finished or not due:
+        if self._reply is None or not self._finished or not self._is_due(now):
             return
         reply, self._reply, self._replied_s = self._reply, None, now
         if reply.set_running_or_notify_cancel():  # a caller that gave up gets nothing, and nothing is lost
             count = np.searchsorted(np.cumsum([one.num_tokens for one in self._finished]), REPLY_TOKENS) + 1
             rollouts, self._finished = self._finished[:count], self._finished[count:]
+            self._num_whole = self._num_whole if self._finished else 0
             stats = self._engine.stats()
             reply.set_result(
                 Collected(
                     rollouts=rollouts,
                     stats=self._work._replace(
                         num_running=stats.running,
-                        num_waiting=stats.waiting,
+                        num_waiting=stats.waiting + sum(len(request.starts()) for request in self._early),
                         generated_tokens=stats.decode_tokens,
                         background_s=time.process_time() - time.thread_time(),
                         recomputed_tokens=stats.recomputed_tokens,
@@ -180,7 +219,7 @@ class GeneratorFollower(GeneratorExecutor):
     def release(self, rollouts: Sequence[tuple[int, int]]) -> None:
         """Rank 0 tells."""
 
-    def collect(self) -> None:
+    def collect(self, num_wanted: int) -> None:
         """Rank 0 answers."""
 
     def adopt(self, version: int, address: Address) -> None:

@@ -1,4 +1,4 @@
-"""What the executors of trainer, critic and supervised training share: ranks that meet, groups that arrive as they are
+"""Base of the executors of trainer, critic and supervised training: ranks that meet, groups that arrive as they are
 scored, and checkpoints."""
 
 from __future__ import annotations
@@ -7,11 +7,13 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from llamarl.checkpoint.folder import CRITIC
 from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.cluster.engine_files import mirror_folder
@@ -23,6 +25,7 @@ from llamarl.config.trainer import TrainerConfig
 from llamarl.distributed.mesh import join_mesh
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.distributed.runtime import set_up_device
+from llamarl.kernels import build, products
 from llamarl.models.hf import open_model
 from llamarl.models.lora import add_adapters
 from llamarl.models.transformer import Transformer
@@ -33,7 +36,7 @@ from llamarl.training.state import StateMismatch, load_training_state, training_
 from llamarl.types import RolloutGroup
 
 
-class Optimizing(Executor):
+class OptimizingExecutor(Executor):
     """All ranks get all calls and all groups, and each computes its share; rank 0 answers."""
 
     def __init__(
@@ -54,6 +57,7 @@ class Optimizing(Executor):
             rendezvous: where several ranks meet.
         """
         self._device = set_up_device(settings.device, settings.threads, f"{name}.device")
+        build.keep_choices_in((checkpoints.parent if name == CRITIC else checkpoints).parent / "kernels")
         sizes = settings.parallelism.model_dump()
         self._mesh = join_mesh(sizes, rendezvous, self._device, start_timeout_s=start_timeout_s)
         self._groups = dict[int, RolloutGroup]()
@@ -65,8 +69,12 @@ class Optimizing(Executor):
         if mirror:
             self._mirror = Mirror(mirror_folder(mirror) / name, world.rank, world.size, self._mesh.exchange)
 
-    def _check_mirror(self, optimization: Optimization[Any]) -> None:
-        """Raises ConfigError when there is no room for the mirror of weights and both moments of AdamW."""
+    def _built(self, optimization: Optimization[Any]) -> None:
+        """Says in the log what multiplies. Raises ConfigError when there is no room for the mirror of weights and both
+        moments of AdamW."""
+        if said := products.describe():
+            with suppress(OSError):  # into the executor's log, unless that disk is full
+                sys.stdout.write(f"{said}\n")
         if self._mirror:
             self._mirror.check_room(3 * sum(tensor.nbytes for _, tensor in optimization.shards().values()))
 
@@ -135,7 +143,7 @@ class Optimizing(Executor):
             return optimization.policy_version
 
     def _mirrored(self, optimization: Optimization[Any]) -> float:
-        """After each step; the seconds that it took."""
+        """Mirrors the state after a step; the seconds that it took."""
         start_s = time.perf_counter()
         if self._mirror:
             self._mirror.save(optimization.policy_version, optimization.shards(), training_state(optimization))

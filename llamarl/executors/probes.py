@@ -1,4 +1,4 @@
-"""What trainer and generators compare after a weight sync, and what the trainer says of it. No torch here.
+"""Probes by which trainer and generators are compared after a weight sync. No torch here.
 
 Shape suffixes: T tokens of one sequence, N tokens but the first of each of several sequences.
 """
@@ -31,9 +31,9 @@ class CauseProbe:
     is_sampled_N: np.ndarray
     """bool; False for prompts and what environments wrote."""
     sampling: SamplingParams
-    """How rollouts are drawn."""
+    """Parameters with which rollouts are drawn."""
     logprobs_N: np.ndarray
-    """At the temperature of sampling, computed as steps do; float32."""
+    """Log-probabilities at the temperature of sampling, computed as steps do; float32."""
     exact_logprobs_N: np.ndarray
     """The same in float32 arithmetic."""
 
@@ -45,9 +45,9 @@ class Probe:
     sequences: list[np.ndarray]
     """Token ids, int32 [T] each."""
     logprobs: list[np.ndarray]
-    """Of all tokens but the first at temperature 1, float32 [T - 1] each."""
+    """Log-probabilities of all tokens but the first at temperature 1, float32 [T - 1] each."""
     causes: CauseProbe | None = None
-    """To be scored by this version, too; None: not now."""
+    """Probe by cause that this version is to score, too; None: not now."""
     later: tuple[int, np.ndarray] | None = None
     """Version of a `CauseProbe`, maybe of an earlier one, and its `logprobs_N` by the weights of this version."""
     causes_s: float = 0.0
@@ -65,7 +65,7 @@ class Mismatch:
     mean: float
     """Mean absolute difference, in nats."""
     by_cause: Mapping[str, float] = field(default_factory=dict)
-    """For the metrics, where a `CauseProbe` has ended."""
+    """Metrics of the causes of the importance ratio, where a `CauseProbe` has ended."""
 
 
 class Probes:
@@ -87,7 +87,7 @@ class Probes:
         self._groups = groups[:NUM_SEQUENCES]
 
     def of(self, version: int) -> Probe | None:
-        """By the trainer's weights, which are this version; None where it is not to be probed."""
+        """The probe by the trainer's weights, which are this version; None where it is not to be probed."""
         number, between = divmod(version, self._every_steps) if self._every_steps and self._groups else (0, 1)
         start_s, causes, later = time.monotonic(), None, None
         if self._is_by_cause and not between and number % CAUSES_EVERY == FIRST_CAUSES:

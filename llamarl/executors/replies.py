@@ -1,4 +1,4 @@
-"""What executors answer. No torch: the controller reads it."""
+"""Records that executors answer with. No torch: the controller reads them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from llamarl.types import Prompt, RewardResult, Rollout
 from llamarl.weight_sync.layout import Address
 
 REPLY_INTERVAL_S = 0.02
-"""Finished rollouts are handed over at most this often, unless there is nothing else to do: a message carries many."""
+"""Finished rollouts that somebody waits for are handed over at most this often, unless there is nothing else to do."""
+GROUPS_INTERVAL_S = 0.1
+"""Whole groups are handed over at most this often, unless a step lacks no others."""
+LATEST_S = 1.0
+"""Rollouts of groups that are not whole are handed over after this time: what is handed over is not lost in a crash."""
 
 
 class GeneratorStats(NamedTuple):
-    """What a generator does, and has done since its start: sums over its forwards, so that a line through (rows,
-    seconds) is in them.
+    """Counters of what a generator does, and has done since its start: sums over its forwards, so that a line through
+    (rows, seconds) is in them.
 
     Seconds are processor time on a CPU, where others may use the core too, and wall time on other devices.
     """
@@ -68,7 +72,7 @@ class GeneratorStats(NamedTuple):
         return GeneratorStats._make(a + b for a, b in zip(self, other, strict=True))
 
     def since(self, start: GeneratorStats) -> dict[str, float]:
-        """What forwards did after `start`, by name."""
+        """Sums over the forwards after `start`, by name."""
         return {name: float(a - b) for name, a, b in list(zip(self._fields, self, start, strict=True))[3:]}
 
 
@@ -76,18 +80,18 @@ NO_STATS = GeneratorStats()
 
 
 class JournalPosition(TypedDict):
-    """What of the journal it takes to go on from a moment."""
+    """Part of the journal that it takes to go on from a moment."""
 
     first: int
     """The first file that is needed."""
     segment: int
     """The file that was written."""
     bytes: int
-    """Of it, by then."""
+    """Size of the file `segment` at that moment, in bytes."""
 
 
 class ControllerState(TypedDict):
-    """What a checkpoint keeps of the controller: plain JSON."""
+    """State of the controller that a checkpoint keeps: plain JSON."""
 
     step: int
     """Completed optimizer steps."""
@@ -115,14 +119,14 @@ class Published:
     version: int
     """Optimizer steps of the weights."""
     addresses: Mapping[str, Address]
-    """Where it is, for each transport in use."""
+    """Addresses of the version, for each transport in use."""
     probe: Probe | None = None
-    """By the same weights; None where this version is not to be probed."""
+    """Probe by the same weights; None where this version is not to be probed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adoption:
-    """How the adoption of a version ended. Rank 0 speaks for all ranks: they adopt together or not at all."""
+    """Outcome of the adoption of a version. Rank 0 speaks for all ranks: they adopt together or not at all."""
 
     version: int
     """The one asked for."""
@@ -130,19 +134,19 @@ class Adoption:
     """It serves; it was gone before all of it had arrived; what arrived is not what was published; it could not be
     fetched. Except in the first case the old version serves on."""
     reason: str = ""
-    """Of a mismatch or failure: one sentence with tensor, version and rank."""
+    """Reason of a mismatch or failure: one sentence with tensor, version and rank."""
     fetch_s: float = 0.0
     """Seconds of fetching and proving, while decoding goes on."""
     stall_s: float = 0.0
     """Seconds for which decoding stood still."""
     num_bytes: int = 0  # that came, of all ranks: changes only, where those are sent
     fingerprint: str = ""
-    """Of the weights that serve now, over all tensors and ranks, in hexadecimal digits."""
+    """Fingerprint of the weights that serve now, over all tensors and ranks, in hexadecimal digits."""
     tensors: str = ""  # last eight digits of each tensor's, rank by rank, in the order of `weight_specs`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scored:
+class ScoredResponse:
     """One response, judged."""
 
     response: str
@@ -150,7 +154,7 @@ class Scored:
     result: RewardResult
 
 
-class Episode(NamedTuple):
+class OpenTurn(NamedTuple):
     """One whose last turn wants a reply."""
 
     group_id: int
@@ -159,21 +163,21 @@ class Episode(NamedTuple):
     turns: list[tuple[bool, np.ndarray]]
     """`Rollout.turns`; the last one was sampled."""
     spent_s: float = 0.0
-    """That its replies have taken."""
+    """Seconds that its replies have taken."""
 
 
 class Replied(NamedTuple):
-    """What the environment says of an episode."""
+    """An environment's reply to an episode."""
 
     group_id: int
     index: int
     num_tokens: int
-    """Of the episode when it was asked for: which of its turns this follows."""
+    """Tokens of the episode when it was asked for: which of its turns this follows."""
     observation_T: np.ndarray | None
     """Token ids to go on from, int32; None: it has ended."""
     result: RewardResult | None
     """Its reward, or why it is INVALID; None: it goes on, or `[reward]` judges it."""
     seconds: float
-    """That the reply took."""
+    """Seconds that the reply took."""
     calls: tuple[int, int] = (0, 0)
-    """Of tools in the turn: how many, and how many of them were malformed or failed."""
+    """Calls of tools in the turn: how many, and how many of them were malformed or failed."""

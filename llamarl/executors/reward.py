@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from llamarl.cluster.executor import Executor
 from llamarl.config.schema import RewardConfig
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.executors.replies import Scored
+from llamarl.executors.replies import ScoredResponse
 from llamarl.rewards._base import invalid
 from llamarl.rewards._build import build_reward
 from llamarl.types import Prompt, RewardItem, RewardResult, Rollout
@@ -29,7 +29,7 @@ class RewardExecutor(Executor):
         self._tokenizer = Tokenizer(model_path)
         self._reward = build_reward(config)
 
-    def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[Scored]]:
+    def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[ScoredResponse]]:
         """One list per group, one entry per rollout."""
         responses = [[self._tokenizer.decode(rollout.token_ids_T) for rollout in rollouts] for _, rollouts in groups]
         items = [
@@ -38,14 +38,14 @@ class RewardExecutor(Executor):
             for response in texts
         ]
         results = iter(_checked(self._reward.score(items), len(items)))
-        return [[Scored(response=response, result=next(results)) for response in texts] for texts in responses]
+        return [[ScoredResponse(response=response, result=next(results)) for response in texts] for texts in responses]
 
     def close(self) -> None:
         self._reward.close()
 
 
 def _checked(results: Sequence[Any], num_items: int) -> list[RewardResult]:
-    """What a reward answered; an answer that is none, as a reward of the user's own may give, judges nothing."""
+    """Results that a reward answered; an answer that is none, as a user's own reward may give, judges nothing."""
     if not isinstance(results, Sequence) or len(results) != num_items:
         number = f"{len(results)} results" if isinstance(results, Sequence) else f"a {type(results).__name__}"
         return [invalid(f"the reward gave {number} for {num_items} responses")] * num_items

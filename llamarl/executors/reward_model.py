@@ -57,7 +57,7 @@ class RewardModelExecutor(Executor):
         return self._own.encode(prompt.text + self._policys.decode(rollout.token_ids_T))
 
     def _score(self, sequences: Sequence[np.ndarray]) -> list[RewardResult]:
-        """Of one group; it is computed by itself, so that its bits do not depend on what else has arrived."""
+        """Results of one group; it is computed by itself, so that its bits do not depend on what else has arrived."""
         longest = self._model.shape.max_position_embeddings
         results = [
             invalid(f"{len(ids_T)} tokens, and the reward model reads 1 to {longest}") for ids_T in sequences

@@ -13,7 +13,7 @@ from llamarl.algorithms.kl import penalty
 from llamarl.checkpoint.folder import CRITIC
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.executors.optimizing import Optimizing
+from llamarl.executors.optimizing import OptimizingExecutor
 from llamarl.executors.probes import Probes
 from llamarl.executors.replies import ControllerState, Published
 from llamarl.training.meter import check_memory, device_seconds, peak_flops, peak_memory_bytes, rates
@@ -21,13 +21,14 @@ from llamarl.training.result import NonFiniteStep, PolicyStepResult
 from llamarl.training.shaping import shaping
 from llamarl.training.state import training_state
 from llamarl.training.trainer import Trainer
+from llamarl.types import RolloutGroup
 from llamarl.weight_sync.base import Publisher, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
 from llamarl.weight_sync.select import candidates, publisher_class, sample
 
 
-class TrainerExecutor(Optimizing):
-    """Groups arrive as they are scored, so a step only needs their names."""
+class TrainerExecutor(OptimizingExecutor):
+    """Groups arrive with the step that learns from them, or ahead of it where they are large."""
 
     SPANS: ClassVar[dict[str, str]] = {
         "step": "train",
@@ -61,15 +62,15 @@ class TrainerExecutor(Optimizing):
             read=read,
         )
         check_memory(self._trainer, model.shape, config)
-        self._check_mirror(self._trainer)
+        self._built(self._trainer)
         self._peak_flops = peak_flops(settings, self._device)
         self._weights = self._trainer.sharding.weights
         self._background_s = 0.0
         """Processor seconds outside this thread by the last step: messages."""
         self._layouts = list[tuple[TensorSpec, ...]]()
-        """Of each rank of a generator."""
+        """Tensors that each rank of a generator wants to receive."""
         self._publishers = dict[str, Publisher]()
-        """By the transports in use."""
+        """Publishers by the transports in use."""
         self._sampler: tuple[str, Publisher] | None = None
         """The transport that is being tried, and what publishes by it."""
         self._delta = config.weight_sync.delta
@@ -85,18 +86,26 @@ class TrainerExecutor(Optimizing):
         return self._resumed
 
     def restore(self, newest: int) -> int:
-        """In place of processes that died with step `newest` done: goes on from the newest state that is left of them;
-        which step that is."""
+        """Goes on from the newest state that is left of processes which died with step `newest` done; which step that
+        is."""
         return self._restore(self._trainer, newest)
 
-    def step(self, group_ids: Sequence[int]) -> PolicyStepResult:
-        """One optimizer step on these groups. Raises NonFiniteStep."""
+    def step(self, group_ids: Sequence[int], groups: Sequence[RolloutGroup]) -> PolicyStepResult:
+        """One optimizer step on the groups of these ids.
+
+        Args:
+            groups: scored ones that have not come by `add_groups`, of this step or of later ones.
+
+        Raises:
+            NonFiniteStep: loss, gradient or weights are not finite.
+        """
+        self.add_groups(groups)
         device = self._device
         start_s = device_seconds(device)
-        groups = self._take(group_ids)
-        self._probes.step(groups)
+        taken = self._take(group_ids)
+        self._probes.step(taken)
         with self._mesh.together(NonFiniteStep):
-            result = self._trainer.step(groups)
+            result = self._trainer.step(taken)
             result.metrics["mirror_s"] = self._mirrored(self._trainer)
             result.metrics["peak_memory_bytes"] = max(self._mesh.exchange(peak_memory_bytes(device)))
         result.metrics["train_s"] = train_s = device_seconds(device) - start_s
@@ -111,11 +120,11 @@ class TrainerExecutor(Optimizing):
         return self._trainer.outsized()
 
     def set_layout(self, rank: int, specs: tuple[TensorSpec, ...]) -> None:
-        """What rank `rank` of every generator wants to receive; called for each rank, in order."""
+        """Takes the tensors that rank `rank` of every generator wants to receive; called for each rank, in order."""
         self._layouts[rank:] = [specs]  # the first ones may be told again
 
     def transports(self, same_host: bool, same_process: bool) -> list[str]:
-        """Those that can carry weights to the generators, in the order of preference."""
+        """Transports that can carry weights to the generators, in the order of preference."""
         return candidates(same_host, same_process, self._delta, on_gpu=self._device.type == "cuda")
 
     def publish_sample(self, version: int, transport: str) -> Address:

@@ -1,4 +1,4 @@
-"""How the tokens of one step see each other and the KV cache, on the CPU by the C++ kernel; see `torch_attention.py`.
+"""Attention of a step's tokens to each other and the KV cache, by the C++ kernel on CPUs; see `torch_attention.py`.
 
 A step is a list of runs of blocks with the tokens that see them (`Tasks`): the prefix of each group, seen by all its
 rollouts at once and so read once; each rollout's own tokens; and for each chunk of prefill what is cached before it
@@ -23,7 +23,7 @@ from llamarl.kernels.attention import PagedAttention, Tasks
 
 
 def backend_name(cache: KVCache) -> str:
-    """What attends to this cache, for the log: `c++ avx2`, `triton`, or `torch` and why."""
+    """Name for the log of what attends to this cache: `c++ avx2`, `triton`, or `torch` and why."""
     if cache.library is not None:
         return f"c++ {attention.instructions(cache.library)}"
     if cache.decode is not None:

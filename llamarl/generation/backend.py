@@ -31,7 +31,7 @@ class EngineModel(Protocol):
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """In which keys and values are cached."""
+        """Type in which keys and values are cached."""
         ...
 
     @property
@@ -48,7 +48,7 @@ class EngineModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
-    """Where an engine stands. Counters start at 0 with the engine."""
+    """State of an engine in numbers. Counters start at 0 with the engine."""
 
     running: int
     """Rollouts that decode."""
@@ -131,5 +131,5 @@ class GenerationBackend(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Where it stands now."""
+        """State of the engine now, in numbers."""
         ...

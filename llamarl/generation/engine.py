@@ -44,7 +44,7 @@ from llamarl.kernels import gpu
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 
 _WORK_SHARE = 0.05
-"""Of a GPU's memory, left to activations, CUDA graphs and libraries."""
+"""Share of a GPU's memory that is left to activations, CUDA graphs and libraries."""
 
 
 class Engine:
@@ -106,7 +106,7 @@ class Engine:
         self._recompute_s = 0.0
 
     def describe(self) -> str:
-        """What computes what, for the log: C++ kernels, or torch and why."""
+        """Text for the log of what computes what: C++ kernels, or torch and why."""
         weights = getattr(self.model, "multiplies_by", "torch")
         graphs = ", decode steps by CUDA graphs" if self._graphs else ""
         return f"weights by {weights}, attention by {backend_name(self._cache)}{graphs}"
@@ -148,7 +148,7 @@ class Engine:
         return self._leave(dict.fromkeys(aborted, (FinishReason.ABORTED, "")))
 
     def so_far(self, group_ids: Iterable[int]) -> list[Rollout]:
-        """Those that decode now, of these groups, as they are."""
+        """Rollouts of these groups that decode now, as they are."""
         groups = (self._scheduler.groups[i] for i in group_ids if i in self._scheduler.groups)
         decoding = [one for group in groups for one in group.unfinished.values() if one.row >= 0]
         return [replace(one.rollout(FinishReason.PARKED), columns=self._rows.so_far(one)) for one in decoding]

@@ -20,7 +20,7 @@ _OF_TOKEN, _OF_ROW = 4, 7
 
 
 def num_inputs(num_tokens: int, num_rows: int, width: int) -> int:
-    """With `width` blocks of each row."""
+    """Length of the array of a step's inputs, with `width` blocks of each row."""
     return _OF_TOKEN * num_tokens + _OF_ROW * num_rows + 1 + num_rows * width
 
 
@@ -36,13 +36,13 @@ class StepInputs:
         self.prefix_B, self.own_B = rows_7_B[:2]
         """Tokens of the prefix, and others, this step's included."""
         self.settings_5_B = rows_7_B[2:].view(torch.float32)
-        """See `sampler.settings`."""
+        """Sampling settings of each row, float32 [5, B]; see `sampler.settings`."""
         self.width, self.table = array[end : end + 1], array[end + 1 :]
         """Blocks of each row: those of its prefix and then its own; the next row's begin `width` further."""
 
     def table_B_M(self) -> Tensor:
-        """With equal rows, as wide as the array has room for; the last column is repeated. Without a word of the
-        device."""
+        """Block table with equal rows, as wide as the array has room for; the last column is repeated. It waits for no
+        word of the device."""
         num_rows = len(self.own_B)
         column_M = torch.arange(len(self.table) // max(num_rows, 1), device=self.table.device)
         row_B = torch.arange(num_rows, device=self.table.device)

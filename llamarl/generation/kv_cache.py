@@ -80,7 +80,7 @@ class KVCache:
         return keys, values
 
     def _rounded(self, x_N_J_K: Tensor) -> Tensor:
-        """As it is stored."""
+        """Keys or values in the type in which they are stored."""
         if self.dtype == FP8:
             return x_N_J_K.clamp(-FP8_MOST, FP8_MOST).to(FP8).view(torch.uint8)
         return x_N_J_K.to(self.dtype)

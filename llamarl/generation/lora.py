@@ -50,12 +50,12 @@ class AdapterMerger:
         self._specs = tuple(specs)
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """What this rank wants to receive: its part of each adapter."""
+        """Tensors that this rank wants to receive: its part of each adapter."""
         return self._specs
 
     @torch.no_grad()
     def hold(self, adapters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What `GeneratorModel.use` takes; see `GeneratorModel.hold`. Raises NonFiniteWeights."""
+        """Merges adapters into what `GeneratorModel.use` takes; see `GeneratorModel.hold`. Raises NonFiniteWeights."""
         spare = self._model.spare(whole=True)
         with device_stream(self._model.device):
             for name, frozen in self._frozen.items():
@@ -69,6 +69,6 @@ class AdapterMerger:
 
 
 def _smallest(weight: Tensor) -> Tensor:
-    """In bfloat16 where that loses nothing, as with checkpoints that are saved in it."""
+    """The weight in bfloat16 where that loses nothing, as with checkpoints that are saved in it."""
     half = weight.bfloat16()
     return half if torch.equal(half.to(weight.dtype), weight) else weight

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.config.errors import ConfigError
-from llamarl.generation.network import Layer, Network, linears_of
+from llamarl.generation.network import GeneratorLayer, Network, linears_of
 from llamarl.generation.torch_attention import TorchAttention
 from llamarl.kernels import gpu
 from llamarl.kernels.linear import Linear, QuantizedRows, Room
@@ -85,11 +85,11 @@ class GeneratorModel:
         self._check_device(kv_dtype)
         on_cpu, full = self.device.type == "cpu", dtype == "float32"
         self.dtype = torch.float32 if on_cpu or full else torch.bfloat16
-        """Of hidden states, queries, keys and values."""
+        """Type of hidden states, queries, keys and values."""
         self.head_dtype = torch.float32 if full else torch.bfloat16
-        """Of embedding and head."""
+        """Type of embedding and head."""
         self.kv_dtype = self.head_dtype if kv_dtype == "auto" else getattr(torch, _QUANTIZED.get(kv_dtype, kv_dtype))
-        """In which keys and values are cached."""
+        """Type in which keys and values are cached."""
         self._parallel = tensor_parallel if tensor_parallel and tensor_parallel.size > 1 else None
         num_ranks, rank = (self._parallel.size, self._parallel.rank) if self._parallel else (1, 0)
         self._specs = _specs(shape, self._dtype_of, num_ranks, rank)
@@ -100,7 +100,7 @@ class GeneratorModel:
             num_heads=boxes[_name(0, "self_attn.q_proj.weight")].shape[0] // shape.head_dim,
             num_kv_heads=boxes[_name(0, "self_attn.k_proj.weight")].shape[0] // shape.head_dim,
         )
-        """With the heads of this rank."""
+        """Sizes of the model with the heads of this rank."""
         heads = self.shape.num_heads, self.shape.num_kv_heads, self.shape.num_kv_heads
         self._qkv_sizes = [count * shape.head_dim for count in heads]
         self._gate_up_sizes = [boxes[_name(0, "mlp.gate_proj.weight")].shape[0]] * 2
@@ -124,7 +124,7 @@ class GeneratorModel:
 
     @property
     def multiplies_by(self) -> str:
-        """What computes the projections, for the log: paths of `kernels/paths.py` and the shapes of weights."""
+        """Names for the log of what computes the projections: paths of `kernels/paths.py` and the shapes of weights."""
         shapes = dict[str, dict[str, None]]()
         for one in self._network.linears():
             shapes.setdefault(one.path, {})[one.describe()] = None
@@ -133,7 +133,7 @@ class GeneratorModel:
 
     @property
     def packed_bytes(self) -> int:
-        """Of one packed copy of the weights; there are two at most."""
+        """Bytes of one packed copy of the weights; there are two at most."""
         return self._network.room.num_bytes
 
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -163,9 +163,9 @@ class GeneratorModel:
         self.use(tensors)
 
     def hold(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What `use` takes: the same tensors where they are on this model's device, else copies, which stay until the
-        next call but one; packed as the kernels want them, until the next call. Another thread may call this while the
-        model computes."""
+        """Tensors for `use`: the same where they are on this model's device, else copies, which stay until the next
+        call but one; packed as the kernels want them, until the next call. Another thread may call this while the model
+        computes."""
         if not self._are_here(tensors):
             spare = self.spare()
             with device_stream(self.device):
@@ -222,7 +222,7 @@ class GeneratorModel:
         self.weights_at = hash(tuple(network[key].data_ptr() for key in self._shapes))
 
     def _built(self, tensors: Mapping[str, Tensor]) -> Network:
-        """In the room that the weights in use do not have."""
+        """Builds a network in the room that the weights in use do not have."""
         for key, shape in self._shapes.items():
             assert tensors[key].shape == shape, f"{key} is not {shape}"
         network = Network(tensors)
@@ -273,14 +273,14 @@ class GeneratorModel:
             return _QUANTIZED.get(self.precision, self.precision)
         return _dtype_name(self.head_dtype if name in (EMBEDDING, HEAD) else self.dtype)
 
-    def _layer(self, tensors: Network, index: int) -> Layer:
+    def _layer(self, tensors: Network, index: int) -> GeneratorLayer:
         def get(name: str) -> Tensor:
             return tensors[_name(index, name)]
 
         def linears(*modules: str) -> tuple[Linear, ...]:
             return linears_of(tensors, [_name(index, module) for module in modules], tensors.room)
 
-        return Layer(
+        return GeneratorLayer(
             input_norm_D=get("input_layernorm.weight"),
             qkv=linears("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             qk_norms=(get("self_attn.q_norm.weight"), get("self_attn.k_norm.weight")) if self.shape.qk_norm else None,
@@ -363,7 +363,7 @@ def _project(projections: tuple[Linear, ...], x_N_D: Tensor | QuantizedRows, siz
 
 
 def part_reader(weights: Mapping[str, Tensor]) -> Read:
-    """Of whole parameters."""
+    """A reader of parts of these whole parameters."""
     return lambda name, box: weights[name].detach()[box.within(Box.whole(weights[name].shape))]
 
 

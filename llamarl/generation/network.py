@@ -1,4 +1,4 @@
-"""What a `GeneratorModel` computes with: matrices over its tensors, joined where they lie side by side.
+"""Network that a `GeneratorModel` computes with: matrices over its tensors, joined where they lie side by side.
 
 Shape suffixes: N outputs, K inputs, D model dim.
 """
@@ -13,11 +13,11 @@ from torch import Tensor
 from llamarl.kernels.linear import Linear, Room
 
 _ARGUMENTS = {"weight": "values_N_K", "weight.scale": "scales_N", "bias": "bias_N"}
-"""What a module's tensors are to `Linear`."""
+"""Arguments of `Linear`, by the names of a module's tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
+class GeneratorLayer:
     input_norm_D: Tensor
     qkv: tuple[Linear, ...]
     """One for all three, or three."""
@@ -32,12 +32,12 @@ class Layer:
 class Network(dict[str, Tensor]):
     """Tensors, and what computes with them."""
 
-    layers: list[Layer]
+    layers: list[GeneratorLayer]
     head: Linear
     room: Room
     """Holds the packed copies."""
     built: int
-    """What `room.begin` gave."""
+    """Number of the use of `room`, as `room.begin` gave it."""
 
     def linears(self) -> list[Linear]:
         found = [one for layer in self.layers for one in (*layer.qkv, layer.o, *layer.gate_up, layer.down)]

@@ -1,4 +1,4 @@
-"""What an engine accepts: a request becomes rollouts to go on with, and FAILED ones that say what is wrong. No torch.
+"""Requests in an engine: one becomes rollouts to go on with, and FAILED ones that say what is wrong. No torch.
 
 Shape suffix: T tokens of one sequence.
 """
@@ -74,7 +74,7 @@ def _full(partial: Rollout) -> Rollout:
 
 
 def _request_error(request: GenerationRequest, context: int, vocab_size: int, can_decode: bool) -> str:
-    """What is wrong with a request; empty when nothing is."""
+    """Text that says what is wrong with a request; empty when nothing is."""
     prompt_T = request.prompt_token_ids_T
     if not len(prompt_T):
         return "the prompt is empty; at least one token is needed"
@@ -92,7 +92,7 @@ def _request_error(request: GenerationRequest, context: int, vocab_size: int, ca
 
 
 def _sampling_error(params: SamplingParams) -> str:
-    """What is wrong with sampling parameters; empty when nothing is. Written so that NaN is wrong."""
+    """Text that says what is wrong with sampling parameters; empty when nothing is. Written so that NaN is wrong."""
     checks = (
         ("temperature", params.temperature == 0 or MIN_TEMPERATURE <= params.temperature < float("inf"), _TEMPERATURES),
         ("top_p", 0 < params.top_p <= 1, "it must be above 0 and at most 1"),

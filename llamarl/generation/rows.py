@@ -13,7 +13,7 @@ from llamarl.types import COLUMNS, Columns, continued
 
 
 class Rows:
-    """What a decode step reads and writes of each running rollout."""
+    """Arrays of what a decode step reads and writes of each running rollout."""
 
     def __init__(self, capacity: int, block_size: int) -> None:
         self.block_size = block_size

@@ -52,7 +52,7 @@ def uniforms(keys_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
 
 
 class SamplingRows:
-    """How each row is drawn, as arrays."""
+    """Keys and parameters with which each row is drawn, as arrays."""
 
     def __init__(self, capacity: int) -> None:
         self.keys_R = np.zeros(capacity, np.uint64)
@@ -116,7 +116,7 @@ def settings(rows: SamplingRows, positions_B: np.ndarray) -> np.ndarray:
 def _draw(
     logits_B_V: Tensor, settings_5_B: Tensor, truncate_some: bool, greedy_some: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """By torch; one wait for the device."""
+    """Tokens and their log-probabilities, drawn by torch; one wait for the device."""
     noise_B, temperature_B, *truncation = settings_5_B
     greedy_B = temperature_B == 0
     logits_B_V = logits_B_V / temperature_B.masked_fill(greedy_B, 1.0)[:, None]
@@ -150,7 +150,7 @@ def invert(logits_B_V: Tensor, probs_B_V: Tensor, noise_B: Tensor, greedy_B: Ten
 
 
 def unpacked(packed_B_2: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """What `invert` gave, on the host: int64 [B] and float32 [B]."""
+    """Tokens and log-probabilities that `invert` gave, on the host: int64 [B] and float32 [B]."""
     array_B_2 = packed_B_2.cpu().numpy()
     return array_B_2[:, 0].astype(np.int64), np.ascontiguousarray(array_B_2[:, 1]).view(np.float32)
 

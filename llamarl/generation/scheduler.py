@@ -74,10 +74,10 @@ class Scheduler:
         self.active: list[Sequence] = []
         self.running: list[Sequence] = []
         self.held: dict[tuple[int, int], Sequence] = {}
-        """By group and index, those that have waited longest first."""
+        """Sequences that wait for their environment, by group and index, those that have waited longest first."""
         self.num_parked = 0
         self.version = 0
-        """Of the weights, for the record of what was prefilled."""
+        """Version of the weights, for the record of what was prefilled."""
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -251,7 +251,7 @@ class Scheduler:
             plan.grown.remove(sequence)
 
     def _held_of(self, sequence: Sequence) -> Sequence | None:
-        """As what a waiting rollout is held, if it goes on from there."""
+        """The held sequence that a waiting rollout goes on from; None: there is none with the same tokens."""
         key = sequence.group.request.group_id, sequence.index
         if (held := self.held.get(key)) is None:
             return None

@@ -29,7 +29,7 @@ _LOGITS = 2**22
 def score(
     model: EngineModel, sequences: Sequence[np.ndarray], sampling: SamplingParams | None = None
 ) -> list[np.ndarray]:
-    """See `GenerationBackend.score`."""
+    """Log-probabilities of given tokens; see `GenerationBackend.score`."""
     context, vocab_size = model.shape.max_position_embeddings, model.shape.vocab_size
     for i, token_ids_T in enumerate(sequences):
         if not 0 < len(token_ids_T) <= context:
@@ -77,7 +77,7 @@ def logprobs_of(model: EngineModel, hidden_N_D: Tensor, targets_N: Tensor, sampl
 
 
 def _log_softmax(logits_C_V: Tensor, sampling: SamplingParams) -> Tensor:
-    """Of the distribution that is left."""
+    """Log-probabilities under the distribution that temperature and truncation leave."""
     logits_C_V = logits_C_V / sampling.temperature
     limits = sampling.top_p, sampling.top_k, sampling.min_p
     if limits == (1, 0, 0):

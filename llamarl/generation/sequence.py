@@ -31,7 +31,7 @@ class Segment:
     """(first token, token after the last, policy version), in order."""
 
     def prefilled(self, start: int, stop: int, version: int) -> None:
-        """These tokens are computed next."""
+        """Notes that tokens `start` to `stop` are computed next."""
         if self.prefills and self.prefills[-1][1:] == (start, version):
             start = self.prefills.pop()[0]
         self.prefills.append((start, stop, version))
@@ -57,7 +57,7 @@ class Group:
     num_active: int = 0
     """Rollouts that hold blocks: prefilling or running."""
     num_held: int = 0
-    """Those that wait for their environment, and hold theirs."""
+    """Rollouts that wait for their environment, and hold their blocks."""
     unfinished: dict[int, Sequence] = field(default_factory=dict)
     """Rollout index -> rollout, for those not returned yet."""
 
@@ -77,16 +77,16 @@ class Sequence:
     group: Group
     index: int
     limit: int
-    """It leaves with so many tokens: `group.limit`, or as many as `segment_tokens` allow."""
+    """Number of tokens with which it leaves: `group.limit`, or as many as `segment_tokens` allow."""
     own: Segment = field(default_factory=Segment)
     running: bool = False
-    """It decodes one token per step."""
+    """Whether it decodes one token per step."""
     row: int = -1
     """Its row in `Rows`; -1 when it has none."""
     columns: Columns = field(default_factory=lambda: Rollout.empty(0, 0).columns)
-    """Of its tokens so far."""
+    """Columns of its tokens so far."""
     prefills: tuple[tuple[int, int, int, int], ...] = ()
-    """As in `Rollout`."""
+    """Prefills so far, as in `Rollout`."""
 
     @classmethod
     def of(cls, group: Group, start: Rollout) -> Sequence:
@@ -96,7 +96,7 @@ class Sequence:
         return cls(group=group, index=start.index, limit=limit, columns=start.columns, prefills=start.prefills)
 
     def note_prefills(self, version: int) -> None:
-        """It begins to decode: what was computed for that is on record."""
+        """Notes, as it begins to decode, what was computed for that."""
         own, prefix, num_tokens = self.own.prefills, self.group.prefix_tokens, len(self.token_ids_T)
         found = [(start + prefix, stop + prefix, of) for start, stop, of in own]
         if not own or own[0][0] == 0:  # not held, so that the cache began anew
@@ -119,7 +119,7 @@ class Sequence:
         return np.concatenate((self.group.prompt_T[-1:], self.token_ids_T))[start:stop]
 
     def rollout(self, reason: FinishReason, error: str = "") -> Rollout:
-        """What the engine hands out."""
+        """The rollout as the engine hands it out."""
         return Rollout(
             group_id=self.group.request.group_id,
             index=self.index,

@@ -52,7 +52,7 @@ class StopStrings:
             count *= 2
 
     def _ending(self, token_id: int) -> int:
-        """At least the bytes of a token in which a string can end; 0 for any other."""
+        """Bytes, at least, of a token in which a string can end; 0 for any other."""
         if token_id not in self._ending_bytes:
             # Twice, because the first token of a text may lose its leading space.
             text = self._decode((token_id, token_id))

@@ -124,7 +124,7 @@ class TensorParallelEngine:
         self._reports.setdefault(version, {})[0] = outcome
 
     def reports(self, version: int, wait_s: float = 0.0) -> list[Any] | None:
-        """What each rank has reported of a version; None while some have not. Waits for each at most so long."""
+        """Reports of each rank on a version; None while some have not come. Waits for each at most so long."""
         with self._mesh.together():
             for rank in range(1, self._links.size):
                 while self._links.poll(rank, 0.0 if rank in self._reports.get(version, {}) else wait_s):
@@ -148,7 +148,7 @@ class TensorParallelEngine:
             self._links.send(rank, (method, argument))
 
 
-class Follower:
+class FollowerRank:
     """A rank other than 0; runs what rank 0 tells it."""
 
     def __init__(self, engine: Engine, mesh: RankMesh, use: Callable[[int], None]) -> None:
@@ -163,7 +163,7 @@ class Follower:
         """Rank 0 has closed."""
 
     def follow(self, wait_s: float = 0.02) -> bool:
-        """What rank 0 has told, up to a step; waits at most so long for a first word. False: there was none.
+        """Does what rank 0 has told, up to a step; waits at most so long for a first word. False: there was none.
 
         Call it again and again. Rank 0 may be idle for as long as it likes; that it is gone shows at once.
 
@@ -179,7 +179,7 @@ class Follower:
         return bool(method)
 
     def report(self, version: int, outcome: Any) -> None:
-        """As `TensorParallelEngine.report`."""
+        """Tells rank 0 that this rank has fetched a version, or why not: anything small that can be pickled."""
         self._links.send(0, (version, outcome))
 
     def close(self) -> None:

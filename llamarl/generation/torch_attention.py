@@ -48,7 +48,7 @@ class TorchAttention:
         return self._cache.ops is not None
 
     def rotated(self, layer: int, *arguments: Any) -> Tensor:
-        """For queries, keys and values that were not normed and rotated, and what `ops.rotate` takes besides."""
+        """Attention for queries, keys and values not normed and rotated yet; takes what `ops.rotate` takes besides."""
         cache, places = self._cache, (self._inputs.block_N, self._inputs.offset_N)
         assert cache.ops is not None
         cached = cache.keys_L_C_J_K_S[layer], cache.values_L_C_J_S_K[layer]
@@ -101,7 +101,7 @@ def attend_to_table(cache: KVCache, layer: int, q_B_H_K: Tensor, table_B_M: Tens
 
 
 def valid_places(prefix_B: Tensor, own_B: Tensor, num_blocks: int) -> Tensor:
-    """Where tokens are in the blocks of each row, bool [B, M, S]: `prefix_B` tokens, then `own_B` from the next block
+    """Places of tokens in the blocks of each row, bool [B, M, S]: `prefix_B` tokens, then `own_B` from the next block
     on."""
     place_M_S = torch.arange(num_blocks * BLOCK_SIZE, device=own_B.device).view(num_blocks, BLOCK_SIZE)
     prefix_B, own_B = prefix_B[:, None, None], own_B[:, None, None]

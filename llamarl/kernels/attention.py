@@ -27,7 +27,7 @@ _FUNCTIONS = {torch.float32: "attend_float32", torch.bfloat16: "attend_bfloat16"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tasks:
-    """What each token of a step sees, in int64 arrays; the same for every layer.
+    """Tasks of attention: what each token of a step sees, in int64 arrays; the same for every layer.
 
     A token's runs of keys are merged in the order of their tasks.
     """
@@ -40,7 +40,7 @@ class Tasks:
     blocks: np.ndarray
     """Block ids."""
     slots_N: np.ndarray
-    """Where each token's own keys and values go: block * BLOCK_SIZE + place in the block."""
+    """Slot of each token's own keys and values: block * BLOCK_SIZE + place in the block."""
 
 
 def unusable(dtype: torch.dtype, device: torch.device, head_dim: int) -> str:
@@ -72,7 +72,7 @@ def kernel() -> Kernel:
 
 
 def instructions(library: ctypes.CDLL) -> str:
-    """What it was compiled for: `avx2`, `avx512`, `neon` or `generic`."""
+    """Instructions that the kernel was compiled for: `avx2`, `avx512`, `neon` or `generic`."""
     return library.instructions().decode()
 
 
@@ -120,7 +120,7 @@ class PagedAttention:
 
 
 def _rows(x_N_H_K: Tensor) -> Tensor:
-    """In float32. Rows may be apart, as in a fused projection; the heads of a row may not."""
+    """Rows in float32. They may be apart, as in a fused projection; the heads of a row may not."""
     x_N_H_K = x_N_H_K.float()
     return x_N_H_K if x_N_H_K.stride()[1:] == (x_N_H_K.shape[2], 1) else x_N_H_K.contiguous()
 

@@ -19,6 +19,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ _NEEDS = {
 }
 """Instructions -> flags of the processor."""
 _LIMITS = {"avx512": ("-mno-amx-tile",), "avx2": ("-mno-avx512f",)}
-"""What keeps the compiler from using more."""
+"""Flags that keep the compiler from using more, by instructions."""
 COMPILE_TIMEOUT_S = 120
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-Wall")
 """Sums may be reordered to fill vector registers; NaN and infinity keep their meaning."""
@@ -52,13 +53,13 @@ class Kernel:
 
 
 def offered() -> tuple[str, ...]:
-    """What `LLAMARL_KERNELS` can be on this processor, the widest first."""
+    """Values that `LLAMARL_KERNELS` can have on this processor, the widest first."""
     flags = set(processor().split())
     return (*(name for name, needs in _NEEDS.items() if needs <= flags), "torch")
 
 
 def pinned() -> str:
-    """What `LLAMARL_KERNELS` asks for; empty when measurements decide.
+    """The value that `LLAMARL_KERNELS` asks for; empty when measurements decide.
 
     Raises:
         ConfigError: this processor does not have it.
@@ -98,12 +99,12 @@ def load(name: str, instructions: str = "") -> Kernel:
 
 
 def cache_folder() -> Path:
-    """Where compiled files lie: `$XDG_CACHE_HOME/llamarl`, by default `~/.cache/llamarl`."""
+    """Folder of compiled files: `$XDG_CACHE_HOME/llamarl`, by default `~/.cache/llamarl`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamarl"
 
 
 def source_text(name: str) -> str:
-    """Of a kernel and of what it includes."""
+    """Text of a kernel and of what it includes."""
     folder = Path(__file__).parent
     return "\0".join(path.read_text() for path in (folder / f"{name}.cpp", *sorted(folder.glob("*.h"))))
 
@@ -144,42 +145,81 @@ _run_folder: list[Path] = []
 
 
 def keep_choices_in(folder: Path | None) -> None:
-    """What is measured from now on is also kept there, and what lies there holds: a run goes on as it began. None: in
-    the cache folder alone."""
+    """Keeps what is measured from now on in `folder`, too, and what lies there holds: a run goes on as it began. None:
+    in the cache folder alone."""
     _run_folder[:] = [folder] if folder else []
 
 
+def kept_in() -> Path | None:
+    """The folder of the run."""
+    return _run_folder[0] if _run_folder else None
+
+
+def is_kept(name: str, parts: Iterable[str]) -> bool:
+    """Whether this run has what `remembered` would give."""
+    return bool(_run_folder) and (_run_folder[0] / f"{name}-{_key(parts)}.json").exists()
+
+
 def remembered(name: str, parts: Iterable[str], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `measure` gave to the first process that asked on this kind of processor: of this run, or ever.
+    """The answer of `measure` to the first process that asked on this kind of processor: of this run, or ever.
 
     Args:
         parts: what else it depends on.
     """
-    key = hashlib.sha256("\0".join((processor(), *parts)).encode()).hexdigest()[:16]
+    key = _key(parts)
 
     def ever() -> dict[str, Any]:
-        return _kept(cache_folder() / f"measured-{key}" / f"{name}.json", measure)
+        try:
+            folder = cache_folder()
+        except RuntimeError:  # there is no home
+            return measure()
+        return _kept(folder / f"measured-{key}" / f"{name}.json", measure)
 
     return _kept(_run_folder[0] / f"{name}-{key}.json", ever) if _run_folder else ever()
 
 
+def _key(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join((processor(), *parts)).encode()).hexdigest()[:16]
+
+
 @stage("measures which kernels are quickest")
 def _kept(file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The file's content; the first of several processes makes it."""
-    if not file.exists():
-        found = make()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, encoding="utf-8") as made:
-            made.write(json.dumps(found))
-            made.flush()
-            with suppress(FileExistsError):  # another process was first, and its measurement holds
-                os.link(made.name, file)
-    return json.loads(file.read_text(encoding="utf-8"))
+    """The file's content; the first of several processes makes it. Where none can be written it is this process's."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        pass
+    except ValueError:  # cut off by a crash
+        file.unlink(missing_ok=True)
+    found = make()
+    with suppress(OSError, ValueError):
+        _keep(file, json.dumps(found))
+        return json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _keep(file: Path, text: str) -> None:
+    """Writes a file that is whole or not there, unless it is there. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    made = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with made.open("w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        try:
+            os.link(made, file)
+        except FileExistsError:  # another process was first, and its measurement holds
+            return
+        except OSError:  # a file system without links
+            made.replace(file)
+    finally:
+        made.unlink(missing_ok=True)
 
 
 @functools.cache
 def processor() -> str:
-    """What `-march=native` and speed depend on: a cache folder may be shared by different machines."""
+    """Name and flags of the processor, on which `-march=native` and speed depend: machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

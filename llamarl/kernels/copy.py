@@ -31,7 +31,7 @@ UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 Share = int | Tensor
-"""Of a fingerprint: a number, or, on a GPU, an int64 that `read` waits for."""
+"""Share of a fingerprint: a number, or, on a GPU, an int64 that `read` waits for."""
 
 
 def read(shares: Sequence[Share]) -> list[int]:
@@ -64,7 +64,7 @@ def copy_part(target: Tensor, source: Tensor, whole_shape: tuple[int, ...], star
 
 
 def fingerprint(tensor: Tensor, first: int = 0) -> Share:
-    """Of a whole, contiguous tensor, or the share of one that begins at element `first` of a larger one."""
+    """Fingerprint of a whole, contiguous tensor, or the share of one that begins at element `first` of a larger one."""
     assert tensor.is_contiguous()
     library = kernel().library if tensor.device.type == "cpu" else None
     size, num_elements = tensor.element_size(), tensor.numel()
@@ -99,7 +99,7 @@ def kernel() -> Kernel:
 
 
 def _seconds(library: ctypes.CDLL, way: int) -> float:
-    """Of copying, and then proving, what no cache holds; the least of some."""
+    """Seconds of copying, and then proving, what no cache holds; the least of some."""
     library.use_way(way)
     source, target = (torch.ones(_TIMED_BYTES, dtype=torch.uint8) for _ in range(2))
     times = list[float]()
@@ -152,7 +152,7 @@ def _run(
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """Strides of a contiguous tensor, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
@@ -201,14 +201,14 @@ def gpu_kernel(device: torch.device) -> ModuleType | None:
 
 
 def _share(part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> Share:
-    """Of a part that no C++ serves."""
+    """Share of a fingerprint by a part that no C++ serves."""
     kernel = gpu_kernel(part.device) if part.numel() else None
     share = share_of(kernel, part, whole_shape, starts) if kernel is not None else None
     return _fingerprint(part, whole_shape, starts) if share is None else share
 
 
 def share_of(kernel: ModuleType, part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> Tensor | None:
-    """By the GPU's kernel; None: rows of the part begin or end within words, or it has more dims than rows."""
+    """Share of a part by the GPU's kernel; None: its rows begin or end within words, or it has more dims than rows."""
     whole_strides, size = _strides(whole_shape), part.element_size()
     dims = _merged(part.shape, _strides(part.shape), whole_strides)
     (rows, _, whole_row), (columns, *_) = ([(1, 0, 0)] * (2 - len(dims)) + dims)[-2:]
@@ -237,7 +237,7 @@ def _fingerprint(part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, 
 
 
 def _positions(index: Tensor, part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> Tensor:
-    """Where the elements `index` of `part`, counted row by row, lie in the whole tensor, in bytes."""
+    """Positions in bytes, in the whole tensor, of the elements `index` of `part`, counted row by row."""
     position = torch.zeros_like(index)
     for length, start, inner, stride in zip(
         part.shape, starts, _strides(part.shape), _strides(whole_shape), strict=True

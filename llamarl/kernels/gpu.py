@@ -16,12 +16,12 @@ from llamarl.kernels import build
 from llamarl.kernels.attention import BLOCK_SIZE
 
 FAILURES = (ImportError, RuntimeError, OSError, AssertionError, subprocess.SubprocessError)
-"""Of Triton, beside its own, where it cannot compile: it calls a C compiler that needs Python's headers and libcuda."""
+"""Errors of Triton, beside its own, where it cannot compile: its C compiler needs Python's headers and libcuda."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fused:
-    """What there is for one device."""
+    """Kernels that there are for one device."""
 
     decode: ModuleType | None = None
     """`triton_decode`; None: torch does its work."""

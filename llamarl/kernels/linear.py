@@ -36,7 +36,7 @@ QuantizedRows = tuple[Tensor, Tensor]
 
 @functools.cache
 def kernels() -> Kernel:
-    """What quantizes and multiplies row-major weights, or why torch does its work: checked at the first call."""
+    """Kernels that quantize and multiply row-major weights, or why torch does that: checked at the first call."""
     loaded = build.load("linear")
     if loaded.library is None:
         return loaded
@@ -73,7 +73,7 @@ class Room:
         return sum(map(len, self._parts))
 
     def begin(self) -> int:
-        """What was taken is no longer used. Which time this is."""
+        """Begins another use of the room: what was taken is no longer used. Which time this is."""
         self._taken, self.begun = 0, self.begun + 1
         return self.begun
 
@@ -123,7 +123,7 @@ class Linear:
 
     @property
     def path(self) -> str:
-        """What multiplies: `torch`, or the name of a path."""
+        """Name of what multiplies: `torch`, or a path."""
         return self._path.name if self._path else "torch"
 
     def describe(self) -> str:

@@ -27,14 +27,15 @@ from llamarl.kernels.build import Kernel
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 ROWS = (32, 128, 512)
-"""Of decode and prefill steps, at which paths are timed."""
+"""Rows of decode and prefill steps, at which paths are timed."""
 _TIMED_ELEMENTS = 1 << 22
-"""Of weights at most: more than the caches next to the core hold."""
+"""Most elements of weights that are timed: more than the caches next to the core hold."""
 _MARGIN = 1.2
 """The path with the widest instructions serves unless another is this much faster: near ties fall alike everywhere."""
 _TOLERANCES = {"float32": 1e-5, "bfloat16": 4e-3, "int8": 1.2e-2}
-"""Of a product, relative to float64. bfloat16 rounds x by 2^-9 at most, int8 by half a step of a 127th of the row's
-largest, 0.7 % of its norm where that is three times the root mean square; sums in float32 add 1e-6."""
+"""Error of a product that is allowed, relative to float64. bfloat16 rounds x by 2^-9 at most, int8 by half a step of a
+127th of the row's largest, 0.7 % of its norm where that is three times the root mean square; sums in float32 add
+1e-6."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,19 +49,19 @@ class Path:
     pack: Any = None
     """C function of (w, N, K, out) that writes the copy which `multiply` takes in place of w; None: it takes w."""
     library: ctypes.CDLL | None = None
-    """Of a path that packs."""
+    """Library of a path that packs."""
     depth: int = 0
-    """To a multiple of so much K is packed."""
+    """Multiple to which K is packed."""
     peak: Any = None
     """C function that repeats a product with operands in L1 so many times; the number of multiplications it did."""
 
     def packed_bytes(self, n: int, k: int) -> int:
-        """Of the copy."""
+        """Bytes of the packed copy of weights."""
         assert self.library is not None
         return self.library.packed_bytes(n, k, self.depth)
 
     def packed(self, values_N_K: Tensor) -> Tensor:
-        """What `multiply` takes, new memory where it packs."""
+        """Weights as `multiply` takes them, in new memory where it packs."""
         if self.pack is None:
             return values_N_K
         out = torch.empty(self.packed_bytes(*values_N_K.shape), dtype=torch.uint8)
@@ -70,13 +71,13 @@ class Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What serves the weights of one shape."""
+    """Path that serves the weights of one shape, and what it was chosen by."""
 
     path: str
     measured_us: dict[str, list[float]]
     """Path -> microseconds of a product of `ROWS`; empty where there was nothing to choose from."""
     peak_gflops: float = 0.0
-    """Of the path that serves, with operands in L1."""
+    """GFLOP/s of the path that serves, with operands in L1."""
 
     def describe(self, kind: str, n: int, k: int) -> str:
         """The shape, and what the path reached, for the log."""
@@ -137,7 +138,7 @@ def record() -> dict[str, Choice]:
 
 
 def row_major_path(loaded: Kernel, kind: str) -> list[Path]:
-    """Of `linear.cpp`; none where that is missing."""
+    """Path of `linear.cpp`, in a list; none where that is missing."""
     library = loaded.library
     if library is None:
         return []
@@ -147,7 +148,7 @@ def row_major_path(loaded: Kernel, kind: str) -> list[Path]:
 
 
 def packed_paths(loaded: Kernel, kind: str) -> list[Path]:
-    """Of `packed.cpp`: what it was compiled with and Linux lets run."""
+    """Paths of `packed.cpp`: what it was compiled with and Linux lets run."""
     library = loaded.library
     if library is None or not hasattr(library, f"pack_{kind}"):
         return []
@@ -193,7 +194,7 @@ def seconds_of(path: Path, kind: str, m: int, n: int, k: int, repeats: int) -> f
 
 
 def reached(kind: str) -> str:
-    """What serves weights of a type that caches do not hold, what it reaches, and what this thread can at most."""
+    """Text: what serves weights of a type that no cache holds, what it reaches, and what this thread can at most."""
     n, k, numbers = 4096, 4096, torch.ones(1 << 25)
     path = chosen(kind, n, k)
     if path is None:
@@ -210,7 +211,7 @@ def reached(kind: str) -> str:
 
 
 def peak_gflops(path: Path) -> float:
-    """Of this thread, with operands in L1."""
+    """GFLOP/s of a path on this thread, with operands in L1."""
     fastest = 0.0
     for _ in range(5):
         start = time.thread_time()

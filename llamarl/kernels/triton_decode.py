@@ -24,9 +24,9 @@ from llamarl.kernels.attention import BLOCK_SIZE
 
 _TILE = 4 * BLOCK_SIZE
 _TILE_ROW_BYTES = 512
-"""Of a tile: wider keys come in tiles of half as many, as small GPUs have 99 KB of shared memory for a program."""
+"""Most bytes of a whole tile's row: wider keys have tiles half as long, as small GPUs give a program 99 KB."""
 _LEAST_TILES = 4
-"""Of a part: a short row is not split, and leaves the rest of its programs without work."""
+"""Tiles of a part at least: a short row is not split, and leaves the rest of its programs without work."""
 _PROGRAMS = 1024
 """At least so many, where rows are long enough: 7 on each of an H100's 132 processors. An estimate."""
 _STAGES = 3
@@ -80,7 +80,7 @@ def decode_attention(
 
 @triton.jit
 def _span(prefix, own, S: tl.constexpr, T: tl.constexpr, P: tl.constexpr, LEAST: tl.constexpr):
-    """Where the own tokens begin, the end of all, and places of one part: whole tiles."""
+    """Start of the own tokens, the end of all, and places of one part: whole tiles."""
     start = (prefix + S - 1) // S * S
     end = start + own
     return start, end, tl.maximum(((end + P - 1) // P + T - 1) // T, LEAST) * T

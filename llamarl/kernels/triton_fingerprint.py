@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 _WORDS: tl.constexpr = tl.constexpr(2048)
-"""Of a block."""
+"""Words of a block."""
 _BLOCKS = 8
-"""Of a program."""
+"""Blocks of a program."""
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _add_up(words, table, sums, start, columns, whole_columns, programs, BLOCKS:
 
 
 def share(words: Tensor, rows: int, start: int, whole_columns: int, word_coefficients: Callable[[], Tensor]) -> Tensor:
-    """Of a part of a tensor: int64, as unsigned numbers, on the device.
+    """Share of a fingerprint by a part of a tensor: int64, as unsigned numbers, on the device.
 
     Args:
         words: int32, contiguous: the part's rows.

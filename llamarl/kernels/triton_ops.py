@@ -100,7 +100,7 @@ def _launch(kernel: Any, x_N_D: Tensor, *arguments: Any, **options: Any) -> None
 
 @triton.jit
 def _store_row(y, scales, row, size, x_D, d_D, MOST: tl.constexpr):
-    """As it is, or quantized: half to even, as torch rounds."""
+    """Stores a row as it is, or quantized: half to even, as torch rounds."""
     if MOST > 0:
         # Reductions may drop NaN; the second term is 0 or NaN.
         scale = tl.maximum(tl.max(tl.abs(x_D), 0), 1e-30) / MOST + tl.sum(x_D * 0.0, 0)
@@ -142,7 +142,7 @@ def _quantize_row(x, y, scales, size, MOST: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _bounded(x_K, MOST: tl.constexpr):
-    """What lies beyond the range of what is stored becomes its largest number; NaN stays."""
+    """Numbers bounded by the range of what is stored, beyond which they become its largest number; NaN stays."""
     if MOST > 0:
         x_K = tl.where(x_K > MOST, MOST, tl.where(x_K < -MOST, -MOST, x_K))
     return x_K

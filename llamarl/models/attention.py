@@ -78,7 +78,7 @@ def packed_attend(
 def _masked_attend(
     prompt_lengths: Sequence[int], response_lengths: Sequence[tuple[int, ...]], device: torch.device, cp: Axis
 ) -> Attend:
-    """By scaled dot product attention of torch, group by group: on processors, in float32, with context ranks."""
+    """Attention by torch's scaled dot product, group by group: on processors, in float32, with context ranks."""
     groups = [
         (prompt + sum(given), ()) if len(given) == 1 else (prompt, given)
         for prompt, given in zip(prompt_lengths, response_lengths, strict=True)
@@ -149,7 +149,7 @@ class _GroupPlan:
         self.mask_G_1_Q_S = F.pad(sees_G_1_Q_T, (self.prompt, 0), value=True).to(device, non_blocking=True)
 
     def attend(self, q_Q_H_K: Tensor, k_S_J_K: Tensor, v_S_J_K: Tensor) -> list[Tensor]:
-        """Of the group's queries in order, from all of its keys."""
+        """Outputs of the group's queries in order, from all of its keys."""
         outputs, rep = list[Tensor](), q_Q_H_K.shape[1] // k_S_J_K.shape[1]
         k_P, v_P = (x[: self.prompt].transpose(0, 1)[None].repeat_interleave(rep, 1) for x in (k_S_J_K, v_S_J_K))
         if self.num_prompt_queries:

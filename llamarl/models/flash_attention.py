@@ -30,7 +30,7 @@ class Segments:
     """Which queries see which keys: those of the same number."""
 
     queries: Tensor
-    """Where each begins, and where the last ends, int32."""
+    """Index at which each segment of queries begins, and the last one ends, int32."""
     keys: Tensor
     max_queries: int
     max_keys: int
@@ -63,7 +63,7 @@ class FlashAttend:
 
     def __call__(self, _layer: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
         arguments = (q_N_H_K, k_N_J_K, v_N_J_K, self._own, self._others, self._rows_R, self._rows_P)
-        return _Attention.apply(*arguments)
+        return _FlashFunction.apply(*arguments)
 
 
 def can_serve(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -79,7 +79,7 @@ def _segments(queries: Sequence[int], keys: Sequence[int], is_causal: bool, devi
     return Segments(begins_q, begins_k, max(queries, default=0), max(keys, default=0), is_causal)
 
 
-class _Attention(torch.autograd.Function):
+class _FlashFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

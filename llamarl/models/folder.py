@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says of its model, besides the weights. Imports no torch."""
+"""Readers of what a Hugging Face folder says of its model, besides the weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
 
 def fingerprints(folder: str | Path) -> dict[str, str]:
-    """Of each file of weights in `folder`, by name; of no folder, none.
+    """Fingerprint of each file of weights in `folder`, by name; of no folder, none.
 
     The size, and a digest of 64 blocks of 64 KiB spread over the file from its header to its end: a few milliseconds,
     however large it is. That tells other weights and other shapes, as training moves them everywhere; of a file over
@@ -39,13 +39,13 @@ def fingerprints(folder: str | Path) -> dict[str, str]:
 
 
 def check_weights(folder: str | Path) -> None:
-    """By the header of each file, which says how long it is. Raises ConfigError: one is missing, or not whole."""
+    """Checks each file by its header, which says how long it is. Raises ConfigError: one is missing, or not whole."""
     for path in weight_files(Path(folder)):
         opened(path, "np")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Of one file or of shards with an index. Raises ConfigError: one is missing."""
+    """Files of the weights: one, or shards with an index. Raises ConfigError: one is missing."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / WEIGHTS_INDEX).is_file():

@@ -29,7 +29,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 Read = Callable[[str, Box], Tensor]
 """read(name, part): that part of a weight."""
 _DTYPES = ("F64", "F32", "F16", "BF16")
-"""Of weights, as safetensors names them."""
+"""Types of weights, as safetensors names them."""
 _WRITTEN = {CONFIG, GENERATION_CONFIG, WEIGHTS, *TOKENIZER_FILES}
 
 
@@ -59,7 +59,7 @@ class Weights:
         self._folder, self._expected, self._is_tied = folder, expected, is_tied
         self._files = dict[str, Path]()
         self.other_head: Path | None = None
-        """Where the output head of the checkpoint is, when the model has none of its own."""
+        """File with the output head of the checkpoint, when the model has none of its own."""
         for path in weight_files(folder):
             with opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 - the file is no mapping

@@ -13,14 +13,13 @@ from pathlib import Path
 from zlib import crc32
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from llamarl.config.trainer import LoraConfig
 from llamarl.models.hf import TOKENIZER_FILES, copy_tokenizer, replaced_folder, write_json
 from llamarl.models.shape import ModelShape
-from llamarl.models.transformer import Transformer
+from llamarl.models.transformer import Projection, Transformer
 
 A, B = "lora_A.weight", "lora_B.weight"
 PEFT_WEIGHTS, PEFT_CONFIG, PEFT_PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
@@ -38,14 +37,15 @@ class LoraLinear(nn.Module):
             "device": "cpu" if base.weight.is_meta else base.weight.device,
             "dtype": torch.promote_types(base.weight.dtype, torch.float32),
         }
-        self.lora_A = nn.Linear(num_inputs, rank, **options)
-        self.lora_B = nn.Linear(rank, num_outputs, **options)
+        self.multiply = Projection.multiply
+        self.lora_A = Projection(num_inputs, rank, **options)
+        self.lora_B = Projection(rank, num_outputs, **options)
 
     def forward(self, x_N_I: Tensor) -> Tensor:
         weight_O_I = self.weight
         if not torch.is_autocast_enabled(x_N_I.device.type):
             weight_O_I = weight_O_I.to(x_N_I.dtype)
-        return F.linear(x_N_I, weight_O_I, self.bias) + self.scale * self.lora_B(self.lora_A(x_N_I))
+        return self.multiply(x_N_I, weight_O_I, self.bias) + self.scale * self.lora_B(self.lora_A(x_N_I))
 
 
 def add_adapters(model: Transformer, config: LoraConfig, seed: int, dtype: torch.dtype = torch.float32) -> None:
@@ -73,8 +73,8 @@ def add_adapters(model: Transformer, config: LoraConfig, seed: int, dtype: torch
 
 
 def first_values(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """Of an adapter, float32 on the CPU, the same whoever asks: A uniform within +-1 / sqrt(inputs), as PEFT draws it,
-    and B zero, so that the model begins as what it was."""
+    """Values that an adapter begins with, float32 on the CPU, the same whoever asks: A uniform within +-1 /
+    sqrt(inputs), as PEFT draws it, and B zero, so that the model begins as what it was."""
     if name.endswith(B):
         return torch.zeros(shape)
     generator = torch.Generator("cpu").manual_seed(crc32(f"{seed}/{name}".encode()))

@@ -22,7 +22,7 @@ HEAD = "score.weight"
 
 
 class ScalarModel(nn.Module):
-    """As `Transformer`, with a head of one output instead of a vocabulary."""
+    """A decoder like `Transformer`, with a head of one output instead of a vocabulary."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class ScalarModel(nn.Module):
         return self.model(token_ids_N, positions_N, attend)
 
     def scalars(self, hidden_R_D: Tensor) -> Tensor:
-        """Of these hidden states, float32 [R] (float64 for float64)."""
+        """Outputs of the head for these hidden states, float32 [R] (float64 for float64)."""
         dtype = torch.promote_types(hidden_R_D.dtype, torch.float32)
         return F.linear(hidden_R_D.to(dtype), self.score.weight.to(dtype)).squeeze(1)
 

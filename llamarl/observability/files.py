@@ -6,7 +6,7 @@ import gzip
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from llamarl.config import open_file, read_rows
 
 MAX_RUN_ROW_BYTES = 1 << 30
 """A long rollout has many tokens, with two log-probabilities each."""
+_BLOCK_BYTES = 1 << 14
 PIECE_NAME = r"(metrics|rollouts|events)-\d{5}\.jsonl(\.gz)?"
 """Regular expression of full pieces."""
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text` once all of it is on disk.
+def write_atomically(path: Path, text: str | Iterable[str]) -> None:
+    """Replace `path` by `text`, or by pieces of it, once all of it is on disk.
 
     Raises:
         OSError: it cannot be written; what `path` held before is untouched.
@@ -30,11 +31,11 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may write the same
     try:
         with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+            file.writelines([text] if isinstance(text, str) else text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
 
@@ -49,7 +50,7 @@ def sync(path: Path) -> None:
 
 
 def piece(path: Path, number: int) -> Path:
-    """What a full `path` becomes; compressed, it has `.gz` behind it."""
+    """Path of the piece that a full `path` becomes; compressed, it has `.gz` behind it."""
     return path.with_name(f"{path.stem}-{number:05d}{path.suffix}")
 
 
@@ -61,13 +62,27 @@ def pieces(path: Path) -> list[Path]:
 
 
 def lines(path: Path) -> Iterator[bytes]:
-    """Of a piece. Raises OSError."""
+    """Lines of a piece. Raises OSError."""
     with open_file(path) as raw, gzip.open(raw) if path.suffix == ".gz" else nullcontext(raw) as file:
         yield from file
 
 
+def last_lines(path: Path) -> Iterator[bytes]:
+    """The whole lines of a file that is not compressed, the last one first. Raises OSError."""
+    with open_file(path) as file:
+        end, rest, is_torn = file.seek(0, os.SEEK_END), b"", True
+        while end:
+            start = max(0, end - _BLOCK_BYTES)
+            file.seek(start)
+            rest, *lines_after = (file.read(end - start) + rest).split(b"\n")
+            yield from reversed(lines_after[:-1] if is_torn else lines_after)
+            end, is_torn = start, is_torn and not lines_after
+        if not is_torn:
+            yield rest
+
+
 def read_run_rows(path: str | Path, fix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """As `read_rows`, of all pieces. Raises ConfigError."""
+    """Rows of all pieces, each as `read_rows` gives it. Raises ConfigError."""
     *full, last = pieces(Path(path))
     if not full or not last.exists() or last.stat().st_size:
         full.append(last)

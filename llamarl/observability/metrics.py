@@ -1,4 +1,4 @@
-"""What one optimizer step and one evaluation measured. One flat JSON object each, ready for any sink.
+"""Metrics of one optimizer step and of one evaluation. One flat JSON object each, ready for any sink.
 
 In JSON a key that is missing was not measured; `null` was measured and is not finite, or is of no token.
 """
@@ -14,11 +14,17 @@ from llamarl.observability.formats import plain
 
 Row = dict[str, float | int | str | None]
 """A flat JSON object."""
+FORMER_NAMES = {
+    "extra.mismatch_kl": "extra.probe_kl",
+    "extra.kl_mismatch": "extra.kl_same_version",
+    "extra.importance_ratio_mismatch": "extra.importance_ratio_same_version",
+}
+"""Names in older runs -> names of today."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateMetrics:
-    """What the trainer says of one update of the weights."""
+    """Metrics of one update of the weights, as the trainer tells them."""
 
     loss: float = 0.0
     """Loss, as the optimizer saw it."""
@@ -73,7 +79,7 @@ class StepMetrics:
     staleness_limit: int
     """Largest staleness that admission allows, in optimizer steps."""
     update: UpdateMetrics
-    """In JSON its fields stand beside the others."""
+    """Metrics of the update; in JSON its fields stand beside the others."""
     waiting_rollouts: int
     """Rollouts queued at the generators at the end of the step."""
     running_rollouts: int
@@ -87,9 +93,9 @@ class StepMetrics:
     verdict: str | None = None
     """Who waits for whom, over the window of `busy_share`, which it names; None where that is under a second."""
     fingerprint: str | None = None
-    """Of the weights of this version as the generators serve them, in hexadecimal digits."""
+    """Fingerprint of the weights of this version as the generators serve them, in hexadecimal digits."""
     extra: Mapping[str, float] = field(default_factory=dict)
-    """What executors, a loss or an advantage report beyond these."""
+    """Numbers that executors, a loss or an advantage report beyond these."""
 
     def to_json(self) -> Row:
         """Flat JSON; mappings become `busy_share.NAME` and `extra.NAME`."""
@@ -122,7 +128,7 @@ class EvalMetrics:
     num_invalid: int = 0
     """Responses that the reward could not judge."""
     invalid_reason: str | None = None
-    """Of the first of them."""
+    """Reason of the first response that the reward could not judge."""
 
     def to_json(self) -> Row:
         """Flat JSON."""
@@ -142,7 +148,7 @@ def share_error(share: float, num: float) -> float:
 
 
 def unjudged(num_invalid: float, num_responses: float, reason: object) -> str:
-    """How many responses of an evaluation have no verdict, and why the first has none."""
+    """Text: how many responses of an evaluation have no verdict, and why the first has none."""
     return f"{num_invalid:,.0f} of {num_responses:,.0f} invalid: {plain(str(reason or 'no reason was given'))}"
 
 

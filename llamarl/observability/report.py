@@ -1,4 +1,4 @@
-"""What stays when a run has ended: a text for the terminal and `summary.json` for programs."""
+"""Report of a run that has ended: a text for the terminal and `summary.json` for programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from llamarl.observability.accounting import Verdict
+from llamarl.observability.accounting import SpeedVerdict
 from llamarl.observability.files import write_atomically
 from llamarl.observability.formats import ABSENT, duration, number, percent, plain
 from llamarl.observability.metrics import EvalMetrics, Row, flat
@@ -63,8 +63,8 @@ class RunSummary:
     """S: `rollout.max_staleness`."""
     invalid_share: float
     """Share of rollouts that the reward could not judge, 0 to 1."""
-    verdict: Verdict
-    """What bounded the speed."""
+    verdict: SpeedVerdict
+    """Verdict on what bounded the speed."""
     before: EvalMetrics | None = None
     """Held-out problems before training; None without evaluation."""
     after: EvalMetrics | None = None
@@ -72,9 +72,9 @@ class RunSummary:
     completions: tuple[CompletionView, ...] = ()
     """A few last responses."""
     files: tuple[RunFile, ...] = ()
-    """What lies where."""
+    """Files of the run: what lies where."""
     warnings: tuple[str, ...] = ()
-    """What the user was warned of."""
+    """Warnings that the user has had."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """Further numbers for `summary.json`."""
 

@@ -130,7 +130,7 @@ def step_line(last: StepMetrics, info: RunInfo, recent_step_s: float) -> str:
 
 
 def eval_facts(entry: EvalMetrics) -> str:
-    """What an evaluation found, on one line."""
+    """Text: what an evaluation found, on one line."""
     num_responses = entry.num_prompts * entry.k
     bad = f"{unjudged(entry.num_invalid, num_responses, entry.invalid_reason)}  " if entry.num_invalid else ""
     at_k = f"  pass@{entry.k} {percent(entry.pass_at_k, 1)}" if entry.k > 1 else ""

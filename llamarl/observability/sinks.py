@@ -1,4 +1,4 @@
-"""Where metrics go. A sink that fails loses rows and says so once; it never ends a run."""
+"""Sinks of metrics. One that fails loses rows and says so once; it never ends a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any, Protocol
 
 from llamarl.config.errors import ConfigError
@@ -23,7 +22,7 @@ BLOCK_BYTES = 1 << 20
 LAST_PIECE_S = 60.0
 """Longest wait at the end for a piece that is being compressed; what is not, stays as it is."""
 _BEGINS = re.compile(rb'\{(?:"kind": "\w+", )?"step": (\d+),')
-"""Of a row: reading all of it would take twenty times as long."""
+"""Pattern of a row's beginning with its step: reading all of it would take twenty times as long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,9 +30,9 @@ class SinkFailure:
     """Rows that a sink could not keep."""
 
     sink: str
-    """Where they should have gone, for example the path of a file."""
+    """Place where the rows should have gone, for example the path of a file."""
     reason: str
-    """What the system said, for example `No space left on device`."""
+    """Reason that the system gave, for example `No space left on device`."""
     rows_lost: int
     """Rows lost so far."""
 
@@ -67,10 +66,9 @@ class JsonlSink:
         self._compressing.start()
         self._compress()
 
-    def write(self, row: Row, texts: Mapping[str, str] = MappingProxyType({})) -> SinkFailure | None:
-        """`texts`: values that are JSON already."""
-        members = [json.dumps(row, allow_nan=False)[:-1], *[f'"{name}": {text}' for name, text in texts.items()]]
-        line = f"{', '.join(members)}}}\n".encode()
+    def write(self, row: Row) -> SinkFailure | None:
+        """Appends a row. Raises ValueError: JSON has no word for a number in it."""
+        line = f"{json.dumps(row, allow_nan=False)}\n".encode()
         try:
             if self._size and self._size + len(line) > self._max_bytes:
                 self._rotate()
@@ -194,9 +192,9 @@ class RowLog:
         self._on_failure = on_failure
         self._failed = False
 
-    def write(self, row: Row, texts: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Keeps one row, and values of it that are JSON already."""
-        failure = self._sink.write(row, texts) if self._sink else None
+    def write(self, row: Row) -> None:
+        """Keeps one row."""
+        failure = self._sink.write(row) if self._sink else None
         if failure and not self._failed:
             self._failed = True
             self._on_failure(failure)
@@ -214,7 +212,7 @@ class RowLog:
 
 
 class Recorder(Protocol):
-    """Where rows of metrics go besides `metrics.jsonl`. All calls return soon, and none raises."""
+    """A place for rows of metrics besides `metrics.jsonl`. All calls return soon, and none raises."""
 
     def row(self, row: Row) -> None: ...
     def close(self) -> None: ...
@@ -222,12 +220,12 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """What a tracker is told at its start."""
+    """Facts about a run that a tracker is told at its start."""
 
     name: str
-    """Of the run."""
+    """Name of the run."""
     folder: Path
-    """Of the run."""
+    """Folder of the run."""
     settings: Mapping[str, Any]
     """All of them, as plain values."""
     port: int

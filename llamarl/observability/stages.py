@@ -1,4 +1,4 @@
-"""What a thread is at that takes long, in a few words, for those who ask another thread of its process meanwhile."""
+"""Stages of work that takes long: what a thread is at, in a few words, for other threads that ask meanwhile."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def stage(text: str) -> Iterator[None]:
 
 
 def stage_of(thread: int | None) -> str:
-    """Of the thread with this identifier; empty: nothing that has a name."""
+    """Stage of the thread with this identifier; empty: nothing that has a name."""
     return _stages.get(thread or 0, "")

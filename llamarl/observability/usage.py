@@ -1,4 +1,4 @@
-"""What a process takes of its machine."""
+"""Memory, files and threads that a process takes of its machine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 GROUPS = "/sys/fs/cgroup"
-"""Where version 2 of control groups is mounted."""
+"""Folder where version 2 of control groups is mounted."""
 
 
 MIN_FILES = 512
-"""That a process may open at once, beside connections to other ranks and hosts."""
+"""Fewest files that a process must be allowed to open at once, beside connections to other ranks and hosts."""
 MAX_IN_METRICS = 16
 """Executors whose memory is in the metrics of every step; the summary has all."""
 
 
 class Usage(NamedTuple):
-    """Of one process, now."""
+    """Memory, descriptors and threads of one process, now."""
 
     rss_bytes: int
     """Resident memory."""
@@ -36,7 +36,7 @@ NOTHING = Usage(0, 0, 0)
 
 
 def usage() -> Usage:
-    """Of this process. Never fails: whether a process is well is asked with it."""
+    """Usage of this process. Never fails: whether a process is well is asked with it."""
     try:
         with open("/proc/self/statm") as file:
             rss_bytes = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""What the screen shows: a snapshot that the controller replaces whenever something changed. Screens only read it."""
+"""Snapshot for the screen, which the controller replaces whenever something changed. Screens only read it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from llamarl.observability.metrics import EvalMetrics, StepMetrics
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunInfo:
-    """What stays the same for a whole run."""
+    """Facts that stay the same for a whole run."""
 
     name: str
     """Name of the run."""
     model: str
-    """What is trained, in a few words, for example `llama 0.63M`."""
+    """Model that is trained, in a few words, for example `llama 0.63M`."""
     folder: Path
     """The run's folder; while a live screen is drawn, foreign output goes to `output.log` in it."""
     steps: int
@@ -34,7 +34,7 @@ class ExecutorView:
     name: str
     """`generator-0`, `reward`, `trainer`."""
     state: str
-    """What it does now, in a few words: `decoding`, `waits for rollouts`."""
+    """State of the executor now, in a few words: `decoding`, `waits for rollouts`."""
     busy_share: float
     """`StepMetrics.busy_share` of the last step; NaN when not known yet."""
     heartbeat_s: float
@@ -54,7 +54,7 @@ class CompletionView:
     advantage: float
     """Its advantage in its group."""
     turns: int = 1
-    """Of the policy."""
+    """Turns of the policy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,7 +58,7 @@ def total_s(intervals: Intervals) -> float:
 
 
 def without(intervals: Intervals, others: Intervals) -> list[tuple[float, float]]:
-    """What of `intervals` is in none of `others`; both are disjoint and in order."""
+    """Parts of `intervals` that are in none of `others`; both are disjoint and in order."""
     found, index = list[tuple[float, float]](), 0
     for begin, end in intervals:
         while index < len(others) and others[index][1] <= begin:

@@ -1,4 +1,4 @@
-"""How a recipe comes below the settings of a user."""
+"""`layered`: a recipe comes below the settings of a user."""
 
 from __future__ import annotations
 

@@ -7,5 +7,5 @@ from llamarl.recipes._base import layered
 
 
 def raft(base: RunConfig) -> RunConfig:
-    """With rewards of 0 and 1 the right responses are imitated, unless all of their group are right."""
+    """Imitates, where rewards are 0 and 1, the right responses, unless all of their group are right."""
     return layered(base, {"trainer": {"loss": "raft", "advantage": "group_mean"}})

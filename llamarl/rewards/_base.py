@@ -1,4 +1,4 @@
-"""What every reward is."""
+"""`Reward`: base class of every reward."""
 
 from __future__ import annotations
 

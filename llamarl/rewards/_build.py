@@ -1,4 +1,4 @@
-"""From configuration to one reward."""
+"""Builds one reward from its configuration."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ _MAX_DEPTH = 12
 _MAX_CHAIN = 4
 
 
-class Verdict(NamedTuple):
-    """What the text alone says."""
+class TextVerdict(NamedTuple):
+    """Verdict of the text alone."""
 
     right: bool | None
     """None: undecided, ask math-verify."""
@@ -117,7 +117,7 @@ _ASSIGNED = re.compile(r"(?:^|(?<=,))\s*\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?(?:\s*\(
 
 
 def _values(gold: str, answer: str) -> tuple[str, ...]:
-    """What is claimed to equal the gold: `x = 5` claims 5; `7 = 5` claims 7 and 5; () when that is unclear."""
+    """Values that are claimed to equal the gold: `x = 5` claims 5; `7 = 5` claims 7 and 5; () when that is unclear."""
     if _EQUALS.search(gold):
         return (answer,)
     answer = _ASSIGNED.sub("", answer)
@@ -127,22 +127,22 @@ def _values(gold: str, answer: str) -> tuple[str, ...]:
     return () if "," in answer or len(pieces) > _MAX_CHAIN else pieces
 
 
-def quick_verdict(gold: str, answer: str) -> Verdict:
+def quick_verdict(gold: str, answer: str) -> TextVerdict:
     """Judges by text. `gold` and `answer` are tidy.
 
     Order: same string, same plain text, numbers, phrases, then the screen for what math-verify must not see.
     """
     if gold == answer or plain_text(gold) == plain_text(answer):
-        return Verdict(True)
+        return TextVerdict(True)
     if len(answer) > max(_MAX_ANSWER_CHARS, 2 * len(gold)):
-        return Verdict(False, f"{len(answer)} characters are too long for an answer")
+        return TextVerdict(False, f"{len(answer)} characters are too long for an answer")
     phrase = plain_text(gold)
     if is_phrase(phrase):
         same = phrase.casefold() == plain_text(answer).casefold()
-        return Verdict(same, "" if same else f"{answer[:40]!r} is not {gold[:40]!r}")
+        return TextVerdict(same, "" if same else f"{answer[:40]!r} is not {gold[:40]!r}")
     values = _values(gold, answer)
     if not values:
-        return Verdict(False, "an equation where a value is asked for")
+        return TextVerdict(False, "an equation where a value is asked for")
     undecided = []
     for value in values:
         verdict = _judge_value(gold, value)
@@ -150,20 +150,20 @@ def quick_verdict(gold: str, answer: str) -> Verdict:
             return verdict
         if verdict.right is None:
             undecided.append(value)
-    return Verdict(None, pieces=tuple(undecided)) if undecided else Verdict(True)
+    return TextVerdict(None, pieces=tuple(undecided)) if undecided else TextVerdict(True)
 
 
-def _judge_value(gold: str, answer: str) -> Verdict:
+def _judge_value(gold: str, answer: str) -> TextVerdict:
     if gold == answer:
-        return Verdict(True)
+        return TextVerdict(True)
     gold_number, number = read_number(gold), read_number(answer)
     if gold_number and number:
         same = same_number(gold_number, number)
-        return Verdict(same, "" if same else f"{answer[:40]} is not {gold[:40]}")
+        return TextVerdict(same, "" if same else f"{answer[:40]} is not {gold[:40]}")
     refused = screen(answer)
     if refused and refused != screen(gold):
-        return Verdict(False, refused)
-    return Verdict(None)
+        return TextVerdict(False, refused)
+    return TextVerdict(None)
 
 
 _SCREENED = [

@@ -1,4 +1,4 @@
-r"""What runs in a worker of the `math` reward: math-verify on one pair, its own time-outs off.
+r"""Work of a worker of the `math` reward: math-verify on one pair, its own time-outs off.
 
 Departures from math-verify's defaults: only the given expression is read (nothing is looked for in surrounding text),
 and numbers that it calls equal after rounding must also be equal within a relative tolerance.

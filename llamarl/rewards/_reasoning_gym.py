@@ -21,6 +21,6 @@ def problems(family: str, size: int, seed: int, options: Mapping[str, Any]) -> A
 
 
 def verify(item: dict[str, str]) -> float:
-    """From 0 to 1: how right `item["answer"]` is for the problem `item["entry"]`, which is JSON."""
+    """Score from 0 to 1: how right `item["answer"]` is for the problem `item["entry"]`, which is JSON."""
     score = import_module("reasoning_gym").get_score_answer_fn(item["family"])
     return float(score(item["answer"], json.loads(item["entry"])))

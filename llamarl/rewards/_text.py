@@ -29,7 +29,7 @@ def parse_number(text: str) -> Decimal | None:
 
 
 def after_hashes(response: str) -> str | None:
-    """What follows the last `####` on its line, stripped; None without one in the tail."""
+    """Text behind the last `####` on its line, stripped; None without one in the tail."""
     _, hashes, after = response[-TAIL_CHARS:].rpartition("####")
     return after.partition("\n")[0].strip() if hashes else None
 

@@ -40,7 +40,7 @@ class WeightedSum(Reward):
 
 
 def weighted_sum(names: Sequence[str], weights: Sequence[float], results: Sequence[RewardResult]) -> RewardResult:
-    """What several parts said of one response, as one result; a sum that comes first counts by its own first part."""
+    """One result of what several parts said of one response; a sum that comes first counts by its own first part."""
     reasons = [f"{name}: {result.reason}" for name, result in zip(names, results, strict=True) if result.reason]
     outcomes = [result.outcome for result in results]
     if Outcome.INVALID in outcomes:

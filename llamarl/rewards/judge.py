@@ -38,13 +38,13 @@ _PLACE = re.compile(r"\{(\w+)\}")
 
 @dataclass
 class Judge(Reward):
-    """What `pattern` finds last in the judge's answer, over `best`. A judge that is late, fails, or says nothing of the
-    kind judges nothing: INVALID. Equal questions to it are asked once."""
+    """A reward by a judge: what `pattern` finds last in its answer, over `best`. A judge that is late, fails, or says
+    nothing of the kind judges nothing: INVALID. Equal questions to it are asked once."""
 
     base_url: str
-    """Of the endpoint, for example `http://127.0.0.1:8000/v1`."""
+    """Address of the endpoint, for example `http://127.0.0.1:8000/v1`."""
     model: str
-    """As the endpoint calls it."""
+    """Name of the model, as the endpoint calls it."""
     prompt: str = PROMPT
     """Asked of the judge, with `{prompt}`, `{response}`, `{answer}` and any field of the row in their places."""
     pattern: str = r"[Gg]rade:\s*(-?\d+(?:\.\d+)?)"
@@ -56,11 +56,11 @@ class Judge(Reward):
     api_key: str = "LLAMARL_JUDGE_API_KEY"
     """Variable of the environment that holds the key."""
     max_tokens: Annotated[int, Field(ge=1)] = 256
-    """Of the judge's answer."""
+    """Longest answer of the judge, in tokens."""
     concurrency: Annotated[int, Field(ge=1, le=1024)] = 16
     """Calls at the same time."""
     retries: Annotated[int, Field(ge=0)] = 2
-    """Of a call that failed for a while: no connection, too many requests, an error of the server."""
+    """Retries of a call that failed for a while: no connection, too many requests, an error of the server."""
     call_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds for one try."""
     batch_s: Annotated[float, Field(gt=0)] = 240.0

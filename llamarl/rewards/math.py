@@ -130,7 +130,7 @@ def _is_heavy(answer: str | Failure) -> bool:
 
 
 def _final(text: str) -> str | None:
-    """What a solution ends with, tidy; None without a box and without `####`."""
+    """Answer that a solution ends with, tidy; None without a box and without `####`."""
     found = last_box(text)
     if found is None:
         found = after_hashes(text)

@@ -16,8 +16,9 @@ _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 @dataclass
 class ReasoningGym(Reward):
-    """What the verifier says, from 0 to 1, of the last `<answer>...</answer>`, without one of what follows the last
-    `####`, or else of the whole response. Right from `right_from` on. Rows come from the source `reasoning_gym`."""
+    """A reward by the family's verifier, from 0 to 1, for the last `<answer>...</answer>`, without one for what follows
+    the last `####`, or else for the whole response. Right from `right_from` on. Rows come from the source
+    `reasoning_gym`."""
 
     right_from: float = 1.0
     """Most verifiers say 0.01 or so of an answer that has the right form."""

@@ -1,4 +1,4 @@
-"""`Copying`: what a run saves goes to `checkpoint.copy_to` too, beside the run."""
+"""`CheckpointCopier`: what a run saves goes to `checkpoint.copy_to` too, beside the run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from llamarl.checkpoint.copies import Copies, CopyFailed
+from llamarl.checkpoint.copies import CopyFailed, RemoteCopies
 from llamarl.checkpoint.folder import MANIFEST, aside, step_folder, superfluous
 from llamarl.config import RunConfig
 from llamarl.run.folder import RunFolder
@@ -17,18 +17,18 @@ LAST_COPY_S = 120.0
 """Longest wait for the last copy at the end of a run."""
 
 
-class Copying:
+class CheckpointCopier:
     """One at a time, the newest first; then those that are kept for good. It never ends a run."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, warn: Callable[[str], None]) -> None:
         """Raises ConfigError: the other place cannot be opened."""
         self._settings = settings = config.checkpoint
-        self._copies = Copies(settings, config.name) if settings.copy_to else None
+        self._copies = RemoteCopies(settings, config.name) if settings.copy_to else None
         self._folder, self._warn = folder, warn
         self._copied = dict[int, int]()
         """When what was copied had been committed, in ns, by step."""
         self._fault = ""
-        """That stands in the way, as it was said."""
+        """Fault that stands in the way, as it was said."""
 
     async def loop(self) -> None:
         """Consumes what is committed in the folder; waits for copies and for time alone."""

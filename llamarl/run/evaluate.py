@@ -15,7 +15,6 @@ from llamarl.controller.telemetry import Telemetry
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.models.folder import load_shape
-from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.run.assembly import assembled
@@ -23,7 +22,7 @@ from llamarl.run.executors import GeneratorSpecs, executor_spec, spawn_all
 from llamarl.run.prepare import environment_of
 
 
-class _Progress(NullScreen):
+class _EvalProgress(NullScreen):
     """Tells how many prompts are answered."""
 
     def __init__(self, progress: Callable[[int, int], None]) -> None:
@@ -61,7 +60,7 @@ async def _evaluate(config: RunConfig, progress: Callable[[int, int], None]) -> 
         beside, generators = others[: len(models)], others[len(models) :]
         return Executors(reward=first, models={handle.name: handle for handle in beside}, generators=generators)
 
-    telemetry = Telemetry(config, _Progress(progress), MetricsLog(None, print), RolloutRecorder(None, print), 0)
+    telemetry = Telemetry(config, _EvalProgress(progress), MetricsLog(None, print), 0)
     async with assembled(config, problems, telemetry, cluster.shutdown, spawn) as (controller, supervisor):
         await supervisor.run(controller.start())
         return await supervisor.run(controller.evaluate())

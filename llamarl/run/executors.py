@@ -1,4 +1,4 @@
-"""What executors are started with, and their start."""
+"""Specifications with which executors are started, and their start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TARGETS = {
 }
 """Modules and classes below `llamarl.executors` that have a model."""
 PROCESS = "starts its process"
-"""What an executor is at until it answers."""
+"""Stage of an executor until it answers."""
 
 
 def executor_spec(
@@ -63,12 +63,12 @@ class RunSpecs:
         return [self.spec(name, self._places.place(name)) for name in ("trainer", "reward", *self._models, *also)]
 
     def again(self, name: str) -> ExecutorSpec:
-        """In the place of one that died; it has learnt nothing yet."""
+        """Specification in the place of an executor that died; it has learnt nothing yet."""
         self._resume = False
         return self.spec(name, self._places.again(name))
 
     def spec(self, name: str, place: Place) -> ExecutorSpec:
-        """Of one executor."""
+        """Specification of one executor."""
         config = self._config
         if name == "reward":
             return executor_spec(

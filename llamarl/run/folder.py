@@ -18,12 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Self
 
-from llamarl.checkpoint.copies import Copies, CopyFailed
+from llamarl.checkpoint.copies import CopyFailed, RemoteCopies
 from llamarl.checkpoint.folder import saved_steps
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config, read_json
 from llamarl.models.folder import fingerprints
-from llamarl.observability.files import PIECE_NAME, lines, pieces, read_run_rows, write_atomically
+from llamarl.observability.files import PIECE_NAME, last_lines, lines, pieces, read_run_rows, write_atomically
 from llamarl.observability.metrics import EvalMetrics
+from llamarl.observability.sinks import RowLog
 from llamarl.run.placement import models_in_use, ranges
 
 _EMPTY_BYTES = 1 << 14
@@ -34,7 +35,7 @@ _LOCK, _MARK = ".lock", ".of-this-run"
 _OF_A_RUN = frozenset((
     "config.toml", "weights.json", "metrics.jsonl", "rollouts.jsonl", "events.jsonl", "journal.jsonl", "journal",
     "summary.json", "report.html", "trace.json", "output.log", "logs", "checkpoints", "kernels", "weights", "export",
-    "merged", "profile.json", "costs.json", "timeline.html", "timeline.png", "tensorboard", "wandb",
+    "merged", "profile.json", "costs.json", "forecast.json", "tensorboard", "wandb",
 ))  # fmt: skip
 """Names that commands write into a run's folder. Hidden ones are theirs too while they write."""
 
@@ -52,10 +53,11 @@ class RunFolder:
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts.jsonl"
+        """Rows of rollouts: of runs of before, and where somebody has exported them."""
         self.events = path / "events.jsonl"
-        self.journal = path / "journal.jsonl"
+        self.journal, self.journals = path / "journal.jsonl", path / "journal"
         self.weights = path / "weights.json"
-        """What the models' files were when the run began."""
+        """File that says what the models' files were when the run began."""
         self.summary = path / "summary.json"
         self.trace = path / "trace.json"
         self.logs = path / "logs"
@@ -66,14 +68,14 @@ class RunFolder:
 
     @property
     def files(self) -> dict[Path, str]:
-        """For people: what a run writes, and what it is."""
+        """Files that a run writes, and what each is, for people."""
         return {
             self.metrics: "one line per step and evaluation",
-            self.rollouts: "every rollout that was trained on",
             self.summary: "the numbers at the end",
             self.events: "phases, warnings, who worked when; `llamarl report` shows them",
             self.trace: "who worked when; open it in ui.perfetto.dev",
-            self.journal: "what it takes to go on after a crash, and to replay the run",
+            self.journals: "every rollout that was trained on (`llamarl export --rollouts`); `--resume` and `replay` "
+            "need it",
             self.config: "the fully resolved settings",
             self.checkpoints: "weights and optimizer; `llamarl export` makes a Hugging Face folder of them",
             self.logs: "output of each executor",
@@ -112,8 +114,15 @@ class RunFolder:
         """Raises OSError."""
         write_atomically(self.config, dump_toml(config))
 
+    def drop_rollouts_after(self, step: int) -> None:
+        """Takes back rows of later steps, where rows of rollouts are beside the journal. Raises OSError."""
+        if self.rollouts.is_file():
+            log = RowLog(self.rollouts, lambda failure: None)
+            log.drop_after(step)
+            log.close()
+
     def saved_steps(self) -> list[int]:
-        """Of the checkpoints, ascending; not verified."""
+        """Steps of the checkpoints, ascending; not verified."""
         return saved_steps(self.checkpoints)
 
     def has_begun(self) -> bool:
@@ -127,11 +136,11 @@ class RunFolder:
         )
 
     def done_steps(self) -> int:
-        """What checkpoints and journal lead to; not verified."""
+        """Last step that checkpoints and journal lead to; not verified."""
         return max([*self.saved_steps(), _last_step(self.journal, b'"groups": ')])
 
     def recorded_steps(self) -> int:
-        """Of which the metrics have a row."""
+        """Last step of which the metrics have a row."""
         return _last_step(self.metrics, b'"kind": "step"')
 
     def first_eval(self) -> EvalMetrics | None:
@@ -143,7 +152,7 @@ class RunFolder:
         return None
 
     def unrecorded(self, done: int) -> str:
-        """Of so many steps, those of which the metrics have no row; empty: they have all."""
+        """Text on those of so many steps of which the metrics have no row; empty: they have all."""
         found, fault = set[int](), ""
         for file in pieces(self.metrics):
             try:
@@ -165,7 +174,7 @@ class RunFolder:
         return ""
 
     def way_on(self) -> str:
-        """How a run goes on that an executor has left."""
+        """Text: how a run goes on that an executor has left."""
         if done := self.done_steps():
             return f"--resume goes on from step {done}"
         return "no step was completed yet, so --resume begins again"
@@ -217,7 +226,7 @@ def _check_unused(path: Path) -> None:
 
 def _settle_copies(config: RunConfig, path: Path, *, resume: bool, overwrite: bool) -> None:
     """Raises ConfigError, when they cannot be reached, none that is needed is whole, or they are another run's."""
-    copies = Copies(config.checkpoint, config.name)
+    copies = RemoteCopies(config.checkpoint, config.name)
     try:
         if not resume and not overwrite and copies.steps():
             raise ConfigError(
@@ -251,7 +260,7 @@ def _locked(path: Path) -> IO[str]:
 
 
 def _not_of_a_run(path: Path) -> Iterator[str]:
-    """What no command has written. A folder without a config is no run's, unless nothing is in it."""
+    """Names of what no command has written. A folder without a config is no run's, unless nothing is in it."""
     if not path.is_dir():
         yield path.name
         return
@@ -285,16 +294,21 @@ def _check_resumable(folder: RunFolder, config: RunConfig) -> None:
 
 
 def _last_step(path: Path, sign: bytes) -> int:
-    """Of the rows with this sign; whoever reads all of them says what is damaged."""
-    return next(filter(None, (max(_steps(file, sign), default=0) for file in reversed(pieces(path)))), 0)
+    """Last step of the rows with this sign; whoever reads all of them says what is damaged."""
+    return next((max(found) for file in reversed(pieces(path)) if (found := [*_steps(file, sign, most=1)])), 0)
 
 
-def _steps(file: Path, sign: bytes) -> Iterator[int]:
+def _steps(file: Path, sign: bytes, most: int = 1 << 62) -> Iterator[int]:
+    """Steps of the last rows with this sign, so many at least."""
     with suppress(EOFError, zlib.error, gzip.BadGzipFile):  # of a compressed one that is damaged, what stands before
-        for row in lines(file) if file.exists() else ():
-            if sign in row and row.endswith(b"\n"):
+        backwards = file.suffix != ".gz"
+        for row in (last_lines(file) if backwards else lines(file)) if file.exists() else ():
+            if sign in row and row.endswith(b"}" if backwards else b"\n"):
                 with suppress(ValueError, LookupError, TypeError):
                     yield int(json.loads(row)["step"])
+                    most -= backwards
+            if not most:
+                return
 
 
 def _check_same_weights(before: RunConfig, now: RunConfig) -> None:
@@ -338,7 +352,7 @@ def prepare_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> R
             if old.name != _LOCK:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         if overwrite and config.checkpoint.copy_to:
-            Copies(config.checkpoint, config.name).clear()
+            RemoteCopies(config.checkpoint, config.name).clear()
         if not resume:
             folder.write_config(config)  # first: by it others know whose folder this is
         for made in (folder.logs, folder.checkpoints):

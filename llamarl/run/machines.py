@@ -19,7 +19,7 @@ from llamarl.run.placement import LocalPlaces, Placement, Places, place
 class Machines(Protocol):
     """One run's, by `cluster.kind`."""
 
-    may_grow: bool
+    hosts_may_join: bool
     """There may be places later that are not there now."""
 
     def open(self) -> Cluster:
@@ -27,20 +27,20 @@ class Machines(Protocol):
         ...
 
     async def places(self, tell: Callable[[str], None]) -> Places:
-        """Where executors are started, once all machines are there. Raises ConfigError."""
+        """Places where executors are started, once all machines are there. Raises ConfigError."""
         ...
 
     def follow(self, controller: Controller, telemetry: Telemetry, supervisor: Supervisor) -> None:
-        """From here on generators come and go with their machines."""
+        """Lets generators come and go with their machines from here on."""
 
     def end_with(self, handle: ExecutorHandle, supervisor: Supervisor) -> None:
-        """From here on the run ends, with a checkpoint, when the machine of this executor leaves."""
+        """Ends the run, with a checkpoint, when the machine of this executor leaves."""
 
 
 class ThisMachine:
     """Stays as it is."""
 
-    may_grow = False
+    hosts_may_join = False
 
     def __init__(self, config: RunConfig, logs: Path, placement: Placement | None) -> None:
         self._config, self._logs, self._placement = config, logs, placement

@@ -22,17 +22,17 @@ from llamarl.config.device import PLACED, named_devices
 from llamarl.config.schema import CriticConfig, ReferenceConfig, RewardModelConfig
 
 COUNT_S = 120.0
-"""For a process that imports torch and counts."""
+"""Seconds for a process that imports torch and counts devices."""
 MAX_ROWS = 24
-"""Of a table."""
+"""Most rows of a table."""
 
 
-class Wanted(NamedTuple):
+class WantedExecutor(NamedTuple):
     """An executor that a config asks for."""
 
     executor: str
     role: str
-    """As `cluster.place` names it."""
+    """Role, as `cluster.place` names it."""
     num_ranks: int
     device: str
     """`cpu`, `cuda`, or with the numbers of some."""
@@ -41,36 +41,36 @@ class Wanted(NamedTuple):
 
     @property
     def option(self) -> str:
-        """Of its device."""
+        """Option that names its device."""
         return f"{'reward.model' if self.role == 'reward_model' else self.role}.device"
 
 
 class Place(NamedTuple):
-    """Where an executor is started."""
+    """Place where an executor is started: devices and hosts."""
 
     env: Mapping[str, str] = MappingProxyType({})
-    """What shows it its devices alone."""
+    """Environment variables that show it its devices alone."""
     hosts: tuple[HostShare, ...] = ()
 
 
 ANYWHERE = Place()
-"""On the one machine that there is, on its CPU."""
+"""Place on the one machine that there is, on its CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """What one executor computes on."""
+    """Devices that one executor computes on."""
 
     executor: str
     option: str
-    """Of its device."""
+    """Option that names its device."""
     num_ranks: int
     devices: tuple[int, ...]
-    """Of each rank, counted among those that this process sees; none: on the CPU."""
+    """Device of each rank, counted among those that this process sees; none: on the CPU."""
 
     @property
     def place(self) -> str:
-        """For people."""
+        """Text for people: its devices, or the CPU."""
         return "cuda " + ranges(self.devices) if self.devices else "cpu"
 
 
@@ -80,7 +80,7 @@ class Placement:
 
     assignments: tuple[Assignment, ...]
     num_devices: int
-    """That this host has."""
+    """Devices that this host has."""
 
     @property
     def num_needed(self) -> int:
@@ -89,7 +89,7 @@ class Placement:
 
     @property
     def lack(self) -> str:
-        """Of devices, for people; empty: there are enough."""
+        """Text for people: how many devices are needed and how many there are; empty: there are enough."""
         needed, there = self.num_needed, self.num_devices
         return f"{needed} GPUs are needed and this host has {there}" if needed > there else ""
 
@@ -111,7 +111,7 @@ class Placement:
             )
 
     def env(self, executor: str) -> dict[str, str]:
-        """What shows a process of this executor its devices alone; its ranks count from 0 then."""
+        """Environment variables that show a process of this executor its devices alone; its ranks count from 0 then."""
         devices = next((one.devices for one in self.assignments if one.executor == executor), ())
         if not self.num_devices:
             return {}
@@ -121,29 +121,29 @@ class Placement:
 
 
 class Places(Protocol):
-    """Where executors of a run are started, now and later."""
+    """Places where executors of a run are started, now and later."""
 
     def place(self, executor: str) -> Place:
-        """Of one that has been placed."""
+        """Place of an executor that has been placed."""
 
     def again(self, executor: str) -> Place:
-        """Of one that has died; elsewhere, if its host is lost. Raises ConfigError: there is no room."""
+        """Place for one that has died; elsewhere, if its host is lost. Raises ConfigError: there is no room."""
 
     def of_role(self, role: str) -> list[str]:
         """Executors that have been placed."""
 
     def take_generator(self, number: int) -> Place:
-        """For one more. Raises ConfigError: there is no room."""
+        """Place for one more generator. Raises ConfigError: there is no room."""
 
     def leave(self, executor: str) -> None:
         """Its devices are free; it may have none any more."""
 
-    def room(self) -> int:
-        """For so many more generators."""
+    def free_generator_slots(self) -> int:
+        """Number of further generators for which there is room."""
 
 
 class LocalPlaces:
-    """On one machine there is room for as many generators as at the start."""
+    """Places on one machine, where there is room for as many generators as at the start."""
 
     def __init__(self, placement: Placement) -> None:
         self._assigned = {one.executor: Place(env=placement.env(one.executor)) for one in placement.assignments}
@@ -165,7 +165,7 @@ class LocalPlaces:
         if place := self._assigned.pop(executor, None):
             self._vacant.append(place)
 
-    def room(self) -> int:
+    def free_generator_slots(self) -> int:
         return len(self._vacant)
 
 
@@ -213,20 +213,22 @@ def place(config: RunConfig, num_devices: int | None = None) -> Placement:
     return Placement(assignments=tuple(assignments), num_devices=num_devices)
 
 
-def wanted_executors(config: RunConfig) -> Iterator[Wanted]:
-    """In the order in which devices go to them. Raises ConfigError."""
+def wanted_executors(config: RunConfig) -> Iterator[WantedExecutor]:
+    """Executors that a config asks for, in the order in which devices go to them. Raises ConfigError."""
     models = models_in_use(config)
-    yield Wanted("trainer", "trainer", config.trainer.parallelism.num_ranks, config.trainer.device)
+    yield WantedExecutor("trainer", "trainer", config.trainer.parallelism.num_ranks, config.trainer.device)
     critic = models.pop("critic", None)
     if isinstance(critic, CriticConfig):
-        yield Wanted("critic", "critic", critic.parallelism.num_ranks, critic.device)
+        yield WantedExecutor("critic", "critic", critic.parallelism.num_ranks, critic.device)
     for i in range(config.generator.replicas):
-        yield Wanted(f"generator-{i}", "generator", config.generator.tensor_parallel, config.generator.device, i)
-    yield Wanted("reward", "reward", 1, "cpu")
+        yield WantedExecutor(
+            f"generator-{i}", "generator", config.generator.tensor_parallel, config.generator.device, i
+        )
+    yield WantedExecutor("reward", "reward", 1, "cpu")
     if config.rollout.has_episodes:
-        yield Wanted("environment", "environment", 1, "cpu")
+        yield WantedExecutor("environment", "environment", 1, "cpu")
     for name, settings in models.items():
-        yield Wanted(name, name.replace("-", "_"), 1, settings.device)
+        yield WantedExecutor(name, name.replace("-", "_"), 1, settings.device)
 
 
 def _counting(taken: set[int]) -> Iterator[int]:
@@ -237,8 +239,8 @@ def _counting(taken: set[int]) -> Iterator[int]:
         number += 1
 
 
-def _named(wanted: Wanted, replicas: int) -> tuple[int, ...]:
-    """Those of one executor; replicas share a list that is as long as one of them needs."""
+def _named(wanted: WantedExecutor, replicas: int) -> tuple[int, ...]:
+    """Devices named for one executor; replicas share a list that is as long as one of them needs."""
     devices, num_ranks, number = named_devices(wanted.device), wanted.num_ranks, wanted.number
     if wanted.role == "generator" and len(devices) == num_ranks * replicas:
         return devices[number * num_ranks : (number + 1) * num_ranks]

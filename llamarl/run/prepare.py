@@ -28,15 +28,15 @@ from llamarl.types import Prompt
 from llamarl.weight_sync.select import check_name
 
 CACHE_BLOCK_TOKENS = 16
-"""That keys and values are kept for at a time, by all kernels."""
+"""Tokens for which keys and values are kept at a time, by all kernels."""
 
 RANK_FILES, GENERATOR_FILES = 8, 3
-"""That a rank of the trainer has open for each of its other ranks, and for each rank of the generators."""
+"""Files that a rank of the trainer has open for each of its other ranks, and for each rank of the generators."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """What a run needs to know of its model and data."""
+    """Facts that a run needs to know of its model and data."""
 
     shape: ModelShape
     problems: Problems
@@ -134,7 +134,7 @@ def prepare(config: RunConfig) -> Prepared:
 
 
 def skipped_prompts(config: RunConfig, which: Literal["train", "eval"], num: int) -> str:
-    """What the user hears of overlong ones."""
+    """Warning for the user about prompts that are too long."""
     limit = config.data.max_prompt_tokens
     return f"data.{which}: {num} prompts are too long and were skipped (data.max_prompt_tokens = {limit})"
 

@@ -14,7 +14,6 @@ from llamarl.config import ConfigError, RunConfig
 from llamarl.config.load import flat_settings
 from llamarl.config.ref import part
 from llamarl.controller.admission import TooManyInvalid
-from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.clock import run_patiently
 from llamarl.controller.controller import Controller
 from llamarl.controller.journal import Journal
@@ -27,14 +26,13 @@ from llamarl.executors.replies import ControllerState
 from llamarl.observability.accounting import verdict, write_trace
 from llamarl.observability.events import EventLog, RecordedScreen, start_of_run
 from llamarl.observability.metrics import EvalMetrics
-from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.report import RunFile, RunSummary, render_summary, write_summary
 from llamarl.observability.screen import Screen, open_screen
 from llamarl.observability.sinks import MetricsLog, Subject
 from llamarl.observability.spans import now_s
 from llamarl.observability.view import RunInfo
 from llamarl.run.assembly import WIND_DOWN_S, assembled, nothing_to_resume
-from llamarl.run.copying import Copying
+from llamarl.run.copying import CheckpointCopier
 from llamarl.run.executors import GeneratorSpecs, RunSpecs, spawn_all
 from llamarl.run.folder import RunFolder
 from llamarl.run.journal import open_journal
@@ -45,8 +43,8 @@ from llamarl.types import RolloutGroup
 
 
 @dataclass(kw_only=True, slots=True)
-class _Progress:
-    """How far a run came."""
+class _RunOutcome:
+    """Progress of a run, and its end."""
 
     end: Literal["finished", "interrupted", "failed"] = "failed"
     before: EvalMetrics | None = None
@@ -69,10 +67,10 @@ def run(
         All have the summary of what was done as a note.
     """
     with rare_garbage_collections(), folder:
-        return run_patiently(_Run(config, prepared, folder, resume, command_started_s).run())
+        return run_patiently(_TrainingRun(config, prepared, folder, resume, command_started_s).run())
 
 
-class _Run:
+class _TrainingRun:
     def __init__(
         self, config: RunConfig, prepared: Prepared, folder: RunFolder, resume: bool, command_started_s: float
     ) -> None:
@@ -85,14 +83,14 @@ class _Run:
         self._placement = prepared.placement
         self._specs: RunSpecs | None = None
         """Once executors are started."""
-        self._outcome = _Progress(warnings=list(prepared.warnings))
+        self._outcome = _RunOutcome(warnings=list(prepared.warnings))
         self._unrecorded = list[tuple[list[RolloutGroup], PolicyStepResult]]()
         """Steps that were trained again and are not in the metrics."""
 
     async def run(self) -> RunSummary:
         config, folder = self._config, self._folder
         rollout = config.rollout
-        limit = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
+        limit = rollout.staleness_limit
         info = RunInfo(
             name=config.name,
             model=f"{self._shape.family} {self._shape.num_parameters / 1e6:.3g}M",
@@ -108,10 +106,10 @@ class _Run:
             events.add("start", **start_of_run(), staleness_limit=limit, model=info.model, resumed=self._resume)
             for text in self._outcome.warnings:
                 screen.warn(text)
-            log, recorder = MetricsLog(folder.metrics, *keep), RolloutRecorder(folder.rollouts, *keep)
+            log = MetricsLog(folder.metrics, *keep)
             if set(config.metrics.sinks) - {"jsonl"}:
                 log.recorder = part("page", "Trackers")(config.metrics.sinks, self._subject(), screen.warn)
-            telemetry = Telemetry(config, screen, log, recorder, limit, events=events)
+            telemetry = Telemetry(config, screen, log, limit, events=events)
             journal = open_journal(config, self._problems, folder, telemetry.warn)
             try:
                 await self._with_executors(screen, telemetry, journal)
@@ -120,7 +118,7 @@ class _Run:
                 self._outcome.end = "interrupted" if isinstance(error, Interrupted) else "failed"
                 raise
             finally:
-                for one in (recorder, log, journal):
+                for one in (log, journal):
                     one.close()
                 summary = self._summary(telemetry, limit)
                 if self._outcome.error is not None:
@@ -146,7 +144,7 @@ class _Run:
         folder = self._folder
         machines = open_machines(self._config, folder.logs, folder.path, self._placement, screen.phase)
         cluster = machines.open()
-        copying = Copying(self._config, self._folder, telemetry.warn)
+        copying = CheckpointCopier(self._config, self._folder, telemetry.warn)
         async with assembled(
             self._config,
             self._problems,
@@ -177,9 +175,10 @@ class _Run:
         self._outcome.end = "finished"
 
     def _go_on(self, telemetry: Telemetry, step: int) -> None:
-        """What the checkpoint holds fits these settings: from here on they count. Raises ConfigError."""
+        """Goes on: the checkpoint fits these settings, and from here on they count. Raises ConfigError."""
         try:
             telemetry.resume_at(min(step, self._folder.recorded_steps()))
+            self._folder.drop_rollouts_after(step)
             for groups, result in self._unrecorded:
                 telemetry.trained_again(groups, result)
             if lack := self._folder.unrecorded(step):
@@ -219,7 +218,7 @@ class _Run:
             handle.failed.add_done_callback(lambda _, name=handle.name: places.leave(name))
 
         async def spawn_generator(number: int) -> ExecutorHandle:
-            """Where there is room."""
+            """Starts one more generator, where there is room."""
             name = f"generator-{number}"
             spec = generator(number, places.take_generator(number))
             try:
@@ -237,8 +236,8 @@ class _Run:
             generators=generators,
             spawn_generator=spawn_generator,
             spawn_again=lambda name: cluster.spawn(others.again(name), timeout_s),
-            room=places.room,
-            may_grow=machines.may_grow,
+            free_generator_slots=places.free_generator_slots,
+            hosts_may_join=machines.hosts_may_join,
         )
 
     async def _resumed(self, executors: Executors, screen: Screen, journal: Journal) -> ControllerState | None:
@@ -269,7 +268,7 @@ class _Run:
     async def _forward(
         self, trainer: TrainerPort, critic: CriticPort | None, journal: Journal, step: int, screen: Screen
     ) -> None:
-        """From a checkpoint's `step` over all that the journal has."""
+        """Trains again, from a checkpoint's `step`, over all that the journal has."""
         recorded, first = self._folder.recorded_steps(), step
 
         def told(step: int, groups: list[RolloutGroup], result: PolicyStepResult | None) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llamarl.config import ConfigError
-from llamarl.net.entrance import Entrance, Proved, Serve
+from llamarl.net.entrance import Entrance, Proved, Serve, ignore_silent
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -23,14 +23,14 @@ STOP_S, KEEP_ALIVE_S = 2, 3600
 
 
 def serving(app: ASGIApp, hosts: Sequence[str] = LOOPBACK) -> Server:
-    """What runs `app` by `serve(sockets=[...])`, until `should_exit`.
+    """A server that runs `app` by `serve(sockets=[...])`, until `should_exit`.
 
     Args:
         hosts: the names under which it may be asked for; none: any.
     """
     import uvicorn
 
-    class Serving(uvicorn.Server):
+    class EntranceServer(uvicorn.Server):
         """Its connections come by entrances."""
 
         entrances: Sequence[Entrance] = ()
@@ -63,7 +63,7 @@ def serving(app: ASGIApp, hosts: Sequence[str] = LOOPBACK) -> Server:
         lifespan="off", proxy_headers=False, server_header=False, limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=STOP_S, timeout_keep_alive=KEEP_ALIVE_S,
     )  # fmt: skip
-    return Serving(config)
+    return EntranceServer(config)
 
 
 def _proving(app: ASGIApp) -> Callable[..., Awaitable[None]]:
@@ -109,6 +109,7 @@ def listening(host: str, port: int) -> socket.socket:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(address)
         opened.listen(MAX_CONNECTIONS)
+        ignore_silent(opened)
     except OSError as error:
         raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}; choose another port or host") from None
     return opened

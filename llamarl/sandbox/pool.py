@@ -26,14 +26,14 @@ from llamarl.sandbox.pool_server import READY, FailureKind, Limits
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
 _ORDERS = (1, -1)
-"""How the items of a batch are sent to the fork servers that it may cost: an item that kills the first one is the last
-that the second gets."""
+"""Orders in which the items of a batch are sent to the fork servers that it may cost: an item that kills the first one
+is the last that the second gets."""
 _KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "VIRTUAL_ENV", "LLAMARL_")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """In place of a result."""
+    """Reason in place of a result."""
 
     kind: FailureKind
     reason: str

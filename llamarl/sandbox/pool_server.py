@@ -38,11 +38,11 @@ READY = b"ready\n"
 _MAX_ATTEMPTS = 2
 _IDLE = -1
 _LOOK_AROUND_S = 1.0
-"""How often the server looks at its parent."""
+"""Seconds between two looks of the server at its parent."""
 _SEND_TIMEOUT_S = 60.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MAX_SWEEPS = 100
-"""Of processes that fork while they are killed."""
+"""Most sweeps over processes that fork while they are killed."""
 
 
 class FailureKind(StrEnum):
@@ -62,7 +62,7 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What the items of a pool may use."""
+    """Limits on what the items of a pool may use."""
 
     num_workers: int
     """Processes that work at the same time."""
@@ -77,7 +77,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class _Worker:
+class _PoolChild:
     pid: int
     stream: socket.socket
     index: int = _IDLE
@@ -117,7 +117,7 @@ class _Server:
         self._control, self._function, self._limits, self._parent = control, function, limits, parent
         self._control.settimeout(_SEND_TIMEOUT_S)  # a forked copy of a dead pool reads nothing
         self._heard = bytearray()
-        self._workers: list[_Worker] = []
+        self._workers: list[_PoolChild] = []
 
     def serve(self) -> None:
         """One batch after the other, until the pool's stream ends or its process has gone."""
@@ -151,7 +151,7 @@ class _Server:
             self._heard += data
         return readable
 
-    def _busy(self) -> list[_Worker]:
+    def _busy(self) -> list[_PoolChild]:
         return [worker for worker in self._workers if worker.index != _IDLE]
 
     def _answer(self, items: list[Any], batch_s: float) -> None:
@@ -189,7 +189,7 @@ class _Server:
                 batch.waiting.appendleft(worker.index)
                 self._end(worker)
 
-    def _read(self, worker: _Worker, batch: _Batch) -> None:
+    def _read(self, worker: _PoolChild, batch: _Batch) -> None:
         """Passes an answer on. The item that a worker died under is tried once more."""
         try:
             data = worker.stream.recv(1 << 16)
@@ -215,7 +215,7 @@ class _Server:
     def _fail(self, index: int, kind: FailureKind, reason: str) -> None:
         self._control.sendall(json.dumps([index, kind, reason]).encode() + b"\n")
 
-    def _end(self, worker: _Worker) -> int:
+    def _end(self, worker: _PoolChild) -> int:
         """The wait status; killing a process that has ended does not change it."""
         self._workers.remove(worker)
         worker.stream.close()
@@ -229,7 +229,7 @@ class _Server:
                 os.waitpid(pid, 0)
         return status
 
-    def _fork(self) -> _Worker:
+    def _fork(self) -> _PoolChild:
         server, (ours, theirs) = os.getpid(), socket.socketpair()
         pid = os.fork()
         if pid == 0:
@@ -242,12 +242,12 @@ class _Server:
                 os._exit(0 if sys.exception() is None else 1)
         theirs.close()
         ours.settimeout(self._limits.wall_s)
-        self._workers.append(_Worker(pid, ours))
+        self._workers.append(_PoolChild(pid, ours))
         return self._workers[-1]
 
 
 def _children() -> set[int]:
-    """Of this process; on Linux alone."""
+    """Ids of this process's children; on Linux alone."""
     found, ours = set[int](), str(os.getpid())
     for name in os.listdir("/proc") if sys.platform == "linux" else ():
         with suppress(OSError):  # it has ended

@@ -35,7 +35,7 @@ class Box:
         return math.prod(self.shape)
 
     def intersection(self, other: Box) -> Box | None:
-        """What both hold; None when that is nothing."""
+        """The part that both hold; None when that is nothing."""
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
         return Box(starts, stops) if all(map(int.__lt__, starts, stops)) else None

@@ -1,4 +1,4 @@
-"""What each rank of an executor holds of each parameter, from sizes and names alone.
+"""Layouts: what each rank of an executor holds of each parameter, from sizes and names alone.
 
 Shape suffixes: R ranks, N dims of the parameter.
 """
@@ -41,7 +41,7 @@ class Shard:
 
 
 Placement = Shard | None
-"""On one mesh axis; None: every rank along it holds the same."""
+"""Cut on one mesh axis; None: every rank along it holds the same."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,13 +63,13 @@ class Held:
     """A parameter in a layout."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     dtype: str
     """A key of DTYPE_BYTES: what trainer ranks publish, or what generator ranks serve."""
     boxes: RankBoxes
 
     def box(self, rank: int) -> Box | None:
-        """What `rank` holds; None: nothing."""
+        """The part that `rank` holds; None: nothing."""
         starts, stops = self.boxes.starts_R_N[rank].tolist(), self.boxes.stops_R_N[rank].tolist()
         return make_box(starts, stops, self.shape) if all(map(int.__lt__, starts, stops)) else None
 
@@ -94,7 +94,7 @@ class ShardLayout:
         return self.devices_R // self.host_size
 
     def boxes(self, rank: int) -> dict[str, Box]:
-        """What `rank` holds, by parameter."""
+        """Parts that `rank` holds, by parameter."""
         found = {name: held.box(rank) for name, held in self.parameters.items()}
         return {name: box for name, box in found.items() if box is not None}
 

@@ -38,9 +38,9 @@ class Move:
     name: str
     """The parameter."""
     box: Box
-    """In coordinates of the whole parameter."""
+    """Part that is copied, in coordinates of the whole parameter."""
     dtype: str
-    """What travels. The sender casts or quantizes; rows of 8-bit values travel with a float32 scale each."""
+    """Type that travels. The sender casts or quantizes; rows of 8-bit values travel with a float32 scale each."""
     sender: int
     """Rank of the source."""
     receiver: int
@@ -48,7 +48,7 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """On the wire."""
+        """Bytes on the wire."""
         rows = self.box.shape[0] if self.dtype in QUANTIZED else 0
         return self.box.num_elements * DTYPE_BYTES[self.dtype] + rows * SCALE_BYTES
 
@@ -60,7 +60,7 @@ class CopyGroup:
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
-    """What travels."""
+    """Type that travels."""
     starts_M_N: np.ndarray
     stops_M_N: np.ndarray
     senders_M: np.ndarray
@@ -68,12 +68,12 @@ class CopyGroup:
     """Who needs the piece: position in `ReshardPlan.audiences`."""
 
     def box(self, row: int) -> Box:
-        """Of one piece."""
+        """Box of one piece, in coordinates of the whole parameter."""
         return make_box(self.starts_M_N[row].tolist(), self.stops_M_N[row].tolist(), self.shape)
 
     @property
     def bytes_M(self) -> np.ndarray:
-        """On the wire, for one parameter."""
+        """Bytes of each piece on the wire, for one parameter."""
         sizes_M_N = self.stops_M_N - self.starts_M_N
         scales_M = sizes_M_N[:, 0] * SCALE_BYTES if self.dtype in QUANTIZED else 0
         return sizes_M_N.prod(axis=1) * DTYPE_BYTES[self.dtype] + scales_M
@@ -90,11 +90,11 @@ class ReshardPlan:
     """Sets of ranks that need the same."""
 
     def moves_from(self, rank: int) -> list[Move]:
-        """What a source rank sends."""
+        """Moves that a source rank sends."""
         return list(self._moves([np.flatnonzero(group.senders_M == rank) for group in self.groups], None))
 
     def moves_to(self, rank: int) -> list[Move]:
-        """What a destination rank receives from the source."""
+        """Moves that a destination rank receives from the source."""
         needs = np.array([rank in audience for audience in self.audiences], bool)
         return list(self._moves([np.flatnonzero(needs[group.audiences_M]) for group in self.groups], rank))
 
@@ -218,7 +218,7 @@ class _Planner:
         return found
 
     def _nearest(self, holders: list[int], receiver: int) -> list[int]:
-        """Those on the receiver's device, else on its host, else all."""
+        """Holders on the receiver's device, else on its host, else all."""
         for ours, theirs in self.places:
             if near := [rank for rank in holders if ours[rank] == theirs[receiver]]:
                 return near

@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts the parameters of a decoder (Megatron-LM, arXiv 1909.08053, section 3).
+"""Tensor parallelism: cuts of the parameters of a decoder (Megatron-LM, arXiv 1909.08053, section 3).
 
 Projections into heads and into the feed-forward dim are cut by output rows, those back by input columns, so each rank
 computes its own heads and one all-reduce follows each block. Embedding and head are cut by vocabulary. Norms are whole
@@ -25,7 +25,7 @@ def sharded_dim(name: str) -> int | None:
 
 
 def tensor_parallel_box(name: str, shape: Sequence[int], num_ranks: int, rank: int, num_kv_heads: int) -> Box:
-    """What `rank` of `num_ranks` holds of a parameter.
+    """Part of a parameter that `rank` of `num_ranks` holds.
 
     With more ranks than kv heads, each kv head is held by `num_ranks / num_kv_heads` consecutive ranks.
 

@@ -1,4 +1,4 @@
-"""How long a reshard plan takes on given links, and which of the two ways to go is faster.
+"""Estimates of how long a reshard plan takes on given links, and which of the two ways to go is faster.
 
 Every device has a network adapter of its own and a link to the other devices of its host, both with two directions at
 once. A transfer takes as long as its busiest link; relays begin with the first stripe, so their time overlaps.
@@ -21,7 +21,7 @@ RELAY_GAIN = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Links:
+class LinkSpeeds:
     """Bytes per second of one device, one way, as software reaches them."""
 
     network: float
@@ -41,7 +41,7 @@ class Traffic:
 
     @classmethod
     def zero(cls, num_devices: int) -> Traffic:
-        """Of no transfer."""
+        """Traffic of no transfer."""
         return cls(**{name: np.zeros(num_devices) for name in cls.__slots__})
 
 
@@ -53,11 +53,11 @@ class Transfer:
     busiest: str
     """The link that decides: which direction, which device."""
     busiest_bytes: float
-    """What that link carries."""
+    """Bytes that the busiest link carries."""
     network_bytes: float
-    """That all adapters send."""
+    """Bytes that all adapters send."""
     host_bytes: float
-    """That all links inside hosts carry."""
+    """Bytes that all links inside hosts carry."""
 
 
 def delta_share(dtype: str, changed: float) -> float:
@@ -82,7 +82,7 @@ def traffic(plan: ReshardPlan, changed: Mapping[str, float] | None = None, is_re
 
 
 def _near(found: Traffic, plan: ReshardPlan, takers: np.ndarray, sent_R: np.ndarray) -> np.ndarray:
-    """What each of `takers` receives from source ranks on its own host, and its device."""
+    """Bytes that each of `takers` receives from source ranks on its host; `found` gets those on links inside hosts."""
     ours, our_hosts = plan.source.devices_R, plan.source.hosts_R
     theirs, their_hosts = plan.destination.devices_R[takers], plan.destination.hosts_R[takers]
     num_devices = len(found.network_in_V)
@@ -125,7 +125,7 @@ def _chained(found: Traffic, plan: ReshardPlan, takers: np.ndarray, sent_R: np.n
 
 
 def estimate(
-    plan: ReshardPlan, links: Links, changed: Mapping[str, float] | None = None, is_relayed: bool = False
+    plan: ReshardPlan, links: LinkSpeeds, changed: Mapping[str, float] | None = None, is_relayed: bool = False
 ) -> Transfer:
     """Seconds of the busiest link.
 
@@ -154,7 +154,7 @@ def estimate(
     )
 
 
-def fastest(source: ShardLayout, destination: ShardLayout, links: Links) -> tuple[ReshardPlan, Transfer, str]:
+def fastest(source: ShardLayout, destination: ShardLayout, links: LinkSpeeds) -> tuple[ReshardPlan, Transfer, str]:
     """The plan, the estimate of the faster way to carry it out, direct or relayed, and why.
 
     Direct copies put R / T of the weights through each of T trainers' adapters for R replicas. With relays a trainer

@@ -1,16 +1,23 @@
-"""How a model computes in training: what it keeps for backward, and what is fused."""
+"""Computation of a model in training: what it keeps for backward, and what is fused."""
 
 from __future__ import annotations
 
 import torch
 
 from llamarl.config.schema import TrainerConfig
+from llamarl.kernels import products
+from llamarl.models.lora import LoraLinear
 from llamarl.models.scalar import ScalarModel
-from llamarl.models.transformer import Layer, Transformer
+from llamarl.models.transformer import Layer, Projection, Transformer
 
 
-def set_compute(model: Transformer | ScalarModel, config: TrainerConfig) -> None:
-    """Sets a whole model, before it is cut, to the trainer's settings."""
+def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device: torch.device) -> None:
+    """Sets a whole model, before it is cut, to the trainer's settings on a device."""
+    if device.type == "cpu" and config.dtype == "float32":
+        for module in model.modules():
+            if isinstance(module, Projection | LoraLinear):
+                module.multiply = products.linear
+                products.chosen(*module.weight.shape)  # measured at the start
     for layer in model.model.layers.children():
         assert isinstance(layer, Layer)
         layer.recompute = config.activation_checkpointing

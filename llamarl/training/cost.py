@@ -1,4 +1,4 @@
-"""What training on some tokens costs: arithmetic and memory, from the shape of the model. Imports no torch."""
+"""Costs of training on some tokens: arithmetic and memory, from the shape of the model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from llamarl.types import SampleGroup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """Of one optimizer step, whatever the layout and the microbatches: a prompt counts once per group."""
+    """Cost of one optimizer step, whatever the layout and the microbatches: a prompt counts once per group."""
 
     flops: float
     """Useful ones: recomputed parts don't count."""
     padding_share: float
-    """Of the rows in which attention computes responses, those behind the end of a response, 0 to 1."""
+    """Share of rows in which attention computes responses that lie behind the end of a response, 0 to 1."""
 
 
 def step_cost(shape: ModelShape, groups: Sequence[SampleGroup], lora: LoraConfig | None = None) -> StepCost:
@@ -46,7 +46,7 @@ def step_cost(shape: ModelShape, groups: Sequence[SampleGroup], lora: LoraConfig
 
 
 def activation_bytes(shape: ModelShape, config: TrainerConfig, num_tokens: int, num_keys: int) -> float:
-    """What one microbatch keeps from forward to backward in one process, within a quarter; all ranks share it.
+    """Bytes that one microbatch keeps from forward to backward in one process, within a quarter; all ranks share it.
 
     Args:
         num_tokens: of the microbatch.

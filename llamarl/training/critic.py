@@ -108,7 +108,7 @@ class Critic(Optimization[ScalarModel]):
         return list(chain.from_iterable(zip(*shares, strict=True)))[: len(microbatches)]
 
     def learn(self, groups: Sequence[RolloutGroup]) -> Generator[None, None, StepResult]:
-        """As many passes over the groups' returns as the trainer makes, a microbatch at a time.
+        """Learns the groups' returns in as many passes as the trainer makes, a microbatch at a time.
 
         Raises:
             NonFiniteStep: loss or gradient is NaN or infinite, and the policy is to stop.

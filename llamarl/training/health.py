@@ -1,4 +1,4 @@
-"""What a step says of itself: how far the policy has moved from the one that sampled, and what made it non-finite.
+"""Health of a step: how far the policy has moved from the one that sampled, and what made it non-finite.
 
 Shape suffix: R response tokens.
 """
@@ -20,7 +20,7 @@ from llamarl.types import RolloutGroup, SampleGroup
 
 MAX_NAMED_GROUPS = 4
 """Groups in which the rollouts at fault are looked for: each rollout costs a forward and backward."""
-PARTS = ("staleness", "mismatch")
+PARTS = ("staleness", "same_version")
 Alone = Callable[[Sequence[SampleGroup]], tuple[dict[str, float], float]]
 """alone(groups): sums to log, the loss among them, and gradient norm of a step on nothing else."""
 
@@ -38,7 +38,7 @@ class Health:
         """Microbatch of this rank's share."""
 
     def begin(self) -> None:
-        """Of a step."""
+        """Begins a step."""
         self._first_bad = ""
 
     def computed(self, losses: Sequence[float]) -> None:
@@ -94,11 +94,11 @@ def split_by_age(sums: dict[str, float]) -> dict[str, float]:
     """Importance ratio and KL to the behavior policy in two parts; takes what `age_sums` gave out of `sums`.
 
     Tokens of older versions differ by training, kernels and precision (staleness); those of the version in training by
-    the latter two alone (mismatch). Each is a mean over its own tokens, and missing where there are none:
-    ``kl_to_behavior = stale_share * kl_staleness + (1 - stale_share) * kl_mismatch``, of the first pass over a batch.
+    the latter two alone (same_version). Each is a mean over its own tokens, and missing where there are none:
+    ``kl_to_behavior = stale_share * kl_staleness + (1 - stale_share) * kl_same_version``, of a batch's first pass.
     """
     taken = {part: [sums.pop(f"{part}_{what}", 0.0) for what in ("tokens", "excess", "kl")] for part in PARTS}
-    found = {"stale_share": taken["staleness"][0] / max(taken["staleness"][0] + taken["mismatch"][0], 1)}
+    found = {"stale_share": taken["staleness"][0] / max(taken["staleness"][0] + taken["same_version"][0], 1)}
     for part, (tokens, excess, kl) in taken.items():
         if tokens:
             found |= {f"importance_ratio_{part}": 1 + excess / tokens, f"kl_{part}": kl / tokens}
@@ -135,7 +135,7 @@ def find_cause(groups: Sequence[RolloutGroup], computed: Sequence[SampleGroup], 
 
 
 def _fault(sums: dict[str, float], grad_norm: float) -> str:
-    """What is not finite first in the order of computation; empty when all is."""
+    """Name of what is not finite first in the order of computation; empty when all is finite."""
     for name, value in {
         "log-probs": sums.get("kl_to_behavior", 0.0), "loss": sums.get("loss", 0.0), "gradient": grad_norm
     }.items():  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from llamarl.distributed.mesh import ALONE, Axis
+from llamarl.kernels.products import INPUT, OUTPUT, WEIGHT, multiply
 
 TILE_LOGITS = 1 << 23
 """Logits held at once, in elements: 32 MiB of float32. Larger tiles are no faster (`benchmarks/training.py`)."""
@@ -53,15 +54,15 @@ class _Tiles:
             head_T_D = self._head_V_D[start : start + self._size]
             logits_R_T = self._room[: num_rows * len(head_T_D)].view(num_rows, len(head_T_D))
             if self._hidden_R_D.dtype == self.dtype:
-                torch.mm(self._hidden_R_D, head_T_D.T, out=logits_R_T)
+                multiply(OUTPUT, self._hidden_R_D, head_T_D, logits_R_T)
             else:
                 logits_R_T.copy_(wide_product(self._hidden_R_D, head_T_D.T))
             yield start, head_T_D, logits_R_T if self._temperature == 1 else logits_R_T.div_(self._temperature)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Of bfloat16 factors, on GPUs as the float32 sums that their units make: rounded, logits are off by 0.02 nats.
-    Torch knows no such product on processors."""
+    """Product of bfloat16 factors, on GPUs as the float32 sums that their units make: rounded, logits are off by 0.02
+    nats. Torch knows no such product on processors."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.device.type == "cuda" else a @ b
 
 
@@ -113,10 +114,10 @@ class _TargetLogprobs(torch.autograd.Function):
             grad_R_T = logits_R_T.sub_(normalizers_R[:, None]).exp_().mul_(-scale_R_1)
             grad_R_T.scatter_add_(1, columns_R_1, scale_R_1.where(there_R_1, 0))
             if grad_R_T.dtype == hidden_R_D.dtype:
-                grad_hidden_R_D.addmm_(grad_R_T, head_T_D)
+                multiply(INPUT, grad_R_T, head_T_D, grad_hidden_R_D, add=True)
             else:
                 grad_R_T = grad_R_T.to(hidden_R_D.dtype)
                 grad_hidden_R_D += wide_product(grad_R_T, head_T_D)
             if grad_head_V_D is not None:
-                torch.mm(grad_R_T.T, hidden_R_D, out=grad_head_V_D[start : start + len(head_T_D)])
+                multiply(WEIGHT, grad_R_T, hidden_R_D, grad_head_V_D[start : start + len(head_T_D)])
         return grad_hidden_R_D.to(hidden_R_D.dtype), grad_head_V_D, None, None, None

@@ -1,4 +1,4 @@
-"""How fast this machine is and how much memory it has: what rates and limits are relative to."""
+"""Meters of this machine's speed and memory: what rates and limits are relative to."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import TrainerConfig
+from llamarl.kernels.products import PRODUCTS, multiply
 from llamarl.models.shape import ModelShape
 from llamarl.observability.usage import available_bytes
 from llamarl.training.cost import activation_bytes
@@ -25,7 +26,8 @@ def device_seconds(device: torch.device) -> float:
 
 
 def peak_flops(config: TrainerConfig, device: torch.device) -> float:
-    """FLOPs per second of a device: the given one, or that of the fastest of a few large square matrix products."""
+    """FLOPs per second of a device: the given one, or that of the fastest of a few large square products, by what
+    multiplies in training."""
     if config.peak_tflops is not None:
         return config.peak_tflops * 1e12
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
@@ -34,15 +36,15 @@ def peak_flops(config: TrainerConfig, device: torch.device) -> float:
     matrix = torch.randn(size, size, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
     best_s = float("inf")
     for _ in range(REPEATS):
-        start_s = device_seconds(device)
-        product = matrix @ matrix
-        product[0, 0].item()  # waits for the device
-        best_s = min(best_s, device_seconds(device) - start_s)
+        for product in PRODUCTS:
+            start_s = device_seconds(device)
+            multiply(product, matrix, matrix)[0, 0].item()  # waits for the device
+            best_s = min(best_s, device_seconds(device) - start_s)
     return 2.0 * size**3 / best_s
 
 
 def rates(metrics: Mapping[str, float], train_s: float, peak: float) -> dict[str, float]:
-    """Of a step that took so long, where all devices together reach `peak` FLOPs per second at best."""
+    """Rates of a step that took `train_s` seconds, where all devices reach `peak` FLOPs per second at best."""
     return {
         "train_tokens_per_s": metrics["num_input_tokens"] / train_s,
         "mfu": metrics["num_flops"] / train_s / peak,
@@ -58,7 +60,7 @@ def peak_memory_bytes(device: torch.device) -> float:
 
 
 def free_memory_bytes(device: torch.device) -> float:
-    """What this process could still take."""
+    """Bytes that this process could still take."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + unused)

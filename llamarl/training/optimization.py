@@ -36,22 +36,22 @@ OUTSIZED = 1e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """What a step, of whatever objective, says."""
+    """Numbers that a step, of whatever objective, says."""
 
     loss: float
     """Over the denominator, the mean of the passes."""
     grad_norm: float
-    """Of the last pass, before clipping."""
+    """Norm of the gradient in the last pass, before clipping."""
     learning_rate: float
     sums: dict[str, float]
-    """Of all passes, by name."""
+    """Sums of all passes, by name."""
     maxima: dict[str, float]
     num_passes: int
     skipped: bool
     cause: str
-    """Of a skipped step."""
+    """Cause of a skipped step."""
     outputs: dict[int, Tensor]
-    """Of the first pass, by microbatch of this rank, on the device; none before the last pipeline stage."""
+    """Outputs of the first pass, by microbatch of this rank, on the device; none before the last pipeline stage."""
 
 
 class Optimization(ABC, Generic[Model]):
@@ -61,7 +61,7 @@ class Optimization(ABC, Generic[Model]):
     """
 
     NAME: ClassVar[str] = ""
-    """In front of `step`, in what is said of one."""
+    """Words in front of `step`, in what is said of one."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Optimization(ABC, Generic[Model]):
             rate: the option of the learning rate.
         """
         self.model, self.config, self.mesh, self.device = module.transformer, config, mesh, device
-        set_compute(self.model, config)
+        set_compute(self.model, config, device)
         self.module = module
         half = torch.bfloat16 if config.dtype == "bfloat16" else None
         self.sharding = parallelize(module, self.model, mesh, device, read, half)
@@ -93,7 +93,7 @@ class Optimization(ABC, Generic[Model]):
 
     @abstractmethod
     def _forward(self, microbatch: Microbatch, hidden_M_D: Tensor | None) -> Tensor:
-        """What the objective needs of each target, [R]; before the last stage, hidden states [M, D]."""
+        """Outputs that the objective needs of each target, [R]; before the last stage, hidden states [M, D]."""
 
     @abstractmethod
     def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, totals: Totals) -> Tensor:
@@ -196,19 +196,20 @@ class Optimization(ABC, Generic[Model]):
         return self.mesh.pp.is_last and self.mesh.tp.rank == self.mesh.cp.rank == 0
 
     def reshard(self) -> None:
-        """After a forward alone: else the next one would use the gathered weights of before the next step."""
+        """Drops weights gathered for a forward alone: else the next one would use those of before the next step."""
         if self.mesh.shards is not None:
             self.module.reshard()  # pyrefly: ignore[not-callable]
 
     def shards(self) -> dict[str, tuple[TensorSpec, Tensor]]:
-        """What this rank holds of weights, `NAME`, and of the moments of AdamW, `NAME:MOMENT`, once there are some.
+        """Parts that this rank holds of weights, `NAME`, and of the moments of AdamW, `NAME:MOMENT`, once there are
+        some.
 
         Tensors are those in use. Several ranks may hold the same part.
         """
         return held_tensors(self.sharding, self.optimizer)
 
     def tensor(self, array: np.ndarray) -> Tensor:
-        """On the device, without waiting for it: small arrays lie in the stream when this returns."""
+        """The array on the device, without waiting for it: small ones lie in the stream when this returns."""
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 

@@ -1,4 +1,4 @@
-"""From scored groups to packed microbatches. A group's prompt is packed, and later computed, once for all its samples.
+"""Packing of scored groups into microbatches. A group's prompt is packed, and later computed, once for all its samples.
 
 Layout of one microbatch, group after group::
 
@@ -53,7 +53,7 @@ class Microbatch:
     sequence_R: np.ndarray
     """Which response each target belongs to, counted over the microbatch, int64."""
     columns_R: Columns
-    """Of the targets, all but `token_ids`."""
+    """Columns of the targets, all but `token_ids`."""
 
     @property
     def behavior_logprobs_R(self) -> np.ndarray:
@@ -91,11 +91,11 @@ EMPTY = Microbatch(
     sequence_R=np.zeros(0, np.int64),
     columns_R={column.name: np.zeros(0, column.dtype) for column in COLUMNS.values()},
 )
-"""Of no group at all."""
+"""Microbatch of no group at all."""
 
 
 def padded(microbatch: Microbatch, multiple: int) -> Microbatch:
-    """With as many tokens more as a multiple needs, at least one in all; they form a prompt that predicts nothing."""
+    """Adds as many tokens as a multiple needs, at least one in all; they form a prompt that predicts nothing."""
     num = len(microbatch.token_ids_N)
     num_more = -num % multiple if num else multiple
     if not num_more:
@@ -155,7 +155,7 @@ def to_sample_group(
 
 
 def sequences_of(columns: Columns) -> list[Columns]:
-    """Those of an agent's episode."""
+    """Columns of each sequence of an agent's episode."""
     cuts = [0, *np.flatnonzero(np.diff(columns["sequence"])) + 1, len(columns["sequence"])]
     return [
         {name: values_T[start:end] for name, values_T in columns.items() if name != "sequence"}

@@ -33,7 +33,7 @@ from llamarl.sharding.tensor_parallel import sharded_dim, tensor_parallel_box
 from llamarl.weight_sync.layout import TensorSpec
 
 BLOCKS = ("self_attn", "mlp")
-"""Of each layer: they take the rows of all tensor-parallel ranks, and what these put out is added up."""
+"""Blocks of each layer: they take the rows of all tensor-parallel ranks, and what these put out is added up."""
 
 
 class Sharding:
@@ -41,14 +41,14 @@ class Sharding:
 
     def __init__(self, weights: dict[str, Tensor], specs: dict[str, TensorSpec], mesh: RankMesh, is_tied: bool) -> None:
         self.weights = weights
-        """Those that are trained, by name; with one rank the parameters themselves."""
+        """Weights that are trained, by name; with one rank the parameters themselves."""
         self.specs = specs
         """Which part of the whole weight each is."""
         self._mesh = mesh
         self._is_tied = is_tied
 
     def finish_gradients(self) -> None:
-        """After the last backward of a step: adds what lies on other ranks beside FSDP's own sum."""
+        """Adds to the gradients, after a step's last backward, what lies on other ranks beside FSDP's own sum."""
         mesh = self._mesh
         if mesh.tp.size > 1:
             grads = [self._grad(name) for name in self.weights if sharded_dim(name) is None]
@@ -197,25 +197,25 @@ def _place(module: nn.Module, boxes: Mapping[str, Box], device: torch.device, re
 
 
 def _room(weight: Tensor, device: torch.device) -> Tensor:
-    """As much, with any values. Of what FSDP2 has not cut, `empty_like` would import a library of mathematics."""
+    """Memory for a weight, any values. Of one that FSDP2 has not cut, `empty_like` imports a library of mathematics."""
     is_cut = _local(weight) is not weight
     return torch.empty_like(weight, device=device) if is_cut else weight.new_empty(weight.shape, device=device)
 
 
 def _local(weight: Tensor) -> Tensor:
-    """What this rank has of it, where FSDP2 has cut it."""
+    """Part of a weight that this rank has, where FSDP2 has cut it."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def _chunk(box: Box, size: int, place: int) -> Box:
-    """What `torch.chunk` gives rank `place` of the rows."""
+    """Rows of a box that `torch.chunk` gives rank `place`."""
     rows = box.shape[0]
     step = -(-rows // size)
     return box.cut(0, min(place * step, rows), min((place + 1) * step, rows))
 
 
 def _own_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Those that are trained, with a gradient of zeros each, into which backward adds."""
+    """Weights that are trained, with a gradient of zeros each, into which backward adds."""
     weights = dict[str, Tensor]()
     for name, weight in module.named_parameters():
         if not weight.requires_grad:
@@ -230,7 +230,7 @@ def _own_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def held_tensors(sharding: Sharding, optimizer: torch.optim.Optimizer) -> dict[str, tuple[TensorSpec, Tensor]]:
-    """See `Trainer.shards`."""
+    """Parts that this rank holds of weights and moments; see `Optimization.shards`."""
     found = dict[str, tuple[TensorSpec, Tensor]]()
     for name, weight in sharding.weights.items():
         spec = sharding.specs[name]

@@ -44,7 +44,7 @@ Model = TypeVar("Model", Transformer, ScalarModel)
 
 
 class RankModel(nn.Module, Generic[Model]):
-    """What FSDP2 wraps: all use of the weights is in its forward."""
+    """Module that FSDP2 wraps: all use of the weights is in its forward."""
 
     def __init__(self, transformer: Model, mesh: RankMesh) -> None:
         super().__init__()
@@ -52,10 +52,10 @@ class RankModel(nn.Module, Generic[Model]):
         self.mesh = mesh
         self.hidden_size = transformer.shape.hidden_size
         self.multiple = mesh.tp.size * (2 * mesh.cp.size if mesh.cp.size > 1 else 1)
-        """Of tokens, which the ranks can share evenly."""
+        """Number of tokens of which the ranks can share every multiple evenly."""
 
     def hidden_shape(self, microbatch: Microbatch) -> tuple[int, int]:
-        """Of the hidden states between pipeline stages, [M, D]."""
+        """Shape of the hidden states between pipeline stages, [M, D]."""
         num_tokens = len(padded(microbatch, self.multiple).token_ids_N)
         return num_tokens // (self.mesh.cp.size * self.mesh.tp.size), self.hidden_size
 
@@ -77,7 +77,7 @@ class RankModel(nn.Module, Generic[Model]):
         )
 
     def hidden(self, inputs: Inputs, hidden_M_D: Tensor | None, bfloat16: bool) -> Tensor:
-        """Of this stage, from those of the stage before, [M, D]."""
+        """Hidden states of this stage, from those of the stage before, [M, D]."""
         given = inputs.token_ids_N if hidden_M_D is None else hidden_M_D
         with torch.autocast(given.device.type, torch.bfloat16, enabled=bfloat16):
             return self.transformer(given, inputs.positions_N, inputs.attend)
@@ -114,7 +114,7 @@ def outputs_of(samples: Sequence[TrainSample], outputs: Mapping[int, Tensor]) ->
 
 
 def own_share(groups: Sequence[SampleGroup], mesh: RankMesh, microbatch_tokens: int) -> list[Microbatch]:
-    """What this data-parallel rank computes of a step: as many microbatches as whoever has the most, the others' last
+    """Microbatches that this data-parallel rank computes of a step: as many as whoever has the most, the others' last
     ones empty, as they all take part in each collective."""
     own = pack(shares(groups, mesh.fsdp.size)[mesh.fsdp.rank], microbatch_tokens)
     return own + [EMPTY] * (max(mesh.exchange(len(own))) - len(own))

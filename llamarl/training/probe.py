@@ -13,7 +13,7 @@ NUM_SEQUENCES, SEQUENCE_TOKENS = 4, 32
 CAUSES_EVERY, FIRST_CAUSES = 16, 4
 """One of so many probes is by cause; the first one is, after which steps learn from rollouts as old as later ones."""
 WHOLE_TOKENS = 1024
-"""Of a sequence of such a probe, from its beginning."""
+"""Tokens of each sequence in a probe by cause, from its beginning."""
 
 
 def probe_sequences(groups: Sequence[RolloutGroup]) -> list[np.ndarray]:

@@ -36,8 +36,8 @@ def per_response(
     max_tokens: int,
     compute: Callable[[Sequence[Microbatch]], Iterable[np.ndarray]],
 ) -> list[list[np.ndarray]]:
-    """What `compute` says, float32 [R] per microbatch, of each response token: [T] per rollout of each group; 0 for
-    failed ones.
+    """Numbers that `compute` gives, float32 [R] per microbatch, for each response token: [T] per rollout of each group;
+    0 for failed ones.
 
     A group has microbatches of its own, so that its bits do not depend on what else has arrived. Sequences of agents
     are computed one by one; what they begin with, up to the first token that was sampled, is 0.

@@ -1,4 +1,4 @@
-"""What the trainer, and the critic, report. No torch: the controller reads it.
+"""Results that the trainer, and the critic, report. No torch: the controller reads them.
 
 Shape suffix: G rollouts of a group.
 """
@@ -18,7 +18,7 @@ class NonFiniteStep(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What one optimizer step, of the trainer or the critic, reports."""
+    """Result of one optimizer step, of the trainer or the critic."""
 
     policy_version: int
     """Completed optimizer steps, this one included."""
@@ -26,25 +26,25 @@ class StepResult:
     """Loss or gradient was not finite and `trainer.on_nonfinite` is `skip`: that pass, of `trainer.passes`, changed no
     weights and was the last."""
     cause: str = ""
-    """Of a skipped step: which rollouts, and what of them is not finite."""
+    """Cause of a skipped step: which rollouts, and what of them is not finite."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """To be logged by these names."""
+    """Numbers to be logged, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyStepResult(StepResult):
-    """What one optimizer step of the trainer reports."""
+    """Result of one optimizer step of the trainer."""
 
     update: UpdateMetrics
     advantages: dict[int, np.ndarray]
-    """By group id, float64 [G], the mean over a rollout's tokens; 0 for rollouts that were masked out."""
+    """Advantages by group id, float64 [G], the mean over a rollout's tokens; 0 for rollouts that were masked out."""
     logprobs: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
-    """By group id and index, float32 [T]: log-probabilities of the tokens under the weights that the step began with.
+    """Log-probabilities of tokens under the weights that the step began with, by group id and index, float32 [T].
     Rollouts that were not computed, as they teach nothing, are missing, and tokens that are no targets NaN."""
     token_advantages: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
-    """By group id and index, float32 [T], of rollouts whose tokens differ in it."""
+    """Advantages of tokens by group id and index, float32 [T], of rollouts whose tokens differ in it."""
 
     @property
     def columns(self) -> dict[str, dict[int, dict[int, np.ndarray]]]:
-        """To be recorded by these names, a number per token."""
+        """Numbers per token to be recorded, by name, group id and index."""
         return {"trainer_logprobs": self.logprobs, "advantages": self.token_advantages}

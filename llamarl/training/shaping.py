@@ -26,7 +26,7 @@ class Shaping:
     max_tokens: int
     """`rollout.max_new_tokens`."""
     kl: KlPenalty | None = None
-    """What each token costs by leaving the reference."""
+    """Price of each token for leaving the reference; None: nothing."""
 
     def rewards(self, group: RolloutGroup) -> GroupRewards:
         """The response's reward less its penalties at the last token, the price of leaving the reference at each. The
@@ -47,7 +47,7 @@ class Shaping:
     def batch(
         self, groups: Sequence[RolloutGroup], advantages: Callable[[Sequence[GroupRewards]], list[list[np.ndarray]]]
     ) -> tuple[TrainBatch, list[list[np.ndarray]]]:
-        """What is learnt from, and the advantages [T] that it is made with, per group and rollout."""
+        """Batch that is learnt from, and the advantages [T] that it is made with, per group and rollout."""
         rewards = [self.rewards(group) for group in groups]
         found = advantages(rewards)
         samples = (
@@ -64,7 +64,7 @@ class Shaping:
         return np.where(rollout.is_sampled_T, -cost_T, 0.0)
 
     def _penalties(self, group: RolloutGroup) -> dict[str, np.ndarray]:
-        """Those that are switched on, [G] each."""
+        """Penalties that are switched on, by name, [G] each."""
         config, found = self.config, dict[str, np.ndarray]()
         num_tokens_G = np.array([rollout.is_sampled_T.sum() for rollout in group.rollouts])
         if config.length_penalty:
@@ -95,5 +95,5 @@ UNSHAPED = Shaping(ShapingConfig(), 1)
 
 
 def shaping(config: RunConfig) -> Shaping:
-    """What trainer and critic see of rewards."""
+    """Shaping of the rewards that trainer and critic see."""
     return Shaping(config.shaping, config.rollout.max_new_tokens, penalty(config.reference, "reward"))

@@ -25,7 +25,7 @@ class Totals:
         self._maxima = list[tuple[str, Tensor]]()
 
     def add(self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> None:
-        """Of one microbatch. Does not wait for the device."""
+        """Adds the scalars of one microbatch. Does not wait for the device."""
         self._sums += ((name, value.detach().double()) for name, value in sums.items())
         self._maxima += ((name, value.detach().double()) for name, value in maxima.items())
 

@@ -121,7 +121,7 @@ class Trainer(Optimization[Transformer]):
     def _logprobs(
         self, groups: Sequence[RolloutGroup], computed: Sequence[SampleGroup], outputs: Mapping[int, Tensor]
     ) -> dict[int, dict[int, np.ndarray]]:
-        """By group id and index, of all ranks; NaN for tokens that are no targets."""
+        """Log-probabilities by group id and index, of all ranks; NaN for tokens that are no targets."""
         own = list[tuple[tuple[int, int, int], np.ndarray]]()
         if self.is_logging:
             samples = packed_samples(shares(computed, self.mesh.fsdp.size)[self.mesh.fsdp.rank])
@@ -136,7 +136,7 @@ class Trainer(Optimization[Transformer]):
     def _batch(
         self, groups: Sequence[RolloutGroup]
     ) -> tuple[TrainBatch, dict[int, np.ndarray], dict[int, dict[int, np.ndarray]]]:
-        """What is learnt from, the mean advantage of each rollout, and those of its tokens where they differ."""
+        """Batch that is learnt from, the mean advantage of each rollout, and those of its tokens where they differ."""
         batch, advantages = self.shaping.batch(groups, self.advantage.of_batch)
         means = {
             group.group_id: np.array([one_T.mean() if len(one_T) else 0.0 for one_T in of_tokens])

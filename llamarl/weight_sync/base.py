@@ -1,4 +1,4 @@
-"""What every transport is: a publisher on each trainer rank, a subscriber on each generator rank, and their proof.
+"""Base of every transport: a publisher on each trainer rank, a subscriber on each generator rank, and their proof.
 
 Several trainer ranks write parts of one generator rank's tensors. With its bytes each writer publishes, per tensor, the
 sum of their fingerprints and their number; a version exists for a reader once all writers have published it, and it is
@@ -38,7 +38,7 @@ class Superseded(RuntimeError):
 
 
 class FingerprintMismatch(RuntimeError):
-    """What arrived is not what was published."""
+    """A tensor arrived that is not what was published."""
 
     def __init__(self, tensor: str, version: int, rank: int, cause: str) -> None:
         super().__init__(tensor, version, rank, cause)
@@ -57,34 +57,34 @@ class NoFreeSlot(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class WrittenBox:
     """A rectangle of a generator rank's tensor that one trainer rank writes."""
 
     tensor: int
     """Position among the generator rank's specs."""
     box: Box
-    """In the coordinates of the whole parameter."""
+    """Part of the parameter, in the coordinates of the whole one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriterPlan:
-    """What one trainer rank writes."""
+    """Plan of what one trainer rank writes."""
 
     rank: int
     num_writers: int
     held: Mapping[str, Box]
-    """What this rank's tensors hold of each parameter."""
+    """Part of each parameter that this rank's tensors hold."""
     layouts: tuple[Layout, ...]
-    """Of the generator ranks of a replica, each different one once."""
-    parts: tuple[tuple[Part, ...], ...]
-    """For each layout."""
+    """Layouts of the generator ranks of a replica, each different one once."""
+    parts: tuple[tuple[WrittenBox, ...], ...]
+    """Parts that this rank writes, for each layout."""
 
     def write(
         self,
         layout: int,
         version: int,
         weights: Mapping[str, Tensor],
-        targets: Iterable[tuple[Part, Tensor]],
+        targets: Iterable[tuple[WrittenBox, Tensor]],
         proof: np.ndarray,
     ) -> None:
         """Copies parts of one layout to their targets, cast or quantized.
@@ -95,7 +95,7 @@ class WriterPlan:
         Raises:
             NonFiniteWeights: names the parameter and the version.
         """
-        specs, written = self.layouts[layout].specs, list[tuple[Part, Tensor, Share]]()
+        specs, written = self.layouts[layout].specs, list[tuple[WrittenBox, Tensor, Share]]()
         found = {(specs[part.tensor].key, part.box): (part, target) for part, target in targets}
         for (_, box), (part, target) in found.items():
             spec = specs[part.tensor]
@@ -187,11 +187,11 @@ class Subscriber(ABC):
         self.rank = rank
         self._delta = delta
         self.fingerprint = ""
-        """Of the version last fetched, over all tensors of this rank, in hexadecimal digits."""
+        """Fingerprint of the version last fetched, over all tensors of this rank, in hexadecimal digits."""
         self.tensors = ""
-        """Of the same, the last eight digits of each tensor's, in the order of `layout.specs`."""
+        """Fingerprints of the tensors last fetched: the last eight digits of each, in the order of `layout.specs`."""
         self.received_bytes = sum(spec.num_bytes for spec in self.layout.specs)
-        """By the last fetch, what was sent twice included; this is what all tensors take."""
+        """Bytes that the last fetch brought, what was sent twice included; initially the size of all tensors."""
 
     @abstractmethod
     def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
@@ -210,7 +210,7 @@ class Subscriber(ABC):
         """Leaves tensors that were fetched alone."""
 
     def place_in(self, address: Address) -> str:
-        """Where this rank's tensors are. Raises LayoutError: the trainer publishes none like them."""
+        """Place of this rank's tensors. Raises LayoutError: the trainer publishes none like them."""
         if self.layout.digest not in address.places:
             cause = "its tensors are none of those that the trainer publishes"
             raise LayoutError(f"generator rank {self.rank}", cause)
@@ -270,7 +270,7 @@ class SlotTable:
         self._versions[slot] = self._newest = version
 
 
-def part_of(layout: Layout, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
+def part_of(layout: Layout, tensors: Mapping[str, Tensor], part: WrittenBox) -> Tensor:
     """The view of a generator rank's tensors that a part fills."""
     spec = layout.specs[part.tensor]
     return tensors[spec.key][spec.index_of(part.box)]
@@ -311,11 +311,11 @@ def plan_writers(layouts: Sequence[Layout], held: Sequence[Sequence[TensorSpec]]
     for found, layout in zip(tensors, layouts, strict=True):
         for index, spec in enumerate(layout.specs):
             found[spec.name].append(index)
-    parts: list[list[list[Part]]] = [[[] for _ in layouts] for _ in held]
+    parts: list[list[list[WrittenBox]]] = [[[] for _ in layouts] for _ in held]
     for rank, own in enumerate(parts):
         for move in plan.moves_from(rank):
             indexes = tensors[move.receiver][move.name]
-            own[move.receiver] += [Part(tensor=index, box=move.box) for index in indexes]
+            own[move.receiver] += [WrittenBox(tensor=index, box=move.box) for index in indexes]
     return tuple(
         WriterPlan(
             rank=rank,

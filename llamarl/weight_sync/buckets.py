@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import DTYPE_BYTES
-from llamarl.weight_sync.base import Part, part_of
+from llamarl.weight_sync.base import WrittenBox, part_of
 from llamarl.weight_sync.delta import encode, message_bytes
 from llamarl.weight_sync.layout import ALIGNMENT_BYTES, Layout, TensorSpec
 
@@ -24,15 +24,15 @@ class Bucket:
     """Consecutive parts in a packed buffer, sent at once."""
 
     start: int
-    """In bytes."""
+    """Offset in the buffer, in bytes."""
     num_bytes: int
-    parts: tuple[tuple[Part, int], ...]
+    parts: tuple[tuple[WrittenBox, int], ...]
     """Each with where it begins in the buffer, in bytes."""
 
 
-def into_buckets(layout: Layout, parts: Sequence[Part], max_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
+def into_buckets(layout: Layout, parts: Sequence[WrittenBox], max_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
     """Places for the parts of one writer, cut so that none is larger than a bucket unless one row is."""
-    pieces, buckets, end = list[tuple[Part, int]](), list[Bucket](), 0
+    pieces, buckets, end = list[tuple[WrittenBox, int]](), list[Bucket](), 0
     for part in parts:
         spec = layout.specs[part.tensor]
         for box in _rows(spec, part.box, max_bytes):
@@ -40,7 +40,7 @@ def into_buckets(layout: Layout, parts: Sequence[Part], max_bytes: int = BUCKET_
             if pieces and end + num_bytes - pieces[0][1] > max_bytes:
                 buckets.append(Bucket(start=pieces[0][1], num_bytes=end - pieces[0][1], parts=tuple(pieces)))
                 pieces = []
-            pieces.append((Part(tensor=part.tensor, box=box), end))
+            pieces.append((WrittenBox(tensor=part.tensor, box=box), end))
             end += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     if pieces:
         buckets.append(Bucket(start=pieces[0][1], num_bytes=end - pieces[0][1], parts=tuple(pieces)))
@@ -58,7 +58,7 @@ def _rows(spec: TensorSpec, box: Box, max_bytes: int) -> list[Box]:
     return [box.cut(0, row, min(row + step, num_rows)) for row in range(0, num_rows, step)]
 
 
-def packed(layout: Layout, flat: Tensor, part: Part, start: int) -> Tensor:
+def packed(layout: Layout, flat: Tensor, part: WrittenBox, start: int) -> Tensor:
     """One part in a packed buffer that begins at byte 0."""
     spec = layout.specs[part.tensor]
     end = start + spec.bytes_of(part.box)
@@ -104,7 +104,7 @@ def changes(layout: Layout, flat: Tensor, base: Tensor, bucket: Bucket) -> tuple
 
 
 def changes_bytes(layout: Layout, bucket: Bucket, numbers: Sequence[int]) -> list[int]:
-    """How much of the bytes is each part's."""
+    """Bytes of each part in the message of a bucket's changes, by the numbers of these."""
     sizes = list[int]()
     for (part, _), number in zip(bucket.parts, numbers, strict=True):
         spec = layout.specs[part.tensor]

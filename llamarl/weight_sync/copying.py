@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.weight_sync.base import FingerprintMismatch, Part, Subscriber, part_of, views
+from llamarl.weight_sync.base import FingerprintMismatch, Subscriber, WrittenBox, part_of, views
 from llamarl.weight_sync.delta import decode
 from llamarl.weight_sync.layout import Address, TensorSpec
 
@@ -31,12 +31,12 @@ NOTHING = Base(version=None, tensors={})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """What a copying subscriber wants of every trainer rank."""
+class VersionRequest:
+    """Version and tensors that a copying subscriber wants of every trainer rank."""
 
     version: int
     tensors: Mapping[str, Tensor]
-    """To be filled."""
+    """Tensors to be filled, by key."""
     base: Base
     only: list[int] | None = None
     """Positions of the tensors that are wanted; None: all."""
@@ -59,7 +59,7 @@ class CopyingSubscriber(Subscriber):
         return views(self.layout, self._buffers.take())
 
     @abstractmethod
-    def receive(self, request: Request, address: Address) -> tuple[np.ndarray, int]:
+    def receive(self, request: VersionRequest, address: Address) -> tuple[np.ndarray, int]:
         """Fills `request.tensors`.
 
         Returns:
@@ -70,7 +70,7 @@ class CopyingSubscriber(Subscriber):
         """
 
     def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
-        request = Request(version=version, tensors=self._room(), base=self._base)
+        request = VersionRequest(version=version, tensors=self._room(), base=self._base)
         proofs, self.received_bytes = self.receive(request, address)
         try:
             self.prove(request.tensors, version, proofs)
@@ -83,7 +83,7 @@ class CopyingSubscriber(Subscriber):
             self._base = Base(version=version, tensors=request.tensors)
         return dict(request.tensors)
 
-    def _damaged(self, request: Request, proofs: np.ndarray) -> list[int]:
+    def _damaged(self, request: VersionRequest, proofs: np.ndarray) -> list[int]:
         found = list[int]()
         for index, spec in enumerate(self.layout.specs):
             try:
@@ -92,7 +92,7 @@ class CopyingSubscriber(Subscriber):
                 found.append(index)
         return found
 
-    def put(self, request: Request, part: Part, number: int, message: Tensor) -> None:
+    def put(self, request: VersionRequest, part: WrittenBox, number: int, message: Tensor) -> None:
         """Fills a part from a message of `delta.encode`: `number` changes of the base, or all elements."""
         target, base = part_of(self.layout, request.tensors, part), request.base.tensors
         held = part_of(self.layout, base, part) if base else target
@@ -116,7 +116,7 @@ class Buffers:
 
 
 def _mapped(num_bytes: int) -> mmap:
-    """In large pages where the system has them: what is written once per version costs a tenth less."""
+    """Memory in large pages where the system has them: what is written once per version costs a tenth less."""
     memory = mmap(-1, num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     with suppress(OSError):
         memory.madvise(MADV_HUGEPAGE)

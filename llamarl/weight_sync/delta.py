@@ -1,4 +1,4 @@
-"""What changed between two versions of a tensor: places and new values, bit for bit.
+"""Changes between two versions of a tensor: places and new values, bit for bit.
 
 Places are written as 16-bit offsets within blocks of 65,536 elements, and a count per block: two bytes per change,
 whatever the share of changes. One optimizer step at a learning rate of 1e-6 changes few bfloat16 values and fewer
@@ -19,7 +19,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def encode(base: Tensor, new: Tensor) -> tuple[int, list[Tensor]]:
-    """What to send to someone who holds `base`: the number of changes, and pieces of a message of bytes, which are the
+    """Changes to send to someone who holds `base`: their number, and pieces of a message of bytes, which are the
     changes in each block, the place of each within its block, and the new elements.
 
     All elements: the message is the tensor itself, as its changes would take as many bytes. Both tensors are contiguous
@@ -39,7 +39,7 @@ def encode(base: Tensor, new: Tensor) -> tuple[int, list[Tensor]]:
 
 
 def message_bytes(num_changes: int, num_elements: int, element_bytes: int) -> int:
-    """How long the message is."""
+    """Length of a message of so many changes, in bytes."""
     if num_changes == num_elements:
         return num_elements * element_bytes
     return num_changes * (2 + element_bytes) + 4 * _num_blocks(num_elements)

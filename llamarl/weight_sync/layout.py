@@ -1,4 +1,4 @@
-"""Where each tensor lies in a published copy. No torch."""
+"""Layout of a published copy: where each tensor lies. No torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class TensorSpec:
     name: str
     """The trainer's parameter."""
     part: Literal["values", "scales"] = "values"
-    """Of a quantized parameter: the integer or float8 values, or the float32 scale of each row of `box`."""
+    """Part of a quantized parameter: the integer or float8 values, or the float32 scale of each row of `box`."""
     global_shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     box: Box
     """This rank's part of it."""
     dtype: str
@@ -42,7 +42,7 @@ class TensorSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor; scales have one element per row."""
+        """Shape of the tensor; scales have one element per row."""
         return self.box.shape if self.part == "values" else self.box.shape[:1]
 
     @property
@@ -50,20 +50,20 @@ class TensorSpec:
         return self.bytes_of(self.box)
 
     def shape_of(self, box: Box) -> tuple[int, ...]:
-        """Of what a box of the parameter becomes in this tensor."""
+        """Shape of what a box of the parameter becomes in this tensor."""
         return box.shape[: len(self.shape)]
 
     def bytes_of(self, box: Box) -> int:
-        """What a box of the parameter takes in this tensor."""
+        """Bytes that a box of the parameter takes in this tensor."""
         return math.prod(self.shape_of(box)) * DTYPE_BYTES[self.dtype]
 
     def starts_of(self, box: Box) -> tuple[int, ...]:
-        """Where a box of the parameter begins in this tensor; scales have only rows."""
+        """Indices at which a box of the parameter begins in this tensor; scales have only rows."""
         starts = tuple(a - b for a, b in zip(box.starts, self.box.starts, strict=True))
         return starts[: len(self.shape)]
 
     def index_of(self, box: Box) -> tuple[slice, ...]:
-        """What a box of the parameter fills in this tensor."""
+        """Slices that a box of the parameter fills in this tensor."""
         return box.within(self.box)[: len(self.shape)]
 
 
@@ -75,7 +75,7 @@ class Layout:
     offsets_bytes: tuple[int, ...]
     """Start of each tensor."""
     num_bytes: int
-    """Of all tensors and the gaps between them."""
+    """Size of all tensors and the gaps between them, in bytes."""
     digest: str
     """Equal for equal specs, in hexadecimal digits."""
 
@@ -97,7 +97,8 @@ def lay_out(specs: Sequence[TensorSpec]) -> Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Where generators find what a trainer publishes. Picklable, small, the same for every version of a publisher."""
+    """Address of what a trainer publishes, for generators. Picklable, small, the same for all versions of a
+    publisher."""
 
     transport: str
     """Name of the file here that reads it."""
@@ -106,4 +107,4 @@ class Address:
     num_writers: int
     """Trainer ranks; each writes a part of every version."""
     places: Mapping[str, str]
-    """For each layout's digest, where it is to be had: a path, or `host:port`."""
+    """Place of each layout, by its digest: a path, or `host:port`."""

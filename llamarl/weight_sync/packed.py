@@ -43,7 +43,7 @@ class PackedPublisher(Publisher):
     TRANSPORT: ClassVar[str]
     """Its name."""
     BUCKET_BYTES: ClassVar[int] = BUCKET_BYTES
-    """Of what is sent at once; both ends cut alike."""
+    """Size of what is sent at once, in bytes; both ends cut alike."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class PackedPublisher(Publisher):
         """
         super().__init__(plan, exchange, folder, **options)
         self._slots = dict[int, Slot]()
-        """By version."""
+        """Slots by version."""
         self._buckets = [
             into_buckets(layout, parts, self.BUCKET_BYTES)
             for layout, parts in zip(plan.layouts, plan.parts, strict=True)

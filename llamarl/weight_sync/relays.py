@@ -12,6 +12,7 @@ they do not prove right. One that was found so passes nothing on for a while.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -31,12 +32,16 @@ SILENT_S = 2.0
 """A relay that says nothing for so long is left; it tells twice a second that it still waits itself."""
 SLOWER, GRACE_S = 4.0, 1.0
 """So many times the slower one's time may pass, beside so many seconds for a machine that is busy for a moment."""
+IDLE_S = 60.0
+"""Connections that were idle for longer are formed anew: a firewall may have forgotten them without a word."""
+MAX_LINES = 32
+"""Connections to relays that are kept: readers come in another order each time."""
 TIRED_VERSIONS = 8
-"""For so many versions one that was left is a relay to nobody."""
+"""Versions for which a relay that was left serves nobody."""
 
 
 def host_of(place: str) -> str:
-    """Of `host:port`."""
+    """Host of a place, `host:port`."""
     return place.rpartition(":")[0]
 
 
@@ -45,7 +50,7 @@ class _Chain:
     """Readers of one stream of one version."""
 
     asked: list[str] = field(default_factory=list)
-    """Where each passes on, in their order."""
+    """Places where readers pass on, in the order in which they asked."""
     tail: str = ""
     """The last one that is on a host of its own; empty: nobody has it but the trainer."""
 
@@ -56,14 +61,14 @@ class Chains:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._chains = dict[tuple[int, int, int], _Chain]()
-        """By version, layout and stream."""
+        """Chains by version, layout and stream."""
         self._tired = dict[str, int]()
         """Relays that were left, with the version from which on they are used again."""
         self._paces = dict[tuple[int, int], deque[float]]()
         """Seconds per byte of what was sent to the first reader lately, by layout and stream."""
 
     def relay_for(self, key: tuple[int, int, int], place: str) -> str:
-        """Where the reader at `place` finds a version; empty: at the trainer rank itself, as when it asks again."""
+        """Place where the reader at `place` finds a version; empty: the trainer rank itself, as when it asks again."""
         with self._lock:
             chain = self._chains.setdefault(key, _Chain())
             if place in chain.asked:
@@ -77,7 +82,7 @@ class Chains:
             return found
 
     def leave(self, place: str, version: int, num_versions: int) -> None:
-        """It does not pass on `version` and others, so many in all."""
+        """Notes a relay that does not pass on `version` and others, so many in all."""
         with self._lock:
             self._tired[place] = version + num_versions
 
@@ -100,7 +105,7 @@ class Chains:
 
 
 @dataclass(eq=False, slots=True)
-class _Passing:
+class _RelayedVersion:
     """A version that a generator rank receives, or has received."""
 
     number: int
@@ -109,7 +114,7 @@ class _Passing:
     arrived: set[tuple[int, int]] = field(default_factory=set)
     """Trainer rank and start of each bucket."""
     is_over: bool = False
-    """It failed."""
+    """Whether no more of it arrives."""
 
 
 class Relay:
@@ -118,14 +123,16 @@ class Relay:
     def __init__(self, layout: Layout, host: str, secret: str) -> None:
         self._layout, self._secret = layout, secret
         self._changed = threading.Condition()
-        self._newest = _Passing(0, -1, {}, is_over=True)
+        self._newest = _RelayedVersion(0, -1, {}, is_over=True)
+        self._lines = dict[tuple[int, int, str], tuple[Connection, float]]()
+        """Connections to relays and when they were kept, by trainer rank, start of a stream, and place; newest last."""
         self._store = RendezvousStore(host=host, secret=secret, serve=self._serve)
         self.place = self._store.rendezvous.address
 
     def begin(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """From now on a version arrives in `tensors`, which stay as they are for as long as two newer ones do not."""
+        """Passes on a version that arrives in `tensors`, which stay as they are until two newer ones have come."""
         with self._changed:
-            self._newest = _Passing(self._newest.number + 1, version, tensors)
+            self._newest = _RelayedVersion(self._newest.number + 1, version, tensors)
             self._changed.notify_all()
 
     def arrived(self, rank: int, bucket: Bucket) -> None:
@@ -137,36 +144,43 @@ class Relay:
     def fail(self) -> None:
         """The newest version does not come any further."""
         with self._changed:
-            self._newest = _Passing(self._newest.number, -1, {}, is_over=True)
+            self._newest = _RelayedVersion(self._newest.number, -1, {}, is_over=True)
             self._changed.notify_all()
 
     def close(self) -> None:
         """Ends what is passed on."""
         self._store.close()
+        for line, _ in self._lines.values():
+            line.close()
         with self._changed:
-            self._newest = _Passing(self._newest.number + 2, -1, {}, is_over=True)
+            self._newest = _RelayedVersion(self._newest.number + 2, -1, {}, is_over=True)
             self._changed.notify_all()
 
     def _serve(self, connection: Connection, digest: str) -> None:
         """One reader, in a thread; it finds the connection closed where there is no more to come."""
-        version, rank, buckets = connection.recv()
+        while digest == self._layout.digest and self._pass_on(connection, *connection.recv()):
+            connection.poll(None)
+
+    def _pass_on(self, connection: Connection, version: int, rank: int, buckets: Sequence[Bucket]) -> bool:
+        """A version, as far as it is asked for; whether all of it has gone out."""
         with self._changed:
             passing = self._newest
-        if digest != self._layout.digest or passing.version != version:
-            return
+        if passing.version != version:
+            return False
         for bucket in buckets:
             wait_s = 0.0
             while not self._is_there(passing, (rank, bucket.start), wait_s):
                 connection.send(False)
                 if self._newest is not passing:
-                    return
+                    return False
                 wait_s = SILENT_S / 4
             if self._newest.number - passing.number > 1:
-                return
+                return False
             connection.send(True)
             send(connection, pieces(self._layout, passing.tensors, bucket)[0])
+        return True
 
-    def _is_there(self, passing: _Passing, key: tuple[int, int], wait_s: float) -> bool:
+    def _is_there(self, passing: _RelayedVersion, key: tuple[int, int], wait_s: float) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: key in passing.arrived or self._newest is not passing, wait_s)
             return key in passing.arrived
@@ -191,9 +205,9 @@ class Relay:
         Returns:
             How many buckets came, and for how many versions nobody should ask there for the others.
         """
-        pace, num = _Pace(*paces_s, timeout_s), 0
+        pace, num, stream = _Pace(*paces_s, timeout_s), 0, (rank, buckets[0].start, place)
         try:
-            with Rendezvous(place, self._secret).connect(self._layout.digest, SILENT_S) as connection:
+            with self._line(stream) as connection:
                 connection.send((version, rank, buckets))
                 for bucket in buckets:
                     pace.begin(bucket.num_bytes)
@@ -202,15 +216,31 @@ class Relay:
                     take(connection, bucket, pace.has_it())
                     pace.end()
                     num += 1
+                self._keep(stream, Connection(os.dup(connection.fileno())))
         except TooSlow:
             return num, TIRED_VERSIONS if pace.is_to_blame else 0
         except BROKEN as error:
             return num, TIRED_VERSIONS if isinstance(error, TimeoutError | BlockingIOError) else 1
         return num, 0
 
+    def _line(self, stream: tuple[int, int, str]) -> Connection:
+        """To a relay: that of another version, unless it has ended. Raises what is in `BROKEN`."""
+        line, since_s = self._lines.pop(stream, (None, 0.0))
+        if line is not None:
+            if time.monotonic() < since_s + IDLE_S and not line.poll():  # there is nothing to hear but its end
+                return line
+            line.close()
+        return Rendezvous(stream[-1], self._secret).connect(self._layout.digest, SILENT_S)
+
+    def _keep(self, stream: tuple[int, int, str], line: Connection) -> None:
+        with self._changed:
+            self._lines[stream] = line, time.monotonic()
+            while len(self._lines) > MAX_LINES:
+                self._lines.pop(next(iter(self._lines)))[0].close()
+
 
 class _Pace:
-    """How long a relay may take. The time in which it waits for bytes itself is not its own."""
+    """Time that a relay may take. That in which it waits for bytes itself is not its own."""
 
     def __init__(self, pace_s: float | None, own_s: float | None, timeout_s: float) -> None:
         self._pace_s, self._own_s, self._timeout_s = pace_s, own_s, timeout_s

@@ -31,13 +31,13 @@ MARGIN = 1.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """What one transport did with the sample."""
+    """Measurement of one transport, with a sample of the weights."""
 
     transport: str
     seconds: float | None
     """Median of a sync, from publishing to proved on every generator; None when it failed."""
     num_bytes: int
-    """Of the sample, over all generator ranks."""
+    """Size of the sample in bytes, over all generator ranks."""
     failure: str = ""
     """Why it cannot be used."""
 
@@ -126,7 +126,7 @@ def check_name(transport: str) -> None:
 
 
 def candidates(same_host: bool, same_process: bool, delta: bool, on_gpu: bool = False) -> list[str]:
-    """What can work between trainer and generators, in the order of preference. Loads torch.
+    """Transports that can work between trainer and generators, in the order of preference. Loads torch.
 
     Args:
         on_gpu: the trainer is on one.

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.architecture.repository import PACKAGE, ROOT
 
-HELP_S = 1.5
+HELP_CPU_S = 1.0
 TRIES = 3
-"""The best of these counts: other processes share the machine."""
+"""The best of these counts: other processes share the machine's caches; of its time they take none that is counted."""
 
 HELP = """
 import sys
@@ -31,11 +31,17 @@ assert "torch" not in sys.modules, "torch was imported"
 def test_help_is_fast_and_imports_no_torch() -> None:
     taken_s = []
     for _ in range(TRIES):
-        start_s = time.perf_counter()
+        before_s = cpu_s()
         done = subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        taken_s.append(time.perf_counter() - start_s)
+        taken_s.append(cpu_s() - before_s)
         assert done.returncode == 0, done.stderr
         assert "train" in done.stdout
-        if taken_s[-1] < HELP_S:
+        if taken_s[-1] < HELP_CPU_S:
             return
-    pytest.fail(f"llamarl --help took {taken_s} s, at most {HELP_S} s is allowed")
+    pytest.fail(f"llamarl --help took {taken_s} s of CPU time, at most {HELP_CPU_S} s is allowed")
+
+
+def cpu_s() -> float:
+    """Of all children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

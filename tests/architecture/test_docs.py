@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,7 +22,9 @@ CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 DOTTED = re.compile(r"\w+(\.\w+)+")
 FILE_PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/?")
+LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
 CHECKED_SUFFIXES = (".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".sh", ".json", ".jsonl", ".safetensors")
+FILE_AND_NAME = re.compile(r"([\w./-]+\.py): (\w+)")
 READERS_OWN = {"my_reward.py", "my_loss.py", "mine.toml", "my.toml", "train.jsonl", "test.jsonl"}
 """Names that stand for a file of the reader's."""
 OWN_FOLDERS = ("llamarl", "tests", "configs", "docs", "examples", "benchmarks", ".ci")
@@ -39,6 +42,9 @@ def test_names_exist(page: Path) -> None:
         if span.endswith(CHECKED_SUFFIXES) or (span.endswith("/") and span.split("/")[0] in OWN_FOLDERS):
             if FILE_PATH.fullmatch(span) and not _file_exists(span, page):
                 faults.append(f"no file `{span}`")
+        elif match := FILE_AND_NAME.fullmatch(span):
+            if not _file_defines(*match.groups(), page):
+                faults.append(f"nothing is called `{span}`")
         elif DOTTED.fullmatch(span):
             first = span.split(".")[0]
             if first == "llamarl" and not _name_exists(span):
@@ -57,6 +63,15 @@ def _file_exists(span: str, page: Path) -> bool:
     name = span.rsplit("/", 1)[-1]
     sources = python_files("llamarl")
     return name in READERS_OWN or any(path.name == name or name in path.read_text("utf-8") for path in sources)
+
+
+def _file_defines(file: str, name: str, page: Path) -> bool:
+    """`controller/buffer.py: take`: the file from the package, the repository or the page's folder; any name in it."""
+    places = (folder / file for folder in (PACKAGE, ROOT, page.parent))
+    found = next((place for place in places if place.exists()), None)
+    if found is None:
+        return False
+    return any(getattr(node, "name", "") == name or name in _bound(node) for node in ast.walk(tree(found)))
 
 
 def _name_exists(dotted: str) -> bool:
@@ -81,7 +96,7 @@ def _defines(body: list[ast.stmt], names: list[str]) -> bool:
     return False
 
 
-def _bound(node: ast.stmt) -> list[str]:
+def _bound(node: ast.AST) -> list[str]:
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef():
             return [node.name]
@@ -105,6 +120,22 @@ def _setting_exists(dotted: str) -> bool:
             return True
         schema = annotation
     return True
+
+
+@pytest.mark.parametrize("page", documents(), ids=name_of)
+def test_links_and_pictures_lead_somewhere(page: Path) -> None:
+    faults = []
+    for file, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        target = page.parent / file if file else page
+        if not target.exists() or (anchor and anchor not in _anchors(target)):
+            faults.append(f"{file}#{anchor}".rstrip("#"))
+    assert not faults, f"{name_of(page)}: nothing at {', '.join(faults)}"
+
+
+def _anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def _commands(page: Path) -> list[str]:
@@ -138,17 +169,23 @@ def _check_make(words: list[str]) -> None:
 def _check_llamarl(words: list[str]) -> None:
     """The subcommand exists; a shipped config loads with the overrides that are shown."""
     command = words[:1] if words and not words[0].startswith("-") else []
-    code = "import sys; from llamarl.cli.main import main; sys.argv[0] = 'llamarl'; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
+    assert not (said := _refusal(*command)), said
     for position, word in enumerate(words):
         if word.startswith(tuple(f"{folder}/" for folder in OWN_FOLDERS)):
             assert (ROOT / word).exists(), f"no file {word}"
         if word.startswith(("configs/", "examples/")) and word.endswith(".toml"):
             hosts = ["--cluster.kind=hosts", "--cluster.listen=0.0.0.0:1"] if command == ["launch"] else []
             _check_overrides(ROOT / word, [*words[position + 1 :], *hosts])
+
+
+@cache
+def _refusal(*command: str) -> str:
+    """Why a subcommand shows no help, in a process that has imported nothing else; empty: it does."""
+    code = "import sys; from llamarl.cli.main import main; sys.argv[0] = 'llamarl'; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    return done.stderr or "no help" if done.returncode else ""
 
 
 def _check_overrides(path: Path, words: list[str]) -> None:
@@ -193,9 +230,12 @@ def test_the_checks_can_fail() -> None:
     assert not _name_exists("llamarl.no_such_module")
     assert _setting_exists("trainer.loss.rho")
     assert not _setting_exists("trainer.los")
+    assert _file_defines("controller/buffer.py", "take", ROOT / "README.md")
+    assert not _file_defines("controller/buffer.py", "took", ROOT / "README.md")
     assert _file_exists("model.safetensors", ROOT / "README.md")
     assert not _file_exists("llamarl/no_such_file.py", ROOT / "README.md")
     assert not _file_exists("no_such_file.json", ROOT / "README.md")
+    assert "the-pages" in _anchors(ROOT / "docs" / "index.md")
     with pytest.raises(AssertionError, match="no make target"):
         _check_make(["demmo"])
 
@@ -204,6 +244,14 @@ def test_the_map_has_every_folder() -> None:
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     folders = {f"`llamarl/{path.parent.name}/`" for path in PACKAGE.glob("*/__init__.py")}
     assert folders == set(re.findall(r"^\| (`llamarl/\w+/`) \|", text, re.MULTILINE))
+
+
+def test_the_index_has_the_string_of_every_executor() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    code = (PACKAGE / "run" / "executors.py").read_text(encoding="utf-8")
+    strings = set(re.findall(r'"(\w+:[A-Z]\w+)"', code))
+    assert strings
+    assert set(re.findall(r"`(\w+:[A-Z]\w+)`", text)) == strings
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,12 @@ Value = str | Callable[[Any], float]
 """Where a number is in the file, keys joined by `/`, or how it is computed from what is there."""
 RESULTS = ROOT / "benchmarks" / "results"
 SOAK = ROOT / "benchmarks" / "soak"
+MEASURE = re.compile(
+    r"^\| .+ \| (?P<date>[\d-]+) \| `(?P<commit>[0-9a-f]{7,})` \| `(?P<command>[^`]+)` \| "
+    r"`benchmarks/(?:results|soak)/(?P<name>[^`]+)\.json` \|$",
+    re.MULTILINE,
+)
+"""A line of docs/measures.md."""
 NAMED = re.compile(r"`(benchmarks/(?:results|soak)/([\w.*-]+)\.json)`")
 
 
@@ -63,15 +70,42 @@ MODES = tuple(f"medians/{mode}/" for mode in ("max_staleness_1", "max_staleness_
 P405 = "planning/405B, 512 to 512 ranks/"
 FIGURES = (
     Figure(
-        "README.md", "The asynchronous run took {} s per step (median of three seeds), the synchronous one {} s and "
-        "the colocated one, with each phase on both cores, {} s", ASYNC,
+        "README.md", "{} times the synchronous mode's samples per second, {} times the colocated one's; accuracy after "
+        "60 steps is lower in {} of three seeds", ASYNC,
+        (
+            ("speedup_vs_max_staleness_0", ".2f"), ("speedup_vs_colocated", ".2f"), (lower, ".0f"),
+        ),
+    ),
+    Figure(
+        "README.md", "{} (10M) and {} (100M) times vLLM's tokens per CPU second", DECODE,
+        (("ratio_vs_vllm/10m_bf16", ".2f"), ("ratio_vs_vllm/100m_bf16", ".2f")),
+    ),
+    Figure(
+        "README.md", "{} times a gather and broadcast by shared memory, {} times by sockets", SYNC,
+        (("ratio_vs_gather_broadcast", ".0f"), ("p2p_ratio_vs_gather_broadcast", ".1f")),
+    ),
+    Figure("README.md", "{} of the samples/s of the same processes on one", HOSTS, (("demo_ratio", ".2f"),)),
+    Figure(
+        "README.md", "{} faults at random in {} runs, {} failed", "faults_random-2026-11-22",
+        (("faults_tried", ".0f"), ("settings/runs", ".0f"), ("faults_failed", ".0f")),
+    ),
+    Figure(
+        "README.md", "{} of the tokens per second without turns", "episodes-2026-11-23", (("turns_ratio", ".2f"),)
+    ),
+    Figure(
+        "README.md", "median error of the mean step {}", "prediction-2026-11-22",
+        ((lambda data: statistics.median(errors_of_steps(data)), ".1%"),),
+    ),
+    Figure(
+        "docs/first_run.md", "The asynchronous run took {} s per step (median of three seeds), the synchronous one {} "
+        "s and the colocated one, with each phase on both cores, {} s", ASYNC,
         tuple((f"{one}step_s_median", ".2f") for one in MODES),
     ),
     Figure(
-        "README.md", "right after 60 steps (medians) are {}, {} and {}", ASYNC,
+        "docs/first_run.md", "right after 60 steps (medians) are {}, {} and {}", ASYNC,
         tuple((f"{one}accuracy_after", ".1%") for one in MODES),
     ),
-    Figure("README.md", "lower in {} of three seeds", ASYNC, ((lower, ".0f"),)),
+    Figure("docs/first_run.md", "lower in {} of three seeds", ASYNC, ((lower, ".0f"),)),
     Figure(
         "docs/checkpoints.md", "stood still for {} of a save's time (median of seven; {} in the first", CHECKPOINT,
         (("blocked_share", ".0%"), ("blocked_share_of_the_first", ".0%")),
@@ -101,6 +135,183 @@ FIGURES = (
     Figure(
         "docs/hosts.md", "against one replica | {} with relays, {} without |", WIRE,
         (("relay_ratio", ".2f"), ("direct_ratio", ".2f")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "samples per second, against the synchronous mode {}, against the colocated one {}; held-out accuracy "
+        "after 60 steps lower in {} of three seeds",
+        "asynchrony-2026-11-21",
+        (("speedup_vs_max_staleness_0", ".2f"), ("speedup_vs_colocated", ".2f"), (lower, ".0f")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "packed against padded tokens per second: {}; log-probs by tiles: {} of the memory, {} times as long",
+        "training-2026-11-21",
+        (
+            ("packing/ratio", ".2f"), ("head/tiles_of_2^23/memory_ratio", ".0%"),
+            ("head/tiles_of_2^23/time_ratio", ".1f"),
+        ),
+    ),
+    Figure(
+        "docs/measures.md",
+        "a step of the demo {} times as fast, of a 60M model {} times",
+        "products-slow-mkl-2026-11-23",
+        (("steps/demo/ratios/chosen", ".2f"), ("steps/60M/ratios/chosen", ".2f")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "a step takes what it took, {} times as fast",
+        "products-2026-11-23",
+        (("steps/demo/ratios/chosen", ".2f"),),
+    ),
+    Figure(
+        "docs/measures.md",
+        "training stands still for {} of a save's time ({} in the first)",
+        "checkpoint-2026-11-21",
+        (("blocked_share", ".0%"), ("blocked_share_of_the_first", ".0%")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "against TRL's GRPO, which generates with transformers: {} times the samples per second, {} of the memory",
+        "peers-2026-11-21",
+        (("ratio_vs_trl/samples_per_s", ".1f"), ("ratio_vs_trl/peak_memory", ".0%")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "tokens per CPU second against vLLM, both in bfloat16: {} (10M), {} (100M)",
+        "generation-avx512-2026-11-22",
+        (("ratio_vs_vllm/10m_bf16", ".2f"), ("ratio_vs_vllm/100m_bf16", ".2f")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "tokens per CPU second against vLLM's fastest type here, 10M parameters: {} in bfloat16, {} in int8",
+        "generation-avx2-2026-11-21",
+        (("ratio_vs_vllm_best/10m_bf16", ".2f"), ("ratio_vs_vllm_best/10m_int8", ".2f")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "against a gather and broadcast: {} times by shared memory, {} times by sockets",
+        "weight_sync-2026-11-22",
+        (("ratio_vs_gather_broadcast", ".0f"), ("p2p_ratio_vs_gather_broadcast", ".1f")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "planning who sends what, 405B on 512 to 512 ranks: {} s",
+        "weight_sync_plan-2026-11-22",
+        ((f"{P405}wall_s", ".2f"),),
+    ),
+    Figure(
+        "docs/measures.md",
+        "values that a step changes at a learning rate of 1e-6: {} in bfloat16, {} in int8",
+        "delta-2026-11-21",
+        (("low/codecs/bfloat16/changed_share_values", ".2%"), ("low/codecs/int8/changed_share_values", ".2%")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "weights to two other hosts: {} of what iperf3 carries alone, {} proved",
+        "hosts_weights-2026-11-22",
+        (("share_of_wire", ".2f"), ("share_of_wire_proved", ".2f")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "a rightful connection waits at most {} s, steps go on at {} of their speed",
+        "strangers-2026-11-23",
+        (
+            ("longest_s", ".2f"),
+            (lambda data: data["steps_per_s"]["during"] / data["steps_per_s"]["before"], ".2f"),
+        ),
+    ),
+    Figure(
+        "docs/measures.md",
+        "a killed generator's replacement decodes after {} s; the step after a trainer's death ends after {} s "
+        "with the mirror, {} s from a checkpoint 25 steps back",
+        "faults-2026-11-23",
+        (("replacement_s", ".1f"), ("trainer_mirror_s", ".1f"), ("trainer_checkpoint_s", ".1f")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "{} faults at random in {} runs; {} failed",
+        "faults_random-2026-11-22",
+        (("faults_tried", ".0f"), ("settings/runs", ".0f"), ("faults_failed", ".0f")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "10,000 steps: the controller grows by {} MB per 100 steps",
+        "soak-2026-11-22",
+        (("processes/controller/rss_bytes/per_100_steps", ".1f"),),
+    ),
+    Figure(
+        "docs/measures.md",
+        "the demo over three hosts, against the same processes on one: {} of the samples/s; {} losses of a host, "
+        "{} failed",
+        "hosts-2026-11-22",
+        (("demo_ratio", ".2f"), ("losses_tried", ".0f"), ("losses_failed", ".0f")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "error of the simulated mean step, median of four settings: {}",
+        "prediction-2026-11-22",
+        ((lambda data: statistics.median(errors_of_steps(data)), ".1%"),),
+    ),
+    Figure(
+        "docs/measures.md",
+        "the same for four other settings: {}",
+        "prediction-seed0-2026-11-22",
+        ((lambda data: statistics.median(errors_of_steps(data)), ".1%"),),
+    ),
+    Figure(
+        "docs/measures.md",
+        "predicted step time against the paper's, calibrated at 8B: {} for 70B, {} for 405B",
+        "planner-2026-11-22",
+        (("paper_error/70b", "+.0%"), ("paper_error/405b", "+.0%")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "processor time of the controller per group at 16,384 simulated GPUs: {} ms",
+        "simulator-2026-11-21",
+        (("controller_ms_per_group", ".2f"),),
+    ),
+    Figure(
+        "docs/measures.md",
+        "tokens per second: {} with turns of those without, {} through the endpoint of those of the engine; {} "
+        "programs judged per second",
+        "episodes-2026-11-23",
+        (("turns_ratio", ".2f"), ("gateway_ratio", ".2f"), ("verdicts_per_s", ".0f")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "held-out accuracy after 200 steps with a tool, three seeds: {}, {} and {} as environment, {}, {} and {} "
+        "as agent",
+        "calculator-2026-11-23",
+        tuple(
+            (lambda data, way=way, seed=seed: data["accuracy_after"][way][seed], ".1%")
+            for way in ("environment", "agent")
+            for seed in (0, 1, 2)
+        ),
+    ),
+    Figure(
+        "docs/measures.md",
+        "reference solutions judged right: {} of {} of HumanEval, {} of {} of MBPP",
+        "judge_data-2026-11-23",
+        tuple((f"{name}/{key}", ".0f") for name in ("humaneval", "mbpp") for key in ("right", "rows")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "the slowest answer to another client of the endpoint, while long calls are read: {} ms",
+        "gateway-latency-2026-11-23",
+        (("worst/health_max_ms", ".0f"),),
+    ),
+    Figure(
+        "docs/measures.md",
+        "two open pages of a run that goes on: {} of a core",
+        "watching-2026-11-23",
+        (("core_share", ".0%"),),
+    ),
+    Figure(
+        "docs/measures.md",
+        "code lines: {} of what is the core now, {} of what is in parts",
+        "house-2026-11-23",
+        (("core_code_lines", ",d"), ("part_code_lines", ",d")),
     ),
     Figure(
         "docs/paper.md", "{} ms of processor time per group at 16,384 simulated GPUs, and {} ms more of transport",
@@ -266,6 +477,33 @@ def test_every_file_is_one_that_a_document_names() -> None:
     for figure in FIGURES:
         names = [re.escape(name).replace(r"\*", ".*") for _, name in NAMED.findall(pages[figure.page])]
         assert any(re.fullmatch(name, figure.file) for name in names), f"{figure.page} does not name {figure.file}"
+
+
+def test_measures_have_every_file_with_its_day_its_machine_and_its_command() -> None:
+    page = (ROOT / "docs" / "measures.md").read_text(encoding="utf-8")
+    rows = {row["name"]: row for row in MEASURE.finditer(page)}
+    assert rows.keys() == {path.stem for folder in (RESULTS, SOAK) for path in folder.glob("*.json")}
+    for name, row in rows.items():
+        data = measured(name)
+        assert (row["date"], row["command"]) == (data["date"], data["command"]), name
+        machine = data["machine"]
+        if isinstance(machine, str):  # without its processor
+            assert "2 cores" in machine
+        else:
+            processor = machine.get("processor", machine.get("cpu"))
+            assert f"{processor}, {machine['cores']} cores" in page, f"{name}: say what machine it is of"
+
+
+def test_commits_of_measures_are_known_here() -> None:
+    if not (ROOT / ".git").exists() or _git("rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("the history is not here")
+    page = (ROOT / "docs" / "measures.md").read_text(encoding="utf-8")
+    commits = {row["commit"] for row in MEASURE.finditer(page)}
+    assert {commit: _git("cat-file", "-t", commit) for commit in commits} == dict.fromkeys(commits, "commit")
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def test_the_check_can_fail() -> None:

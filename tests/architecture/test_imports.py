@@ -33,7 +33,7 @@ ONE_FILE_EACH = ("fsspec", "monarch", "vllm", "wandb", "tensorboard", "mlflow", 
 CATCHES_EVERYTHING = {
     "llamarl/checkpoint/folder.py": "what a thread's work raises is told by its future, and the thread stays",
     "llamarl/checkpoint/copies.py": "every file system that fsspec opens raises what it likes, and costs a copy only",
-    "llamarl/cluster/host.py": "whatever an executor raises becomes a reply",
+    "llamarl/cluster/rank.py": "whatever an executor raises becomes a reply",
     "llamarl/config/ref.py": "whatever a user's module raises as it is imported is a setting that cannot work",
     "llamarl/data/tokenizer.py": "what a chat template raises, and the library of tokenizers, has no other kind",
     "llamarl/cluster/payload.py": "what cannot be pickled becomes text",

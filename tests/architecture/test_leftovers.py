@@ -7,8 +7,8 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from mmap import mmap
 from pathlib import Path
 
@@ -28,14 +28,14 @@ def process() -> Iterator[None]:
 
 @contextmanager
 def descriptor() -> Iterator[None]:
-    opened = os.memfd_create("llamarl-weights")
+    opened = os.memfd_create("llamarl-opened")
     yield
     os.close(opened)
 
 
 @contextmanager
 def mapping() -> Iterator[None]:
-    opened = os.memfd_create("llamarl-weights")
+    opened = os.memfd_create("llamarl-mapped")
     os.truncate(opened, 4096)
     with mmap(opened, 4096):
         os.close(opened)
@@ -63,27 +63,28 @@ def folder() -> Iterator[None]:
     assert not path.exists(), "it was left"
 
 
-@pytest.mark.parametrize(
-    ("leave", "name"),
-    [
-        (process, "process "),
-        (descriptor, "/memfd:llamarl-weights"),
-        (mapping, "/memfd:llamarl-weights"),
-        (listener, "listening socket:["),
-        (listener_at_a_path, "listening socket:["),
-        (folder, "/llamarl-host-1234"),
-    ],
-)
-def test_what_is_left_is_found(
-    leave: Callable[[], AbstractContextManager[object]], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As by a session that leaves nothing else, beside others that do the same."""
+LEFT = {
+    process: "process ",
+    descriptor: "/memfd:llamarl-opened",
+    mapping: "/memfd:llamarl-mapped",
+    listener: "listening socket:[",
+    listener_at_a_path: "listening socket:[",
+    folder: "/llamarl-host-1234",
+}
+"""What a session may leave, and what is said of it."""
+
+
+def test_what_is_left_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it. As by a session that leaves nothing else, beside others that do the same."""
     mark = f"{tmp_path}-{os.getpid()}"
     monkeypatch.setattr(leftovers, "MARK", f"LLAMARL_TESTS={mark}")
     monkeypatch.setenv("LLAMARL_TESTS", mark)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before = leftovers.left_behind(tmp_path, 0.0)
-    with leave():
+    with ExitStack() as left:
+        for leave in LEFT:
+            left.enter_context(leave())
         found = list((Counter(leftovers.left_behind(tmp_path, 0.0)) - Counter(before)).elements())
-    assert found and all(name in one for one in found)
+    told = Counter(name for one in found for name in {*LEFT.values()} if name in one)
+    assert told >= Counter(LEFT.values()) and told.total() == len(found), found
     assert leftovers.left_behind(tmp_path, 0.0) == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,9 +25,13 @@ RULED_OUT = {
     "action_mask": "loss_mask",
     "behaviour": "behavior",
 }
-"""What is not said -> what is."""
+"""Words that are not said -> those that are."""
 OTHERS = {"llamarl/cluster/monarch.py": {"actor"}}
 """Names of other libraries."""
+FAMILIES = ("advantages", "losses", "rewards", "environments", "sources", "trackers", "transports", "recipes")
+"""Folders whose files name their class, so that two of them may hold a class of one name."""
+NOUNS = ("Ring", "Scaling", "Shaping", "Sharding", "String", "Thing")
+"""Words in -ing that the field, or the language, has as names of things."""
 
 
 def _names(path: Path) -> Iterator[tuple[int, str]]:
@@ -47,12 +52,45 @@ def _words(name: str) -> str:
     return f"_{re.sub(r'(?<=[a-z0-9])(?=[A-Z])', '_', name).lower().strip('_')}_"
 
 
+def _says(name: str, word: str) -> bool:
+    """One or many: `Learner`, `old_learners`."""
+    return re.search(f"_{word}s?_", _words(name)) is not None
+
+
 def test_names_are_those_of_the_field() -> None:
     faults = [
         f"{name_of(path)}:{line} {name}: say {instead}"
         for path in python_files(PACKAGE.name)
         for line, name in [*_names(path), (1, path.stem)]
         for word, instead in RULED_OUT.items()
-        if f"_{word}_" in _words(name) and word not in OTHERS.get(name_of(path), ())
+        if _says(name, word) and word not in OTHERS.get(name_of(path), ())
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def _classes() -> Iterator[tuple[Path, ast.ClassDef]]:
+    for path in python_files(PACKAGE.name):
+        yield from ((path, node) for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef))
+
+
+def _is_member(path: Path, name: str) -> bool:
+    """Whether the class has the name of its file in a family."""
+    return path.parent.name in FAMILIES and name.lower() == path.stem.replace("_", "")
+
+
+def test_no_two_classes_have_one_name() -> None:
+    bearers = defaultdict[str, list[str]](list)
+    for path, node in _classes():
+        if not _is_member(path, node.name):
+            bearers[node.name.strip("_")].append(f"{name_of(path)}:{node.lineno}")
+    faults = [f"{name}: {', '.join(places)}" for name, places in bearers.items() if len(places) > 1]
+    assert not faults, "\n".join(faults)
+
+
+def test_classes_are_nouns() -> None:
+    faults = [
+        f"{name_of(path)}:{node.lineno} {node.name}: say what it is, not what it does"
+        for path, node in _classes()
+        if (last := _words(node.name).strip("_").split("_")[-1].title()).endswith("ing") and last not in NOUNS
     ]
     assert not faults, "\n".join(faults)

@@ -11,7 +11,7 @@ import checkpoint_processes as processes
 import fsspec
 import pytest
 
-from llamarl.checkpoint.copies import Copies, CopyFailed
+from llamarl.checkpoint.copies import CopyFailed, RemoteCopies
 from llamarl.checkpoint.folder import CRITIC, MANIFEST, saved_steps
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import ConfigError
@@ -29,8 +29,8 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def copies(place: str, name: str = "run", **settings: Any) -> Copies:
-    return Copies(CheckpointConfig(copy_to=place, **settings), name)
+def copies(place: str, name: str = "run", **settings: Any) -> RemoteCopies:
+    return RemoteCopies(CheckpointConfig(copy_to=place, **settings), name)
 
 
 def save(run: Path, step: int, keep: int = 9) -> None:

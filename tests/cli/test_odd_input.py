@@ -220,7 +220,7 @@ def test_model_folders(toml: Path, model: Path, tmp_path: Path, change: Callable
     refused(llamarl_here("train", toml, *template, "--model.path", path), part)
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "rollouts.jsonl", "events.jsonl", "journal.jsonl", "config.toml"])
+@pytest.mark.parametrize("file", ["metrics.jsonl", "events.jsonl", "journal.jsonl", "config.toml"])
 @pytest.mark.parametrize("kind", ["folder", "fifo"])
 def test_run_folders(toml: Path, tmp_path: Path, file: str, kind: str) -> None:
     run = tmp_path / "runs" / "tiny"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.cluster import host
+from llamarl.cluster import rank
 from llamarl.cluster.api import (
     MAX_PAYLOAD_BYTES,
     CallTimeout,
@@ -247,9 +247,9 @@ def test_inline_ranks_are_config_errors() -> None:
 
 
 def test_a_long_result_that_nobody_takes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "ABANDONED_S", 0.0)
-    one = host.ExecutorHost(echo(target="tests.cluster.executors:Echo"))
-    one.submit(host.READY, b"", 0.0).result(CALL_S)
+    monkeypatch.setattr(rank, "ABANDONED_S", 0.0)
+    one = rank.ExecutorRank(echo(target="tests.cluster.executors:Echo"))
+    one.submit(rank.READY, b"", 0.0).result(CALL_S)
 
     def asked(size: int, timeout_s: float) -> Reply:
         return one.submit("zeros", pickle.dumps(((size,), {})), timeout_s).result(CALL_S)
@@ -258,5 +258,5 @@ def test_a_long_result_that_nobody_takes_is_dropped(monkeypatch: pytest.MonkeyPa
     assert len(first.value) == MAX_MESSAGE_BYTES and first.rest_of == 1
     time.sleep(0.5)  # until nobody can be waiting any more
     asked(1, CALL_S)
-    assert one.submit(host.REST, pickle.dumps(1), 0.0).result(CALL_S) == Reply()
-    one.submit(host.CLOSE, b"", 0.0).result(CALL_S)
+    assert one.submit(rank.REST, pickle.dumps(1), 0.0).result(CALL_S) == Reply()
+    one.submit(rank.CLOSE, b"", 0.0).result(CALL_S)

@@ -11,11 +11,11 @@ from tests.end_to_end.tiny import ROOT
 
 START = """
 import asyncio, sys
-from llamarl.cluster import private_sockets
+from llamarl.cluster import engine_calls, private_sockets
 from llamarl.cluster.engine_files import own_temporary_folder
 own_temporary_folder()
 if sys.argv[1] == "fails":
-    private_sockets._slots = lambda *_: ()
+    engine_calls._slots = lambda *_: ()
 from llamarl.cluster.monarch import MonarchCluster
 from tests.cluster.harness import echo
 

@@ -91,6 +91,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["--rollout.window", "5"], "rollout.window = 5 is larger than the 4 groups"),
+        (["--rollout.max_active", "5"], "rollout.max_active = 5: a step or the window needs 2 groups, and more than 4"),
         (
             ["--rollout.group_size=1", "--rollout.max_attempts=3"],
             "rollout.max_attempts = 3 with rollout.group_size = 1",

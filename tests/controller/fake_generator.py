@@ -48,6 +48,7 @@ class Generator:
     """Rollouts that wait for their environment, by group and index."""
     _finished: list[Rollout] = field(default_factory=list)
     _some: asyncio.Event = field(default_factory=asyncio.Event)
+    _adopted: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: dict[asyncio.Task[None], int] = field(default_factory=dict)
 
     async def weight_specs(self) -> tuple[()]:
@@ -72,6 +73,10 @@ class Generator:
         stop = min(length, start + request.segment_tokens) if request.segment_tokens else length
         versions, reason = list[int](), FinishReason.STOP if stop == length else FinishReason.PARKED
         try:
+            while self.version < request.from_version:
+                self._adopted.clear()
+                await self._adopted.wait()
+                begin_s = clock.time()
             for position in range(start, stop):
                 if position:
                     await asyncio.sleep(self.duration_s(group_id, index) / (length - 1))
@@ -115,7 +120,7 @@ class Generator:
         for task in list(self._tasks):
             task.cancel()
 
-    async def collect(self) -> Collected:
+    async def collect(self, num_wanted: int = 0) -> Collected:
         await self._some.wait()
         self._some.clear()
         rollouts, self._finished = self._finished, []
@@ -130,6 +135,7 @@ class Generator:
         if self.outcomes and (outcome := self.outcomes.pop(0)) != "adopted":
             return Adoption(version=version, outcome=outcome, reason=f"w of version {version} on rank 0: {outcome}")
         self.version, self.slot = version, slot
+        self._adopted.set()
         self.adopted.append((asyncio.get_running_loop().time(), version))
         return Adoption(version=version, stall_s=0.001, fetch_s=seconds, num_bytes=1000, fingerprint=f"{version:016x}")
 

@@ -48,7 +48,8 @@ class Trainer:
     async def add_groups(self, groups: list[RolloutGroup]) -> None:
         self._groups.update((group.group_id, group) for group in groups)
 
-    async def step(self, group_ids: list[int]) -> PolicyStepResult:
+    async def step(self, group_ids: list[int], new: list[RolloutGroup]) -> PolicyStepResult:
+        await self.add_groups(new)
         clock = asyncio.get_running_loop()
         begin_s = clock.time()
         groups = [self._groups.pop(group_id) for group_id in group_ids]

@@ -12,7 +12,7 @@ import json
 import pickle
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,22 @@ from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, Host
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
 from llamarl.controller.admission import Problems
-from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.controller import Controller
 from llamarl.controller.journal import Journal
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.steps import fast_forward
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
-from llamarl.executors.replies import Scored
-from llamarl.observability.recorder import RolloutRecorder
+from llamarl.executors.replies import ControllerState, ScoredResponse
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.parts.forecast.simulator.clock import run_virtual
-from llamarl.types import Outcome, Prompt, RewardResult, Rollout
+from llamarl.run.rollouts import TrainedSteps
+from llamarl.training.result import PolicyStepResult
+from llamarl.types import Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 from tests.controller.fake_generator import Generator
 from tests.controller.fake_trainer import Trainer
+from tests.controller.oracle import lines_of
 
 RIGHT = RewardResult(outcome=Outcome.SCORE, value=1.0)
 WRONG = RewardResult(outcome=Outcome.WRONG, value=0.0)
@@ -145,9 +146,43 @@ class Reward:
     judge: Callable[[Rollout], RewardResult] = lambda rollout: RIGHT if rollout.index else WRONG
     score_s: float = 0.05
 
-    async def score(self, groups: list[tuple[Prompt, list[Rollout]]]) -> list[list[Scored]]:
+    async def score(self, groups: list[tuple[Prompt, list[Rollout]]]) -> list[list[ScoredResponse]]:
         await asyncio.sleep(self.score_s)
-        return [[Scored(response="r", result=self.judge(rollout)) for rollout in rollouts] for _, rollouts in groups]
+        return [
+            [ScoredResponse(response="r", result=self.judge(rollout)) for rollout in rollouts] for _, rollouts in groups
+        ]
+
+
+class RecordingJournal(Journal):
+    """Writes down rollouts beside the journal, too, as they are trained on."""
+
+    def __init__(self, file: Path, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._oracle = file
+        file.touch()
+        self._groups = dict[int, RolloutGroup]()
+
+    def begin(self, version: int) -> None:
+        lines = self._oracle.read_text().splitlines(keepends=True)
+        self._oracle.write_text("".join(line for line in lines if json.loads(line)["step"] <= version))
+        super().begin(version)
+
+    def groups(self, groups: Iterable[RolloutGroup], prompt_of: Callable[[int], int]) -> None:
+        groups = list(groups)
+        self._groups |= {group.group_id: group for group in groups}
+        super().groups(groups, prompt_of)
+
+    def kept(self, group_id: int) -> Any:
+        found = super().kept(group_id)
+        self._groups |= {group_id: found[0]} if found[0] else {}
+        return found
+
+    def step(self, group_ids: Sequence[int], state: ControllerState, result: PolicyStepResult | None = None) -> None:
+        assert result is not None
+        with self._oracle.open("a") as file:
+            groups = [self._groups[one] for one in group_ids]
+            file.writelines(f"{line}\n" for line in lines_of(state["step"], groups, result))
+        super().step(group_ids, state, result)
 
 
 class Run:
@@ -174,11 +209,13 @@ class Run:
         for generator in self.generators:
             generator.source = self.trainer
         self.problems = Problems(train=prompts(num_train), eval=prompts(num_eval, "e"), stop_token_ids=(2,))
-        self.metrics_file, self.rollouts_file = folder / "metrics.jsonl", folder / "rollouts.jsonl"
+        self.metrics_file, self.rollouts_file = folder / "metrics.jsonl", folder / "oracle.jsonl"
         self.warnings: list[str] = []
         """What the user was told."""
         self.complaints: list[str] = []
         """What asyncio would print about errors that nobody took."""
+        self.lacks: Sequence[int] = ()
+        """Steps of which the journal has lost something."""
         self.wall_s = 0.0
         self.saves_on_death = False
         self.start_s: float | None = None
@@ -212,18 +249,20 @@ class Run:
         self.handles |= models
         self.supervisor = supervisor = Supervisor()
         rollout = self.config.rollout
-        limit = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
+        limit = rollout.staleness_limit
         log = MetricsLog(self.metrics_file, self._lost)
-        recorder = RolloutRecorder(self.rollouts_file, self._lost)
         screen = NullScreen()
         screen.warn = self.warnings.append
-        telemetry = Telemetry(self.config, screen, log, recorder, limit, clock=clock.time)
+        telemetry = Telemetry(self.config, screen, log, limit, clock=clock.time)
         executors = Executors(
             generators=generators, reward=reward, trainer=trainer, models=models, **self.new_generators()
         )
         saved, unrecorded = self.trainer.version, list[Any]()
         steps, keep = [step for step, _ in self.trainer.saved], self.config.checkpoint.keep
-        journal = Journal(self.folder, self.warnings.append, prompts=self.problems.train, keep=keep, saved=steps)
+        journal = RecordingJournal(
+            self.rollouts_file, self.folder, self.warnings.append, prompts=self.problems.train, keep=keep, saved=steps,
+            keeps="all",
+        )  # fmt: skip
         state, self.lost = journal.go_on(state)
         recorded = max((row["step"] for row in self.steps), default=0) if self.folder else 1 << 30
         critic = port(CriticPort, models["critic"], 1e6) if "critic" in models else None
@@ -256,9 +295,16 @@ class Run:
         finally:
             self.wall_s = clock.time()
             await supervisor.stop()
-            recorder.close()
             log.close()
             journal.close()
+            self._check_record()
+
+    def _check_record(self) -> None:
+        """What is made of the journal is what happened."""
+        if self.folder:
+            derived = [line for one in TrainedSteps(self.folder).new() for line in one.lines()]
+            expected = self.rollouts_file.read_text().splitlines()
+            assert derived == [line for line in expected if json.loads(line)["step"] not in self.lacks]
 
     def new_generators(self) -> dict[str, Any]:
         """How `Executors` says that there may be more."""

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.config.schema import staleness_limit
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.types import Prompt, RolloutGroup
 
@@ -28,9 +29,17 @@ class Model:
     """
 
     def __init__(
-        self, P: int, S: int, W: int, num_steps: int, first_step: int = 0, max_dropped: int = 0, flat: float = 0.0
+        self,
+        P: int,
+        S: int,
+        W: int,
+        num_steps: int,
+        first_step: int = 0,
+        max_dropped: int = 0,
+        flat: float = 0.0,
+        max_active: int = 0,
     ) -> None:
-        self.buffer = RolloutBuffer(P, S, W, first_step * P, max_dropped)
+        self.buffer = RolloutBuffer(P, S, W, first_step * P, max_dropped, max_active=max_active)
         self.flat = flat
         """Share of groups whose rewards are all equal."""
         self.dropped: list[int] = []
@@ -219,11 +228,15 @@ def all_sizes() -> Iterator[tuple[int, int, int]]:
                 yield P, S, W
 
 
+@pytest.mark.parametrize("is_full", [False, True])
 @pytest.mark.parametrize(("P", "S", "W"), list(all_sizes()))
-def test_the_bound_is_reached(P: int, S: int, W: int) -> None:
-    """One slow group, admitted on the oldest weights that admission allows, is passed by all that the window allows."""
-    slow = (S + 1) * P - 1
-    model = Model(P, S, W, num_steps=3 * (S + 2) + W)
+def test_the_bound_is_reached(P: int, S: int, W: int, is_full: bool) -> None:
+    """One slow group, admitted on the oldest weights that admission allows, is passed by all that the window allows;
+    also with as many groups in flight as the bound allows."""
+    limit = staleness_limit(S, P, W)
+    max_active = (limit + 1) * P - (W - 1) if S and is_full else (S + 1) * P
+    slow = max_active - 1
+    model = Model(P, S, W, num_steps=3 * (S + 2) + W, max_active=max_active)
     model.admit(model.num_admissible)
     assert slow in model.generating
     while slow not in model.consumed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import io
+import json
 import os
 import random
 import threading
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 
 from llamarl.controller import journal as module
+from llamarl.controller import journal_reader
 from llamarl.controller.journal import Journal
+from llamarl.controller.journal_reader import segment_path
 from llamarl.controller.records import records
 from llamarl.observability.files import compress
 from llamarl.types import FinishReason, Rollout
@@ -109,7 +112,7 @@ def test_a_compressed_file_that_is_damaged_is_told(tmp_path: Path) -> None:
     author, _ = written(tmp_path / "run", 6, 90, num_checkpoints=2, compresses=True, keeps="all")
     path, draw = sorted((author.folder / "journal").iterdir())[1], random.Random(0)
     whole = path.read_bytes()
-    for at in draw.sample(range(10, len(whole) - 8), 30):  # after which is a checksum of the whole
+    for at in draw.sample(range(10, len(whole) - 12), 30):  # then come the end's sign and a checksum of the whole
         for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :]):
             path.write_bytes(damaged)
             assert f"{str(path)[:-3]} is missing, or damaged after byte" in read(author.folder)[2]
@@ -337,3 +340,24 @@ def test_scores_that_nobody_takes_are_written_after_a_while(tmp_path: Path, monk
         author.journal.write_late()
         assert (read(author.folder)[0].kept(1)[0] is not None) == is_there
     author.journal.close()
+
+
+def test_going_on_reads_what_came_since_the_oldest_kept_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the run was before; and without the list of steps it reads everything."""
+    opened, numbers = list[Path](), list[int]()
+    monkeypatch.setattr(journal_reader, "records", lambda path, *of: opened.append(path) or records(path, *of))
+    for times in (1, 4):
+        author, state = written(tmp_path / f"{times}", 3, 150 * times, num_checkpoints=5 * times, keeps="all")
+        saved = json.loads(json.dumps(state))
+        opened.clear()
+        _, reached, said = read(author.folder, saved, saved=[state["step"]])
+        assert said == "" and reached["step"] == author.version
+        assert min(opened) == segment_path(author.folder, state["journal"]["first"])
+        numbers.append(len(set(opened)))
+        (author.folder / "journal.jsonl").unlink()
+        opened.clear()
+        again = read(author.folder, saved, saved=[state["step"]])
+        assert again[1:] == (reached, said) and len(set(opened)) > 5 * times
+    assert numbers[1] <= numbers[0] + 1 < 5

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from llamarl.cluster.api import CallTimeout, ExecutorHandle, HostFailed, MeshFailed, RemoteError
 from llamarl.config.cluster import ClusterConfig
-from llamarl.controller.learners import StepsLost
-from llamarl.controller.lives import Deaths, Lasting, TooManyDeaths
+from llamarl.controller.lives import Deaths, RestartableHandle, TooManyDeaths
+from llamarl.controller.optimized import StepsLost
 from llamarl.controller.supervision import Supervisor
 from llamarl.distributed.links import RanksLost
 from tests.controller.fakes import FakeHandle, Generator, Run, Trainer, config
@@ -256,7 +256,7 @@ class Answers:
         self.heard.append(number)
 
 
-async def hearer(supervisor: Supervisor) -> tuple[Lasting, list[FakeHandle]]:
+async def hearer(supervisor: Supervisor) -> tuple[RestartableHandle, list[FakeHandle]]:
     """An executor that comes back after a second, and its lives."""
     lives = [FakeHandle("reward", Answers())]
 
@@ -266,7 +266,7 @@ async def hearer(supervisor: Supervisor) -> tuple[Lasting, list[FakeHandle]]:
         return lives[-1]
 
     deaths = Deaths(ClusterConfig(), 1, lambda text: None)
-    return Lasting(lives[0], again, supervisor, deaths), lives
+    return RestartableHandle(lives[0], again, supervisor, deaths), lives
 
 
 def test_calls_are_asked_again_in_their_order_ahead_of_new_ones() -> None:
@@ -315,7 +315,7 @@ def test_a_critic_that_dies_before_it_saves_saves_the_step_that_is_due(tmp_path:
     generator.adopt_s = 1.0  # which step 3 waits for before it is saved
 
     async def strike(run: Run) -> None:
-        while run.controller._learners._critic_version < 3 or run.controller._buffer.num_ready < 2:
+        while run.controller._optimized._critic_version < 3 or run.controller._buffer.num_ready < 2:
             await asyncio.sleep(0.01)
         run.handles["critic"].die()
 

@@ -189,14 +189,17 @@ def test_the_critic_is_saved_before_the_trainer(tmp_path: Path) -> None:
     assert order[:4] == ["critic learns", "critic learns", "trainer copies", "critic copies"]
 
 
-def test_evaluations_ask_none_of_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first_id", [FIRST_EVAL_ID, 1000])
+def test_evaluations_ask_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_id: int) -> None:
+    """Wherever their ids begin: what a request is for is its `purpose`."""
+    monkeypatch.setattr("llamarl.controller.controller.FIRST_EVAL_ID", first_id)
     reference = Model(logprobs)
     run = Run(
         config(tmp_path, data={"eval": "jsonl"}, eval={"every_steps": 2}), tmp_path,
         num_eval=3, models={"reference": reference},
     ).train()  # fmt: skip
     assert len(run.evals) == 2
-    assert reference.asked and max(reference.asked) < FIRST_EVAL_ID
+    assert reference.asked and max(reference.asked) < first_id
 
 
 @pytest.mark.parametrize("name", ["reference", "critic", "reward-model"])

@@ -11,7 +11,7 @@ import pytest
 
 from llamarl.controller.groups import FIRST_GREEDY_ID, PendingGroup, greedy_request
 from llamarl.data.sampler import PromptSampler
-from llamarl.executors.replies import Scored
+from llamarl.executors.replies import ScoredResponse
 from llamarl.types import FinishReason, GenerationRequest, Outcome, RewardResult, Rollout, SamplingParams
 from tests.controller.fakes import RIGHT, WRONG, Generator, Reward, Run, Trainer, config, prompts
 from tests.controller.test_controller import random_durations
@@ -132,8 +132,8 @@ def test_a_group_comes_with_the_reward_of_one_greedy_response(tmp_path: Path, se
         for temperature in (0.0, 1.0)
     }
     assert by_temperature[1.0] == set(range(12))
-    trained = {group_id for group_id in by_temperature[0.0] if group_id >= FIRST_GREEDY_ID}
-    assert {group_id - (FIRST_GREEDY_ID) for group_id in trained} == set(range(12))
+    trained = {request.group_id for request in asked if request.purpose == "greedy"}
+    assert {group_id - FIRST_GREEDY_ID for group_id in trained} == set(range(12))
     assert len(by_temperature[0.0] - trained) == 2, "two held-out prompts, which are greedy themselves"
     assert not run.complaints
 
@@ -145,6 +145,6 @@ def test_a_greedy_response_that_failed_is_no_baseline() -> None:
     pending = PendingGroup((request, greedy := greedy_request(request)), prompts(1)[0])
     assert not pending.add(Rollout.empty(greedy.group_id, 0, FinishReason.FAILED, "too long")), "it may come first"
     assert pending.add(Rollout.empty(3, 0))
-    group = pending.scored(pending.in_order(), [Scored(response="", result=RIGHT)] * 2)
+    group = pending.scored(pending.in_order(), [ScoredResponse(response="", result=RIGHT)] * 2)
     assert group.baseline == RewardResult(outcome=Outcome.INVALID, value=0.0, reason="too long")
     assert len(group.rollouts) == len(group.results) == len(group.responses) == 1

@@ -63,9 +63,9 @@ def test_a_call_to_one_that_has_left_has_no_effect() -> None:
         (replica,) = replicas.alive
         replica.handle.failed.set_result(MeshFailed("generator-0", (0,), "is gone"))
         with pytest.raises(MeshFailed):
-            await replicas.unless_dead(replica, replica.port.collect())
+            await replicas.unless_dead(replica, replica.port.collect(0))
         replicas.lose(replica)
-        assert await replicas.unless_dead(replica, replica.port.collect()) is None
+        assert await replicas.unless_dead(replica, replica.port.collect(0)) is None
 
     run_virtual(main())
 

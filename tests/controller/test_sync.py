@@ -201,9 +201,9 @@ def test_the_death_of_one_that_came_later_costs_nothing(tmp_path: Path) -> None:
 
 def test_what_a_dead_generator_has_done_still_counts(tmp_path: Path) -> None:
     class Counting(Generator):
-        async def collect(self) -> Collected:
+        async def collect(self, num_wanted: int = 0) -> Collected:
             stats = GeneratorStats(num_running=1, num_waiting=2, generated_tokens=10)
-            return replace(await super().collect(), stats=stats)
+            return replace(await super().collect(num_wanted), stats=stats)
 
     run = Run(config(tmp_path, cluster={"on_failure": {"generator": "drop"}}), tmp_path, [Counting(), Counting()])
     found = list[GeneratorStats]()
@@ -377,7 +377,7 @@ def test_what_a_sync_cost_is_on_record(tmp_path: Path) -> None:
     for row in run.steps:
         assert row["extra.fetch_s"] == 0.3 and row["extra.stall_s"] == 0.001 and row["extra.sync_bytes"] == 1000
         assert row["extra.mismatch_max"] == row["extra.mismatch_mean"] == 0.25
-        assert row["extra.mismatch_kl"] == pytest.approx(math.exp(-0.25) - 1 + 0.25)
+        assert row["extra.probe_kl"] == pytest.approx(math.exp(-0.25) - 1 + 0.25)
         assert row["sync_s"] == pytest.approx(0.3)
 
 

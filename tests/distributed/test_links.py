@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.distributed.links import Links, connect, open_entrance
+from llamarl.distributed.links import RankLinks, connect, open_entrance
 
 SECRET, WAIT_S = "0123456789abcdef", 5.0
 
@@ -111,7 +111,7 @@ def test_nonsense_is_refused_and_costs_nothing(door: Door) -> None:
 
 def test_one_who_says_nothing_holds_up_nobody() -> None:
     """Rank 0 waits for the others; a stranger has come before them."""
-    first, second = Links(0, 2, WAIT_S), Links(1, 2, WAIT_S)
+    first, second = RankLinks(0, 2, WAIT_S), RankLinks(1, 2, WAIT_S)
     places = queue.SimpleQueue[str]()
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(first.listen, "127.0.0.1", SECRET, places.put, WAIT_S)
@@ -128,7 +128,7 @@ def test_one_who_says_nothing_holds_up_nobody() -> None:
 
 def test_ranks_that_do_not_come_are_counted() -> None:
     with pytest.raises(TimeoutError, match="only 1 of 3 ranks have come"):
-        Links(0, 3, WAIT_S).listen("127.0.0.1", SECRET, lambda place: None, 0.05)
+        RankLinks(0, 3, WAIT_S).listen("127.0.0.1", SECRET, lambda place: None, 0.05)
 
 
 def _resident_bytes() -> int:

@@ -229,6 +229,25 @@ def test_who_comes_later_hears_what_was_said() -> None:
             assert late.poll(NOTICE_S) and late.recv() == note
 
 
+@pytest.mark.parametrize("given", [None, "eth7"])
+def test_the_environment_stays_as_the_user_has_set_it(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While groups are made they listen at the loopback, or where the user says."""
+    name, seen = "GLOO_SOCKET_IFNAME", list[str]()
+
+    def open_groups(*_: Any) -> None:
+        seen.append(os.environ[name])
+        raise RuntimeError("none today")
+
+    monkeypatch.setattr(mesh, "_open_groups", open_groups)
+    monkeypatch.delenv(name, raising=False)
+    for key, value in {"RANK": "0", "WORLD_SIZE": "2", **({name: given} if given else {})}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(mesh.RankLinks, "listen", lambda *_: None)
+    with pytest.raises(RanksLost, match="none today"):
+        mesh.join_mesh({"fsdp": 2}, open_rendezvous(2, 5.0), mesh.CPU, start_timeout_s=5.0)
+    assert seen == [given or "lo"] and os.environ.get(name) == given
+
+
 def test_nccl_is_bound_to_the_device_and_leaves_failures_to_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = dict[str, Any]()
 

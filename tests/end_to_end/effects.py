@@ -133,7 +133,7 @@ def _layer(given: dict[str, Any]) -> Any:
         vocab_size=20, max_position_embeddings=32,
     )  # fmt: skip
     model = new_model(shape, seed=0, std=0.1)
-    set_compute(model, RunConfig.model_validate(LEAST | given).trainer)
+    set_compute(model, RunConfig.model_validate(LEAST | given).trainer, torch.device("cpu"))
     return model
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.tiny import LLAMARL, ROOT, environment, rows
+from tests.end_to_end.tiny import ROOT, environment, rows
 
 HIDES = """
 import sys
@@ -25,32 +27,67 @@ sys.meta_path.insert(0, Hides())
 INLINE = ("--cluster.kind", "inline", "--checkpoint.every_steps", 2)
 
 
-@pytest.fixture
-def hidden(tmp_path: Path) -> dict[str, str]:
-    """The environment of a process that finds no part, and of its children."""
-    (tmp_path / "hidden").mkdir()
-    (tmp_path / "hidden" / "sitecustomize.py").write_text(HIDES)
-    return environment() | {"PYTHONPATH": os.pathsep.join((str(tmp_path / "hidden"), str(ROOT)))}
+COMMANDS = """
+import json, os, sys, traceback
+import llamarl.executors.generator, llamarl.executors.trainer, llamarl.run.train
+from llamarl.cli.main import script
+for line in sys.stdin:
+    given = json.loads(line)
+    if not (pid := os.fork()):
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(given[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.argv[:], sys.stdin = ["llamarl", *given["arguments"]], open(os.devnull)
+        script()
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+"""Runs commands one after another, each in a process of its own that has torch already."""
 
 
-def run(hidden: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [*LLAMARL, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=hidden)
+class Alone:
+    """Commands in processes that find no part."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "sitecustomize.py").write_text(HIDES)
+        self._folder = folder
+        hidden = environment() | {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", COMMANDS],
+            cwd=ROOT,
+            env=hidden,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        given = [*map(str, arguments)]
+        out, err = self._folder / "out.txt", self._folder / "err.txt"
+        assert self.process.stdin and self.process.stdout
+        print(json.dumps({"arguments": given, "out": str(out), "err": str(err)}), file=self.process.stdin, flush=True)
+        code = int(self.process.stdout.readline())
+        return subprocess.CompletedProcess(given, code, out.read_text(), err.read_text())
 
 
-def test_the_core_trains_evaluates_saves_and_resumes(tmp_path: Path, toml: Path, hidden: dict[str, str]) -> None:
-    done = run(hidden, "train", toml, "--output", tmp_path / "runs", *INLINE, "--screen.kind", "auto")
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
+    made = Alone(tmp_path_factory.mktemp("hidden"))
+    yield made
+    made.process.communicate(timeout=10)  # there is no more to do, so it ends
+
+
+def test_the_core_trains_evaluates_saves_and_resumes(tmp_path: Path, toml: Path, run: Alone) -> None:
+    done = run("train", toml, "--output", tmp_path / "runs", *INLINE, "--screen.kind", "auto")
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "tiny"
     assert (folder / "checkpoints" / "step-00000004").is_dir()
-    done = run(hidden, "train", toml, "--output", tmp_path / "runs", *INLINE, "--steps", 6, "--resume")
+    done = run("train", toml, "--output", tmp_path / "runs", *INLINE, "--steps", 6, "--resume")
     assert done.returncode == 0, done.stderr
     steps = [row["step"] for row in rows(folder / "metrics.jsonl") if row["kind"] == "step"]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert {row["step"] for row in rows(folder / "metrics.jsonl") if row["kind"] == "eval"} >= {0, 6}
-    done = run(hidden, "export", folder, tmp_path / "exported")
+    done = run("export", folder, tmp_path / "exported")
     assert done.returncode == 0, done.stderr
-    done = run(hidden, "eval", tmp_path / "exported", "--config", toml, "--max-prompts", 4)
+    done = run("eval", tmp_path / "exported", "--config", toml, "--max-prompts", 4)
     assert done.returncode == 0, done.stderr
     assert "accuracy" in done.stdout
 
@@ -70,21 +107,21 @@ def test_the_core_trains_evaluates_saves_and_resumes(tmp_path: Path, toml: Path,
     ],
 )
 def test_what_a_part_does_is_refused_in_a_sentence(
-    tmp_path: Path, toml: Path, hidden: dict[str, str], part: str, arguments: tuple[str, ...]
+    tmp_path: Path, toml: Path, run: Alone, part: str, arguments: tuple[str, ...]
 ) -> None:
     own = () if "--cluster.kind" in arguments else INLINE
-    done = run(hidden, "train", toml, "--output", tmp_path / "runs", *own, *arguments)
+    done = run("train", toml, "--output", tmp_path / "runs", *own, *arguments)
     assert done.returncode == 2, done.stderr
     assert f"lacks the part `{part}`" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_commands_of_parts_say_so_and_a_dry_run_prints_the_settings(toml: Path, hidden: dict[str, str]) -> None:
-    done = run(hidden, "plan", "--gpus", 8)
+def test_commands_of_parts_say_so_and_a_dry_run_prints_the_settings(toml: Path, run: Alone) -> None:
+    done = run("plan", "--gpus", 8)
     assert done.returncode == 2
     assert "llamarl plan: this installation lacks the part `forecast`" in done.stderr
-    done = run(hidden, "train", toml, "--dry-run")
+    done = run("train", toml, "--dry-run")
     assert done.returncode == 0, done.stderr
     assert re.match(r"# .*lacks the part `forecast`.*\n\n", done.stdout)
     assert 'name = "tiny"' in done.stdout
-    assert run(hidden, "--help").returncode == 0
+    assert run("--help").returncode == 0

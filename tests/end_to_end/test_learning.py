@@ -30,7 +30,7 @@ def test_what_it_prints(trained: Trained) -> None:
     assert re.search(rf"step {STEPS}/{STEPS}  reward ", out)
     table = rf"accuracy +{100 * summary['accuracy_before']:.1f}% +{100 * summary['accuracy_after']:.1f}% "
     assert re.search(table, out)
-    for name in ("metrics.jsonl", "rollouts.jsonl", "summary.json", "trace.json", "config.toml", "checkpoints", "logs"):
+    for name in ("metrics.jsonl", "journal", "summary.json", "trace.json", "config.toml", "checkpoints", "logs"):
         assert str(trained.folder / name) in out
 
 

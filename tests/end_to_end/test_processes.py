@@ -191,9 +191,8 @@ def test_kill_of_the_controller(tmp_path: Path, toml: Path) -> None:
     assert all(map(is_alive, run.pids)) and len(run.pids) >= 3
     run.command.end(signal.SIGKILL)
     assert gone(run.pids, END_S) == []
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
-        whole, _, _ = (run.folder / name).read_text().rpartition("\n")
-        assert whole
+    whole, _, _ = (run.folder / "metrics.jsonl").read_text().rpartition("\n")
+    assert whole and rows(run.folder / "rollouts.jsonl")
     checkpoint, damaged = CheckpointStore(run.folder / "checkpoints", keep=2).load_newest()
     assert checkpoint is not None and not damaged
     last = max(row["step"] for row in rows(run.folder / "journal.jsonl") if "groups" in row)

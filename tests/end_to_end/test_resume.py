@@ -38,7 +38,7 @@ def test_from_a_periodic_checkpoint(tmp_path: Path, toml: Path, kind: str) -> No
     ]
     assert len({tuple(tokens) for _, _, tokens, _, _ in recorded[0]}) > 10
     assert len({advantage for *_, advantage in recorded[0]}) > 2, "nothing was learnt, so nothing was compared"
-    assert recorded[0] == recorded[1]
+    assert [row for row in recorded[0] if row[0] > 2] == recorded[1], "the journal of the steps before is gone"
     files = [path.relative_to(cut) for path in cut.rglob("*.safetensors")]
     assert len(files) >= 3
     assert all((whole / file).read_bytes() == (cut / file).read_bytes() for file in files)

@@ -17,6 +17,7 @@ from typing import Any
 
 from llamarl.cli.main import main
 from llamarl.data.sources.running_total import RunningTotal
+from llamarl.run.rollouts import rollout_lines
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -69,7 +70,10 @@ def write_toml(folder: Path, model: Path) -> Path:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """Every line of a JSONL file; a line that is no JSON fails."""
+    """Every line of a JSONL file; a line that is no JSON fails. Of a run's `rollouts.jsonl`, what is derived, where
+    nobody has exported it."""
+    if path.name == "rollouts.jsonl" and not path.exists():
+        return [*map(json.loads, rollout_lines(path.parent))]
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -69,7 +70,7 @@ def requests(first: int, max_new_tokens: int = 40) -> list[GenerationRequest]:
 def collected(generator: GeneratorExecutor, count: int) -> list[Rollout]:
     rollouts = list[Rollout]()
     while len(rollouts) < count:
-        reply = generator.collect()
+        reply = generator.collect(0)
         while not reply.done():
             assert generator.work()
         rollouts += reply.result().rollouts
@@ -134,7 +135,7 @@ def stepped(trainer: TrainerExecutor, generator: GeneratorExecutor, version: int
     generator.submit(asked)
     groups = scored(asked, collected(generator, 4 * GROUP))
     trainer.add_groups(groups)
-    return trainer.step([group.group_id for group in groups])
+    return trainer.step([group.group_id for group in groups], ())
 
 
 def test_behavior_logprobs_are_the_trainer_s_before_and_after_syncs(
@@ -278,3 +279,46 @@ def test_parked_rollouts_go_on_where_they_were(trainer: TrainerExecutor, generat
         assert whole[key].finish_reason is rollout.finish_reason
         np.testing.assert_allclose(whole[key].behavior_logprobs_T, rollout.behavior_logprobs_T, atol=TOLERANCE)
     assert max(rollout.num_tokens for rollout in expected.values()) > 21
+
+
+def test_a_request_waits_for_the_version_that_it_carries(
+    trainer: TrainerExecutor, generator: GeneratorExecutor
+) -> None:
+    synced(trainer, generator, 0, ())
+    now, later, never = (
+        [replace(one, from_version=version) for one in requests(100 * version)] for version in range(3)
+    )
+    generator.submit([*later, *never])
+    assert not generator.work(), "there is nothing to do before the weights come"
+    generator.submit(now)
+    rollouts = collected(generator, 4 * GROUP)
+    assert {one.group_id for one in rollouts} == {one.group_id for one in now}
+    assert {one.oldest_version for one in rollouts} == {0}
+    synced(trainer, generator, 1, (0,))
+    rollouts = collected(generator, 4 * GROUP)
+    assert {one.group_id for one in rollouts} == {one.group_id for one in later}
+    assert {one.oldest_version for one in rollouts} == {1}
+    generator.abort([one.group_id for one in never])
+    taken_back = collected(generator, 4 * GROUP)
+    assert {one.group_id for one in taken_back} == {one.group_id for one in never}
+    assert all(one.finish_reason is FinishReason.ABORTED and not one.num_tokens for one in taken_back)
+    assert not generator.work()
+
+
+def test_rollouts_are_handed_over_as_whole_groups(
+    generator: GeneratorExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for interval in ("REPLY_INTERVAL_S", "GROUPS_INTERVAL_S", "LATEST_S"):
+        monkeypatch.setattr(f"llamarl.executors.generator.{interval}", 3600.0)
+    generator.submit(requests(0))
+    reply = generator.collect(2)
+    assert reply is not None
+    while not reply.done():
+        assert generator.work()
+    whole = Counter(one.group_id for one in reply.result().rollouts)
+    assert sum(count == GROUP for count in whole.values()) >= 2
+    rest = generator.collect(1000)
+    assert rest is not None
+    while not rest.done():
+        assert generator.work()
+    assert sum(whole.values()) + len(rest.result().rollouts) == 4 * GROUP, "the last ones come when there are no others"

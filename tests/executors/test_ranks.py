@@ -88,7 +88,7 @@ def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, 
             await trainer.call("add_groups", [group(0), group(1)], timeout_s=20.0)
             start_s = time.monotonic()
             with pytest.raises(RemoteError) as failed:
-                await trainer.call("step", [0, 1], timeout_s=60.0)
+                await trainer.call("step", [0, 1], [], timeout_s=60.0)
             await trainer.stop(timeout_s=8.0)
             return failed.value, time.monotonic() - start_s
 

@@ -24,7 +24,7 @@ from llamarl.distributed.mesh import RankMesh
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.generation.engine import Engine, kv_budget
 from llamarl.generation.model import GeneratorModel
-from llamarl.generation.tensor_parallel import Follower, ModelRanks, TensorParallelEngine
+from llamarl.generation.tensor_parallel import FollowerRank, ModelRanks, TensorParallelEngine
 from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason
 from tests.distributed.ranks import Worker, Workers, join, rendezvous
@@ -60,7 +60,7 @@ def follow(where: Rendezvous, folder: Path, rank: int, size: int, mishap: str, g
 def follow_here(where: Rendezvous, folder: Path, rank: int, size: int, mishap: str, graphs: bool) -> str:
     mesh = join(where, rank, {"tp": size}, timeout_s=30.0)
     model, engine = build(mesh, folder, graphs)
-    follower = Follower(engine, mesh, lambda version: load(model, folder, version))
+    follower = FollowerRank(engine, mesh, lambda version: load(model, folder, version))
     follower.report(7, f"part {rank}")
     idle = 0
     try:

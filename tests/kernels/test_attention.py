@@ -122,9 +122,8 @@ def test_where_it_cannot_serve_there_is_a_reason() -> None:
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Kernels are compiled anew."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def reloaded() -> Iterator[None]:
+    """Kernels are loaded anew, and compiled where this code was not yet with these flags."""
     caches = build.load, attention.kernel, ops.kernels
     for cached in caches:
         cached.cache_clear()
@@ -133,7 +132,13 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         cached.cache_clear()
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reloaded: None) -> None:
+    """Kernels are compiled anew."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("reloaded")
 @needs_kernel
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are of x86-64")
 @pytest.mark.parametrize("flag", ["-DLLAMARL_LANES=16", "-march=x86-64"])

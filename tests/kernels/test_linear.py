@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import platform
 import shutil
 import subprocess
@@ -172,25 +175,33 @@ def test_compiles_for_processors_that_are_not_here(name, processor, pin):
         pytest.skip("needs AVX-512")
     if (pin and processor != "sapphirerapids") or (name, pin) == ("packed", "avx2"):
         pytest.skip("has little to leave out")
-    command = [
-        "g++",
-        "-std=c++17",
-        "-O1",
-        f"-march={processor}",
-        *build._LIMITS.get(pin, ()),
-        "-Wall",
-        "-S",
-        str(FOLDER / f"{name}.cpp"),
-        "-o-",
-    ]
-    done = subprocess.run(command, capture_output=True, timeout=60)
-    errors = done.stderr.decode(errors="replace")
+    command = ["g++", "-std=c++17", "-O1", f"-march={processor}", *build._LIMITS.get(pin, ()), "-Wall"]
+    status, errors, found = assembled(name, command)
     if "bad value" in errors:
         pytest.skip(f"this g++ does not know {processor}")
-    assert done.returncode == 0, errors
+    assert status == 0, errors
     if (name, processor) == ("packed", "sapphirerapids"):
-        for instruction in (b"tdpbf16ps", b"tdpbsud", b"vdpbf16ps", b"vpdpbusd"):
-            assert (instruction in done.stdout) == (not pin or instruction.startswith(b"v"))
+        for instruction in INSTRUCTIONS:
+            assert (instruction in found) == (not pin or instruction.startswith("v"))
+
+
+INSTRUCTIONS = ("tdpbf16ps", "tdpbsud", "vdpbf16ps", "vpdpbusd")
+
+
+def assembled(name: str, command: list[str]) -> tuple[int, str, list[str]]:
+    """Exit code, what the compiler says, and which of the instructions are in what it makes; as kernels are, compiled
+    once per source, compiler and flags, since it takes long."""
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
+    texts = build.source_text(name), version, *command, *INSTRUCTIONS
+    kept = build.cache_folder() / f"assembled-{hashlib.sha256(chr(0).join(texts).encode()).hexdigest()[:16]}.json"
+    if not kept.exists():
+        made = subprocess.run([*command, "-S", str(FOLDER / f"{name}.cpp"), "-o-"], capture_output=True, timeout=60)
+        found = [one for one in INSTRUCTIONS if one.encode() in made.stdout]
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps([made.returncode, made.stderr.decode(errors="replace"), found]))
+        partial.replace(kept)
+    return tuple(json.loads(kept.read_text()))
 
 
 def test_loading_leaves_denormals_alone():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import resource
 import select
 import socket
@@ -54,6 +55,15 @@ def asked(place: tuple[str, int], connection: socket.socket | None = None) -> by
     with connection or socket.create_connection(place, WAIT_S) as known:
         known.sendall(b"open")
         return known.recv(100)
+
+
+def stranger(stack: ExitStack, place: tuple[str, int]) -> socket.socket:
+    """Says what proves nothing, and has had an answer."""
+    one = stack.enter_context(socket.create_connection(place, WAIT_S))
+    one.sendall(b"x")
+    with suppress(ConnectionError):
+        one.recv(1)
+    return one
 
 
 def is_put_out(connection: socket.socket, wait_s: float = 0.0) -> bool:
@@ -121,13 +131,67 @@ def test_the_oldest_stranger_goes_for_the_newest(place: tuple[str, int]) -> None
         known.sendall(b"open")
         assert known.recv(100) == b"open"
         began_s = time.monotonic()
-        silent = [stack.enter_context(socket.create_connection(place)) for _ in range(MAX_UNPROVED + 3)]
+        silent = [stranger(stack, place) for _ in range(MAX_UNPROVED + 3)]
         for one in silent[:3]:
             assert is_put_out(one, WAIT_S)
         assert time.monotonic() - began_s >= entrance.YOUNG_S > 0.01  # the first had its turn
-        assert not any(is_put_out(one) for one in silent[3:])
+        assert not any(is_put_out(one) for one in silent[3:-1])
         known.sendall(b"still here")
         assert known.recv(100) == b"still here"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system keeps nobody")
+def test_who_says_nothing_is_not_let_in_and_is_heard_later() -> None:
+    come = queue.SimpleQueue[socket.socket]()
+    listener = listen("127.0.0.1")
+    opened = Entrance(listener, lambda accepted, proved: come.put(accepted))
+    with ExitStack() as stack:
+        stack.callback(opened.close)
+        silent = [stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(NUM_SILENT)]
+        for expected in (b"new", b"old"):
+            one = silent[0] if expected == b"old" else socket.create_connection(listener.getsockname())
+            stack.enter_context(one).sendall(expected)
+            with come.get(timeout=WAIT_S) as accepted:
+                accepted.setblocking(True)
+                assert accepted.recv(3) == expected
+        assert come.empty(), "who says nothing costs a descriptor"
+
+
+def test_who_leaves_without_a_word_troubles_nobody() -> None:
+    come = queue.SimpleQueue[socket.socket]()
+    listener = listen("127.0.0.1")
+    opened = Entrance(listener, lambda accepted, proved: come.put(accepted))
+    with ExitStack() as stack:
+        stack.callback(opened.close)
+        for _ in range(3):
+            socket.create_connection(listener.getsockname()).close()
+        stack.enter_context(socket.create_connection(listener.getsockname())).sendall(b"x")
+        with come.get(timeout=WAIT_S) as accepted:
+            assert accepted.recv(1) == b"x"
+
+
+def test_nobody_else_is_let_in_until_those_who_were_put_out_have_gone() -> None:
+    """Shut down is not closed: as long as whoever serves them is busy, each has its descriptor."""
+    come = queue.SimpleQueue[tuple[socket.socket, Proved]]()
+    listener = listen("127.0.0.1")
+    opened = Entrance(listener, lambda *one: come.put(one))
+    with ExitStack() as stack:
+        stack.callback(opened.close)
+        for _ in range(4 * MAX_UNPROVED):
+            stack.enter_context(socket.create_connection(listener.getsockname())).sendall(b"x")
+        end_s, held = time.monotonic() + WAIT_S, list[tuple[socket.socket, Proved]]()
+        while len(held) < 2 * MAX_UNPROVED:
+            held.append(come.get(timeout=end_s - time.monotonic()))
+        with suppress(queue.Empty):
+            while len(held) <= 2 * MAX_UNPROVED + 1:
+                held.append(come.get(timeout=0.5))
+        assert len(held) <= 2 * MAX_UNPROVED + 1
+        for accepted, proved in held:
+            accepted.close()
+            proved()
+        accepted, proved = come.get(timeout=WAIT_S)
+        accepted.close()
+        proved()
 
 
 def test_who_has_left_makes_room(place: tuple[str, int]) -> None:
@@ -194,11 +258,11 @@ def test_no_descriptors_for_a_while_end_nothing() -> None:
             assert stdout.readline() == "done\n"
 
         host, port = json.loads(stdout.readline())
-        for _ in range(NUM_SILENT):
-            stack.enter_context(socket.create_connection((host, port), WAIT_S))
+        strangers = [stranger(stack, (host, port)) for _ in range(NUM_SILENT)]
         assert asked((host, port)) == b"open"
         tell("take all")
-        waiting = [stack.enter_context(socket.create_connection((host, port), WAIT_S)) for _ in range(2 * MAX_UNPROVED)]
-        assert is_put_out(waiting[0], WAIT_S)
+        for _ in range(2 * MAX_UNPROVED):
+            stack.enter_context(socket.create_connection((host, port), WAIT_S)).sendall(b"x")
+        assert is_put_out(strangers[-1], WAIT_S)
         tell("give back")
         assert asked((host, port)) == b"open"

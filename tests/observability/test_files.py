@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.observability.files import write_atomically
+from llamarl.observability.files import last_lines, write_atomically
 
 
 def test_two_processes_may_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +28,15 @@ def test_two_processes_may_write_the_same_file(tmp_path: Path, monkeypatch: pyte
     write_atomically(path, "first")
     assert path.read_text() == "first"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 9'])
+def test_lines_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: str) -> None:
+    """Across blocks of any size; what has no end yet is no line."""
+    path, said = tmp_path / "rows.jsonl", [f'{{"step": {step}}}' for step in range(20)]
+    path.write_text("".join(f"{line}\n" for line in said) + torn)
+    for size in (1, 7, 64, 1 << 16):
+        monkeypatch.setattr("llamarl.observability.files._BLOCK_BYTES", size)
+        assert [line.decode() for line in last_lines(path)] == said[::-1]
+    path.write_text(torn)
+    assert [*last_lines(path)] == []

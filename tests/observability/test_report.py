@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.observability.accounting import Verdict
+from llamarl.observability.accounting import SpeedVerdict
 from llamarl.observability.files import write_atomically
 from llamarl.observability.metrics import share_error
 from llamarl.observability.report import RunFile, RunSummary, render_summary, write_summary
@@ -31,7 +31,9 @@ def make_summary(make_eval):
             "staleness_limit": 2,
             "max_staleness": 1,
             "invalid_share": 0.0,
-            "verdict": Verdict(bound="generator-bound", reason="the trainer waits", window="steps 1 to 100, 1m 52s"),
+            "verdict": SpeedVerdict(
+                bound="generator-bound", reason="the trainer waits", window="steps 1 to 100, 1m 52s"
+            ),
             "before": make_eval(0, 0.184, k=4),
             "after": make_eval(100, 0.781, k=4),
             "completions": (CompletionView(prompt="a" * 500, response="b\x1b[2J" * 200, reward=1.0, advantage=0.5),),

@@ -15,7 +15,6 @@ import pytest
 from llamarl.controller.ports import Executors
 from llamarl.controller.supervision import Interrupted
 from llamarl.controller.telemetry import Telemetry
-from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.run.assembly import assembled
@@ -40,7 +39,7 @@ def run(folder: Path, number: int | None, at_stop: int | None) -> list[str]:
     """A run that is asked to end while it works, or when its executors are stopped; what asyncio complained of."""
     settings, complaints = config(folder), list[str]()
     problems = Problems(train=prompts(9), eval=(), stop_token_ids=(2,))
-    telemetry = Telemetry(settings, NullScreen(), MetricsLog(None, print), RolloutRecorder(None, print), 1)
+    telemetry = Telemetry(settings, NullScreen(), MetricsLog(None, print), 1)
 
     async def spawn() -> Executors:
         return Executors(

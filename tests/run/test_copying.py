@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.checkpoint.copies import Copies, CopyFailed
+from llamarl.checkpoint.copies import CopyFailed, RemoteCopies
 from llamarl.config import ConfigError, RunConfig
 from llamarl.run import copying
-from llamarl.run.copying import Copying
+from llamarl.run.copying import CheckpointCopier
 from llamarl.run.folder import RunFolder, prepare_run_folder
 
 DEADLINE_S = 20.0
@@ -49,7 +49,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def beside(work: Callable[[], Coroutine[None, None, None]], copies: Copying) -> None:
+def beside(work: Callable[[], Coroutine[None, None, None]], copies: CheckpointCopier) -> None:
     async def both() -> None:
         loop = asyncio.create_task(copies.loop())
         try:
@@ -62,42 +62,42 @@ def beside(work: Callable[[], Coroutine[None, None, None]], copies: Copying) -> 
 
 def test_the_newest_first_then_those_for_good(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, said, order = RunFolder(Path(config.output, "one")), list[str](), list[int]()
-    copy = Copies.copy
+    copy = RemoteCopies.copy
 
-    def record(self: Copies, checkpoints: Path, step: int) -> None:
+    def record(self: RemoteCopies, checkpoints: Path, step: int) -> None:
         order.append(step)
         copy(self, checkpoints, step)
         if step == 25:
             commit(folder, 30)
 
-    monkeypatch.setattr(Copies, "copy", record)
+    monkeypatch.setattr(RemoteCopies, "copy", record)
     for step in (10, 15, 20, 25):
         commit(folder, step)
-    copies = Copying(config, folder, said.append)
+    copies = CheckpointCopier(config, folder, said.append)
     beside(lambda: copies.finish(said.append), copies)
     assert order == [25, 30, 10, 20]
-    assert Copies(config.checkpoint, "one").steps() == [10, 20, 25, 30], "25 came before 20 did"
+    assert RemoteCopies(config.checkpoint, "one").steps() == [10, 20, 25, 30], "25 came before 20 did"
     assert said == [f"copying the last checkpoint to {config.checkpoint.copy_to}/one, at most 120 s"]
     commit(folder, 40)
-    again = Copying(config, folder, said.append)
+    again = CheckpointCopier(config, folder, said.append)
     beside(lambda: again.finish(lambda _: None), again)
-    assert Copies(config.checkpoint, "one").steps() == [10, 20, 30, 40]
+    assert RemoteCopies(config.checkpoint, "one").steps() == [10, 20, 30, 40]
     assert len(said) == 1
 
 
 def test_a_refusal_is_said_once_and_its_end_too(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, said, tries = RunFolder(Path(config.output, "one")), list[str](), list[int]()
-    copy, refuses = Copies.copy, True
+    copy, refuses = RemoteCopies.copy, True
 
-    def maybe(self: Copies, checkpoints: Path, step: int) -> None:
+    def maybe(self: RemoteCopies, checkpoints: Path, step: int) -> None:
         tries.append(step)
         if refuses:
             raise CopyFailed("no route to host")
         copy(self, checkpoints, step)
 
-    monkeypatch.setattr(Copies, "copy", maybe)
+    monkeypatch.setattr(RemoteCopies, "copy", maybe)
     commit(folder, 5)
-    copies = Copying(config, folder, said.append)
+    copies = CheckpointCopier(config, folder, said.append)
 
     async def work() -> None:
         nonlocal refuses
@@ -119,7 +119,7 @@ def test_a_refusal_is_said_once_and_its_end_too(config: RunConfig, monkeypatch: 
 def test_a_run_whose_folder_is_gone_comes_back(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     with prepare_run_folder(config, resume=False, overwrite=False) as folder:
         commit(folder, 5)
-        Copies(config.checkpoint, "one").copy(folder.checkpoints, 5)
+        RemoteCopies(config.checkpoint, "one").copy(folder.checkpoints, 5)
     folder.path.rename(folder.path.with_name("lost"))
     with pytest.raises(ConfigError, match=r"there/one holds checkpoints of a run; go on with it \(--resume\)"):
         prepare_run_folder(config, resume=False, overwrite=False)
@@ -130,4 +130,4 @@ def test_a_run_whose_folder_is_gone_comes_back(config: RunConfig, capsys: pytest
         assert again.saved_steps() == [5]
     assert capsys.readouterr().err.startswith("--resume: the checkpoint of step 5 was brought back from ")
     with prepare_run_folder(config, resume=False, overwrite=True):
-        assert not Copies(config.checkpoint, "one").steps(last=""), "they are not of the run that begins"
+        assert not RemoteCopies(config.checkpoint, "one").steps(last=""), "they are not of the run that begins"

@@ -25,7 +25,7 @@ from llamarl.sharding.parallel_layout import (
     trainer_layout,
 )
 from llamarl.sharding.reshard import Move, ReshardPlan, plan_reshard
-from llamarl.sharding.transfer_time import Links, Traffic, delta_share, estimate, fastest, traffic
+from llamarl.sharding.transfer_time import LinkSpeeds, Traffic, delta_share, estimate, fastest, traffic
 from llamarl.weight_sync.relays import Chains
 
 
@@ -253,7 +253,7 @@ def test_quantized_bytes_travel_where_a_row_comes_from_one_sender(trainer_tp, ge
     assert move.num_bytes == move.box.num_elements + 4 * move.box.shape[0], "values and a scale for each row"
 
 
-LINKS = Links(network=50e9, host=450e9)
+LINKS = LinkSpeeds(network=50e9, host=450e9)
 
 
 def _llama(name: str, fsdp: int, replicas: int, tp: int = 8) -> tuple[ShardLayout, ShardLayout]:

@@ -8,14 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from llamarl.algorithms.advantages.group_mean import GroupMean
+from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config import RunConfig
 from llamarl.config.schema import TrainerConfig
+from llamarl.config.trainer import LoraConfig
+from llamarl.kernels import products
+from llamarl.models.lora import add_adapters
 from llamarl.models.shape import ModelShape
 from llamarl.training.cost import activation_bytes, step_cost
 from llamarl.training.optimizer import learning_rate_at
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
+from tests.kernels.test_products import PATHS, serving
 from tests.nightly import nightly
 from tests.training.conftest import SHAPE
 
@@ -118,7 +124,7 @@ def test_flops(make_trainer, make_groups) -> None:
     trainer = make_trainer(shape={"tie_embeddings": False})
     samples = list(trainer._batch(groups)[0].groups)
     (batch,) = pack(samples, 1000)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), serving("torch"):  # it knows no others
         trainer.logprobs(batch)
     products = next(flops for op, flops in counter.get_flop_counts()["Global"].items() if str(op) == "aten.mm")
     shape = ModelShape(**SHAPE)
@@ -195,3 +201,47 @@ class TestDecay:
     def test_what_makes_no_sense_is_refused(self, trainer: dict, said: str) -> None:
         with pytest.raises(ValueError, match=said):
             RunConfig.model_validate({"model": {"path": "x"}, "data": {"train": {"name": "x"}}, "trainer": trainer})
+
+
+KINDS = {
+    "plain": {},
+    "microbatches_recomputed": {"microbatch_tokens": 30, "activation_checkpointing": True},
+    "adapters": {},
+}
+
+
+class TestProducts:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("path", PATHS[1:])
+    def test_a_step_is_nearly_the_same_by_every_path(
+        self, make_model, make_trainer, make_groups, kind: str, path: str
+    ) -> None:
+        found = dict[str, dict[str, Tensor]]()
+        for name in (products.TORCH, path):
+            with serving(name):
+                trainer = make_trainer(shape={"family": "qwen2"}, **KINDS[kind])  # with biases
+                if kind == "adapters":
+                    add_adapters(model := make_model(), lora := LoraConfig(rank=4), seed=2)
+                    trainer = Trainer(model, TrainerConfig(lora=lora), Aipo(), GroupMean(), 0.7)
+                assert trainer.step(make_groups()).update.grad_norm > 0
+                found[name] = {key: weight.detach() for key, weight in trainer.sharding.weights.items()}
+        assert all("lora" in key for key in found[path]) == (kind == "adapters")
+        for key, weight in found[path].items():
+            torch.testing.assert_close(weight, found[products.TORCH][key], atol=1e-5, rtol=1e-4, msg=key)
+
+    @pytest.mark.skipif(len(PATHS) == 1, reason="this torch has no oneDNN")
+    def test_linear_layers_and_the_head_are_served(self, make_trainer, make_groups, monkeypatch) -> None:
+        served, real = list[str](), products._multiply
+
+        def multiply(path: str, product: str, *rest) -> Tensor:
+            served.append(product)
+            assert path == products.ONEDNN
+            return real(path, product, *rest)
+
+        monkeypatch.setattr(products, "_multiply", multiply)
+        with serving(products.ONEDNN):
+            make_trainer().step(make_groups())
+        # Seven matrices in each of two layers; the head's outputs are computed again in backward.
+        linear = 7 * SHAPE["num_layers"]
+        counts = {product: served.count(product) for product in products.PRODUCTS}
+        assert counts == {products.OUTPUT: linear + 2, products.INPUT: linear + 1, products.WEIGHT: linear + 1}

@@ -40,17 +40,17 @@ class TestAges:
         stale_R = batch.policy_versions_R < 3
         metrics = logged(trainer.step(groups))
         assert metrics["stale_share"] == pytest.approx(stale_R.mean())
-        for part, own_R in (("staleness", stale_R), ("mismatch", ~stale_R)):
+        for part, own_R in (("staleness", stale_R), ("same_version", ~stale_R)):
             ratio_N = np.exp(log_ratio_R[own_R])
             assert metrics[f"importance_ratio_{part}"] == pytest.approx(ratio_N.mean(), rel=1e-9)
             kl = (ratio_N - 1 - log_ratio_R[own_R]).mean()
             assert metrics[f"kl_{part}"] == pytest.approx(kl, rel=1e-9)
         share = metrics["stale_share"]
-        together = share * metrics["kl_staleness"] + (1 - share) * metrics["kl_mismatch"]
+        together = share * metrics["kl_staleness"] + (1 - share) * metrics["kl_same_version"]
         assert metrics["kl_to_behavior"] == pytest.approx(together, rel=1e-9)
 
     @pytest.mark.parametrize(
-        ("version", "there", "missing"), [(0, "mismatch", "staleness"), (9, "staleness", "mismatch")]
+        ("version", "there", "missing"), [(0, "same_version", "staleness"), (9, "staleness", "same_version")]
     )
     def test_a_part_without_tokens_is_missing(self, make_trainer, make_groups, version, there, missing) -> None:
         trainer = make_trainer()
@@ -69,7 +69,7 @@ class TestAges:
         for name in (
             "stale_share",
             "kl_staleness",
-            "kl_mismatch",
+            "kl_same_version",
             "importance_ratio_staleness",
             "padding_share",
             "num_flops",

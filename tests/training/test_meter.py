@@ -13,6 +13,7 @@ from llamarl.config import ConfigError, RunConfig
 from llamarl.config.trainer import TrainerConfig
 from llamarl.models.shape import ModelShape
 from llamarl.training import meter
+from tests.kernels.test_products import serving
 
 GPU, GIB = torch.device("cuda", 0), 2**30
 SHAPE = ModelShape(
@@ -37,7 +38,7 @@ class Products(TorchDispatchMode):
 
 def test_a_peak_is_that_of_random_numbers() -> None:
     """Of ones a GPU makes 894 TFLOP/s, of numbers 788: fewer bits change."""
-    with Products() as products:
+    with Products() as products, serving("torch"):
         assert meter.peak_flops(TrainerConfig(), torch.device("cpu")) > 0
     assert products.seen
     assert all(float(one.std()) > 0.5 and len(one.unique()) > 1000 for one in products.seen)

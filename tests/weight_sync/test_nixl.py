@@ -117,16 +117,16 @@ def test_a_read_that_fails_is_tried_once_more(
     publisher: NixlPublisher, subscriber: NixlSubscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With new connections, if these have been used; the first time it has failed."""
-    do, failing, asked = nixl.Agent.do, 1, 0
+    do, failing, asked = nixl.NixlEndpoint.do, 1, 0
 
-    def sometimes(agent: nixl.Agent, method: str, *arguments: object) -> object:
+    def sometimes(agent: nixl.NixlEndpoint, method: str, *arguments: object) -> object:
         nonlocal asked
         if method == "check_xfer_state":
             asked += 1
             return "ERR" if asked <= failing else do(agent, method, *arguments)
         return do(agent, method, *arguments)
 
-    monkeypatch.setattr(nixl.Agent, "do", sometimes)
+    monkeypatch.setattr(nixl.NixlEndpoint, "do", sometimes)
     with pytest.raises(TransferFailed, match=r"did not get version 0 from .*: a read has failed"):
         subscriber.fetch(0, publisher.publish(0, weights(0), ()))
     assert right(subscriber.fetch(0, publisher._address), 0)
@@ -199,7 +199,7 @@ def test_between_hosts_the_best_devices_are_taken(
     """Or those that the user names; an Ethernet interface would leave RDMA out."""
     env = {"UCX_NET_DEVICES": set_to} if set_to else {}
     monkeypatch.setattr(nixl.os, "environ", env)
-    nixl.Agent(host)
+    nixl.NixlEndpoint(host)
     assert env.get("UCX_NET_DEVICES") == devices
 
 

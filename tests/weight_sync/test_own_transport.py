@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llamarl.config import ConfigError
 from llamarl.weight_sync.base import Publisher, Superseded, part_of, plan_writers, views
-from llamarl.weight_sync.copying import CopyingSubscriber, Request
+from llamarl.weight_sync.copying import CopyingSubscriber, VersionRequest
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
 from llamarl.weight_sync.select import open_subscriber, publisher_class
 
@@ -42,7 +42,7 @@ class PigeonPublisher(Publisher):
 
 
 class PigeonSubscriber(CopyingSubscriber):
-    def receive(self, request: Request, address: Address) -> tuple[np.ndarray, int]:
+    def receive(self, request: VersionRequest, address: Address) -> tuple[np.ndarray, int]:
         if request.version not in PIGEONS[address.publisher]:
             raise Superseded(f"version {request.version} has flown")
         flat, proof = PIGEONS[address.publisher][request.version]

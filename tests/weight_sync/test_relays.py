@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,34 @@ def test_replicas_on_the_trainer_s_host_or_alone_take_no_relay(tmp_path, sent) -
     assert not any(near.fetch(0, near.publish(0)))
     assert sent["relays"] == 0
     near.close()
+
+
+def test_a_single_bucket_takes_no_relay(tmp_path, sent, monkeypatch) -> None:
+    monkeypatch.setattr(P2pPublisher, "BUCKET_BYTES", 1 << 20)
+    made = Replicas(tmp_path)
+    assert not any(made.fetch(0, made.publish(0)))
+    made.close()
+    assert sent["trainer"] and not sent["relays"]
+
+
+def test_a_version_takes_one_question_to_each_who_sends_it(replicas, monkeypatch) -> None:
+    """Each costs a round trip, however little is sent."""
+    monkeypatch.setattr(relays, "SILENT_S", 15.0)  # a busy machine is silent for a while
+    said, send_bytes = Counter[str](), Connection._send_bytes
+
+    def counted(connection: Connection, message: Any) -> None:
+        said[threading.current_thread().name.rpartition("_")[0]] += 1
+        send_bytes(connection, message)
+
+    monkeypatch.setattr(Connection, "_send_bytes", counted)
+    num_streams = 2 * len(replicas.ranks)  # of two trainer ranks
+    num_relayed = num_streams * (len(HOSTS) - 1) // len(HOSTS)
+    for version in range(3):
+        address = replicas.publish(version, (version - 1,))
+        said.clear()
+        for one in replicas.ranks:  # who comes in the same order finds the same relays
+            assert not faults(one, version, address, replicas.weights[version])
+    assert said["MainThread"] == 0 and said["weight-receiver"] == num_streams + num_relayed
 
 
 class Fault:

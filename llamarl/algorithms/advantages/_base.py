@@ -1,4 +1,4 @@
-"""What advantages take and return. Plain numpy. Shape suffixes: G rollouts of one group, T tokens of one rollout."""
+"""Base classes of advantages. Plain numpy. Shape suffixes: G rollouts of one group, T tokens of one rollout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRewards:
-    """What the rollouts of one group have earned."""
+    """Rewards that the rollouts of one group have earned."""
 
     token_rewards: tuple[np.ndarray, ...]
     """Per rollout, float64 [T]: penalties where they arise, the reward of the response at its last token."""
@@ -29,7 +29,7 @@ class GroupRewards:
 
     @property
     def rewards_G(self) -> np.ndarray:
-        """Of whole rollouts, float64 [G]."""
+        """Rewards of whole rollouts, float64 [G]."""
         return np.array([rewards_T.sum() for rewards_T in self.token_rewards], np.float64)
 
     def spread(self, advantages_G: np.ndarray) -> list[np.ndarray]:
@@ -38,7 +38,7 @@ class GroupRewards:
 
 
 class Advantage(ABC):
-    """How much better each token was than what was to be expected. Dataclass fields are options."""
+    """A measure of how much better each token was than what was to be expected. Dataclass fields are options."""
 
     NEEDS_GREEDY: ClassVar[bool] = False
     """Whether each group needs a greedy response beside its rollouts, which nobody learns from."""
@@ -69,4 +69,4 @@ class ValueAdvantage(Advantage):
 
     @abstractmethod
     def estimate(self, groups: Sequence[GroupRewards]) -> list[list[np.ndarray]]:
-        """As `of_batch`, before any normalization: advantage + value is the return that the critic learns."""
+        """Advantages per group and rollout before normalization, float64 [T]; plus values, what a critic learns."""

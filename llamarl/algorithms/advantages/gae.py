@@ -72,7 +72,7 @@ class Gae(ValueAdvantage):
 
 
 def _masks(group: GroupRewards) -> Sequence[Any]:
-    """What selects the sampled tokens of each rollout."""
+    """Indices that select the sampled tokens, one per rollout: bool [T], or a slice of all."""
     return group.is_sampled or [slice(None)] * len(group.token_rewards)
 
 

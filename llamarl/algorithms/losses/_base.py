@@ -1,4 +1,4 @@
-"""What every loss takes and returns. Losses only call methods of tensors, so this folder needs no torch to import.
+"""Inputs and outputs of losses, and their base. They only call methods of tensors, so this folder imports no torch.
 
 A loss says what one token costs (`token_losses`); the base class masks, corrects for off-policyness and adds up.
 
@@ -50,11 +50,11 @@ class Positions:
     """`LossInputs` made safe: masked positions hold 0, log-ratios are clamped."""
 
     logprobs_N: Tensor
-    """With gradient."""
+    """Log-probabilities under the policy in training, with gradient."""
     log_ratio_N: Tensor
     """log(pi / mu), with gradient; relative to the proximal policy instead of mu when `truncate` is set."""
     behavior_logprobs_N: Tensor
-    """Of that same policy which the ratio is relative to."""
+    """Log-probabilities under the policy that `log_ratio_N` is relative to."""
     proximal_log_ratio_N: Tensor
     """log(pi / proximal), with gradient."""
     proximal_weights_N: Tensor
@@ -74,10 +74,10 @@ class Positions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLosses:
-    """What a loss says of each position."""
+    """Loss of each position, and which positions are capped."""
 
     loss_N: Tensor
-    """With gradient; masked positions may hold anything finite."""
+    """Loss of each position, with gradient; masked positions may hold anything finite."""
     capped_N: Tensor
     """bool: a cap, clip or mask acts here."""
 
@@ -109,7 +109,7 @@ class Loss(ABC):
     LEARNS_WITHOUT_ADVANTAGE: ClassVar[bool] = False
     """Whether a sample whose advantage is 0 still has a gradient. If not, the trainer does not compute it at all."""
     MEAN_OVER: ClassVar[Literal["tokens", "sequences"]] = "tokens"
-    """What the trainer divides by. With `sequences`, a token counts one over the length of its sequence."""
+    """Count that the trainer divides by. With `sequences`, a token counts one over the length of its sequence."""
 
     def __post_init__(self) -> None:
         if self.truncate is not None and not self.truncate > 0:
@@ -119,7 +119,7 @@ class Loss(ABC):
 
     @abstractmethod
     def token_losses(self, positions: Positions) -> TokenLosses:
-        """What each position costs."""
+        """The loss of each position, before masking and sums."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         positions = self._positions(inputs)

@@ -1,4 +1,4 @@
-"""What every prompt source yields."""
+"""Rows that every prompt source yields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ProblemRow:
     problem_id: str
     """Unique within its source, for example `gsm8k-train-00017`."""
     question: str
-    """What is asked."""
+    """Text of the problem, before a template."""
     answer: str
     """The right answer, as a reward compares it; may be empty."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class ProblemRow:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What a prompt template may name."""
+        """Values that a prompt template may name."""
         known = {"id": self.problem_id, "question": self.question, "prompt": self.question, "answer": self.answer}
         return known | self.metadata
 

@@ -27,26 +27,26 @@ from llamarl.data.sources._base import ProblemRow, distinct
 Numbers = list[int]
 
 
-class _Step(NamedTuple):
+class _Op(NamedTuple):
     right: str
     wrong: str
-    """What the teacher takes it for."""
+    """Code of the mistake that the teacher makes in its place."""
     apply: Callable[[Numbers, int], Numbers]
 
 
-STEPS: dict[str, _Step] = {
-    "keep even": _Step(
+STEPS: dict[str, _Op] = {
+    "keep even": _Op(
         "[v for v in x if v % 2 == 0]", "[v for v in x if v % 2]", lambda x, n: [v for v in x if v % 2 == 0]
     ),
-    "keep odd": _Step("[v for v in x if v % 2]", "[v for v in x if v % 2 == 0]", lambda x, n: [v for v in x if v % 2]),
-    "above {n}": _Step("[v for v in x if v > {n}]", "[v for v in x if v < {n}]", lambda x, n: [v for v in x if v > n]),
-    "below {n}": _Step("[v for v in x if v < {n}]", "[v for v in x if v > {n}]", lambda x, n: [v for v in x if v < n]),
-    "add {n}": _Step("[v + {n} for v in x]", "[v - {n} for v in x]", lambda x, n: [v + n for v in x]),
-    "times {n}": _Step("[v * {n} for v in x]", "[v + {n} for v in x]", lambda x, n: [v * n for v in x]),
-    "first {n}": _Step("x[:{n}]", "x[{n}:]", lambda x, n: x[:n]),
-    "drop {n}": _Step("x[{n}:]", "x[:{n}]", lambda x, n: x[n:]),
-    "reverse": _Step("x[::-1]", "x[::2]", lambda x, n: x[::-1]),
-    "sort": _Step("sorted(x)", "sorted(x)[::-1]", lambda x, n: sorted(x)),
+    "keep odd": _Op("[v for v in x if v % 2]", "[v for v in x if v % 2 == 0]", lambda x, n: [v for v in x if v % 2]),
+    "above {n}": _Op("[v for v in x if v > {n}]", "[v for v in x if v < {n}]", lambda x, n: [v for v in x if v > n]),
+    "below {n}": _Op("[v for v in x if v < {n}]", "[v for v in x if v > {n}]", lambda x, n: [v for v in x if v < n]),
+    "add {n}": _Op("[v + {n} for v in x]", "[v - {n} for v in x]", lambda x, n: [v + n for v in x]),
+    "times {n}": _Op("[v * {n} for v in x]", "[v + {n} for v in x]", lambda x, n: [v * n for v in x]),
+    "first {n}": _Op("x[:{n}]", "x[{n}:]", lambda x, n: x[:n]),
+    "drop {n}": _Op("x[{n}:]", "x[:{n}]", lambda x, n: x[n:]),
+    "reverse": _Op("x[::-1]", "x[::2]", lambda x, n: x[::-1]),
+    "sort": _Op("sorted(x)", "sorted(x)[::-1]", lambda x, n: sorted(x)),
 }
 MOST_STEPS, NUM_TESTS = 3, 4
 

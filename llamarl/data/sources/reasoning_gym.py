@@ -23,7 +23,7 @@ class ReasoningGym:
     """
 
     family: str
-    """For example `chain_sum`."""
+    """Name of the family, for example `chain_sum`."""
     count: Annotated[int, Field(ge=1)]
     """Number of problems."""
     first: Annotated[int, Field(ge=0)] = 0
@@ -31,7 +31,7 @@ class ReasoningGym:
     seed: int = 0
     """Names the sequence of problems."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the family, such as its difficulty."""
+    """Options of the family, such as its difficulty."""
 
     def __len__(self) -> int:
         return self.count

@@ -43,7 +43,7 @@ class RunningTotal:
     error_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Probability that a carry is forgotten in `solution`; `answer` is always right."""
     largest_gain: Annotated[int, Field(ge=9, le=99)] = 9
-    """Of one line; above 9 the numbers have two digits, and the total up to three."""
+    """Largest gain of one line; above 9 the numbers have two digits, and the total up to three."""
     ask_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the lines of `solution` that ask a calculator, as in "a:17+5?=22"."""
     seed: int = 0

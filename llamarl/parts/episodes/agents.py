@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.controller.groups import PendingGroup
-from llamarl.controller.lives import Lasting
+from llamarl.controller.lives import RestartableHandle
 from llamarl.controller.records import Key
 from llamarl.controller.replica import Replica
 from llamarl.controller.replicas import Replicas
@@ -25,17 +25,17 @@ from llamarl.types import FinishReason, GenerationRequest, Rollout
 
 
 @dataclass(kw_only=True, slots=True)
-class _Episode:
+class _RunningEpisode:
     task: AgentTask
     pending: PendingGroup
     since_s: float
-    """When the agent began, or was last answered."""
+    """Time when the agent began, or was last answered, in seconds of the event loop's clock."""
     calls: set[int] = field(default_factory=set)
     """Ids of all its requests."""
 
 
 class Agents:
-    """Those of all groups."""
+    """Episodes that outside programs run, of all groups: one kind of `Turns`."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class Agents:
         self._port, self._timeout_s = port(GatewayPort, handle, timeout_s), timeout_s
         self._pending, self._supervisor, self._replicas = pending, supervisor, replicas
         self._ended, self._waited = ended, waited
-        self._episodes = dict[Key, _Episode]()
+        self._episodes = dict[Key, _RunningEpisode]()
         self._asking = dict[int, Key]()
-        """Whose calls generators work on, by their ids."""
-        if isinstance(handle, Lasting):
+        """Key of the episode whose call generators work on, by the id of the request."""
+        if isinstance(handle, RestartableHandle):
             handle.restore = self._restore
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -69,11 +69,13 @@ class Agents:
             pending = self._pending[request.group_id]
             for start in request.starts():
                 task = AgentTask(request.group_id, start.index, pending.prompt, request.sampling, 0)
-                self._episodes[request.group_id, start.index] = _Episode(task=task, pending=pending, since_s=now_s)
+                self._episodes[request.group_id, start.index] = _RunningEpisode(
+                    task=task, pending=pending, since_s=now_s
+                )
                 tasks.append(task)
         await self._port.submit(tasks)
 
-    def divert(
+    def take(
         self, finished: Sequence[Rollout], pending: Mapping[int, PendingGroup], holder: Replica | None
     ) -> list[Rollout]:
         """All are answers to calls; those to calls of a gateway that died are for nobody."""
@@ -89,7 +91,7 @@ class Agents:
 
     async def loop(self) -> None:
         """Consumes calls and ends of episodes; waits for the gateway; produces requests to generators, and whole
-        rollouts; unblocked by `submit` and `divert`."""
+        rollouts; unblocked by `submit` and `take`."""
         clock = asyncio.get_running_loop()
         while True:
             news = await self._port.collect()
@@ -100,7 +102,7 @@ class Agents:
                 self._waited(clock.time() - episode.since_s)
                 episode.calls.add(request.group_id)
                 self._asking[request.group_id] = group_id, index
-                to_ask.append(request)
+                to_ask.append(replace(request, from_version=episode.pending.requests[0].from_version))
             for rollout, result in news.ends:
                 key = rollout.group_id, rollout.index
                 if (episode := self._episodes.pop(key, None)) is None:
@@ -113,7 +115,7 @@ class Agents:
             self._replicas.resume(to_ask)
             self._replicas.forget(over)
 
-    def _forget(self, episode: _Episode) -> None:
+    def _forget(self, episode: _RunningEpisode) -> None:
         """Nobody waits for its calls."""
         under_way = {call for call in episode.calls if self._asking.pop(call, None)}
         self._replicas.drop(under_way)
@@ -124,13 +126,13 @@ class Agents:
         for key, episode in self._episodes.items():
             self._forget(episode)
             task = episode.task._replace(attempt=episode.task.attempt + 1)
-            self._episodes[key] = _Episode(task=task, pending=episode.pending, since_s=now_s)
+            self._episodes[key] = _RunningEpisode(task=task, pending=episode.pending, since_s=now_s)
             tasks.append(task)
         await port(GatewayPort, life, self._timeout_s).submit(tasks)
         return f"{len(tasks)} episodes of agents, from their beginnings"
 
     def describe(self) -> str:
-        """For a stall report; empty: there is none."""
+        """Episodes of agents under way, in a sentence for a stall report; empty: there is none."""
         if not self._episodes:
             return ""
         age_s = asyncio.get_running_loop().time() - min(one.since_s for one in self._episodes.values())

@@ -16,13 +16,13 @@ from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
 from llamarl.controller.groups import PendingGroup
-from llamarl.controller.lives import Lasting
+from llamarl.controller.lives import RestartableHandle
 from llamarl.controller.ports import Executors
 from llamarl.controller.records import Key
 from llamarl.controller.replica import Replica
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
-from llamarl.executors.replies import Episode, Replied
+from llamarl.executors.replies import OpenTurn, Replied
 from llamarl.parts.episodes.agents import Agents
 from llamarl.parts.episodes.environments._base import Environment
 from llamarl.parts.episodes.environments._worker import build_environment
@@ -31,14 +31,14 @@ from llamarl.types import FinishReason, GenerationRequest, Rollout, observed
 
 
 @dataclass(kw_only=True, slots=True)
-class _Waiting:
+class _WaitingTurn:
     pending: PendingGroup
     rollout: Rollout
     since_s: float
 
-    def episode(self, spent_s: float) -> Episode:
+    def episode(self, spent_s: float) -> OpenTurn:
         rollout = self.rollout
-        return Episode(rollout.group_id, rollout.index, self.pending.prompt, rollout.turns, spent_s)
+        return OpenTurn(rollout.group_id, rollout.index, self.pending.prompt, rollout.turns, spent_s)
 
 
 def open_turns(
@@ -50,7 +50,7 @@ def open_turns(
     ended: Callable[[Rollout], None],
     waited: Callable[..., None],
 ) -> Episodes | Agents | None:
-    """As these; None: a response is one turn. Raises ConfigError."""
+    """Turns that an agent or an environment answers; None: a response is one turn. Raises ConfigError."""
     wanted, handle = config.rollout.environment, executors.models.get("environment")
     if config.rollout.agent and handle:
         return Agents(handle, pending, config.cluster.call_timeout_s, supervisor, replicas, ended, waited)
@@ -61,7 +61,7 @@ def open_turns(
 
 
 class Episodes:
-    """Those of all groups."""
+    """Episodes that an environment answers, of all groups: one kind of `Turns`."""
 
     def __init__(
         self,
@@ -82,29 +82,31 @@ class Episodes:
         self._port = port(EnvironmentPort, handle, timeout_s)
         self._environment, self._timeout_s, self._supervisor = environment, timeout_s, supervisor
         self._replicas, self._ended, self._waited = replicas, ended, waited
-        self._waiting = dict[Key, _Waiting]()
+        self._waiting = dict[Key, _WaitingTurn]()
         self._spent_s = defaultdict[Key, float](float)
-        if isinstance(handle, Lasting):
+        if isinstance(handle, RestartableHandle):
             handle.restore = self._restore
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """The policy begins."""
         await self._replicas.submit(requests)
 
-    def divert(
+    def take(
         self, finished: Sequence[Rollout], pending: Mapping[int, PendingGroup], holder: Replica | None
     ) -> list[Rollout]:
-        """Those that end a turn wait for a reply from now on; the others, which are whole.
+        """Keeps rollouts that end a turn until their reply; returns the others, which are whole.
 
         Args:
             pending: groups by the ids of their requests.
             holder: what has computed them, and holds that; None: nobody does.
         """
-        now_s, episodes = asyncio.get_running_loop().time(), list[Episode]()
+        now_s, episodes = asyncio.get_running_loop().time(), list[OpenTurn]()
         turns = [rollout for rollout in finished if rollout.finish_reason is FinishReason.STOP]
         for rollout in turns:
             key = rollout.group_id, rollout.index
-            self._waiting[key] = waiting = _Waiting(pending=pending[rollout.group_id], rollout=rollout, since_s=now_s)
+            self._waiting[key] = waiting = _WaitingTurn(
+                pending=pending[rollout.group_id], rollout=rollout, since_s=now_s
+            )
             episodes.append(waiting.episode(self._spent_s[key]))
         if holder is not None:
             self._replicas.hold(holder, turns)
@@ -125,7 +127,7 @@ class Episodes:
 
     async def loop(self) -> None:
         """Consumes replies; waits for episodes to be asked for; produces rollouts to go on with, and whole ones;
-        unblocked by `divert`."""
+        unblocked by `take`."""
         clock = asyncio.get_running_loop()
         while True:
             to_go_on, ended = list[GenerationRequest](), list[Key]()
@@ -144,8 +146,8 @@ class Episodes:
             self._replicas.resume(to_go_on)
             self._replicas.forget(ended)
 
-    def _next(self, waiting: _Waiting, replied: Replied) -> GenerationRequest | None:
-        """How an episode goes on; None: it has ended."""
+    def _next(self, waiting: _WaitingTurn, replied: Replied) -> GenerationRequest | None:
+        """Request with which an episode goes on; None: it has ended."""
         pending, rollout = waiting.pending, waiting.rollout
         request = pending.request_of(rollout)
         if replied.observation_T is not None:
@@ -171,7 +173,7 @@ class Episodes:
         return f"the turns of {len(episodes)} episodes"
 
     def describe(self) -> str:
-        """For a stall report; empty: none waits."""
+        """Rollouts that wait for the environment, in a sentence for a stall report; empty: none waits."""
         if not self._waiting:
             return ""
         oldest = min(self._waiting.values(), key=lambda one: one.since_s)

@@ -31,7 +31,7 @@ def check(config: RunConfig) -> None:
 
 
 def spec(config: RunConfig, place: Place = ANYWHERE) -> ExecutorSpec:
-    """What answers turns, or runs the agents that ask for them."""
+    """Specification of the executor that answers turns, or runs the agents that ask for them."""
     path, rollout, folder = config.model.path, config.rollout, "llamarl.parts.episodes.executors"
     target, settings = f"{folder}.environment:EnvironmentExecutor", rollout.environment
     if rollout.agent:

@@ -1,11 +1,11 @@
-"""What the controller asks of the executors of this part."""
+"""Interfaces of this part's executors, for the controller."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from llamarl.executors.replies import Episode, Replied
+from llamarl.executors.replies import OpenTurn, Replied
 from llamarl.parts.episodes.gateway.news import AgentNews, AgentTask
 from llamarl.types import Rollout
 
@@ -13,7 +13,7 @@ from llamarl.types import Rollout
 class EnvironmentPort(Protocol):
     """Answers turns."""
 
-    async def submit(self, episodes: Sequence[Episode]) -> None: ...
+    async def submit(self, episodes: Sequence[OpenTurn]) -> None: ...
     async def leave(self, episodes: Sequence[tuple[int, int]]) -> None: ...
     async def collect(self) -> list[Replied]: ...
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from llamarl.config.decoder import uneven_parts
 from llamarl.parts.forecast.hardware import Pool
-from llamarl.parts.forecast.request import Request, Rules, precisions
+from llamarl.parts.forecast.request import PlanRequest, Rules, precisions
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 """Tokens of a microbatch, in longest samples."""
@@ -18,7 +18,7 @@ CONTEXT_PARALLEL = (1, 2, 4, 8)
 PIPELINE_PARALLEL = (1, 2, 4, 8, 16)
 MAX_GENERATOR_TP = 64
 EVERY_SLOT = 64
-"""Up to this concurrency every integer is tried, above it steps of 12 %."""
+"""Concurrency up to which every integer is tried; above it steps of 12 %."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class Candidates:
     """Layouts as columns, one entry each."""
 
     def columns(self) -> dict[str, np.ndarray]:
-        """By name, which ends in `_L`."""
+        """Columns by name; each name ends in `_L`."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_L")}
 
     def take(self, rows: np.ndarray) -> Self:
@@ -43,7 +43,7 @@ class TrainerLayouts(Candidates):
     pp_L: np.ndarray
     dp_L: np.ndarray
     microbatch_tokens_L: np.ndarray
-    """Of one microbatch per data-parallel rank."""
+    """Tokens of one microbatch per data-parallel rank."""
     sharded: bool
     """Trainer state is sharded over dp x cp (FSDP); otherwise each tp x pp group holds all of it."""
 
@@ -84,7 +84,7 @@ def powers_of_two(limit: int) -> list[int]:
     return [1 << power for power in range(max(limit, 0).bit_length())]
 
 
-def trainer_candidates(request: Request, pool: Pool, rules: Rules) -> TrainerLayouts:
+def trainer_candidates(request: PlanRequest, pool: Pool, rules: Rules) -> TrainerLayouts:
     """Layouts of the trainer on at most `pool.count` GPUs that a run accepts; a data-parallel rank has whole groups, at
     least one."""
     rows: list[np.ndarray] = []
@@ -110,7 +110,7 @@ def trainer_candidates(request: Request, pool: Pool, rules: Rules) -> TrainerLay
     )
 
 
-def _model_parallel(request: Request, pool: Pool, rules: Rules) -> list[tuple[int, int, int]]:
+def _model_parallel(request: PlanRequest, pool: Pool, rules: Rules) -> list[tuple[int, int, int]]:
     """(tp, cp, pp) that fit the pool. Tensor parallelism leaves a node only where one size must serve both phases."""
     heads = request.model.num_heads
     if not rules.own_parallelism:
@@ -133,7 +133,7 @@ def slot_candidates(limit: int) -> np.ndarray:
     return np.array(slots, dtype=np.int64)
 
 
-def admitted(request: Request, replicas: int, staleness: int, rules: Rules) -> int:
+def admitted(request: PlanRequest, replicas: int, staleness: int, rules: Rules) -> int:
     """Most responses that one replica can have in flight.
 
     With partial rollouts at most (S + 1) B0 are active, spread evenly; otherwise one replica's share of B0.
@@ -143,7 +143,7 @@ def admitted(request: Request, replicas: int, staleness: int, rules: Rules) -> i
     return math.ceil(request.num_samples / replicas)
 
 
-def generator_candidates(request: Request, pool: Pool, rules: Rules, staleness: int) -> Generators:
+def generator_candidates(request: PlanRequest, pool: Pool, rules: Rules, staleness: int) -> Generators:
     """Replicas and concurrency of generators on at most `pool.count` GPUs."""
     heads = request.model.num_heads
     largest = min(pool.count, heads, MAX_GENERATOR_TP if rules.own_parallelism else pool.count)

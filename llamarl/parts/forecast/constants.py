@@ -1,4 +1,4 @@
-"""What data sheets do not say: shares of the peak that software reaches, latencies, bytes. A profile overrides any."""
+"""Constants that no data sheet has: shares of the peak in software, latencies, bytes. A profile overrides any."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Constants:
 
 
 OF_CORES = Constants(step_overhead_s=0.02, microbatch_overhead_s=1e-3, decode_overhead_s=1e-3)
-"""Of CPU cores, where nothing is launched; from the profile of the demo: 9 ms a call, 0.9 ms a decode step."""
+"""Constants of CPU cores, which launch nothing; from the profile of the demo: 9 ms a call, 0.9 ms a decode step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,9 +70,9 @@ class Profile:
     gpu: dict[str, Any] = field(default_factory=dict)
     """Fields of `Gpu` to replace."""
     costs: dict[str, Any] = field(default_factory=dict)
-    """For the simulator, see `Costs`."""
+    """Fields of `Costs` to replace, for the simulator."""
     run: dict[str, Any] = field(default_factory=dict)
-    """What was measured, for people."""
+    """Run that was measured, for people."""
 
     def device(self, gpu: Gpu) -> Gpu:
         """`gpu` with the measured fields."""

@@ -1,4 +1,4 @@
-"""How long the work of a run takes: one record, from a measured run, a plan, a JSON file, or the defaults."""
+"""`Costs`: seconds that the work of a run takes, from a measured run, a plan, a JSON file, or the defaults."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ Group = Annotated[tuple[tuple[WholeOrNone, float], ...], Field(min_length=1)]
 
 
 BLOCKED_SHARE = 0.05
-"""Of a checkpoint's seconds, those in which the trainer copies (measured by `benchmarks/checkpoint.py`)."""
+"""Share of a checkpoint's seconds in which the trainer copies (measured by `benchmarks/checkpoint.py`)."""
 SAVED_BYTES = 12
-"""Of a parameter in a checkpoint: float32 weight and two moments."""
+"""Bytes of a parameter in a checkpoint: float32 weight and two moments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """The defaults are a 70B model on H100s, rounded from the planner: tensor parallel 8, bfloat16."""
+    """Seconds, bytes and numbers of a run's work. The defaults are a 70B model on H100s, rounded from the planner:
+    tensor parallel 8, bfloat16."""
 
     generator_gpus: Count = 8
     """GPUs of one generator replica."""
@@ -53,7 +54,7 @@ class Costs:
     probe_s: ZeroOrMore = 0.0
     """Seconds in which it computes the log-probabilities of a probe after that."""
     save_bytes: ZeroOrMore = 12 * 70.6e9
-    """Of a checkpoint: float32 weights and two moments."""
+    """Bytes of a checkpoint: float32 weights and two moments."""
     save_bandwidth: Positive = 0.34e9
     """Bytes per second that each GPU of the trainer brings to the disk: copied, digested, written and flushed by one
     core (measured by `benchmarks/checkpoint.py`). A file system that all share may be slower."""
@@ -84,12 +85,12 @@ class Costs:
     """Cores of the one machine that all executors on `cpu` and the controller share, or a container's part of them; 0:
     everybody has his own."""
     controller_call_s: ZeroOrMore = 0.0
-    """With `cores`: processor seconds of a call in the controller, and of its messages in executors."""
+    """Processor seconds of a call in the controller, and of its messages in executors, where `cores` is not 0."""
     controller_rollout_s: ZeroOrMore = 0.0
-    """The same of a rollout, whatever the calls; the controller does nothing else meanwhile."""
+    """Processor seconds of a rollout in the controller, beside its calls; nothing else is done meanwhile."""
     contention: Positive = 1.0
-    """With `cores`: how many times longer all takes while two threads work at once, beyond their shares of the cores:
-    cold caches, memory that they share, waits for a core while another is free. Each thread more adds as much."""
+    """Factor by which all takes longer while two threads work at once, beyond their shares of `cores`: cold caches,
+    memory that they share, waits for a core while another is free. Each thread more adds as much."""
 
     def decode_s(self, running: np.ndarray) -> np.ndarray:
         """Seconds of a decode step of so many rollouts."""
@@ -106,7 +107,7 @@ class Costs:
 
     @classmethod
     def from_plan(cls, plan: Plan) -> Costs:
-        """What the planner's roofline says of the plan's layouts, as lines through two points."""
+        """Costs by the planner's roofline for the plan's layouts, as lines through two points."""
         request, generator, trainer = plan.request, plan.generator, plan.trainer
         two = np.ones(2, np.int64)
         replicas = Generators(

@@ -9,7 +9,7 @@ from llamarl.parts.forecast.candidates import generator_candidates, sum_parts, t
 from llamarl.parts.forecast.generation import generation_memory
 from llamarl.parts.forecast.hardware import Pool
 from llamarl.parts.forecast.plan import Plan
-from llamarl.parts.forecast.request import ASYNCHRONOUS, Request
+from llamarl.parts.forecast.request import ASYNCHRONOUS, PlanRequest
 from llamarl.parts.forecast.solver import asynchronous_plan, synchronous_plan
 from llamarl.parts.forecast.sync import priced
 from llamarl.parts.forecast.training import training_memory
@@ -18,7 +18,7 @@ MOST_GPUS = 1 << 17
 """Beyond this no larger cluster is suggested."""
 
 
-def plans(request: Request) -> tuple[Plan | None, Plan | None]:
+def plans(request: PlanRequest) -> tuple[Plan | None, Plan | None]:
     """The best synchronous and asynchronous plan; at least one is there.
 
     Raises:
@@ -33,7 +33,7 @@ def plans(request: Request) -> tuple[Plan | None, Plan | None]:
     return synchronous, asynchronous
 
 
-def explain(request: Request) -> str:
+def explain(request: PlanRequest) -> str:
     """Which memory constraint fails on the first pool, by how many gigabytes, and the fewest GPUs that work."""
     pool = request.pools[0]
     usable = request.usable_bytes(pool)
@@ -57,7 +57,7 @@ def explain(request: Request) -> str:
     )
 
 
-def _nearest(request: Request) -> str:
+def _nearest(request: PlanRequest) -> str:
     """The least number of GPUs of the first pool's kind that works, or fewer tokens when none does."""
     low, high = request.pools[0].count, request.pools[0].count
     while high < MOST_GPUS and not _works(request, high):
@@ -71,6 +71,6 @@ def _nearest(request: Request) -> str:
     return f"use --gpus {high}, the fewest that work"
 
 
-def _works(request: Request, count: int) -> bool:
+def _works(request: PlanRequest, count: int) -> bool:
     larger = replace(request, max_staleness=1, pools=(Pool(gpu=request.pools[0].gpu, count=count),))
     return bool(synchronous_plan(larger) or asynchronous_plan(larger))

@@ -7,21 +7,21 @@ import numpy as np
 from llamarl.parts.forecast.candidates import Generators, sum_parts
 from llamarl.parts.forecast.hardware import BF16, Pool
 from llamarl.parts.forecast.links import collective_bandwidth, small_reduction_s
-from llamarl.parts.forecast.request import Request, Rules
+from llamarl.parts.forecast.request import PlanRequest, Rules
 
 
-def token_flops(request: Request, context_tokens: float) -> float:
+def token_flops(request: PlanRequest, context_tokens: float) -> float:
     """FLOPs of one token behind so many others."""
     return 2.0 * request.model.matmul_parameters + request.model.attention_flops(context_tokens)
 
 
-def prompt_flops(request: Request) -> float:
+def prompt_flops(request: PlanRequest) -> float:
     """FLOPs to prefill one prompt."""
     return request.prompt_tokens * token_flops(request, request.prompt_tokens / 2)
 
 
 def decode_parts(
-    request: Request, pool: Pool, generators: Generators, *, active: np.ndarray, context_tokens: float
+    request: PlanRequest, pool: Pool, generators: Generators, *, active: np.ndarray, context_tokens: float
 ) -> dict[str, np.ndarray]:
     """Seconds of one decode step of one replica with `active` responses, by cause. Reading and multiplying overlap.
 
@@ -52,18 +52,18 @@ def decode_parts(
     }
 
 
-def steady_context_tokens(request: Request) -> float:
+def steady_context_tokens(request: PlanRequest) -> float:
     """Mean context of a busy slot: the prompt and E[L^2] / (2 E[L]) of the response (renewal theory)."""
     return request.prompt_tokens + request.lengths.square_tokens / (2 * request.lengths.mean_tokens)
 
 
-def steady_parts(request: Request, pool: Pool, generators: Generators) -> dict[str, np.ndarray]:
+def steady_parts(request: PlanRequest, pool: Pool, generators: Generators) -> dict[str, np.ndarray]:
     """`decode_parts` of a step with every slot busy."""
     context_tokens = steady_context_tokens(request)
     return decode_parts(request, pool, generators, active=generators.slots_L, context_tokens=context_tokens)
 
 
-def drain_s(request: Request, pool: Pool, generators: Generators) -> np.ndarray:
+def drain_s(request: PlanRequest, pool: Pool, generators: Generators) -> np.ndarray:
     """Seconds in which `slots` fresh responses end, the longest of the whole step among them.
 
     Integral of the decode time over t, with slots x S(t) responses active (at least one) up to E[max of B0].
@@ -80,7 +80,7 @@ def drain_s(request: Request, pool: Pool, generators: Generators) -> np.ndarray:
     return total
 
 
-def generation_parts(request: Request, pool: Pool, generators: Generators, rules: Rules) -> dict[str, np.ndarray]:
+def generation_parts(request: PlanRequest, pool: Pool, generators: Generators, rules: Rules) -> dict[str, np.ndarray]:
     """Seconds for one step's responses, by cause; they add up.
 
     decode: (samples per replica / slots) x mean length x decode step. stragglers: without partial rollouts the phase
@@ -115,14 +115,14 @@ def generation_parts(request: Request, pool: Pool, generators: Generators, rules
     }
 
 
-def _by_state(request: Request, pool: Pool, generators: Generators) -> np.ndarray:
+def _by_state(request: PlanRequest, pool: Pool, generators: Generators) -> np.ndarray:
     """`drain_s`, computed once per distinct (tp, slots, weight bytes): replicas do not matter."""
     key = (generators.tp_L * 4 + generators.weight_bytes_L) * 10**9 + generators.slots_L
     _, first, back = np.unique(key, return_index=True, return_inverse=True)
     return drain_s(request, pool, generators.take(first))[back]
 
 
-def generation_memory(request: Request, generators: Generators, *, resident_weights: bool) -> dict[str, np.ndarray]:
+def generation_memory(request: PlanRequest, generators: Generators, *, resident_weights: bool) -> dict[str, np.ndarray]:
     """Bytes per GPU, by part. weights: `weight_copies` buffers (none when the trainer's own weights serve). kv: prompt
     and held tokens of every slot; a key/value head cannot be split, so beyond `num_kv_heads` ranks it is repeated.
     Prompts shared by a group are counted once per response, which is on the safe side.

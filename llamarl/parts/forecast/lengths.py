@@ -1,4 +1,4 @@
-"""How long responses are: a lognormal cut at the limit, or the lengths of a run's `rollouts.jsonl`."""
+"""`Lengths` of responses: a lognormal cut at the limit, or the lengths of those of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from llamarl.config import ConfigError
-from llamarl.observability.files import read_run_rows
+from llamarl.run.rollouts import rollout_rows
 
 NUM_CELLS = 128
 MEAN_SHARE, SIGMA = 0.3, 0.7
@@ -84,19 +84,20 @@ class Lengths:
 
     @classmethod
     def from_rollouts(cls, path: str | Path) -> Lengths:
-        """Lengths of the `token_ids` in a run's `rollouts.jsonl`. Raises ConfigError."""
-        fix = "give a run's rollouts.jsonl"
+        """Reads the `token_ids` that a run was trained on: its folder, or what `export --rollouts` wrote. Raises
+        ConfigError."""
+        fix = "give the folder of a run, or a file of `llamarl export --rollouts`"
         try:
-            lengths = np.array([len(row["token_ids"]) for _, row in read_run_rows(path, fix)], dtype=np.float64)
+            lengths = np.array([len(row["token_ids"]) for row in rollout_rows(Path(path), fix)], dtype=np.float64)
         except (KeyError, TypeError) as error:
             raise ConfigError(f"cannot read response lengths from {path}: {error!r}; {fix}") from None
         if lengths.max() < 1:
-            raise ConfigError(f"{path} holds no response; give the rollouts.jsonl of a run with at least one step")
+            raise ConfigError(f"{path} holds no response; {fix}, of at least one step")
         return cls.measured(lengths)
 
     @classmethod
     def measured(cls, lengths: np.ndarray) -> Lengths:
-        """Of these responses, at least one of them with a token; the longest is the limit."""
+        """Distribution of these response lengths, at least one of them with a token; the longest is the limit."""
         limit = int(lengths.max())
         middles_C = (np.arange(NUM_CELLS) + 0.5) * (limit / NUM_CELLS)
         survival_C = (lengths[None, :] > middles_C[:, None]).mean(axis=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llamarl.parts.forecast.hardware import FP8, Pool
-from llamarl.parts.forecast.request import Request, Rules
+from llamarl.parts.forecast.request import PlanRequest, Rules
 
 CAUSES = {
     "compute": "compute",
@@ -22,12 +22,12 @@ CAUSES = {
     "sync": "interconnect (weight sync)",
     "publish": "memory bandwidth (weight sync)",
 }
-"""What binds an executor, by the largest part of its time."""
+"""Names for people of the parts of an executor's time; the largest part is what binds it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorPlan:
-    """What trainer and generators have in common."""
+    """Fields that the plans of trainer and generators share."""
 
     pool: Pool
     tp: int
@@ -43,7 +43,7 @@ class ExecutorPlan:
 
     @property
     def binds(self) -> str:
-        """What the time is mostly made of."""
+        """Name of the largest part of the time."""
         return CAUSES[max(self.time_parts, key=lambda name: self.time_parts[name])]
 
 
@@ -87,7 +87,7 @@ class GeneratorPlan(ExecutorPlan):
 class Plan:
     """One placement of a request."""
 
-    request: Request
+    request: PlanRequest
     rules: Rules
     trainer: TrainerPlan
     generator: GeneratorPlan
@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def step_binds(self) -> str:
-        """What decides the step time."""
+        """Name of what decides the step time."""
         if not self.rules.overlap:
             return "both phases in turn"
         if self.step_s > 1.001 * max(self.trainer.busy_s, self.generator.busy_s):

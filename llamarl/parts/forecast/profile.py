@@ -24,7 +24,7 @@ from llamarl.parts.forecast.generation import prompt_flops, steady_context_token
 from llamarl.parts.forecast.hardware import BF16, CPU, GPUS, Gpu, Pool
 from llamarl.parts.forecast.lengths import Lengths
 from llamarl.parts.forecast.recorded import RecordedRun
-from llamarl.parts.forecast.request import Request
+from llamarl.parts.forecast.request import PlanRequest
 from llamarl.parts.forecast.shapes import find_model
 from llamarl.parts.forecast.simulator.faults import Faults
 from llamarl.parts.forecast.simulator.run import simulate
@@ -34,7 +34,7 @@ from llamarl.parts.forecast.training import step_flops
 UNLIMITED_BANDWIDTH = 1e18
 """On CPUs reading the weights is not measured apart from the rest of a forward, so it is no part of its own."""
 LEAST_S = 1e-9
-"""What a fit that ends at or below zero becomes."""
+"""Least value of a fit that ends at or below zero."""
 DISTURBED = 3.0
 """A step that takes so many times longer than its simulation, compared with the other steps, had the machine taken."""
 TRIMMED = 0.1
@@ -42,7 +42,7 @@ TRIMMED = 0.1
 
 
 def make_profile(run: RecordedRun, *, cores: float, gpu: str | None) -> dict[str, Any]:
-    """What `llamarl plan --profile` and `llamarl simulate --costs` read.
+    """Profile of a run, which `llamarl plan --profile` and `llamarl simulate --costs` read.
 
     Args:
         cores: of the machine, shared by executors on `cpu`.
@@ -66,7 +66,8 @@ def make_profile(run: RecordedRun, *, cores: float, gpu: str | None) -> dict[str
 
 
 def _contention(run: RecordedRun, costs: Costs) -> float:
-    """With which a simulation takes as long as the run, disturbed steps apart; at least 1; 1 where none is possible."""
+    """`Costs.contention` with which a simulation takes as long as the run, disturbed steps apart; at least 1, and 1
+    where no simulation is possible."""
     config = run.config.model_copy(update={"steps": len(run.step_s) + 1})
 
     def step_s(contention: float) -> np.ndarray:
@@ -170,10 +171,10 @@ def planner_constants(
     }
 
 
-def run_request(run: RecordedRun, constants: Constants, pools: tuple[Pool, ...] = ()) -> Request:
+def run_request(run: RecordedRun, constants: Constants, pools: tuple[Pool, ...] = ()) -> PlanRequest:
     """The run's own work as the planner sees it."""
     tokens = np.array([tokens for group in run.groups for tokens, _ in group], dtype=np.float64)
-    return Request.of_run(
+    return PlanRequest.of_run(
         run.config.data,
         run.config.rollout,
         model=find_model(run.config.model.path),

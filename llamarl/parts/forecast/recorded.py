@@ -1,4 +1,4 @@
-"""What a run left in its folder, as far as it says how long things take."""
+"""`RecordedRun`: files in a run's folder that tell how long things take."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.observability.files import read_run_rows
 from llamarl.observability.spans import Span
+from llamarl.run.rollouts import rollout_rows
 
 MIN_STEPS = 8
 """Steps after the first that a profile needs: medians of fewer follow single disturbances."""
@@ -79,7 +80,7 @@ def read_run(path: str | Path) -> RecordedRun:
         skips_equal_rewards=bool(
             (_column(folder, rows, "extra.num_computed_tokens") < _column(folder, rows, "num_loss_tokens")).any()
         ),
-        groups=_groups(folder / "rollouts.jsonl"),
+        groups=_groups(folder),
         spans=_spans(folder / "trace.json"),
     )
 
@@ -90,13 +91,13 @@ def _column(folder: Path, rows: list[dict[str, Any]], name: str) -> np.ndarray:
     return np.array([row[name] for row in rows], dtype=np.float64)
 
 
-def _groups(path: Path) -> list[list[tuple[int, float]]]:
+def _groups(folder: Path) -> list[list[tuple[int, float]]]:
     groups = defaultdict[int, dict[int, tuple[int, float]]](dict)
     try:
-        for _, row in read_run_rows(path, _FIX):
+        for row in rollout_rows(folder):
             groups[row["group_id"]][row["index"]] = (len(row["token_ids"]), float(row["reward"]))
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: a line is no rollout ({error!r}); give the folder of a finished run") from None
+        raise ConfigError(f"{folder}: a row is no rollout ({error!r}); give the folder of a finished run") from None
     return [[groups[number][index] for index in sorted(groups[number])] for number in sorted(groups)]
 
 

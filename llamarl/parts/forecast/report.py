@@ -1,21 +1,32 @@
-"""Plans and simulations as text for people and as JSON for programs."""
+"""Plans and simulations as text for people, and as JSON for programs and for the page."""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from llamarl.observability.files import write_atomically
 from llamarl.observability.formats import duration, number, percent
+from llamarl.observability.spans import Span
+from llamarl.parts.forecast.hardware import Pool
 from llamarl.parts.forecast.plan import Plan
-from llamarl.parts.forecast.request import Request
+from llamarl.parts.forecast.request import ASYNCHRONOUS, PlanRequest
 from llamarl.parts.forecast.simulator.result import Simulation
+from llamarl.parts.forecast.solver import fastest_phases, solve
 
 CLOSE = 0.02
 """Step times nearer than this are called equal: the model is not that exact."""
 BAR = 40
 """Width of the longest bar, in letters."""
+SHARES, SPLIT = 24, ("share", "step", "trainer", "generators")
+"""Points of a split sweep, and the numbers of each: the last two are of phases at their fastest."""
+NUM_GENERATORS = 12
+"""Generators whose work the page gets."""
 
 
 def choose(synchronous: Plan | None, asynchronous: Plan | None) -> Plan:
@@ -46,7 +57,7 @@ def verdict(synchronous: Plan | None, asynchronous: Plan | None) -> str:
     return f"Use the synchronous plan: it is {1 / ratio:.2f} times as fast as the best asynchronous one."
 
 
-def render_plans(request: Request, synchronous: Plan | None, asynchronous: Plan | None) -> str:
+def render_plans(request: PlanRequest, synchronous: Plan | None, asynchronous: Plan | None) -> str:
     """Both plans side by side, in detail, and which one to use."""
     model, lengths = request.model, request.lengths
     pools = " + ".join(f"{pool.count} x {pool.gpu.name}" for pool in request.pools)
@@ -136,7 +147,7 @@ def summary(simulation: Simulation) -> dict[str, Any]:
 
 
 def render_simulation(simulation: Simulation) -> str:
-    """What the terminal shows."""
+    """Text of a simulation for the terminal."""
     split, steps_s, found = simulation.split, simulation.step_s, summary(simulation)
     load = simulation.controller_s_per_group * simulation.num_groups / max(simulation.virtual_s, 1e-9)
     facts = {
@@ -170,3 +181,52 @@ def _bars(counts: dict[str, int]) -> str:
     return "".join(
         f"\n  {name:>9}  {'█' * math.ceil(BAR * count / most):<{BAR}}  {count:,}" for name, count in counts.items()
     )
+
+
+def plan_curves(request: PlanRequest, staleness: int) -> list[dict[str, Any]]:
+    """Charts for the page: the first pool cut in two at each share, and the speed of each staleness."""
+    pool = request.pools[0]
+    counts = sorted({round(pool.count * index / SHARES) for index in range(1, SHARES)} - {0, pool.count})
+    halves = [tuple(Pool(gpu=pool.gpu, count=one) for one in (count, pool.count - count)) for count in counts]
+    split = [
+        (trainer.count / pool.count, plan.step_s, *phases)
+        for trainer, generator in halves
+        if (plan := solve(request, (trainer, generator), ASYNCHRONOUS, staleness))
+        and (phases := fastest_phases(request, (trainer, generator), staleness))
+    ]
+    speed = [
+        (bound, plan.samples_per_s)
+        for bound in range(1, request.max_staleness + 1)
+        if (plan := solve(request, (pool, pool), ASYNCHRONOUS, bound))
+    ]
+    charts = (
+        (f"Seconds per step by the trainer's share of the GPUs, staleness {staleness}", SPLIT, split),
+        ("Samples per second by the staleness bound in steps", ("bound", "samples per second"), speed),
+    )
+    return [{"title": title, "names": names, "rows": rows} for title, names, rows in charts if rows]
+
+
+def write_forecast(folder: Path, found: dict[str, Any], text: str, charts: Sequence[dict[str, Any]] = ()) -> None:
+    """Writes a summary, and what else the page shows of a plan or a simulation. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "summary.json", json.dumps(found, indent=2) + "\n")
+    write_atomically(folder / "forecast.json", json.dumps({"text": text, "charts": charts}) + "\n")
+
+
+def chosen(spans: Mapping[str, list[Span]], num_generators: int) -> dict[str, list[Span]]:
+    """Trainer, reward and some of the generators that did something, evenly spread, the first and the last included."""
+    generators = [name for name, work in spans.items() if name.startswith("generator-") and work]
+    places = np.linspace(0, len(generators) - 1, min(num_generators, len(generators))).astype(int)
+    return {name: list(spans[name]) for name in ("trainer", "reward", *(generators[place] for place in places))}
+
+
+def write_events(path: Path, simulation: Simulation) -> None:
+    """Writes who worked when, and how it ended, in the rows that a run writes. Raises OSError."""
+    (begin_s, end_s), is_whole = simulation.loop_s, simulation.end == "finished"
+    end = {"end": "finished"} if is_whole else {"end": "failed", "reason": simulation.end}
+    rows = [
+        {"kind": "start", "at_s": begin_s},
+        {"kind": "spans", "at_s": end_s, "spans": chosen(simulation.spans, NUM_GENERATORS)},
+        {"kind": "end", "at_s": end_s} | end,
+    ]
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))

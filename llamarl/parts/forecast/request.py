@@ -1,4 +1,4 @@
-"""What is asked: the model, the work of one step, the machines, and which freedoms the plan has."""
+"""`PlanRequest`: the model, the work of one step, the machines, and the freedoms that a plan has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llamarl.config.schema import DataConfig, RolloutConfig
 from llamarl.parts.forecast.constants import Constants
 from llamarl.parts.forecast.hardware import BF16, Pool
 from llamarl.parts.forecast.lengths import Lengths
-from llamarl.parts.forecast.shapes import Decoder
+from llamarl.parts.forecast.shapes import DecoderShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class Rules:
     own_precision: bool = False
     """Generation may use 8-bit weights."""
     overlap: bool = False
-    """Both work at the same time, on GPUs of their own; otherwise in turn, each on all of them."""
+    """Trainer and generators work at the same time, on GPUs of their own; otherwise in turn, each on all of them."""
     partial_rollouts: bool = False
     """Generation never waits for the longest response of a step."""
     direct_sync: bool = False
@@ -48,18 +48,18 @@ ASYNCHRONOUS = replace(SYNCHRONOUS, own_memory=True, overlap=True, partial_rollo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class PlanRequest:
     """A model, a workload and a cluster."""
 
-    model: Decoder
+    model: DecoderShape
     prompt_tokens: int
     """Mean (and longest) prompt, in tokens."""
     lengths: Lengths
     """Response lengths."""
     prompts_per_step: int
-    """P."""
+    """Prompts of an optimizer step, P."""
     group_size: int
-    """G."""
+    """Responses to each prompt, G."""
     max_staleness: int
     """Largest S that the plan may use, in optimizer steps."""
     pools: tuple[Pool, ...]
@@ -67,7 +67,7 @@ class Request:
     constants: Constants
 
     @classmethod
-    def of_run(cls, data: DataConfig, rollout: RolloutConfig, **others: Any) -> Request:
+    def of_run(cls, data: DataConfig, rollout: RolloutConfig, **others: Any) -> PlanRequest:
         """The work of a run's step; `others` are the fields that settings do not have, or that differ from them."""
         settings: dict[str, Any] = {
             "prompt_tokens": data.max_prompt_tokens,

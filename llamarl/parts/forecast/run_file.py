@@ -11,7 +11,7 @@ from llamarl.parts.forecast.hardware import CPU, Pool
 from llamarl.parts.forecast.plan import Plan
 
 LISTEN = "controller:6700"
-"""What a planned run on several hosts says until it has an address of its own."""
+"""`cluster.listen` of a planned run on several hosts until it has an address of its own."""
 
 
 def run_toml(plan: Plan, *, model_path: str, data_path: str, base: RunConfig | None = None) -> str:
@@ -65,7 +65,7 @@ def run_toml(plan: Plan, *, model_path: str, data_path: str, base: RunConfig | N
 
 
 def _num_hosts(plan: Plan) -> int:
-    """That have as many GPUs; the trainer takes as few of them as it can."""
+    """Number of hosts that have as many GPUs as the plan; the trainer takes as few of them as it can."""
     trainer, generator = plan.trainer, plan.generator
     if trainer.pool.gpu.name == CPU or not plan.rules.overlap:
         return 1
@@ -84,5 +84,5 @@ def _on_hosts(cluster: dict[str, Any], num_hosts: int) -> dict[str, Any]:
 
 
 def _device(pool: Pool, dtype: str) -> dict[str, str]:
-    """On a CPU, which type is fast depends on the model, and the run's own stands."""
+    """Settings of a device. On a CPU, which type is fast depends on the model, and the run's own stands."""
     return {"device": "cpu"} if pool.gpu.name == CPU else {"device": "cuda", "dtype": dtype}

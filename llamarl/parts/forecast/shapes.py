@@ -1,4 +1,4 @@
-"""What a decoder weighs: parameters, arithmetic and key/value bytes, from a Hugging Face config or a built-in name."""
+"""`DecoderShape`: parameters, arithmetic and key/value bytes of a model, by Hugging Face config or built-in name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from llamarl.config.decoder import DecoderSizes, count, sizes_from_hf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decoder(DecoderSizes):
-    """What the planner knows of a model, dense or a mixture of experts."""
+class DecoderShape(DecoderSizes):
+    """Sizes of a model that the planner uses, dense or a mixture of experts."""
 
     name: str
     num_experts: int = 1
@@ -85,7 +85,7 @@ class Decoder(DecoderSizes):
         return 4.0 * self.num_layers * self.num_heads * self.head_dim * context_tokens
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], name: str = "config.json") -> Decoder:
+    def from_hf(cls, config: Mapping[str, Any], name: str = "config.json") -> DecoderShape:
         """The decoder that a parsed `config.json` describes. Raises ConfigError: a key is missing."""
         num_experts = count(config, "num_local_experts", "num_experts", "n_routed_experts", default=1)
         if num_experts == 1:
@@ -113,11 +113,11 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     # huggingface.co/Qwen/Qwen3-235B-A22B, config.json
     ("qwen3-235b-a22b", 4096, 94, 64, 4, 128, 1536, 151_936, 40_960, 128, 8),
 )
-MODELS = {row[0]: Decoder(**dict(zip(_COLUMNS, row, strict=True))) for row in _TABLE}
+MODELS = {row[0]: DecoderShape(**dict(zip(_COLUMNS, row, strict=True))) for row in _TABLE}
 """Built-in shapes."""
 
 
-def find_model(name: str) -> Decoder:
+def find_model(name: str) -> DecoderShape:
     """A built-in shape, or that of a Hugging Face folder or `config.json`. Raises ConfigError."""
     if name in MODELS:
         return MODELS[name]
@@ -127,6 +127,6 @@ def find_model(name: str) -> Decoder:
         hint = did_you_mean(name, MODELS, f"give one of {', '.join(MODELS)} or a Hugging Face folder")
         raise ConfigError(f"`--model {name}` is neither a built-in shape nor a file; {hint}")
     try:
-        return Decoder.from_hf(read_json(path, "give the config.json of a Hugging Face model"), name)
+        return DecoderShape.from_hf(read_json(path, "give the config.json of a Hugging Face model"), name)
     except ConfigError as error:
         raise ConfigError(f"`--model {name}`: {error}") from None

@@ -19,7 +19,7 @@ from llamarl.parts.forecast.candidates import (
 from llamarl.parts.forecast.generation import generation_memory, generation_parts, steady_parts
 from llamarl.parts.forecast.hardware import Pool
 from llamarl.parts.forecast.plan import GeneratorPlan, Plan, TrainerPlan
-from llamarl.parts.forecast.request import ASYNCHRONOUS, SYNCHRONOUS, Request, Rules
+from llamarl.parts.forecast.request import ASYNCHRONOUS, SYNCHRONOUS, PlanRequest, Rules
 from llamarl.parts.forecast.training import training_memory, training_parts
 
 STALENESS_GAIN = 0.01
@@ -28,7 +28,7 @@ Layouts = TypeVar("Layouts", TrainerLayouts, Generators)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Fitting(Generic[Layouts]):
+class _FittingCandidates(Generic[Layouts]):
     """Candidates of one executor that fit with the memory to themselves."""
 
     layouts: Layouts
@@ -38,16 +38,16 @@ class _Fitting(Generic[Layouts]):
     transient_L: np.ndarray
     """Bytes of its own phase alone."""
     latency_s_L: np.ndarray
-    """Of the longest response; 0 for trainers."""
+    """Seconds of the longest response; 0 for trainers."""
 
 
-def synchronous_plan(request: Request) -> Plan | None:
+def synchronous_plan(request: PlanRequest) -> Plan | None:
     """The best colocated plan on one pool, or None when nothing fits."""
     plans = [solve(request, (pool, pool), SYNCHRONOUS, 0) for pool in request.pools]
     return min((plan for plan in plans if plan), key=lambda plan: plan.step_s, default=None)
 
 
-def asynchronous_plan(request: Request) -> Plan | None:
+def asynchronous_plan(request: PlanRequest) -> Plan | None:
     """The best disaggregated plan over assignments of the pools and staleness, or None when nothing fits."""
     best: Plan | None = None
     pairs = [(first, second) for first in request.pools for second in request.pools]
@@ -59,7 +59,7 @@ def asynchronous_plan(request: Request) -> Plan | None:
     return best
 
 
-def solve(request: Request, pools: tuple[Pool, Pool], rules: Rules, staleness: int) -> Plan | None:
+def solve(request: PlanRequest, pools: tuple[Pool, Pool], rules: Rules, staleness: int) -> Plan | None:
     """The plan of least step time under `rules`, or None when nothing fits.
 
     Args:
@@ -85,20 +85,20 @@ def solve(request: Request, pools: tuple[Pool, Pool], rules: Rules, staleness: i
     )
 
 
-def fastest_phases(request: Request, pools: tuple[Pool, Pool], staleness: int) -> tuple[float, float] | None:
+def fastest_phases(request: PlanRequest, pools: tuple[Pool, Pool], staleness: int) -> tuple[float, float] | None:
     """Seconds of training and of generation when each is as fast as its own pool allows, or None."""
     trainers = _trainers(request, pools[0], ASYNCHRONOUS).time_s_L
     generators = _generators(request, pools[1], ASYNCHRONOUS, staleness).time_s_L
     return (float(trainers.min()), float(generators.min())) if len(trainers) and len(generators) else None
 
 
-def _trainers(request: Request, pool: Pool, rules: Rules) -> _Fitting[TrainerLayouts]:
+def _trainers(request: PlanRequest, pool: Pool, rules: Rules) -> _FittingCandidates[TrainerLayouts]:
     layouts = trainer_candidates(request, pool, rules)
     memory = training_memory(request, layouts)
     transient = memory["gathered"] * layouts.sharded + memory["activations"]
     rows = np.flatnonzero(memory["state"] + transient <= request.usable_bytes(pool))
     layouts = layouts.take(rows)
-    return _Fitting(
+    return _FittingCandidates(
         layouts=layouts,
         time_s_L=sum_parts(training_parts(request, pool, layouts, publishes=rules.overlap)),
         kept_L=memory["state"][rows],
@@ -107,13 +107,13 @@ def _trainers(request: Request, pool: Pool, rules: Rules) -> _Fitting[TrainerLay
     )
 
 
-def _generators(request: Request, pool: Pool, rules: Rules, staleness: int) -> _Fitting[Generators]:
+def _generators(request: PlanRequest, pool: Pool, rules: Rules, staleness: int) -> _FittingCandidates[Generators]:
     layouts = generator_candidates(request, pool, rules, staleness)
     memory = generation_memory(request, layouts, resident_weights=rules.one_layout)
     rows = np.flatnonzero(memory["weights"] + memory["kv"] <= request.usable_bytes(pool))
     layouts = layouts.take(rows)
     longest = request.lengths.longest_tokens(request.num_samples)
-    return _Fitting(
+    return _FittingCandidates(
         layouts=layouts,
         time_s_L=sum_parts(generation_parts(request, pool, layouts, rules)),
         kept_L=memory["weights"][rows],
@@ -123,7 +123,7 @@ def _generators(request: Request, pool: Pool, rules: Rules, staleness: int) -> _
 
 
 def _best_below(key_L: np.ndarray, time_s_L: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each limit the least time among candidates with key <= limit (infinite if none), and its row (0 if none)."""
+    """Least time among candidates with key <= limit (infinite if none), and its row (0 if none), for each limit."""
     order = np.lexsort((time_s_L, key_L))
     running = np.minimum.accumulate(time_s_L[order])
     is_new = np.concatenate([[True], running[1:] < running[:-1]])
@@ -134,8 +134,8 @@ def _best_below(key_L: np.ndarray, time_s_L: np.ndarray, limits: np.ndarray) -> 
 
 
 def _disaggregated(
-    trainers: _Fitting[TrainerLayouts],
-    generators: _Fitting[Generators],
+    trainers: _FittingCandidates[TrainerLayouts],
+    generators: _FittingCandidates[Generators],
     pools: tuple[Pool, Pool],
     staleness: int,
     rules: Rules,
@@ -161,10 +161,14 @@ def _disaggregated(
 
 
 def _in_turn(
-    usable: float, trainers: _Fitting[TrainerLayouts], generators: _Fitting[Generators], rules: Rules
+    usable: float,
+    trainers: _FittingCandidates[TrainerLayouts],
+    generators: _FittingCandidates[Generators],
+    rules: Rules,
 ) -> tuple[int, int] | None:
-    """With layouts of their own in one memory, trainer state and both weight copies stay and the rest takes
-    turns; with one layout, the groups are equal and everything is there at once."""
+    """Rows of trainer and generators that make the fastest step one after the other. With layouts of their own in one
+    memory, trainer state and both weight copies stay and the rest takes turns; with one layout, the groups are equal
+    and everything is there at once."""
     best = math.inf, 0, 0
     kind = generators.kept_L if rules.own_parallelism else generators.layouts.tp_L
     for value in np.unique(kind):
@@ -190,7 +194,7 @@ def _first(parts: dict[str, np.ndarray]) -> dict[str, float]:
     return {name: float(np.atleast_1d(values)[0]) for name, values in parts.items()}
 
 
-def _trainer_plan(request: Request, pool: Pool, layouts: TrainerLayouts, rules: Rules) -> TrainerPlan:
+def _trainer_plan(request: PlanRequest, pool: Pool, layouts: TrainerLayouts, rules: Rules) -> TrainerPlan:
     memory = _first(training_memory(request, layouts))
     if not layouts.sharded:
         memory.pop("gathered")
@@ -203,7 +207,7 @@ def _trainer_plan(request: Request, pool: Pool, layouts: TrainerLayouts, rules: 
 
 
 def _generator_plan(
-    request: Request, pool: Pool, generators: Generators, rules: Rules, staleness: int
+    request: PlanRequest, pool: Pool, generators: Generators, rules: Rules, staleness: int
 ) -> GeneratorPlan:
     times = _first(generation_parts(request, pool, generators, rules))
     step = _first(steady_parts(request, pool, generators))

@@ -1,4 +1,4 @@
-"""What weight sync takes: the reshard plan between the two layouts of a plan, on the links of its machines.
+"""Seconds of weight sync: the reshard plan between the two layouts of a plan, on the links of its machines.
 
 The search knows one side of a pair at a time, so it counts the bytes that a generator's adapter must receive. The plan
 that it finds is then priced here, by its own copies.
@@ -12,15 +12,15 @@ from functools import lru_cache
 
 from llamarl.parts.forecast.hardware import FP8
 from llamarl.parts.forecast.plan import Plan
-from llamarl.parts.forecast.shapes import Decoder
+from llamarl.parts.forecast.shapes import DecoderShape
 from llamarl.sharding.parallel_layout import generator_layout, trainer_layout
-from llamarl.sharding.transfer_time import Links, Transfer, fastest
+from llamarl.sharding.transfer_time import LinkSpeeds, Transfer, fastest
 
 
 @lru_cache(maxsize=64)
 def weight_transfer(
-    model: Decoder,
-    links: Links,
+    model: DecoderShape,
+    links: LinkSpeeds,
     trainer: tuple[int, int, int, int],
     generator: tuple[int, int, int],
     first_device: int,
@@ -71,7 +71,7 @@ def priced(plan: Plan) -> Plan:
         first = -(-first // host_size) * host_size
     transfer, reason = weight_transfer(
         plan.request.model,
-        Links(
+        LinkSpeeds(
             network=share * min(gpu.network_bandwidth for gpu in gpus),
             host=share * min(gpu.node_bandwidth for gpu in gpus),
         ),

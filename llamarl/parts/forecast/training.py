@@ -7,13 +7,13 @@ import numpy as np
 from llamarl.parts.forecast.candidates import TrainerLayouts
 from llamarl.parts.forecast.hardware import BF16, FP32, Pool
 from llamarl.parts.forecast.links import collective_bandwidth
-from llamarl.parts.forecast.request import Request
+from llamarl.parts.forecast.request import PlanRequest
 
 PASSES = 3
 """Weight gathers and activation reductions of one microbatch: forward, recomputed forward, backward."""
 
 
-def step_flops(request: Request) -> float:
+def step_flops(request: PlanRequest) -> float:
     """FLOPs of one optimizer step with recompute.
 
     Per token 2 N forward and 4 N backward plus `recompute` forwards (arXiv 2001.08361, eq. 2.2; 2205.05198), and the
@@ -27,7 +27,7 @@ def step_flops(request: Request) -> float:
 
 
 def training_parts(
-    request: Request, pool: Pool, layouts: TrainerLayouts, *, publishes: bool = False
+    request: PlanRequest, pool: Pool, layouts: TrainerLayouts, *, publishes: bool = False
 ) -> dict[str, np.ndarray]:
     """Seconds of one optimizer step on `pool`, by cause; they add up.
 
@@ -80,7 +80,7 @@ def training_parts(
     return parts | (published if publishes else {})
 
 
-def training_memory(request: Request, layouts: TrainerLayouts) -> dict[str, np.ndarray]:
+def training_memory(request: PlanRequest, layouts: TrainerLayouts) -> dict[str, np.ndarray]:
     """Bytes per GPU, by part; they add up.
 
     state: `state_bytes` per parameter over tp x pp x shards (ZeRO-3, arXiv 1910.02054). gathered: bf16 weights of two

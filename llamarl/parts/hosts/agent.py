@@ -1,4 +1,4 @@
-"""`Agent`: one host of a run, which calls home, runs Monarch's worker loop as its child and answers the registry.
+"""`HostAgent`: one host of a run, which calls home, runs Monarch's worker loop as its child and answers the registry.
 
 When the controller is silent, or the connection ends, all that the host has started for it ends, and the agent calls
 again under a fresh identity and port of the engine: Monarch takes no other back.
@@ -36,26 +36,26 @@ from llamarl.run.placement import count_devices
 CONTROLLER_SILENT_S = 4.0
 """A little more patience than the registry has: it should be the one who says what is lost."""
 ENGINE_S = 30.0
-"""For the engine to start."""
+"""Longest wait in seconds for the engine to start."""
 BACK_OFF_S = 0.3, 2.0
-"""Between calls, at first and at most."""
+"""Seconds between calls to the registry, at first and at most."""
 LEAVE_S = 100.0
 """Longest wait for the controller to let a host go that asked to leave; spot machines get two minutes' notice."""
 LOG_BYTES = 64 << 10
-"""Of one log that go with one beat; what is further behind than `LOG_BEHIND_BYTES` is left out."""
+"""Bytes of one log that go with one beat, and the last ones of a log that is behind by more than `LOG_BEHIND_BYTES`."""
 LOG_BEHIND_BYTES = 4 << 20
 LOG_TOTAL_BYTES = MAX_LINE_BYTES // 8
-"""Of all logs with one beat; JSON takes up to six characters for a byte."""
+"""Bytes of all logs with one beat; JSON takes up to six characters for a byte."""
 END_S = 3.0
-"""For killed processes to be gone."""
+"""Longest wait in seconds for killed processes to be gone."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
-class Refused(ConfigError):
+class HostRefused(ConfigError):
     """The controller does not want this host; the message says why."""
 
 
-class Engine:
+class WorkerLoop:
     """The worker loop, and every process that has come from it."""
 
     def __init__(self, address: str, env: dict[str, str], log: Path) -> None:
@@ -69,7 +69,7 @@ class Engine:
             )  # fmt: skip
 
     def url(self) -> str:
-        """Where it can be attached, once it says so. Raises EOFError: it has ended."""
+        """Address where the engine can be attached, once it says so. Raises EOFError: it has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -96,7 +96,7 @@ class Engine:
         self._process.poll()
 
 
-class Agent:
+class HostAgent:
     """`run` is all that it does."""
 
     def __init__(
@@ -168,14 +168,14 @@ class Agent:
         asyncio.get_running_loop().call_later(LEAVE_S, self._leave)
 
     async def _take_part(self) -> None:
-        """One stay: from the call to the end of the connection. Raises Refused, and what is in `BROKEN`."""
+        """One stay: from the call to the end of the connection. Raises HostRefused, and what is in `BROKEN`."""
         line = await call(self._host, self._port, self._context, self._address)
         try:
             run = await self._run_of(line)
             inventory = self._inventory.model_copy(update={"code": code_fingerprint()})  # the engine runs what is there
             line.tell(**inventory.model_dump())
             self._welcomed(run, await line.hear(CONTROLLER_SILENT_S))
-            engine = Engine(self._address, self._env, self._logs / f"host-{self._inventory.name}.log")
+            engine = WorkerLoop(self._address, self._env, self._logs / f"host-{self._inventory.name}.log")
             try:
                 url = await asyncio.wait_for(asyncio.to_thread(engine.url), ENGINE_S)
                 line.tell(url=url)
@@ -189,16 +189,16 @@ class Agent:
             line.close()
 
     async def _run_of(self, line: Line) -> str:
-        """Which one answers. Raises what is in `BROKEN`."""
+        """Id of the run that answers. Raises what is in `BROKEN`."""
         try:
             return str((await line.hear(CONTROLLER_SILENT_S))["run"])
         except ssl.SSLError as error:
             name, where = self._inventory.name, f"{self._host}:{self._port}"
-            raise Refused(f"{where} does not accept {name}.crt: {error.reason or error}; it says more") from None
+            raise HostRefused(f"{where} does not accept {name}.crt: {error.reason or error}; it says more") from None
 
     def _welcomed(self, run: str, message: dict[str, Any]) -> None:
         if reason := message.get("refused"):
-            raise Refused(f"{self._host}:{self._port} refuses this host: {reason}")
+            raise HostRefused(f"{self._host}:{self._port} refuses this host: {reason}")
         if reason := message.get("busy"):
             raise ConnectionRefusedError(reason)
         if self._run != run:
@@ -208,7 +208,7 @@ class Agent:
         else:
             self._sent |= {str(file): int(size) for file, size in message["logs"].items()}
 
-    async def _serve(self, line: Line, engine: Engine) -> None:
+    async def _serve(self, line: Line, engine: WorkerLoop) -> None:
         """Answers until it is let go. Raises what is in `BROKEN`."""
         tasks = set[asyncio.Task[None]]()
         try:
@@ -238,7 +238,7 @@ class Agent:
             line.tell(answer=number, time=time.time(), **found)
 
     def _new_logs(self) -> Iterator[dict[str, Any]]:
-        """What has been added to the logs: a piece of each, as far as a message holds them."""
+        """Pieces that have been added to the logs, one of each log, as far as a message holds them."""
         room = LOG_TOTAL_BYTES
         for path in sorted(self._logs.iterdir()):
             at, size = self._sent.get(path.name, 0), path.stat().st_size
@@ -303,7 +303,7 @@ async def _kill(pids: list[int]) -> dict[str, Any]:
 
 
 async def _look(**asked: Any) -> dict[str, Any]:
-    """In a thread: a network file system may take its time."""
+    """Looks for files in a thread: a network file system may take its time."""
     return await asyncio.to_thread(_seen, **asked)
 
 
@@ -344,7 +344,7 @@ def _reap() -> None:
 
 
 async def call(host: str, port: str, context: ssl.SSLContext, address: str) -> Line:
-    """The registry at `host:port`, from this host's `address`. Raises Refused, and what is in `BROKEN`."""
+    """The registry at `host:port`, from this host's `address`. Raises HostRefused, and what is in `BROKEN`."""
     try:
         source = (str(ipaddress.ip_address(address)), 0)
     except ValueError:  # a name: the system chooses
@@ -355,7 +355,9 @@ async def call(host: str, port: str, context: ssl.SSLContext, address: str) -> L
         await line.secure()
     except ssl.SSLCertVerificationError as error:
         line.close()
-        raise Refused(f"who answers at {host}:{port} is not the controller by ca.crt: {error.verify_message}") from None
+        raise HostRefused(
+            f"who answers at {host}:{port} is not the controller by ca.crt: {error.verify_message}"
+        ) from None
     except BaseException:
         line.close()
         raise
@@ -363,13 +365,13 @@ async def call(host: str, port: str, context: ssl.SSLContext, address: str) -> L
 
 
 async def ask_to_leave(controller: str, pki: Path, name: str, address: str) -> None:
-    """Asks the registry to let a host go in order. Raises Refused, and what is in `BROKEN`."""
+    """Asks the registry to let a host go in order. Raises HostRefused, and what is in `BROKEN`."""
     host, _, port = controller.rpartition(":")
     line = await call(host, port, client_context(pki, name), address)
     try:
         await line.hear()
         line.tell(drain=name)
         if reason := (await line.hear()).get("refused"):
-            raise Refused(f"{controller}: {reason}")
+            raise HostRefused(f"{controller}: {reason}")
     finally:
         line.close()

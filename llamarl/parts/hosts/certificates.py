@@ -24,7 +24,7 @@ from llamarl.config import ConfigError
 CONTROLLER = "controller"
 """Name of the controller's own certificate."""
 RESERVED = ("ca", CONTROLLER)
-"""What no host can be called: its files would be others'."""
+"""Names that no host can have: its files would be others'."""
 AUTHORITY_DAYS = 3650
 """Validity of `ca.crt`."""
 OPENSSL_S = 60.0

@@ -25,7 +25,7 @@ from llamarl.observability.spans import Span
 from llamarl.parts.hosts.registry import Host, Registry
 
 LOST_S = 1.0
-"""For what is left of an executor that has lost a host."""
+"""Longest wait in seconds for the rest of an executor that has lost a host."""
 
 
 class HostedHandle(MonarchHandle):
@@ -38,7 +38,7 @@ class HostedHandle(MonarchHandle):
             (host, number, share.num_ranks) for number, (host, share) in enumerate(zip(hosts, spec.hosts, strict=True))
         ]
         self._places = [(host, number, local) for host, number, count in shares for local in range(count)]
-        """Of each rank: its host, the host's number, and its rank there."""
+        """Place of each rank: its host, the host's number, and its rank there."""
         for host in hosts:
             host.when_lost(partial(self._host_lost, host))
 
@@ -57,7 +57,7 @@ class HostedHandle(MonarchHandle):
             self._watch_work(rank, number, local)
 
     async def _statuses(self, method: str, timeout_s: float) -> list[HostStatus]:
-        """With spans by this machine's clock."""
+        """Statuses of all ranks, with spans by this machine's clock."""
         statuses = await super()._statuses(method, timeout_s)
         return [
             replace(status, spans=[Span(name, start_s - host.offset_s, end_s - host.offset_s)
@@ -109,6 +109,6 @@ class HostsCluster(MonarchCluster):
 
 
 def _command_at(host: Host, share: HostShare, first: int, spec: ExecutorSpec, local: int) -> BootstrapCommand:
-    """Of a rank on another host, which has the ranks from `first` on."""
+    """Command that starts a rank on another host, whose ranks begin with `first`."""
     env = spec.env | share.env | {ADDRESS: host.inventory.address}
     return bootstrap_command(spec, first + local, local, env, Path(host.inventory.logs))

@@ -1,4 +1,4 @@
-"""What the agent of a host and the registry of a run tell each other: a JSON object per line, over TLS.
+"""Messages between the agent of a host and the registry of a run: a JSON object per line, over TLS.
 
 The registry asks each `BEAT_S`, the agent answers; whoever hears nothing for `SILENT_S` has lost the other.
 """
@@ -26,26 +26,26 @@ BLAST_S = 30.0
 """Longest measurement of a wire."""
 MAX_LINE_BYTES = 4 << 20
 PACKAGES = ("torch", "torchmonarch")
-"""Of which all hosts have the same version."""
+"""Packages of which all hosts have the same version."""
 
 
 T = TypeVar("T")
 
 
 class BadMessage(Exception):
-    """What arrived is none of ours."""
+    """A message has arrived that is none of ours."""
 
 
 BROKEN = (OSError, EOFError, TimeoutError, BadMessage)
-"""What a line does whose other end is gone, silent, or none of ours."""
+"""Errors of a line whose other end is gone, silent, or none of ours."""
 
 
 class Inventory(Section):
-    """What a host has."""
+    """Resources and software of a host."""
 
     name: str
     address: str
-    """Where the other hosts reach it."""
+    """Address at which the other hosts reach this one."""
     logs: str
     """Folder there that its executors write to."""
     cores: int
@@ -57,11 +57,11 @@ class Inventory(Section):
     """Interpreter, with its version."""
     packages: dict[str, str]
     pid: int
-    """Of the agent."""
+    """Process id of the agent."""
 
     @property
     def room(self) -> str:
-        """For people."""
+        """Address and resources of the host, for people."""
         gpus = f", {self.gpus} GPUs" if self.gpus else ""
         return f"{self.address}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB{gpus}"
 
@@ -117,7 +117,7 @@ class Line:
         return line
 
     async def _done(self, step: Callable[[], T]) -> T:
-        """What comes of a step that may need more from the other end."""
+        """Result of a step of TLS that may need more from the other end."""
         while True:
             try:
                 return step()
@@ -140,7 +140,7 @@ class Line:
 
 
 def own_inventory(name: str, address: str, logs: str, gpus: int) -> Inventory:
-    """Of this machine, whose GPUs have been counted."""
+    """Inventory of this machine, whose GPUs have been counted."""
     return Inventory(
         name=name,
         address=address,

@@ -1,4 +1,4 @@
-"""`Hosting`: the host and the devices of each executor, while hosts come and go. No torch."""
+"""`HostPlacer`: the host and the devices of each executor, while hosts come and go. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llamarl.cluster.api import HostShare
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.device import PLACED
 from llamarl.parts.hosts.registry import Host
-from llamarl.run.placement import Place, Wanted, aligned, ranges, wanted_executors
+from llamarl.run.placement import Place, WantedExecutor, aligned, ranges, wanted_executors
 
 MAX_REPLICAS = 10_000
 
@@ -23,22 +23,22 @@ class NoRoom(ConfigError):
 
 
 MAX_GPUS = 64
-"""Of an imagined host."""
+"""Most GPUs of an imagined host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostAssignment:
-    """Where one executor is."""
+    """Ranks and devices of one executor on the hosts that have it."""
 
-    wanted: Wanted
+    wanted: WantedExecutor
     ranks: dict[str, int]
-    """How many each host has, in their order."""
+    """Number of ranks on each host, in the order of the ranks."""
     devices: dict[str, tuple[int, ...]]
-    """On each host, one for each rank there; none: on the CPU."""
+    """Devices on each host, one for each rank there; none: on the CPU."""
 
     @property
     def place(self) -> Place:
-        """What its processes are started with."""
+        """Hosts, ranks and environment that the executor's processes are started with."""
         shares = [
             HostShare(host, number, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.devices[host])), PLACED: "1"})
             for host, number in self.ranks.items()
@@ -46,7 +46,7 @@ class HostAssignment:
         return Place(hosts=tuple(shares))
 
 
-class Hosting:
+class HostPlacer:
     """All executors of a run."""
 
     def __init__(self, config: RunConfig, hosts: Mapping[str, Host], only: str = "") -> None:
@@ -60,7 +60,7 @@ class Hosting:
         """
         self._config, self._hosts = config, hosts
         self._here = dict[str, Host]()
-        """Those of one moment: they come and go in another thread."""
+        """Hosts at one moment, by name: they come and go in another thread."""
         self._assigned = dict[str, HostAssignment]()
         for wanted in wanted_executors(config):
             if only and wanted.role != only:
@@ -73,15 +73,15 @@ class Hosting:
             self.take(wanted)
         if not config.generator.replicas and not only:
             self.take_generator(0)
-            for number in range(1, 1 + self.room()):
+            for number in range(1, 1 + self.free_generator_slots()):
                 self.take_generator(number)
 
     def place(self, executor: str) -> Place:
-        """Of one that has been placed."""
+        """Place of an executor that has been assigned."""
         return self._assigned[executor].place
 
     def again(self, executor: str) -> Place:
-        """Of one that has died; elsewhere, if its host is lost. Raises NoRoom."""
+        """Place for an executor that has died; elsewhere, if its host is lost. Raises NoRoom."""
         one = self._assigned[executor]
         if self._hosts.keys() >= one.ranks.keys():
             return one.place
@@ -97,19 +97,19 @@ class Hosting:
         return [executor for executor, one in self._assigned.items() if name in one.ranks]
 
     def hosts_of(self, *roles: str) -> set[str]:
-        """Where executors of some roles are."""
+        """Names of hosts that have executors of some roles."""
         return {host for one in self._assigned.values() if one.wanted.role in roles for host in one.ranks}
 
     def take_generator(self, number: int) -> Place:
-        """For one more. Raises NoRoom."""
+        """Place for one more generator. Raises NoRoom."""
         return self.take(self._generator(number)).place
 
     def leave(self, executor: str) -> None:
-        """Its devices are free; it may have none any more."""
+        """Takes an executor from its place; its devices are free, and it may have none any more."""
         self._assigned.pop(executor, None)
 
-    def room(self) -> int:
-        """For so many more generators, up to `generator.replicas`."""
+    def free_generator_slots(self) -> int:
+        """Number of generators that still have a place, up to `generator.replicas` in all."""
         left = (self._config.generator.replicas or MAX_REPLICAS) - len(self.of_role("generator"))
         tried = [f"generator-?{i}" for i in range(left)]
         try:
@@ -121,7 +121,7 @@ class Hosting:
         return len(taken)
 
     def table(self) -> list[str]:
-        """Who computes where, a line each."""
+        """Ranks and devices of each executor, a line each."""
         rows = [("executor", "ranks", "host", "devices")]
         for name, one in self._assigned.items():
             for host, number in one.ranks.items():
@@ -138,16 +138,16 @@ class Hosting:
             if (threads := self._threads_at(name, "cpu", least=0)) > host.inventory.cores
         ]
 
-    def take(self, wanted: Wanted) -> HostAssignment:
-        """Raises NoRoom."""
+    def take(self, wanted: WantedExecutor) -> HostAssignment:
+        """Assigns a place to an executor, and keeps it. Raises NoRoom."""
         one = self._assigned[wanted.executor] = self._assign(wanted)
         return one
 
-    def _generator(self, number: int) -> Wanted:
+    def _generator(self, number: int) -> WantedExecutor:
         generator = self._config.generator
-        return Wanted(f"generator-{number}", "generator", generator.tensor_parallel, generator.device)
+        return WantedExecutor(f"generator-{number}", "generator", generator.tensor_parallel, generator.device)
 
-    def _assign(self, wanted: Wanted) -> HostAssignment:
+    def _assign(self, wanted: WantedExecutor) -> HostAssignment:
         """Raises NoRoom."""
         self._here = dict(self._hosts)
         names, num_ranks = list(self._candidates(wanted)), wanted.num_ranks
@@ -175,13 +175,13 @@ class Hosting:
         raise NoRoom(f"{wanted.executor} needs {num_ranks} GPUs, and of those that are free {has}:{table}")
 
     def _patterns(self, *roles: str) -> list[str]:
-        """Of the last role; a role without any goes with the one before."""
+        """Patterns of hosts for the last role that has any."""
         for role in reversed(roles):
             if patterns := getattr(self._config.cluster.place, role):
                 return patterns
         return []
 
-    def _candidates(self, wanted: Wanted) -> Iterator[str]:
+    def _candidates(self, wanted: WantedExecutor) -> Iterator[str]:
         """Hosts for an executor, the first the best. Raises NoRoom: there are none."""
         role, here = wanted.role, sorted(name for name, host in self._here.items() if not host.is_leaving)
         with_trainer = self.hosts_of("trainer", "critic")
@@ -209,12 +209,12 @@ class Hosting:
         return tuple(device for device in range(self._here[name].inventory.gpus) if device not in taken)
 
     def _has_cores(self, name: str, num_ranks: int) -> bool:
-        """For a generator on its CPU; a host with none of them takes one in any case."""
+        """Whether its cores hold one more generator on the CPU; a host without a generator takes one in any case."""
         threads = self._threads_at(name) + self._config.generator.threads * num_ranks
         return not self._generators_at(name) or threads <= self._here[name].inventory.cores
 
     def _threads_at(self, name: str, *devices: str, least: int = 1) -> int:
-        """Of the executors there, of those on `devices` if there are any; those without a setting have the least."""
+        """CPU threads of executors there, of those on `devices` if there are any; one without a setting has `least`."""
         return sum(
             getattr(getattr(self._config, one.wanted.role, None), "threads", least) * one.ranks[name]
             for one in self._assigned.values()
@@ -222,7 +222,7 @@ class Hosting:
         )
 
 
-def imagined(config: RunConfig, names: Sequence[str] = ()) -> tuple[Hosting, int]:
+def imagined(config: RunConfig, names: Sequence[str] = ()) -> tuple[HostPlacer, int]:
     """Who would run where on hosts that have not called, and the fewest GPUs per host with which all have a place.
 
     Args:
@@ -240,7 +240,7 @@ def imagined(config: RunConfig, names: Sequence[str] = ()) -> tuple[Hosting, int
         has = SimpleNamespace(gpus=gpus, cores=1)
         hosts = {name: SimpleNamespace(inventory=has, is_leaving=False) for name in names or all_names}
         try:
-            return Hosting(config, cast(Mapping[str, Host], hosts)), gpus
+            return HostPlacer(config, cast(Mapping[str, Host], hosts)), gpus
         except NoRoom as error:
             reason = error
     assert reason is not None

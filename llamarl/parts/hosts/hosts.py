@@ -17,25 +17,25 @@ from llamarl.controller.controller import Controller
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.parts.hosts.home import BLAST_S, BROKEN
-from llamarl.parts.hosts.hosting import Hosting
+from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.registry import Host, Registry
 from llamarl.run.placement import models_in_use
 
 WIRE_BYTES = 256 << 20
-"""That are sent to measure a wire."""
+"""Bytes that are sent to measure a wire."""
 LOOK_S = 10.0
-"""For a host to look for files; a network file system may be slow."""
+"""Longest wait in seconds for a host to look for files; a network file system may be slow."""
 
 
 async def gathered(
     config: RunConfig, registry: Registry, folder: Path, tell: Callable[[str], None], only: str = ""
-) -> Hosting:
+) -> HostPlacer:
     """Waits for the hosts; who runs where, once each has been found to see the files that it needs.
 
     Args:
         folder: of the run, which trainer and critic write checkpoints to.
         tell: gets a line for people, for each host and each executor.
-        only: as for `Hosting`.
+        only: as for `HostPlacer`.
 
     Raises:
         ConfigError: too few came, one lacks a file, or an executor has no place.
@@ -45,7 +45,7 @@ async def gathered(
     tell(f"waiting at {place} for hosts to call, {settings.num_hosts} in all")
     await registry.until(settings.num_hosts, settings.host_timeout_s)
     registry.leaves = lambda host: None  # what is about to start there decides
-    hosting = Hosting(config, registry.hosts, only)
+    hosting = HostPlacer(config, registry.hosts, only)
     with _token(folder) as token:
         hosts = list(registry.hosts.values())
         await asyncio.gather(*(_look(config, hosting, host, folder, token) for host in hosts))
@@ -94,7 +94,7 @@ async def _speed(sender: Host, receiver: Host) -> float:
         raise ConfigError(f"from host {sender.name} to {receiver.name} ({address}): {error}") from None
 
 
-async def _look(config: RunConfig, hosting: Hosting, host: Host, folder: Path, token: str) -> None:
+async def _look(config: RunConfig, hosting: HostPlacer, host: Host, folder: Path, token: str) -> None:
     """Raises ConfigError: a file is not there, or the folder of the run is another one."""
     executors = hosting.on_host(host.name)
     models = [config.model.path, *(one.path for one in models_in_use(config).values() if one.path)]
@@ -136,7 +136,7 @@ class Elastic:
     def __init__(
         self,
         registry: Registry,
-        hosting: Hosting,
+        hosting: HostPlacer,
         controller: Controller,
         telemetry: Telemetry,
         supervisor: Supervisor,

@@ -14,7 +14,7 @@ from llamarl.controller.controller import Controller
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.parts.hosts.certificates import CONTROLLER, monarch_env, server_context
-from llamarl.parts.hosts.hosting import Hosting
+from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.hosts import Elastic, gathered
 from llamarl.parts.hosts.registry import Host, Registry
 
@@ -31,7 +31,7 @@ def check(settings: ClusterConfig) -> None:
 
 
 def open_registry(settings: ClusterConfig, log_folder: Path | None, tell: Callable[[str], None]) -> Registry:
-    """Where the hosts of a run call, which does not listen yet.
+    """Registry that the hosts of a run will call; it does not listen yet.
 
     Args:
         tell: gets a sentence for people: who came, was refused, left.
@@ -49,15 +49,15 @@ def open_registry(settings: ClusterConfig, log_folder: Path | None, tell: Callab
 
 
 class HostMachines:
-    """Those that call; one run's."""
+    """Machines that call the controller, of one run."""
 
-    may_grow = True
+    hosts_may_join = True
 
     def __init__(self, config: RunConfig, logs: Path, folder: Path, tell: Callable[[str], None], only: str) -> None:
         """Raises ConfigError."""
         self._config, self._logs, self._folder, self._only = config, logs, folder, only
         self._registry = open_registry(config.cluster, logs, tell)
-        self._hosting: Hosting | None = None
+        self._hosting: HostPlacer | None = None
 
     def open(self) -> Cluster:
         prepare_monarch(self._logs)
@@ -67,7 +67,7 @@ class HostMachines:
         env = monarch_env(Path(settings.pki), CONTROLLER)
         return HostsCluster(self._registry, settings.listen.rpartition(":")[0], env)
 
-    async def places(self, tell: Callable[[str], None]) -> Hosting:
+    async def places(self, tell: Callable[[str], None]) -> HostPlacer:
         self._hosting = await gathered(self._config, self._registry, self._folder, tell, self._only)
         return self._hosting
 

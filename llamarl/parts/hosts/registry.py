@@ -31,14 +31,14 @@ from llamarl.parts.hosts.certificates import CONTROLLER, mismatch, server_contex
 from llamarl.parts.hosts.home import BEAT_S, BROKEN, SILENT_S, BadMessage, Inventory, Line, own_inventory
 
 START_S = 40.0
-"""For an agent that was let in to start the engine on its host."""
+"""Longest wait in seconds for an agent that was let in to start the engine on its host."""
 
 DRIFT = 1e-4
-"""How fast clocks part at most: what is known of them gets worse with time."""
+"""Seconds per second by which clocks part at most: what is known of them gets worse with time."""
 SAY_S = 10.0
-"""Between two lines about who is here, while others are waited for."""
+"""Seconds between two lines about who is here, while others are waited for."""
 BYE_S = 1.0
-"""For hosts to hear that the run has ended."""
+"""Longest wait in seconds for hosts to hear that the run has ended."""
 
 
 T = TypeVar("T")
@@ -54,13 +54,14 @@ class Host:
     def __init__(self, inventory: Inventory, url: str, line: Line) -> None:
         self.inventory, self.name, self.url = inventory, inventory.name, url
         self.offset_s = self.error_s = float("inf")
-        """Its clock is this far ahead of ours, and how wrong that can be: half of the shortest way there and back."""
+        """Seconds that the host's clock is ahead of ours, and how wrong that can be: half of the shortest way there and
+        back."""
         self._known_s, self.heard_s = time.time(), time.monotonic()
         self.is_known = False
-        """It has answered, so that its clock is known."""
+        """Whether the host has answered, so that its clock is known."""
         self.is_leaving = False
         self._loop = asyncio.get_running_loop()
-        """The registry's."""
+        """Event loop of the registry."""
         self._lost: asyncio.Future[str] = self._loop.create_future()
         self._line = line
         self._numbers = itertools.count(1)
@@ -68,7 +69,7 @@ class Host:
 
     @property
     def lost(self) -> str:
-        """Why it is gone, a sentence; empty: it is here."""
+        """Reason why the host is gone, a sentence; empty: it is here."""
         return self._lost.result() if self._lost.done() else ""
 
     def when_lost(self, call: Callable[[str], None]) -> None:
@@ -77,11 +78,11 @@ class Host:
         self._loop.call_soon_threadsafe(self._lost.add_done_callback, lambda lost: back(lost.result()))
 
     def lose(self, reason: str) -> None:
-        """In the registry's thread: it is gone, once."""
+        """Marks the host as gone, once; called in the registry's thread."""
         self._lost.set_result(reason)
 
     async def ask(self, what: str, timeout_s: float = SILENT_S, **arguments: Any) -> dict[str, Any]:
-        """What its agent answers. Raises HostLost, TimeoutError, or ConfigError with the agent's own reason."""
+        """Answer of the host's agent. Raises HostLost, TimeoutError, or ConfigError with the agent's own reason."""
         return await _in(self._loop, self._ask(what, timeout_s, arguments))
 
     async def _ask(self, what: str, timeout_s: float, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class Host:
         return answer
 
     async def beat(self) -> None:
-        """In the registry's thread: asks again and again whether it is there."""
+        """Asks the host again and again whether it is there; runs in the registry's thread."""
         while not self.lost:
             self._send("beat", {})
             await asyncio.sleep(BEAT_S)
@@ -152,9 +153,9 @@ class Registry:
         self._received = dict[tuple[str, str], int]()
         """Bytes of each host's log files."""
         self._said = defaultdict[str, Counter[str]](Counter)
-        """How often an address was refused, and why."""
+        """Refusals by address, and of these the number by reason."""
         self._loop = asyncio.new_event_loop()
-        """Of the thread that answers agents."""
+        """Event loop of the thread that answers agents."""
         self._caller: asyncio.AbstractEventLoop | None = None
         self._entrance: Entrance | None = None
         self._serving = set[asyncio.Task[Any]]()
@@ -167,7 +168,7 @@ class Registry:
         """A host asks to leave; `dismiss` lets it go."""
 
     async def open(self, place: str) -> str:
-        """Where it listens, the port included. Callbacks come on the loop of the caller. Raises ConfigError."""
+        """Address and port where it listens from now on. Callbacks come on the caller's loop. Raises ConfigError."""
         self._caller = asyncio.get_running_loop()
         threading.Thread(target=self._loop.run_forever, name="registry", daemon=True).start()
         address, _, port = place.rpartition(":")
@@ -177,7 +178,7 @@ class Registry:
             raise ConfigError(f"cluster.listen = {place!r}: {error.strerror}; name a free port here") from None
 
     async def until(self, num_hosts: int, timeout_s: float) -> None:
-        """So many hosts are here. Raises ConfigError."""
+        """Waits until so many hosts are here. Raises ConfigError."""
         come = asyncio.create_task(_in(self._loop, asyncio.wait_for(self._come(num_hosts), timeout_s)))
         try:
             while not (await asyncio.wait({come}, timeout=SAY_S))[0]:
@@ -235,7 +236,7 @@ class Registry:
         self._call(self._tell, text)
 
     def _call(self, callback: Callable[..., None], *arguments: Any) -> None:
-        """On the caller's loop."""
+        """Calls back on the caller's loop."""
         if self._caller is not None:
             _call_in(self._caller, callback, *arguments)
 
@@ -381,12 +382,12 @@ class Registry:
 
 
 async def _in(loop: asyncio.AbstractEventLoop, there: Coroutine[Any, Any, T]) -> T:
-    """What comes of a coroutine on another thread's loop."""
+    """Result of a coroutine that runs on another thread's loop."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there, loop))
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: Any) -> None:
-    """On another thread's loop, unless that has ended."""
+    """Calls back on another thread's loop, unless that has ended."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(callback, *arguments)
 

@@ -5,9 +5,9 @@ const CHARTS = [
   ["length", "Response length, tokens", ["response_tokens_mean", "response_tokens_max"]],
   ["truncated", "Shares: cut by length, invalid rewards", ["truncated_share", "invalid_share"]],
   ["staleness", "Staleness and its bound, steps", ["staleness_mean", "staleness_max", "staleness_limit"]],
-  ["ratio", "Importance ratio", ["importance_ratio_mean", "extra.importance_ratio_staleness", "extra.importance_ratio_mismatch"]],
+  ["ratio", "Importance ratio", ["importance_ratio_mean", "extra.importance_ratio_staleness", "extra.importance_ratio_same_version"]],
   ["ratio-max", "Largest importance ratio", ["importance_ratio_max"]],
-  ["kl", "KL to the behavior policy by age of tokens, nats", ["kl_to_behavior", "extra.kl_staleness", "extra.kl_mismatch", "extra.mismatch_kl"]],
+  ["kl", "KL to the behavior policy by age of tokens, nats", ["kl_to_behavior", "extra.kl_staleness", "extra.kl_same_version", "extra.probe_kl"]],
   ["kl-causes", "KL by cause, of some sequences, nats", ["extra.kl_from_staleness", "extra.kl_from_quantization", "extra.kl_from_kernels", "extra.kl_from_truncation", "extra.kl_from_precision"]],
   ["entropy", "Entropy, nats per token", ["extra.entropy_mean"]],
   ["grad", "Gradient norm", ["grad_norm"]],
@@ -23,6 +23,7 @@ const CHARTS = [
   ["memory", "Memory, bytes", ["extra.rss_bytes.*", "extra.peak_memory_bytes"]],
 ];
 const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]], plots = new Map();
+const FORESEEN = /^(response_tokens|staleness|samples_per_s|generated_tokens|step_s|busy_share|sync_s|waiting_rollouts)/; // rewards and log-probabilities of a simulation are made up
 const EXACT = /_(max|limit|rollouts|groups|segments)$|calls$/;
 
 // Maxima, limits and counts: a mean of them would be none.
@@ -52,10 +53,10 @@ function namesOf(run, patterns) {
 }
 
 // [[xs, ys]], and what each curve is.
-function curvesOf(patterns, mode, weight) {
+function curvesOf(patterns, mode, weight, isAsked) {
   const tables = [], about = [];
   runs.forEach((run, which) => {
-    if (!run.series) return;
+    if (!run.series || (run.forecast?.text && !isAsked && !patterns.some((one) => FORESEEN.test(one)))) return;
     const xs = along(run, mode), wanted = namesOf(run, runs.length > 1 ? patterns.filter((_, index) => !index || patterns[index] === "held_out") : patterns);
     wanted.forEach((name, index) => {
       const own = runs.length > 1 ? which : index, color = RUN_COLORS[own % RUN_COLORS.length], dash = DASHES[(runs.length > 1 ? which + index : index) % DASHES.length];
@@ -96,8 +97,26 @@ function drawErrors(plot, about) {
   }));
 }
 
+const ordinary = (_, low, high) => low == null ? [0, 1] : low === high ? [Math.min(low, 0), Math.max(high, 0) || 1] : uPlot.rangeNum(low, high, 0.08, true);
+
+function chartBox(title, attributes) {
+  return make("div", { class: "chart", role: "group", "aria-label": title, ...attributes }, make("h3", { text: title }), make("div", { class: "key" }), make("div", { class: "plot" }));
+}
+
+function plotted(box, data, about, { cursor, hooks, y = { range: ordinary }, values = (_, ticks) => labels(ticks) }) {
+  const axis = { stroke: theme("quiet"), grid: { stroke: theme("line"), width: 1 }, ticks: { stroke: theme("line"), width: 1 }, font: "11px system-ui", values: (_, ticks) => labels(ticks) };
+  return new uPlot({
+    width: box.clientWidth - 14, height: 170, legend: { show: false }, scales: { x: { time: false }, y }, hooks,
+    cursor: { ...cursor, points: { size: 5 } }, axes: [{ ...axis, size: 28 }, { ...axis, size: 58, values }],
+    series: [{}, ...about.map((one) => ({
+      stroke: one.color, width: one.label ? 1.6 : 1, dash: one.dash, spanGaps: true,
+      points: { show: (plot, at) => Boolean(one.errors) || isSparse(plot.data[at]), size: 5 },
+    }))],
+  }, data, box.querySelector(".plot"));
+}
+
 function drawChart(id, title, patterns) {
-  const [tables, about] = curvesOf(patterns, byId("along").value, +byId("smoothing").value);
+  const [tables, about] = curvesOf(patterns, byId("along").value, +byId("smoothing").value, id === "any-chart");
   let box = byId(id);
   if (!tables.length) {
     box?.remove();
@@ -106,7 +125,7 @@ function drawChart(id, title, patterns) {
     return;
   }
   if (!box) {
-    box = make("div", { class: "chart", id, role: "group", "aria-label": title }, make("h3", { text: title }), make("div", { class: "key" }), make("div", { class: "plot" }));
+    box = chartBox(title, { id });
     byId("charts").append(box);
   }
   const data = uPlot.join(tables), shape = JSON.stringify(about.map((one) => [one.label, one.color]));
@@ -118,16 +137,7 @@ function drawChart(id, title, patterns) {
     return;
   }
   old?.destroy();
-  const axis = { stroke: theme("quiet"), grid: { stroke: theme("line"), width: 1 }, ticks: { stroke: theme("line"), width: 1 }, font: "11px system-ui", values: (_, ticks) => labels(ticks) };
-  const plot = new uPlot({
-    width: box.clientWidth - 14, height: 170, legend: { show: false }, scales: { x: { time: false }, y: { range: (_, low, high) => low == null ? [0, 1] : low === high ? [Math.min(low, 0), Math.max(high, 0) || 1] : uPlot.rangeNum(low, high, 0.08, true) } },
-    cursor: { sync: { key: "all" }, points: { size: 5 } }, axes: [{ ...axis, size: 28 }, { ...axis, size: 58 }],
-    series: [{}, ...about.map((one) => ({
-      stroke: one.color, width: one.label ? 1.6 : 1, dash: one.dash, spanGaps: true,
-      points: { show: (plot, at) => Boolean(one.errors) || isSparse(plot.data[at]), size: 5 },
-    }))],
-    hooks: { draw: [(one) => drawErrors(one, one.about || about)], setCursor: [(one) => showValues(one, key, one.about || about)] },
-  }, data, box.querySelector(".plot"));
+  const plot = plotted(box, data, about, { cursor: { sync: { key: "all" } }, hooks: { draw: [(one) => drawErrors(one, one.about || about)], setCursor: [(one) => showValues(one, key, one.about || about)] } });
   plot.shape = shape;
   plot.about = about;
   plots.set(id, plot);

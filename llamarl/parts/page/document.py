@@ -16,17 +16,17 @@ from llamarl.parts.page.findings import accuracy_error, findings
 from llamarl.parts.page.rollouts import Decode, sample
 from llamarl.parts.page.run_data import KINDS, RunData
 
-SCRIPTS = ("uplot.js", "common.js", "curves.js", "timeline.js", "rollouts.js", "page.js")
+SCRIPTS = ("uplot.js", "common.js", "curves.js", "forecast.js", "timeline.js", "rollouts.js", "page.js")
 STYLES = ("uplot.css", "page.css")
 MAX_POINTS = 1_200
 """Steps of a curve in a file; more are averaged."""
 ROLLOUT_BYTES, NUM_FLOWS, FINE_STEPS = 2_200_000, 120, 12
-"""Of all runs of a file together: bytes of rollouts before they are shortened, steps whose flow and whose work in full
-detail are in it."""
+"""Limits of all runs of a file together: bytes of rollouts before they are shortened, steps whose flow is in it, and
+steps whose work is in it in full detail."""
 
 
 def described(data: RunData) -> dict[str, Any]:
-    """What is small, and changes as a whole."""
+    """Facts of a run that are small, and change as a whole."""
     state, reason = data.state()
     return {
         "name": data.folder.name,
@@ -41,11 +41,12 @@ def described(data: RunData) -> dict[str, Any]:
         "texts": [[kind, round(at_s - data.began_s, 3), text] for kind, at_s, text in data.texts],
         "damaged": data.num_damaged,
         "executors": list(data.spans),
+        "forecast": data.content("forecast.json"),
     }
 
 
 def flows(data: RunData, steps: Sequence[int]) -> dict[int, Any]:
-    """What became of the groups of these steps, in seconds since the run began."""
+    """Times of the groups of these steps, in seconds since the run began."""
     return {step: _shifted(data.flows[step], data.began_s) for step in steps if step in data.flows}
 
 
@@ -70,6 +71,8 @@ def whole(data: RunData, decode: Decode | None, num_runs: int) -> dict[str, Any]
         end_s = flow.get("adopted_s", flow["trained_s"])
         margin_s = 0.05 * (end_s - begin_s)  # the page shows a little more than the step
         fine.append(window(data, begin_s - margin_s, end_s + margin_s, 250))
+    if not some and len(ends_s := list(data.columns.get("wall_s", ()))[data.num_steps // 2 :][:FINE_STEPS]) > 1:
+        fine.append(window(data, data.began_s + ends_s[0], data.began_s + ends_s[-1]))
     return described(data) | {
         "claims": findings(data),
         "settings": data.settings(),
@@ -120,7 +123,7 @@ def document(runs: Sequence[dict[str, Any]], live: str = "") -> str:
 
 
 def strict_json(content: Any) -> str:
-    """What is not finite, which JSON has no word for, is null."""
+    """JSON in which numbers that are not finite, for which it has no word, are null."""
     with suppress(ValueError):
         return json.dumps(content, allow_nan=False, separators=(",", ":"))
     return json.dumps(json.loads(json.dumps(content), parse_constant=lambda _: None), separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""What a page says first: how the run went, in claims that each name the picture that shows it."""
+"""Claims about how a run went, which a page shows first; each names the picture that shows it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BEST_ERRORS, LOST_SHARE = 4.0, 0.5
 """The best of many is good by chance, too: standard errors that it must be above the end, and what share of it is to be
 gone for it to be lost."""
 SHRUNK_SHARE = 0.5
-"""Of the first responses' length, below which that is said. It is no fraud: brevity may be what was asked for."""
+"""Share of the first responses' length below which that is said. It is no fraud: brevity may be what was asked for."""
 MISMATCH_KL, TRUNCATED_SHARE, INVALID_SHARE, IDLE_SHARE = 0.05, 0.2, 0.05, 0.5
 COLLAPSED_SHARE, COLLAPSED_NATS = 0.2, 0.05
-"""Of its first entropy, and in nats per token, below which little is left to explore."""
+"""Share of the first entropy, and nats per token, below which little is left to explore."""
 GRADIENT_GROWTH = 20.0
 Level = Literal["good", "note", "bad"]
 
@@ -67,14 +67,14 @@ class Window(NamedTuple):
     """Steps beside each other."""
 
     value: float
-    """Mean."""
+    """Mean of the steps."""
     place: int
-    """Of the last one."""
+    """Place of the last step."""
     size: int
 
 
 def highest(values: Sequence[float]) -> Window | None:
-    """A twentieth of the steps, and two at least. None: there are fewer."""
+    """Window with the highest mean, of a twentieth of the steps and two at least. None: there are fewer."""
     known = [(value, place) for place, value in enumerate(values) if math.isfinite(value)]
     size = max(2, len(known) // 20)
     sums = [0.0, *accumulate(value for value, _ in known)]
@@ -83,13 +83,13 @@ def highest(values: Sequence[float]) -> Window | None:
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """And the variance of it."""
+    """Mean, and the variance of it."""
     mean = sum(values) / len(values)
     return mean, sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)
 
 
 def accuracy_error(entry: dict[str, Any]) -> float:
-    """Of a held-out accuracy, by the row of its evaluation."""
+    """Standard error of a held-out accuracy, by the row of its evaluation."""
     num_judged = entry["num_prompts"] - float(entry.get("num_invalid") or 0) / max(float(entry.get("k") or 1), 1.0)
     return share_error(float(entry["accuracy"]), num_judged)
 
@@ -104,7 +104,9 @@ def findings(data: RunData) -> list[dict[str, str]]:
         claims.append(Claim(text=": ".join(filter(None, [what, reason])), chart="messages", level=level))
     if data.num_damaged:
         claims.append(Claim(text=f"{data.num_damaged} rows are torn or damaged", chart="messages", level="bad"))
-    if data.num_steps:
+    if data.content("forecast.json"):  # what a simulation learns is made up
+        claims += _speed(data)
+    elif data.num_steps:
         claims += (*_learnt(data), *_speed(data), *_wrong(data))
     elif state != "empty":
         claims.append(Claim(text="no step has been completed", chart="messages"))
@@ -113,17 +115,17 @@ def findings(data: RunData) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """How something went from the beginning to the end."""
+    """Change of a quantity from the beginning of the run to the end."""
 
     verb: Literal["rose", "fell", "did not change beyond its error,"]
     ends: Ends
     best: float
-    """Between them, or one of them."""
+    """Best value between the ends, or at one of them."""
     best_step: int
     is_lower: bool
-    """In between it was better, by far."""
+    """Whether it was better in between, by far."""
     is_lost: bool
-    """And most of that is gone."""
+    """Whether most of what was better in between is gone."""
 
     @property
     def level(self) -> Level:
@@ -208,7 +210,7 @@ def _is_learnt_from(data: RunData) -> bool:
 
 
 def _unheld(data: RunData) -> Iterator[Claim]:
-    """What is wrong with the evaluations themselves."""
+    """Claims about faults of the evaluations themselves."""
     if _is_learnt_from(data):
         text = "data.eval is data.train: held-out accuracy is that of prompts which were learnt from"
         yield Claim(text=text, chart="settings", level="bad")
@@ -218,8 +220,8 @@ def _unheld(data: RunData) -> Iterator[Claim]:
 
 
 def _doubt(data: RunData, accuracy: Change | None) -> str | None:
-    """What speaks against a reward that rises: right answers, which its first part judges, are fewer than before,
-    held-out ones where there are some; or they are more in training alone."""
+    """Doubt about a reward that rises: right answers, which its first part judges, are fewer than before, held-out ones
+    where there are some; or they are more in training alone. None: there is no doubt."""
     solved = ends(data.columns.get("solve_rate", ()))
     if accuracy is None:
         fell = solved and solved.change < -ERRORS * solved.error
@@ -237,10 +239,10 @@ def _is_cut(truncated: Ends) -> bool:
 
 
 def _speed(data: RunData) -> Iterator[Claim]:
-    """As the run itself says: of all its steps once it has ended, before that of the last ones."""
+    """Claims about speed, in the run's own words: of all its steps once it has ended, before that of the last ones."""
     last = data.summary or {name: column[-1] for name, column in data.columns.items()} | {"verdict": data.verdict}
     if last.get("verdict"):
-        yield Claim(text=str(last["verdict"]), chart="timeline")
+        yield Claim(text=str(last["verdict"]).rstrip("."), chart="timeline" if data.num_steps else "forecast")
     shares = {name[11:]: share for name, share in last.items() if name.startswith("busy_share.generator")}
     if idle := [name for name, share in shares.items() if isinstance(share, float) and share < IDLE_SHARE]:
         yield Claim(text=f"{', '.join(idle[:4])} idle more than half of the time", chart="timeline", level="bad")
@@ -253,7 +255,7 @@ def _wrong(data: RunData) -> Iterator[Claim]:
     ages, limits = (data.columns.get(name, ()) for name in ("staleness_max", "staleness_limit"))
     if over := sum(now > limit for now, limit in zip(ages, limits, strict=False)):
         yield Claim(text=f"staleness exceeded its bound in {over} steps", chart="staleness", level="bad")
-    for name, what in (("kl_to_behavior", "drift apart"), ("extra.kl_mismatch", "compute different numbers")):
+    for name, what in (("kl_to_behavior", "drift apart"), ("extra.kl_same_version", "compute different numbers")):
         kl = highest(data.columns.get(name, ()))
         if kl and kl.value > MISMATCH_KL:
             step = int(data.columns["step"][kl.place])

@@ -1,4 +1,4 @@
-"""`Follower`: the rows of a file of a run, those that come later too, each byte read once."""
+"""`RowReader`: the rows of a file of a run, those that come later too, each byte read once."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import IO, Any, NamedTuple
 from llamarl.observability.files import pieces
 
 CHUNK_ROWS = 500
-"""That one look reads at most: a reader stays responsive while it catches up."""
+"""Rows that one look reads at most: a reader stays responsive while it catches up."""
 
 
-class Place(NamedTuple):
-    """Of a row."""
+class RowOffset(NamedTuple):
+    """Position of a row in a file that may be in pieces."""
 
     piece: int
     """Number of its file among the pieces."""
     offset: int
-    """Of its first byte, in the file as it is when decompressed."""
+    """Byte at which the row begins, in the file as it is when decompressed."""
 
 
-class Follower:
+class RowReader:
     """Not for several threads. What is no JSON object is counted and left out; a torn last row is waited for."""
 
     def __init__(self, path: Path) -> None:
@@ -52,13 +52,13 @@ class Follower:
         return False
 
     def _newest_size(self) -> int:
-        """Of the file that is open, if it is still the one that is written, else -1: mostly all that a look needs."""
+        """Bytes in the open file, if it is still the one that is written, else -1: mostly all that a look needs."""
         with suppress(OSError):
             if self._file is not None and os.path.samestat(now := os.stat(self._path), os.fstat(self._file.fileno())):
                 return now.st_size
         return -1
 
-    def raw(self) -> Iterator[tuple[Place, bytes]]:
+    def raw(self) -> Iterator[tuple[RowOffset, bytes]]:
         """Whole lines that nobody has had yet, `CHUNK_ROWS` at most, and where they are."""
         num = 0
         while num < CHUNK_ROWS:
@@ -71,7 +71,7 @@ class Follower:
             if line:
                 self._rest += line
                 if self._rest.endswith(b"\n"):
-                    place, whole = Place(self._piece, self._offset), self._rest
+                    place, whole = RowOffset(self._piece, self._offset), self._rest
                     self._offset, self._rest = self._offset + len(whole), b""
                     num += 1
                     yield place, whole
@@ -88,8 +88,8 @@ class Follower:
             self.close()
             self._piece, self._offset, self._rest = self._piece + 1, 0, b""
 
-    def rows(self) -> Iterator[tuple[Place, dict[str, Any]]]:
-        """As `raw`, parsed."""
+    def rows(self) -> Iterator[tuple[RowOffset, dict[str, Any]]]:
+        """Whole rows that nobody has had yet, parsed, and their places; `CHUNK_ROWS` at most."""
         for place, line in self.raw():
             try:
                 row = json.loads(line)
@@ -100,7 +100,7 @@ class Follower:
             else:
                 self.num_damaged += 1
 
-    def read(self, places: Iterable[Place]) -> Iterator[dict[str, Any]]:
+    def read(self, places: Iterable[RowOffset]) -> Iterator[dict[str, Any]]:
         """Rows again, in the order of the file; those that are gone are left out."""
         of_piece = dict[int, list[int]]()
         for piece, offset in sorted(places):

@@ -21,7 +21,7 @@ from llamarl.observability.view import CompletionView, ExecutorView, RunInfo, Ru
 ACCENT, DIM, GOOD, WARN, BAD = "cyan", "dim", "green", "yellow", "red"
 LABEL_WIDTH = 13
 WIDE = 112
-"""From this width on, the reward chart stands beside the numbers."""
+"""Columns of the terminal from which on the reward chart stands beside the numbers."""
 NUMBERS_WIDTH = 72
 """Width of the numbers when the chart stands beside them."""
 SILENT_S, LOST_S = 10.0, 30.0
@@ -34,17 +34,17 @@ class PhaseView:
     """Work before or after the loop."""
 
     text: str
-    """What is done, for example `starting executors`."""
+    """Work of the phase, for example `starting executors`."""
     started_s: float
-    """When it began, on the clock of `spans.now_s`."""
+    """Time when the phase began, on the clock of `spans.now_s`."""
     done: int | None = None
     """Units done; None when it cannot be counted."""
     total: int | None = None
     """Units in all."""
     waits_for: str = ""
-    """Who has not done it yet, and what each is at."""
+    """Names of those who have not done it yet, and what each is at."""
     ended_s: float | None = None
-    """When it ended; None while it goes on."""
+    """Time when the phase ended; None while it goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,13 +53,13 @@ class Board:
 
     info: RunInfo
     started_s: float
-    """When the screen was opened."""
+    """Time when the screen was opened, on the clock of `spans.now_s`."""
     view: RunView | None = None
     """The loop; None before it."""
     phases: tuple[PhaseView, ...] = ()
     """Oldest first; the last one goes on unless it has an end."""
     warnings: Mapping[str, int] = field(default_factory=dict)
-    """How often each warning came, oldest first."""
+    """Number of times that each warning came, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)

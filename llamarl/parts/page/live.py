@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 LOOK_S = 0.5
-"""Of reading, before a page is answered: there may be more."""
+"""Seconds of reading before a page is answered: there may be more."""
 LATE_STEPS = 4
-"""So much later than its metrics may come what became of a step's groups."""
+"""Steps by which the times of a step's groups may come later than its metrics."""
 RARE_S, RARE_SHARE = 2.0, 0.003
-"""What looks at all spans is done again after so long, and takes at most about this share of the time."""
+"""Least seconds between two looks at all spans, and about the share of the time that these take at most."""
 
 
 class Watched:
@@ -81,7 +81,7 @@ class Watched:
             return flows(self.data, [int(wanted["step"])])
 
     def rollouts(self, wanted: Mapping[str, str]) -> dict[str, Any]:
-        """Those that fit; `more`: not all have been read."""
+        """Rollouts that fit a question; `more`: not all have been read."""
         with self._lock:
             is_more = _read(self._rollouts.refresh)
             return self._rollouts.find(wanted, self._decode) | {"more": is_more}

@@ -2,7 +2,7 @@
 function drawSummary() {
   byId("title").textContent = document.title = "llamarl: " + runs.map((run) => run.name).join(", ");
   byId("summary").replaceChildren(...runs.map((run, index) => make("div", { class: "run" },
-    make("p", {}, make("span", { class: "swatch", background: stroke(RUN_COLORS[index % 6], runs.length > 1 ? DASHES[index % DASHES.length] : []) }), make("b", { text: run.name }), make("span", { class: "state", text: `${run.state}, ${run.steps} steps` }), ". ",
+    make("p", {}, make("span", { class: "swatch", background: stroke(RUN_COLORS[index % 6], runs.length > 1 ? DASHES[index % DASHES.length] : []) }), make("b", { text: run.name }), make("span", { class: "state", text: run.state === "planned" ? run.state : `${run.state}, ${run.steps} steps${run.forecast?.text ? " of a simulation" : ""}` }), ". ",
       ...run.claims.flatMap((claim, place) => [make("span", { class: claim.level }, make("a", { href: "#" + claim.chart, text: short(claim.text, 400) })), place + 1 < run.claims.length ? "; " : "."])),
     make("div", { class: "quiet", text: [run.model, run.folder].filter(Boolean).join(", ") }))));
   byId("legend").replaceChildren(...Object.entries(WORK_COLORS).filter(([kind]) => kind !== "other").map(([kind, color]) => entry(color, kind.replace("_", " "))));
@@ -15,7 +15,7 @@ function drawSettings() {
   const plain = (value) => value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);
   const rows = names.flatMap((name) => {
     const found = runs.map((run) => run.settings.find(([own]) => own === name));
-    const values = found.map((one) => plain(one?.[1])), differs = new Set(values).size > 1, isOwn = found.some((one) => one && !one[2]);
+    const values = found.map((one) => plain(one?.[1])), differs = new Set(values.filter((_, index) => runs[index].settings.length)).size > 1, isOwn = found.some((one) => one && !one[2]);
     if (byId("differ").checked && !differs && !isOwn) return [];
     return [row([name, ...values.map((value) => short(value, 200)), differs ? "differs between runs" : isOwn ? "" : "default"], { class: differs ? "differs" : null })];
   });
@@ -37,6 +37,7 @@ function drawMessages() {
 
 function drawAll() {
   drawSummary();
+  drawForecast();
   listMetrics();
   drawCurves();
   drawSettings();
@@ -46,6 +47,7 @@ function drawAll() {
 function setTheme(isDark) {
   document.documentElement.classList.toggle("dark", isDark);
   restyleCurves();
+  drawForecast();
   drawTimeline();
   drawFlow();
 }
@@ -71,6 +73,7 @@ async function follow() {
       isMore ||= news.more;
       take(run, news);
       drawSummary();
+      drawForecast();
       listMetrics();
       drawCurves();
       drawMessages();

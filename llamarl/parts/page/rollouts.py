@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llamarl.parts.page.follow import CHUNK_ROWS, Follower, Place
+from llamarl.parts.page.follow import CHUNK_ROWS, RowOffset, RowReader
 from llamarl.parts.page.run_data import LARGEST
+from llamarl.run.rollouts import RecordOffset, TrainedSteps, what_lacks
 
 Decode = Callable[[int], str]
 """Text of one token."""
@@ -22,21 +21,23 @@ SEARCH_S = 2.0
 NUM_FOUND = 100
 """Rollouts that one question brings at most."""
 MAX_ROLLOUTS = 2_000_000
-"""That can be found, the first ones; 33 bytes each."""
-_BEGINS = re.compile(rb'\{"step": (\d+), "group_id": (\d+), "index": (\d+)')
+"""Rollouts that can be found, the first ones of the run; 57 bytes each."""
+ROW_BYTES, TOKEN_BYTES = 400, 32
+"""About, of a row without its texts, and of each token."""
 _FIELDS = ("step", "reward", "tokens", "staleness")
 
 
 class Rollouts:
-    """Knows where each rollout lies; texts and tokens stay in the file."""
+    """Knows where each rollout lies; texts and tokens stay in the journal, and in the file of a run that has one."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "rollouts.jsonl"
+        self._folder = folder
         self._clear()
 
     def _clear(self) -> None:
-        self._file = Follower(self._path)
-        self._places = array("q")
+        self._file, self._last_of_file = RowReader(self._folder / "rollouts.jsonl"), 0
+        self._steps, self._begins = TrainedSteps(self._folder), dict[int, RecordOffset]()
+        self._places, self._groups, self._sizes = array("q"), array("q"), array("l")
         self._fields = {name: array("d") for name in _FIELDS}
         self._outcomes, self._known = array("b"), list[str]()
 
@@ -45,20 +46,53 @@ class Rollouts:
 
     def refresh(self) -> bool:
         """Looks at what is new, or at a part of it; whether there may be more."""
-        if self._file.was_replaced():
+        if self._file.was_replaced() or self._steps.was_replaced():
             self._clear()
         num = 0
         for place, row in self._file.rows():
             num += 1
-            if len(self) < MAX_ROLLOUTS and _is_rollout(row):
-                self._places.extend(place)
-                values = (row["step"], row["reward"], len(row["token_ids"]), row["staleness"])
-                for column, value in zip(self._fields.values(), values, strict=True):
-                    column.append(value)
-                if row["outcome"] not in self._known:
-                    self._known.append(row["outcome"])
-                self._outcomes.append(self._known.index(row["outcome"]))
+            if _is_rollout(row):
+                self._last_of_file = row["step"]
+                texts = row.get("prompt"), row.get("response")
+                values = row["step"], row["reward"], len(row["token_ids"]), row["staleness"]
+                self._add(place, row["group_id"], values, row.get("outcome", ""), texts)
+        for one in self._steps.new() if num < CHUNK_ROWS else ():
+            if one.step > self._last_of_file:
+                self._begins[one.step], before = one.place, num
+                for group in one.groups:
+                    for rollout, result, text in zip(group.rollouts, group.results, group.responses, strict=True):
+                        age = one.step - 1 - rollout.oldest_version if rollout.num_tokens else 0
+                        values, texts = (one.step, result.value, rollout.num_tokens, age), (group.prompt.text, text)
+                        place, num = RowOffset(-one.step, num - before), num + 1
+                        self._add(place, group.group_id, values, result.outcome.value, texts)
+            if num >= CHUNK_ROWS:
+                break
         return num >= CHUNK_ROWS
+
+    def _add(
+        self, place: RowOffset, group_id: int, values: Sequence[float], outcome: str, texts: Iterable[object]
+    ) -> None:
+        if len(self) < MAX_ROLLOUTS:
+            self._places.extend(place)
+            self._groups.append(group_id)
+            self._sizes.append(ROW_BYTES + TOKEN_BYTES * int(values[2]) + sum(len(str(text)) for text in texts))
+            for column, value in zip(self._fields.values(), values, strict=True):
+                column.append(value)
+            if outcome not in self._known:
+                self._known.append(outcome)
+            self._outcomes.append(self._known.index(outcome))
+
+    def _read(self, places: Sequence[RowOffset]) -> Iterator[dict[str, Any]]:
+        """In their order; of the journal, whose places have the step, below zero, instead of a file."""
+        yield from self._file.read(place for place in places if place.piece >= 0)
+        wanted = {place for place in places if place.piece < 0}
+        for one in self._steps.again({-piece: self._begins[-piece] for piece, _ in wanted}):
+            first, numbers = 0, {number for piece, number in wanted if piece == -one.step}
+            for group in one.groups:
+                if not numbers.isdisjoint(range(first, first + len(group.rollouts))):
+                    lines = enumerate(one._replace(groups=[group]).lines(), start=first)
+                    yield from (json.loads(line) for number, line in lines if number in numbers)
+                first += len(group.rollouts)
 
     def find(self, wanted: Mapping[str, str], decode: Decode | None) -> dict[str, Any]:
         """The newest that fit, and how many were looked at.
@@ -70,16 +104,38 @@ class Rollouts:
         outcome, text = wanted.get("outcome", ""), wanted.get("prompt", "").lower()
         found, looked, until, at = list[dict[str, Any]](), 0, time.monotonic() + SEARCH_S, len(self)
         while at and len(found) < NUM_FOUND and time.monotonic() < until:
-            places = list[Place]()
+            places = list[RowOffset]()
             while at and len(places) < NUM_FOUND:
                 at, looked = at - 1, looked + 1
                 fits = all(low <= self._fields[name][at] <= high for name, (low, high) in ranges.items())
                 if fits and (not outcome or self._known[self._outcomes[at]] == outcome):
-                    places.append(Place(*self._places[2 * at : 2 * at + 2]))
-            rows = [row for row in self._file.read(places) if text in str(row.get("prompt", "")).lower()]
+                    places.append(RowOffset(*self._places[2 * at : 2 * at + 2]))
+            rows = [row for row in self._read(places) if text in str(row.get("prompt", "")).lower()]
             found = rows[-(NUM_FOUND - len(found)) :] + found
         said = f"the newest {len(found)} that fit, of {looked:,} looked at; there are {len(self):,}"
+        said = said if len(self) else what_lacks(self._folder, (), self._steps.faults)
         return {"rows": _slim(found), "said": said} | _words(found, decode)
+
+    def sample(self, decode: Decode | None, max_bytes: int) -> dict[str, Any]:
+        """Whole groups; see the function of this name."""
+        found = dict[int, dict[int, list[int]]]()
+        for at, (step, group_id) in enumerate(zip(self._fields["step"], self._groups, strict=True)):
+            found.setdefault(int(step), {}).setdefault(group_id, []).append(at)
+        chosen, num_bytes = list[list[int]](), 0
+        for step, group_id in _order(found):
+            members = found[step][group_id]
+            size = sum(self._sizes[at] for at in members)
+            if num_bytes + size <= max_bytes:
+                chosen.append(members)
+                num_bytes += size
+            if num_bytes > 0.98 * max_bytes:
+                break
+        places = [RowOffset(*self._places[2 * at : 2 * at + 2]) for members in chosen for at in members]
+        rows = sorted(self._read(places), key=lambda row: (row["step"], row["group_id"], row["index"]))
+        said = f"{len(rows):,} of {len(self):,} rollouts: {len(chosen)} whole groups of steps that are evenly spread"
+        lacks = what_lacks(self._folder, found, self._steps.faults)
+        said = "; ".join(filter(None, (said if len(self) else "", lacks)))
+        return {"rows": _slim(rows), "said": said} | _words(rows, decode)
 
 
 def bounds(text: str) -> tuple[float, float]:
@@ -101,43 +157,11 @@ def _is_rollout(row: Mapping[str, Any]) -> bool:
 
 
 def sample(folder: Path, decode: Decode | None, max_bytes: int) -> dict[str, Any]:
-    """Whole groups of evenly spread steps, the first and the last among them, of so many bytes of the file together."""
-    sizes, num = dict[int, dict[int, int]](), 0
-    for step, group_id, line in _rollouts(folder):
-        of_step = sizes.setdefault(step, {})
-        of_step[group_id] = of_step.get(group_id, 0) + len(line)
-        num += 1
-    chosen, num_bytes = set[tuple[int, int]](), 0
-    for step, group_id in _order(sizes):
-        if num_bytes + sizes[step][group_id] <= max_bytes:
-            chosen.add((step, group_id))
-            num_bytes += sizes[step][group_id]
-        if num_bytes > 0.98 * max_bytes:
-            break
-    lines = (line for step, group_id, line in _rollouts(folder) if (step, group_id) in chosen)
-    rows = [row for row in map(_parsed, lines) if _is_rollout(row)]
-    rows.sort(key=lambda row: (row["step"], row["group_id"], row["index"]))
-    said = f"{len(rows):,} of {num:,} rollouts: {len(chosen)} whole groups of steps that are evenly spread"
-    return {"rows": _slim(rows), "said": said if num else "no rollout was recorded"} | _words(rows, decode)
-
-
-def _rollouts(folder: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Step, group and line of each."""
-    file, is_more = Follower(folder / "rollouts.jsonl"), True
-    while is_more:
-        is_more = False
-        for _, line in file.raw():
-            is_more = True
-            if begins := _BEGINS.match(line):
-                yield int(begins[1]), int(begins[2]), line
-    file.close()
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    with suppress(ValueError, RecursionError):
-        row = json.loads(line)
-        return row if isinstance(row, dict) else {}
-    return {}
+    """Whole groups of evenly spread steps, the first and the last among them, of about so many bytes together."""
+    rollouts = Rollouts(folder)
+    while rollouts.refresh():
+        pass
+    return rollouts.sample(decode, max_bytes)
 
 
 def _order(of_step: Mapping[int, Mapping[int, Any]]) -> Iterator[tuple[int, int]]:
@@ -160,7 +184,7 @@ def _order(of_step: Mapping[int, Mapping[int, Any]]) -> Iterator[tuple[int, int]
 
 
 def _slim(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what the page can do without, numbers as short as they are drawn."""
+    """Rows without what the page can do without, with numbers as short as they are drawn."""
     found = list[dict[str, Any]]()
     for row in rows:
         short = {name: value for name, value in row.items() if name not in _DROPPED}

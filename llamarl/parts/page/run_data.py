@@ -18,19 +18,20 @@ from typing import Any
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.load import flat_settings
 from llamarl.observability.accounting import WORK_KINDS
+from llamarl.observability.metrics import FORMER_NAMES
 from llamarl.observability.spans import Span, SpanTable, merged
-from llamarl.parts.page.follow import Follower
+from llamarl.parts.page.follow import RowReader
 
 MAX_SPANS = 100_000
 """Kept per executor; older ones make room."""
 MAX_EXECUTORS = 24
-"""Whose work is drawn."""
+"""Executors whose work is drawn, at most."""
 MAX_FLOWS = 2_000
 """Steps whose groups are kept; the newest."""
 MAX_TEXTS = 500
 """Warnings and phases that are kept; the newest."""
 LARGEST = 1e100
-"""What is larger, or no number, counts as not known: its square would be infinite."""
+"""Largest size of a number; a larger one, or what is no number, counts as not known: its square would be infinite."""
 SILENT_S = 60.0
 """A run without an end whose files have not changed for so long may be dead."""
 KINDS = (*sorted(WORK_KINDS), "start", "checkpoint")
@@ -45,11 +46,11 @@ class RunData:
             raise ConfigError(f"{folder} is no folder; give the folder of a run, such as runs/demo")
         self.folder = folder
         self.generation, self.num_changes = 0, 0
-        """What was read began anew so often, and something was read so often."""
+        """Number of times that reading began anew, and of rows that were read."""
         self._clear()
 
     def _clear(self) -> None:
-        self._metrics, self._events = Follower(self.folder / "metrics.jsonl"), Follower(self.folder / "events.jsonl")
+        self._metrics, self._events = RowReader(self.folder / "metrics.jsonl"), RowReader(self.folder / "events.jsonl")
         self.columns: dict[str, array[float]] = {"step": array("d")}
         self.evals = list[dict[str, Any]]()
         self.spans = dict[str, SpanTable]()
@@ -57,9 +58,9 @@ class RunData:
         self.texts: deque[tuple[str, float, str]] = deque(maxlen=MAX_TEXTS)
         """Kind, time and text of warnings and phases."""
         self.unjudged: tuple[float, float, Any] = (0.0, 0.0, None)
-        """Of the last evaluation: how many responses have no verdict, of how many, and why the first has none."""
+        """Responses without a verdict in the last evaluation, of how many, and why the first has none."""
         self.verdict = ""
-        """Of the last step."""
+        """Verdict of the last step on what bounds the speed."""
         self.start: dict[str, Any] = {}
         self.end: dict[str, Any] = {}
 
@@ -98,7 +99,7 @@ class RunData:
         self.verdict = str(row.get("verdict") or "")
         for name, value in row.items():
             if isinstance(value, (int, float)) or value is None:
-                column = self.columns.setdefault(name, array("d", [math.nan]) * count)
+                column = self.columns.setdefault(FORMER_NAMES.get(name, name), array("d", [math.nan]) * count)
                 column.append(math.nan if value is None else float(value))
         for column in self.columns.values():
             if len(column) == count:
@@ -150,21 +151,25 @@ class RunData:
     @property
     def silent_s(self) -> float:
         """Since something was written."""
-        names = ("metrics.jsonl", "events.jsonl", "config.toml", "rollouts.jsonl")
+        names = ("metrics.jsonl", "events.jsonl", "config.toml", "journal.jsonl")
         times = [path.stat().st_mtime for path in (self.folder / name for name in names) if path.exists()]
         return max(time.time() - max(times), 0.0) if times else math.inf
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What the run says at its end; empty before, and while it goes on again."""
+        """Content of `summary.json`, which the run writes at its end; empty before, and while it goes on again."""
+        return self.content("summary.json") if self.end or not self.start else {}
+
+    def content(self, name: str) -> dict[str, Any]:
+        """Object in a JSON file of the folder; empty where there is none."""
         with suppress(OSError, ValueError):
-            found = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
-            if isinstance(found, dict) and (self.end or not self.start):
-                return found
+            found = json.loads((self.folder / name).read_text(encoding="utf-8"))
+            return found if isinstance(found, dict) else {}
         return {}
 
     def state(self) -> tuple[str, str]:
-        """`finished`, `interrupted`, `failed`, `running`, `silent` or `empty`, and what is to be said of it."""
+        """`finished`, `interrupted`, `failed`, `planned`, `running`, `silent` or `empty`, and what is to be said of
+        it."""
         end = self.end or self.summary
         if end:
             return str(end.get("end", "finished")), str(end.get("reason") or end.get("end_reason") or "")
@@ -194,7 +199,7 @@ class RunData:
 
     @property
     def reach(self) -> tuple[float, float]:
-        """When the first known work began and the last one ended."""
+        """Time when the first known work began, and when the last one ended."""
         begins = [table[0].start_s for table in self.spans.values() if len(table)]
         ends = [table[-1].end_s for table in self.spans.values() if len(table)]
         return min(begins, default=self.began_s), max(ends, default=self.began_s)
@@ -219,8 +224,7 @@ class RunData:
         return found
 
     def series(self, after_step: int = 0, max_points: int = 1 << 30) -> dict[str, list[float | None]]:
-        """Of each metric, the values of later steps; means of neighbors where there are too many, of
-        maxima their largest."""
+        """Values of each metric in later steps; of too many the means of neighbors, of maxima the largest."""
         steps = self.columns["step"]
         begin = bisect_right(steps, after_step)
         every = max(1, math.ceil((len(steps) - begin) / max_points))
@@ -243,7 +247,7 @@ def _milliseconds(begin_s: float, end_s: float, work_s: float, origin_s: float) 
 
 
 def _joined(spans: Sequence[Span], gap_s: float) -> Iterator[tuple[float, float, float]]:
-    """What spans cover, across gaps of up to `gap_s`, and how much of it without those."""
+    """Begin, end and work in seconds of what spans cover, joined across gaps of up to `gap_s`, which are no work."""
     begin, end, work = math.nan, math.nan, 0.0
     for start_s, end_s in merged(spans):
         if start_s - end <= gap_s:

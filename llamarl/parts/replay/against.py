@@ -1,4 +1,4 @@
-"""`parting`: where two runs of the same settings part, by what both have on record."""
+"""`first_divergence`: where two runs of the same settings part, by what both have on record."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from llamarl.config import load_config
 from llamarl.config.load import flat_settings
-from llamarl.observability.files import read_run_rows
 from llamarl.parts.replay.recorded import first_difference, versions_of
 from llamarl.run.folder import RunFolder
+from llamarl.run.rollouts import rollout_rows
 
 _WHY = {"outcome": "reward", "reward": "reward", "advantage": "advantages or shaping: the rewards are equal",
         "trainer_logprobs": "weights: the trainer began the step with others"}  # fmt: skip
@@ -22,7 +22,7 @@ _FREE = ("name", "output", "cluster", "screen", "metrics", "record", "checkpoint
 _ORDER = "order: another version had been adopted when it was sampled"
 
 
-class Parting(NamedTuple):
+class Divergence(NamedTuple):
     """The first difference."""
 
     step: int
@@ -35,7 +35,7 @@ class Parting(NamedTuple):
         return f"step {self.step}, {self.place}: {self.one} and {self.other}. Why: {self.why}"
 
 
-def parting(one: RunFolder, other: RunFolder) -> tuple[int, Parting | None]:
+def first_divergence(one: RunFolder, other: RunFolder) -> tuple[int, Divergence | None]:
     """Steps that both have and that are equal, and what comes then; None: nothing. Raises ConfigError."""
     settings = [dict(flat_settings(load_config(run.config).model_dump(mode="json"))) for run in (one, other)]
     names = [name for name in settings[0] | settings[1] if name.split(".")[0] not in _FREE]
@@ -51,8 +51,7 @@ def parting(one: RunFolder, other: RunFolder) -> tuple[int, Parting | None]:
 
 
 def _steps(run: RunFolder) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    rows = (row for _, row in read_run_rows(run.rollouts, "give the folder of a run"))
-    for step, found in groupby(rows, key=lambda row: int(row["step"])):
+    for step, found in groupby(rollout_rows(run.path), key=lambda row: int(row["step"])):
         yield step, list(found)
 
 
@@ -61,37 +60,39 @@ def _fingerprints(run: RunFolder) -> dict[int, str]:
     return {int(row["step"]): row["fingerprint"] for row in rows if "fingerprint" in row}
 
 
-def _of_weights(version: int, one: dict[int, str], other: dict[int, str]) -> Parting | None:
+def _of_weights(version: int, one: dict[int, str], other: dict[int, str]) -> Divergence | None:
     if version in one and version in other and one[version] != other[version]:
         why = "weights: equal groups gave others" if version else "weights: the runs began with others"
-        return Parting(version, f"weights of version {version}", one[version], other[version], why)
+        return Divergence(version, f"weights of version {version}", one[version], other[version], why)
     return None
 
 
 def _of_rows(
     step: int, rows: list[dict[str, Any]], others: list[dict[str, Any]], one: dict[int, str], other: dict[int, str]
-) -> Parting | None:
+) -> Divergence | None:
     mine, theirs = ([[row["group_id"], row["index"]] for row in found] for found in (rows, others))
     if found := first_difference(mine, theirs):
-        return Parting(step, f"rollout {found[0]} of the step", *found[1:], "order: other groups were ready")
+        return Divergence(step, f"rollout {found[0]} of the step", *found[1:], "order: other groups were ready")
     for row, now in zip(rows, others, strict=True):
         place = f"rollout {row['index']} of group {row['group_id']}"
         if row["prompt"] != now["prompt"]:
-            return Parting(step, place, row["prompt"], now["prompt"], "data: another prompt")
+            return Divergence(step, place, row["prompt"], now["prompt"], "data: another prompt")
         for token, (version, its) in enumerate(zip(versions_of(row), versions_of(now), strict=False)):
             at = f"{place}, token {token}"
             if version != its:
-                return Parting(step, f"{at}, its version", version, its, _ORDER)
+                return Divergence(step, f"{at}, its version", version, its, _ORDER)
             for name in ("token_ids", "behavior_logprobs"):
                 if row[name][token] != now[name][token]:
-                    return Parting(step, f"{at}, {name}", row[name][token], now[name][token], _why(version, one, other))
+                    return Divergence(
+                        step, f"{at}, {name}", row[name][token], now[name][token], _why(version, one, other)
+                    )
         for name in ("token_ids", "outcome", "reward", "advantage", "trainer_logprobs"):
             if found := first_difference(row.get(name), now.get(name)):
-                return Parting(step, f"{place}, {name}{found[0]}", *found[1:], _WHY.get(name, "order"))
+                return Divergence(step, f"{place}, {name}{found[0]}", *found[1:], _WHY.get(name, "order"))
     return None
 
 
 def _why(version: int, one: dict[int, str], other: dict[int, str]) -> str:
-    """Of a token that the same version sampled."""
+    """Likely cause of a difference in a token that the same version sampled."""
     same = "noise, or keys and values: another seed or processor, or those of earlier tokens are of another version"
     return same if one.get(version) == other.get(version) else f"weights: version {version} is another one"

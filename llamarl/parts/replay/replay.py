@@ -21,10 +21,10 @@ from llamarl.cluster.api import ExecutorHandle, ExecutorSpec
 from llamarl.cluster.open import open_cluster
 from llamarl.cluster.port import port
 from llamarl.config import ConfigError, RunConfig
+from llamarl.config.schema import staleness_limit
 from llamarl.controller.admission import Admission, Problems
-from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.clock import run_patiently
-from llamarl.controller.groups import PendingGroup, Scoring
+from llamarl.controller.groups import PendingGroup, Scorers
 from llamarl.controller.journal import Journal
 from llamarl.controller.ports import CriticPort, GeneratorPort, TrainerPort
 from llamarl.controller.steps import fast_forward
@@ -58,7 +58,7 @@ class ReplayPort(GeneratorPort, Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """What has been compared so far."""
+    """Numbers of things that have been compared so far, and notes about them."""
 
     steps: int = 0
     rollouts: int = 0
@@ -72,18 +72,18 @@ class Tally:
     """Rollouts that are judged otherwise now."""
 
     def add(self, other: Tally) -> None:
-        """What was compared elsewhere."""
+        """Adds what was compared elsewhere."""
         for one in fields(self):
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
-class Request(NamedTuple):
-    """What is to be replayed."""
+class ReplayRequest(NamedTuple):
+    """Steps to replay, with the settings, files and callbacks for it."""
 
     config: RunConfig
-    """Of the replay."""
+    """Settings of the replay."""
     journal: RunConfig
-    """Of the run, for its journal."""
+    """Settings of the recorded run, for its journal."""
     problems: Problems
     folder: RunFolder
     first: int
@@ -94,7 +94,7 @@ class Request(NamedTuple):
     close: float = 0.0
     """The arithmetic is another one, and log-probabilities may be so far apart."""
     cause: str = ""
-    """Why it is, or why the code is another one."""
+    """Cause of other arithmetic or of other code; empty: both are those of the run."""
     read: Callable[[int, Sequence[RolloutGroup]], None] = lambda step, groups: None
     """Hears of steps as the journal has them, before they are taken. Raises Diverged."""
     learnt: Callable[[int, Sequence[RolloutGroup], PolicyStepResult], None] | None = None
@@ -137,7 +137,7 @@ def replayable(config: RunConfig, parts: Sequence[Part], tally: Tally) -> tuple[
 
 
 def arithmetic(config: RunConfig, folder: RunFolder, tally: Tally) -> tuple[float, str]:
-    """How far log-probabilities may be apart on this machine, and why: 0 on one like that of the run."""
+    """Largest gap in nats between log-probabilities on this machine, and its cause: 0 on one like that of the run."""
     if not (other := other_machine(folder)):
         return 0.0, ""
     close = CLOSE if config.generator.dtype == config.trainer.dtype == "float32" else CLOSE_NARROW
@@ -145,22 +145,22 @@ def arithmetic(config: RunConfig, folder: RunFolder, tally: Tally) -> tuple[floa
     return close, other
 
 
-def replay(request: Request) -> None:
+def replay(request: ReplayRequest) -> None:
     """Raises Diverged, ConfigError, ExecutorError."""
     run_patiently(_Replay(request).run())
 
 
 class _Replay:
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: ReplayRequest) -> None:
         self._request, self._config, self._tally = request, request.config, request.tally
         rollout = self._config.rollout
-        self._reach = _MARGIN + RolloutBuffer(1, rollout.max_staleness, rollout.window).staleness_limit
+        self._reach = _MARGIN + staleness_limit(rollout.max_staleness, 1, rollout.window)
         self._sampling = Admission(self._config, request.problems, None, Flow(lambda: 0.0)).sampling
         self._journal: Journal
         self._trainer: TrainerPort
         self._critic: CriticPort | None = None
         self._generator: ReplayPort | None = None
-        self._scoring: Scoring | None = None
+        self._scoring: Scorers | None = None
         self._trains, self._transport = list(request.parts) != ["reward"], ""
         self._tensors, self._tokens, self._begin = list[str](), 0, 0
         self._ahead = deque[tuple[int, list[RolloutGroup]]]()
@@ -184,7 +184,7 @@ class _Replay:
             raise Diverged(self._request.last, "tokens", tally.tokens, f"{tally.flips} others", self._request.cause)
 
     def _specs(self) -> dict[str, ExecutorSpec]:
-        """What the parts need, by name."""
+        """Specifications of the executors that the parts need, by name."""
         config, folder = self._config, self._request.folder
         places, names = LocalPlaces(place(config)), list[str]()
         if "reward" in self._request.parts:
@@ -204,7 +204,7 @@ class _Replay:
         request, timeout_s = self._request, self._config.cluster.call_timeout_s
         if "reward" in request.parts:
             models = {name: one for name, one in handles.items() if name in ("reward-model", "reference")}
-            self._scoring = Scoring(handles["reward"], models, self._config.reward.model, timeout_s)
+            self._scoring = Scorers(handles["reward"], models, self._config.reward.model, timeout_s)
         begin = request.first - 1
         if trainer := handles.get("trainer"):
             self._trainer = port(TrainerPort, trainer, timeout_s)
@@ -326,7 +326,7 @@ class _Replay:
             self._tally.rollouts += sum(len(group.rollouts) for group in groups)
             request.told(step)
 
-    async def _judge(self, step: int, groups: Sequence[RolloutGroup], scoring: Scoring) -> None:
+    async def _judge(self, step: int, groups: Sequence[RolloutGroup], scoring: Scorers) -> None:
         batch = [PendingGroup((self._asked(group),), group.prompt) for group in groups]
         for pending, group in zip(batch, groups, strict=True):
             for one in group.rollouts:

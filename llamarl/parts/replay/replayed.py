@@ -1,4 +1,4 @@
-"""What replaying rollouts says. No torch: who compares runs reads it."""
+"""Results of replaying rollouts. No torch: who compares runs reads them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ class Difference(NamedTuple):
     group_id: int
     index: int
     token: int
-    """Its place in the response."""
+    """Place of the token in the response."""
     policy_version: int
-    """That sampled it."""
+    """Policy version that sampled the token."""
     recorded: str
     found: str
     gap: float
-    """Between both log-probabilities, in nats; infinite where the token is another one."""
+    """Gap between both log-probabilities, in nats; infinite where the token is another one."""
 
 
 class Replayed(NamedTuple):
-    """What one version has sampled."""
+    """Result of sampling again what one version sampled."""
 
     num_tokens: int
-    """That were drawn again."""
+    """Number of tokens that were drawn again."""
     differences: list[Difference]

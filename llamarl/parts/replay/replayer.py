@@ -41,9 +41,9 @@ class _Life:
     rollout: Rollout
     sequence: Sequence
     prefix: list[_Span]
-    """Of the prompt without its last token."""
+    """Spans of the prompt without its last token."""
     versions_T: np.ndarray
-    """Under which each own token was fed: the last one of the prompt, then those of the response but the last."""
+    """Policy version that fed each own token: the last one of the prompt, then those of the response but the last."""
     is_checked_T: np.ndarray
     """The token that came of it is to be drawn again."""
 
@@ -113,7 +113,7 @@ class Replayer:
         return Replayed(num_checked, found)
 
     def _chunks(self, version: int) -> Iterator[tuple[Chunk, _Life]]:
-        """What to feed, in an order in which each finds what it needs; not more at once than a step of an engine."""
+        """Chunks to feed, in an order in which each finds what it needs; not more at once than a step of an engine."""
         budget = self._engine._scheduler.prefill_tokens
         for life in self._lives:
             group, own = life.sequence.group, life.sequence.own

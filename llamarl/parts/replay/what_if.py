@@ -7,18 +7,17 @@ from pathlib import Path
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.load import flat_settings
-from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.events import EventLog, RecordedScreen, start_of_run
 from llamarl.observability.formats import counted
 from llamarl.observability.metrics import UpdateMetrics
-from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
-from llamarl.parts.replay.replay import Request, replay
+from llamarl.parts.replay.replay import ReplayRequest, replay
 from llamarl.run.folder import RunFolder, prepare_run_folder
+from llamarl.run.journal import open_journal
 from llamarl.run.placement import models_in_use
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import RolloutGroup
@@ -50,7 +49,7 @@ def changed(run: RunConfig, other: RunConfig) -> dict[str, tuple[object, object]
     return found
 
 
-def what_if(request: Request, config: RunConfig, *, overwrite: bool, tell: Callable[[str], None]) -> Path:
+def what_if(request: ReplayRequest, config: RunConfig, *, overwrite: bool, tell: Callable[[str], None]) -> Path:
     """Trains on the recorded steps with the settings of `config`, of which the request's are a copy for replays; the
     folder of the result. Raises ConfigError, ExecutorError."""
     other = changed(request.journal, config)
@@ -72,14 +71,17 @@ def what_if(request: Request, config: RunConfig, *, overwrite: bool, tell: Calla
     return folder.path
 
 
-def _recorded(request: Request, folder: RunFolder, mark: str) -> Sequence[UpdateMetrics]:
+def _recorded(request: ReplayRequest, folder: RunFolder, mark: str) -> Sequence[UpdateMetrics]:
     """Takes the steps, and writes what a run writes of them."""
     config, rollout, updates = request.config, request.config.rollout, list[UpdateMetrics]()
     events = EventLog(folder.events, print)
     events.add("start", **start_of_run(), replay_of=str(request.folder.path))
-    log, recorder = MetricsLog(folder.metrics, print), RolloutRecorder(folder.rollouts, print)
-    limit = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
-    telemetry = Telemetry(config, RecordedScreen(NullScreen(), events), log, recorder, limit, events=events)
+    log, keeps_all = MetricsLog(folder.metrics, print), config.record.model_copy(update={"kind": "all"})
+    journal = open_journal(config.model_copy(update={"record": keeps_all}), request.problems, folder, print)
+    journal.begin(request.first - 1)
+    numbers = {one.prompt_id: number for number, one in enumerate(request.problems.train)}
+    limit = rollout.staleness_limit
+    telemetry = Telemetry(config, RecordedScreen(NullScreen(), events), log, limit, events=events)
     events.add("warning", text=mark)
 
     def learnt(step: int, groups: Sequence[RolloutGroup], result: PolicyStepResult) -> None:
@@ -87,11 +89,14 @@ def _recorded(request: Request, folder: RunFolder, mark: str) -> Sequence[Update
             telemetry.attach([], Replicas([], Supervisor(), 0.0))
         updates.append(result.update)
         telemetry.trained_again(groups, result)
+        prompts = {one.group_id: numbers[one.prompt.prompt_id] for one in groups}
+        journal.groups(groups, prompts.__getitem__)
+        journal.step([*prompts], {"step": step, "sampler": {}, "next_group_id": 0, "unconsumed": []}, result)
 
     try:
         replay(request._replace(learnt=learnt))
         events.add("end", end="finished", reason=mark)
     finally:
-        for one in (log, recorder, events):
+        for one in (log, journal, events):
             one.close()
     return updates

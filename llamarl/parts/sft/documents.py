@@ -35,7 +35,7 @@ def to_documents(
 
 
 def num_tokens(document: SampleGroup) -> int:
-    """Of prompt and response."""
+    """Tokens of a document, prompt and response together."""
     return len(document.prompt_token_ids_T) + document.samples[0].num_tokens
 
 

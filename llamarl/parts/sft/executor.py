@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from llamarl.config import RunConfig
 from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.executors.optimizing import Optimizing
+from llamarl.executors.optimizing import OptimizingExecutor
 from llamarl.parts.sft.supervised import Supervised
 from llamarl.training.meter import device_seconds, peak_flops, rates
 from llamarl.training.result import NonFiniteStep, StepResult
@@ -17,10 +17,10 @@ from llamarl.training.state import training_state
 from llamarl.types import SampleGroup
 
 KIND = "documents"
-"""Of its checkpoints' state."""
+"""Key of the documents' order in the state of checkpoints."""
 
 
-class SftExecutor(Optimizing):
+class SftExecutor(OptimizingExecutor):
     """Documents come with each step: they are small beside the weights."""
 
     SPANS: ClassVar[dict[str, str]] = {"step": "train", "save": "checkpoint", "commit": "checkpoint"}
@@ -37,7 +37,7 @@ class SftExecutor(Optimizing):
         if resume:
             self._resumed = self._resume(self._supervised, KIND)
         self._order: dict[str, int] | None = self._resumed[0]
-        """Of the documents that come next."""
+        """Order of the documents that come next."""
 
     def resumed(self) -> tuple[dict[str, int] | None, list[str]]:
         """The documents' order at the checkpoint that was resumed (None: fresh), and what was found damaged."""

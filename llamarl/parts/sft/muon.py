@@ -19,7 +19,7 @@ from llamarl.training.optimizer import Uncompiled
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the iteration x -> a x + b x^3 + c x^5, steepest at 0: small singular values reach about 1 in few steps."""
+"""a, b, c of the iteration x -> a x + b x^3 + c x^5, steepest at 0: small singular values get near 1 in few steps."""
 NUM_STEPS = 5
 
 

@@ -26,7 +26,7 @@ from llamarl.models.folder import check_weights, load_shape
 from llamarl.observability.sinks import MetricsLog
 from llamarl.parts.sft.documents import num_tokens, solution_of, to_documents
 from llamarl.run.assembly import WIND_DOWN_S, interruptible, nothing_to_resume
-from llamarl.run.copying import Copying
+from llamarl.run.copying import CheckpointCopier
 from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.run.folder import RunFolder
 from llamarl.run.machines import Machines, open_machines
@@ -70,7 +70,7 @@ def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[Sampl
 
 
 def place_trainer(config: RunConfig) -> Placement | None:
-    """Its devices; None: several hosts have to call first. Raises ConfigError: they are not here."""
+    """Devices of the trainer; None: several hosts have to call first. Raises ConfigError: they are not here."""
     if config.cluster.kind == "hosts":
         return None
     placement = place(config.model_copy(update={"generator": GeneratorConfig()}))  # which does not run
@@ -80,7 +80,7 @@ def place_trainer(config: RunConfig) -> Placement | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FineTuning:
+class SftRun:
     """A run of `steps` times `rollout.prompts_per_step` documents."""
 
     config: RunConfig
@@ -115,7 +115,7 @@ class FineTuning:
                 machines.end_with(handle, supervisor)
                 trainer = port(SftPort, handle, limits.call_timeout_s)
                 under_way = list[asyncio.Task[None]]()
-                copying = Copying(self.config, self.folder, self.warn)
+                copying = CheckpointCopier(self.config, self.folder, self.warn)
                 supervisor.start(copying.loop(), "copies of checkpoints")
                 try:
                     await supervisor.run(self._learn(trainer, log, supervisor, under_way))

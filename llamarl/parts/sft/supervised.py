@@ -35,7 +35,7 @@ class Supervised(Optimization[Transformer]):
         device: torch.device | None = None,
         read: Read | None = None,
     ) -> None:
-        """As of `Trainer`."""
+        """Arguments mean the same here as in `Trainer`."""
         self.policy = Policy(model, mesh)
         super().__init__(
             self.policy, config, mesh, device or model.device, model.kv_dtype, read, "trainer.learning_rate"

@@ -45,16 +45,16 @@ FETCH_POLL_S = 0.005
 STATS_INTERVAL_S = 0.05
 NON_FINITE = "non-finite logits"
 NO_LOGPROB = -9999.0
-"""What vLLM sends in place of a log-probability that is not finite."""
+"""Value that vLLM sends in place of a log-probability that is not finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Job:
+class _VllmRollout:
     """One rollout on its way."""
 
     request: GenerationRequest
     partial: Rollout
-    """What it has so far."""
+    """The rollout as far as it has come."""
     limit: int
     """Most tokens, over all segments."""
     request_id: str = ""
@@ -133,13 +133,13 @@ class VllmEngine:
         self._can_decode = (Path(model_path) / TOKENIZER_FILE).is_file()
         self._specs = _specs(shape, settings.dtype)
         self.kv_on_update: Literal["keep", "recompute"] = settings.kv_on_update
-        """What happens to keys and values of running rollouts at the next update."""
+        """Fate of keys and values of running rollouts at the next update."""
         self._server = server or VllmServer(model_path, settings)
         # Half of them wait in vLLM, so that a rollout that ends is replaced at once.
         self._max_sent = 2 * settings.max_running
         self._pool = ThreadPoolExecutor(self._max_sent, thread_name_prefix="vllm")
-        self._queue = deque[_Job]()
-        self._sent: dict[Future[Any], _Job] = {}
+        self._queue = deque[_VllmRollout]()
+        self._sent: dict[Future[Any], _VllmRollout] = {}
         self._ready = list[Rollout]()
         self._num_sent = self._num_updates = 0
         self._saw_nan = False
@@ -163,7 +163,7 @@ class VllmEngine:
             )
             self._ready += refused
             limit = accepting.response_limit(request, self._context)
-            self._queue += [_Job(request=request, partial=partial, limit=limit) for partial in going]
+            self._queue += [_VllmRollout(request=request, partial=partial, limit=limit) for partial in going]
         self._metrics = (-1.0, Counter())  # what is counted from here on begins at fresh counts
 
     def step(self) -> list[Rollout]:
@@ -177,7 +177,7 @@ class VllmEngine:
         ready, self._ready = self._ready, []
         return ready
 
-    def _generate(self, job: _Job, salt: str) -> Rollout:
+    def _generate(self, job: _VllmRollout, salt: str) -> Rollout:
         """Runs in a thread of the pool."""
         try:
             answer = self._server.post("/inference/v1/generate", job.body(salt), ROLLOUT_TIMEOUT_S)
@@ -185,7 +185,7 @@ class VllmEngine:
             return replace(job.partial, finish_reason=FinishReason.FAILED, error=str(error))
         return job.rollout(answer["choices"][0])
 
-    def _collect(self, timeout_s: float) -> list[_Job]:
+    def _collect(self, timeout_s: float) -> list[_VllmRollout]:
         """Rollouts that ended go to `_ready`; their jobs."""
         ended, _ = wait(self._sent, timeout_s, FIRST_COMPLETED)
         rollouts = [future.result() for future in ended]
@@ -218,11 +218,11 @@ class VllmEngine:
         return aborted
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """What vLLM wants of each parameter: all of it; its workers cut it and join what they join."""
+        """Parameters that vLLM reads, each of them whole; its workers cut it and join what they join."""
         return self._specs
 
     def subscribe(self, address: Address, specs: Sequence[TensorSpec], rank: int, **options: Any) -> Subscriber:
-        """As `open_subscriber`: fetches for vLLM's workers, and `set_version` then takes over what came."""
+        """Subscriber for vLLM's workers, opened like `open_subscriber`'s; `set_version` then takes over what came."""
         return VllmSubscriber(self._server, specs, rank, **options)
 
     def set_version(self, version: int) -> None:

@@ -10,10 +10,10 @@ from llamarl.config import ConfigError, RunConfig
 from llamarl.parts.vllm.server import VllmFailed, VllmSettings, check_python
 
 if TYPE_CHECKING:
-    from llamarl.executors.backends import Opened
+    from llamarl.executors.backends import OpenedEngine
 
 START_SHARE = 0.8
-"""Of the longest wait for an executor; the rest is for its process, and to hear why vLLM did not start."""
+"""Share of an executor's longest wait that vLLM has; the rest is for its process, and to hear why it did not start."""
 
 
 def check(config: RunConfig) -> None:
@@ -47,20 +47,20 @@ def settings(config: RunConfig, logs: Path, number: int) -> VllmSettings:
     )
 
 
-def open_engine(model_path: str, settings: VllmSettings, delta: bool) -> Opened:
+def open_engine(model_path: str, settings: VllmSettings, delta: bool) -> OpenedEngine:
     """
     Raises:
         ConfigError: vLLM does not start, or does not serve this model.
     """
     from llamarl.executors.adoption import Adopter  # with torch, which the controller does without
-    from llamarl.executors.backends import Opened
+    from llamarl.executors.backends import OpenedEngine
     from llamarl.parts.vllm.engine import VllmEngine
 
     try:
         engine = VllmEngine(model_path, settings)
     except VllmFailed as error:
         raise ConfigError(f"generator.backend = 'vllm': {error}") from None
-    return Opened(
+    return OpenedEngine(
         engine=engine,
         adopter=Adopter(engine.specs(), lambda tensors: None, delta=delta, subscribe=engine.subscribe),
         description=f"all by vLLM, which {settings.python} runs",

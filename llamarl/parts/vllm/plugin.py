@@ -1,4 +1,4 @@
-"""What runs on vLLM's side, under vLLM's interpreter: the process that keeps the server, and the engine that receives
+"""Code on vLLM's side, under vLLM's interpreter: the process that keeps the server, and the engine that receives
 weights in its workers. The only file that imports vLLM; the package itself imports neither.
 
 Written for vLLM 0.32. The environment needs vLLM, numpy and xxhash; this package is found through a link on PYTHONPATH.
@@ -24,9 +24,9 @@ from types import MappingProxyType
 from typing import Any
 
 GRACE_S = 15.0
-"""What a server gets to stop by itself."""
+"""Seconds that a server has to stop by itself."""
 TRACKER_S = 3.0
-"""What its helpers get then, before they are killed."""
+"""Seconds that the server's helpers have after its end, before they are killed."""
 POLL_S = 0.2
 ENTRY_POINT = "[vllm.general_plugins]\nllamarl = llamarl.parts.vllm.plugin:register\n"
 """Metadata by which vLLM finds `register`, in each of its processes."""
@@ -70,7 +70,7 @@ def _is_followed() -> bool:
 
 
 def _say(text: str) -> None:
-    """Into the server's log."""
+    """Writes a line into the server's log."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
@@ -80,8 +80,7 @@ class InitInfo:
 
     version: int
     source: str
-    """What is wanted, where it is, and the reader's options: `(specs, address, options)`, pickled, in base64; from a
-    socket of this user alone."""
+    """Pickled `(specs, address, options)` of the reader, in base64; from a socket of this user alone."""
 
 
 @dataclass
@@ -137,7 +136,7 @@ class Receiver:
         return self._thread is not None and self._thread.is_alive()
 
     def state(self) -> dict[str, Any]:
-        """What came of the fetch."""
+        """State of the fetch: whether it goes on, version, error, and of a fetched version fingerprint and bytes."""
         state = {"fetching": self.is_fetching, "version": self.version, "error": self.fetch_error}
         if self.version is not None:
             subscriber = self._subscriber

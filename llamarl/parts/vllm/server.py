@@ -42,7 +42,7 @@ class VllmRefused(VllmFailed):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VllmSettings:
-    """How vLLM is run."""
+    """Options of one vLLM server."""
 
     python: str
     """Interpreter of the environment that has vLLM."""
@@ -56,16 +56,16 @@ class VllmSettings:
     kv_bytes: int | None = None
     """Memory for keys and values; None: 1 GiB on a CPU, what vLLM chooses on a GPU."""
     kv_dtype: str = "auto"
-    """Of keys and values."""
+    """vLLM's name for the data type of keys and values."""
     threads: int = 1
     """OpenMP threads, on a CPU."""
     kv_on_update: Literal["keep", "recompute"] = "keep"
-    """What happens to keys and values of running rollouts when weights change."""
+    """Fate of keys and values of running rollouts when weights change."""
     seed: int = 0
     """Starts the server's noise; replicas need different ones."""
     start_timeout_s: float = 300.0
     log_path: str | None = None
-    """Where the server's output goes; None: into a folder that is removed with it."""
+    """File for the server's output; None: in a folder that is removed with the server."""
     arguments: tuple[str, ...] = ()
     """More arguments for `vllm serve`, such as `--tensor-parallel-size 2`."""
 

@@ -23,14 +23,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llamarl.sharding.box import Box
-from llamarl.weight_sync.base import Exchange, Part, Publisher, Superseded, TransferFailed, WriterPlan, part_of
-from llamarl.weight_sync.copying import CopyingSubscriber, Request
+from llamarl.weight_sync.base import Exchange, Publisher, Superseded, TransferFailed, WriterPlan, WrittenBox, part_of
+from llamarl.weight_sync.copying import CopyingSubscriber, VersionRequest
 from llamarl.weight_sync.delta import encode
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 
 def file_name(version: int, digest: str, rank: int, base: int | None = None) -> str:
-    """Of a version's weights, or of what changed in them since `base`."""
+    """Name of a file of a version's weights, or of what changed in them since `base`."""
     since = "" if base is None else f"-since-{base}"
     return f"version-{version}{since}-{digest}-{rank}.safetensors"
 
@@ -99,7 +99,7 @@ def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -
 
 
 def _changes(base: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By name and number of changes, for tensors of which the changes are less than all."""
+    """Changes since the version in `base`, as `NAME#NUMBER`, for tensors of which they are less than all."""
     changed = dict[str, Tensor]()
     with safe_open(base, framework="pt") as file:
         for name, tensor in tensors.items():
@@ -109,11 +109,11 @@ def _changes(base: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return changed
 
 
-def _empty(spec: TensorSpec, part: Part) -> Tensor:
+def _empty(spec: TensorSpec, part: WrittenBox) -> Tensor:
     return torch.empty(spec.shape_of(part.box), dtype=getattr(torch, spec.dtype))
 
 
-def _name(spec: TensorSpec, part: Part) -> str:
+def _name(spec: TensorSpec, part: WrittenBox) -> str:
     """The tensor's own name where the part is all of it."""
     return spec.key if part.box == spec.box else f"{spec.key}@{','.join(map(str, part.box.starts))}"
 
@@ -121,7 +121,7 @@ def _name(spec: TensorSpec, part: Part) -> str:
 class FileSubscriber(CopyingSubscriber):
     """Copies the parts of all writers together."""
 
-    def receive(self, request: Request, address: Address) -> tuple[np.ndarray, int]:
+    def receive(self, request: VersionRequest, address: Address) -> tuple[np.ndarray, int]:
         folder, digest, version = Path(self.place_in(address)), self.layout.digest, request.version
         proofs = np.zeros((address.num_writers, 2, len(self.layout.specs)), np.uint64)
         num_bytes = 0
@@ -136,7 +136,7 @@ class FileSubscriber(CopyingSubscriber):
         return proofs, num_bytes
 
     def _read(
-        self, path: Path, publisher: str, request: Request, changes: Mapping[str, tuple[int, Tensor]]
+        self, path: Path, publisher: str, request: VersionRequest, changes: Mapping[str, tuple[int, Tensor]]
     ) -> tuple[list[list[int]], int]:
         """The proof of one writer's file, and how many bytes came."""
         num_bytes = 0
@@ -147,7 +147,7 @@ class FileSubscriber(CopyingSubscriber):
             for name, (index, starts, stops) in json.loads(metadata["parts"]).items():
                 if request.only is not None and index not in request.only:
                     continue
-                part = Part(tensor=index, box=Box(tuple(starts), tuple(stops)))
+                part = WrittenBox(tensor=index, box=Box(tuple(starts), tuple(stops)))
                 if name in changes:
                     number, message = changes[name]
                     self.put(request, part, number, message)
@@ -163,7 +163,7 @@ class FileSubscriber(CopyingSubscriber):
 
 
 def _read_changes(path: Path) -> dict[str, tuple[int, Tensor]]:
-    """For each name the number of changes and what they are; nothing where nobody wrote the file."""
+    """Number of changes, and what they are, by name; nothing where nobody wrote the file."""
     if not path.exists():
         return {}
     with safe_open(path, framework="pt") as file:

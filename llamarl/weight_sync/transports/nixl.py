@@ -30,7 +30,7 @@ from llamarl.distributed import links
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.weight_sync.base import Exchange, Superseded, TransferFailed, WriterPlan, part_of
 from llamarl.weight_sync.buckets import Bucket, into_buckets, packed, wanted
-from llamarl.weight_sync.copying import CopyingSubscriber, Request, Room
+from llamarl.weight_sync.copying import CopyingSubscriber, Room, VersionRequest
 from llamarl.weight_sync.layout import Address, TensorSpec
 from llamarl.weight_sync.packed import POLL_S, PackedPublisher, Slot
 
@@ -47,15 +47,15 @@ class Broken(RuntimeError):
 BROKEN = (*links.BROKEN, Broken)
 
 
-class Found(NamedTuple):
-    """Where a version lies."""
+class PublishedAt(NamedTuple):
+    """Place of a version in the memory of a trainer rank."""
 
     metadata: bytes
-    """Of the trainer rank's agent: what a reader must know of its memory."""
+    """Metadata of the trainer rank's agent: what a reader must know of its memory."""
     base: int
     """Address of the packed parts."""
     memory: tuple[str, int]
-    """See `memory_of`."""
+    """Memory of the packed parts, as `memory_of` names it."""
     proof: np.ndarray
     """uint64 [2, tensors]"""
 
@@ -74,7 +74,7 @@ class NixlPublisher(PackedPublisher):
         host: str = "",
         **options: Any,
     ) -> None:
-        self._agent = Agent(host := host or links.own_address())
+        self._agent = NixlEndpoint(host := host or links.own_address())
         self._registered = dict[int, Any]()
         super().__init__(plan, exchange, folder, host=host, **options)
 
@@ -100,7 +100,7 @@ class NixlPublisher(PackedPublisher):
                 connection.send(None)
                 continue
             flat, proof = slot.flats[number], slot.proofs[number].copy()
-            connection.send(Found(self._agent.do("get_agent_metadata"), flat.data_ptr(), memory_of(flat), proof))
+            connection.send(PublishedAt(self._agent.do("get_agent_metadata"), flat.data_ptr(), memory_of(flat), proof))
             # Where no hardware reads by itself, the agent must be called while somebody reads. A thread of its own
             # would keep a core busy all the time.
             while not self._closed and not connection.poll(1e-3):
@@ -133,12 +133,12 @@ class NixlSubscriber(CopyingSubscriber):
         super().__init__(specs, rank, delta, room)
         self._timeout_s = timeout_s
         self._writers = list[_Writer]()
-        self._opened: Agent | None = None
+        self._opened: NixlEndpoint | None = None
         self._registered = dict[int, Any]()
-        """By the address of its first byte: memory that is read into."""
+        """Registrations of memory that is read into, by the address of its first byte."""
         self._scratch = list[Tensor]()
 
-    def receive(self, request: Request, address: Address) -> tuple[np.ndarray, int]:
+    def receive(self, request: VersionRequest, address: Address) -> tuple[np.ndarray, int]:
         places = [Rendezvous(place, address.publisher) for place in self.place_in(address).split(",")]
         is_used = bool(self._writers)
         try:
@@ -150,10 +150,10 @@ class NixlSubscriber(CopyingSubscriber):
             what = f"version {request.version} from the trainer ranks at {', '.join(place.address for place in places)}"
             raise TransferFailed(f"generator rank {self.rank} did not get {what}: {error}") from error
 
-    def _receive(self, request: Request, places: Sequence[Rendezvous]) -> tuple[np.ndarray, int]:
+    def _receive(self, request: VersionRequest, places: Sequence[Rendezvous]) -> tuple[np.ndarray, int]:
         while len(self._writers) < len(places):
             connection = places[len(self._writers)].connect(self.layout.digest, self._timeout_s)
-            self._opened = self._opened or Agent(links.local_host(connection))
+            self._opened = self._opened or NixlEndpoint(links.local_host(connection))
             self._writers.append(
                 _Writer(connection, into_buckets(self.layout, connection.recv(), NixlPublisher.BUCKET_BYTES))
             )
@@ -166,18 +166,18 @@ class NixlSubscriber(CopyingSubscriber):
         return np.stack([found.proof for _, found in there]), num_bytes
 
     @property
-    def _agent(self) -> Agent:
+    def _agent(self) -> NixlEndpoint:
         assert self._opened is not None, "there is no writer yet"
         return self._opened
 
     def _ask(self, writer: _Writer, version: int | None) -> Any:
-        """Where a version is; None: whether it still was when it had been read."""
+        """Asks where a version is; None: whether it still was when it had been read."""
         writer.connection.send(version)
         if not writer.connection.poll(self._timeout_s):
             raise TimeoutError(f"no answer in {self._timeout_s:g} s")
         return writer.connection.recv()
 
-    def _read(self, request: Request, there: Sequence[tuple[_Writer, Found]]) -> int:
+    def _read(self, request: VersionRequest, there: Sequence[tuple[_Writer, PublishedAt]]) -> int:
         """Fills the tensors, some buckets at a time; how many bytes came."""
         under_way, num_bytes = deque[tuple[Any, _Read]](), 0
         reads = [self._reads(writer, found, request) for writer, found in there]
@@ -199,7 +199,7 @@ class NixlSubscriber(CopyingSubscriber):
                 self._scratch.append(read.scratch)
         return num_bytes
 
-    def _reads(self, writer: _Writer, found: Found, request: Request) -> Iterator[_Read]:
+    def _reads(self, writer: _Writer, found: PublishedAt, request: VersionRequest) -> Iterator[_Read]:
         """A bucket each: straight into place where every part is one piece of memory there, else by way of scratch."""
         writer.agent = self._agent.do("add_remote_agent", found.metadata)
         self._register(request.tensors[self.layout.specs[0].key], self.layout.num_bytes)
@@ -272,12 +272,12 @@ class _Read(NamedTuple):
     """Address, bytes, device."""
     far: list[tuple[int, int, int]]
     kinds: tuple[str, str]
-    """Of memory, here and there."""
+    """Kinds of memory, here and there."""
     scratch: Tensor | None
-    """Where it goes first, if not into place."""
+    """Memory where it goes first, if not into place."""
 
 
-class Agent:
+class NixlEndpoint:
     """NIXL's end in this process, which is seen at `host`. Raises ConfigError."""
 
     def __init__(self, host: str) -> None:
@@ -296,7 +296,7 @@ class Agent:
         )
         kinds = (kind for kind in vars(api.nixlBind).values() if isinstance(kind, type) and issubclass(kind, Exception))
         self._errors = tuple(kinds)
-        """They have no base of their own in common."""
+        """Errors of the library, which have no base of their own in common."""
 
     def do(self, method: str, *arguments: Any) -> Any:
         """Raises Broken."""
@@ -306,7 +306,7 @@ class Agent:
             raise Broken(f"{type(error).__name__}: {error}") from error
 
 
-def register(agent: Agent, first: Tensor, num_bytes: int) -> Any:
+def register(agent: NixlEndpoint, first: Tensor, num_bytes: int) -> Any:
     """Lets the agent read or write so many bytes from where a tensor begins."""
     kind, number = memory_of(first)
     return agent.do("register_memory", [(first.data_ptr(), num_bytes, number, "")], kind)

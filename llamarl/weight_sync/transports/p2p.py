@@ -30,7 +30,7 @@ from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.distributed.streams import receive, send
 from llamarl.weight_sync.base import Superseded, TransferFailed
 from llamarl.weight_sync.buckets import Bucket, changes, changes_bytes, into_buckets, memory_of, pieces, wanted
-from llamarl.weight_sync.copying import NOTHING, CopyingSubscriber, Request
+from llamarl.weight_sync.copying import NOTHING, CopyingSubscriber, VersionRequest
 from llamarl.weight_sync.layout import Address, TensorSpec
 from llamarl.weight_sync.packed import POLL_S, PackedPublisher, Slot
 from llamarl.weight_sync.relays import TIRED_VERSIONS, Chains, Relay, host_of
@@ -38,17 +38,17 @@ from llamarl.weight_sync.relays import TIRED_VERSIONS, Chains, Relay, host_of
 MAX_THREADS = 16
 """Streams that a generator rank receives at once."""
 MIN_STREAMS = 2
-"""Of each generator rank, over all trainer ranks. From one to one, a stream carries 3.2 GB/s of 5.9, two carry 6.2 and
-four no more (2 cores, network namespaces)."""
+"""Fewest streams of each generator rank, over all trainer ranks. From one to one, a stream carries 3.2 GB/s of 5.9, two
+carry 6.2 and four no more (2 cores, network namespaces)."""
 
 
-class Wanted(NamedTuple):
-    """What a generator rank asks of a trainer rank, by one of its streams."""
+class WantedStream(NamedTuple):
+    """Request of a generator rank to a trainer rank, by one of its streams."""
 
     version: int
     stream: int
     num_streams: int
-    """Each brings every so manieth bucket."""
+    """Streams from one trainer rank; each brings every `num_streams`-th bucket."""
     only: list[int] | None = None
     """Positions of tensors; None: all."""
     base: int | None = None
@@ -56,24 +56,24 @@ class Wanted(NamedTuple):
     first: int = 0
     """Buckets of the stream that have come from a relay."""
     place: str = ""
-    """Where the generator rank passes on what it receives; empty: it has no use for relays."""
+    """Place where the generator rank passes on what it receives; empty: it has no use for relays."""
     left: tuple[str, int] | None = None
     """A relay that failed it, and for how many versions others should leave it."""
 
     def of(self, buckets: Sequence[Bucket]) -> list[Bucket]:
-        """Those to be sent."""
+        """Buckets that are to be sent."""
         return wanted(buckets, self.only)[self.stream :: self.num_streams][self.first :]
 
 
 class Answer(NamedTuple):
-    """What a trainer rank says before it sends."""
+    """Answer of a trainer rank, before it sends."""
 
     is_there: bool
     are_changes: bool = False
     proof: np.ndarray | None = None
     """uint64 [2, tensors]"""
     relay: str = ""
-    """Where the buckets come from; empty: they follow."""
+    """Place of the relay that the buckets come from; empty: they follow."""
     pace_s: float | None = None
     """Seconds per byte that the trainer rank takes itself."""
 
@@ -100,7 +100,7 @@ class P2pPublisher(PackedPublisher):
                 if connection.poll(POLL_S):
                     self._send(connection, number, connection.recv())
 
-    def _send(self, connection: Connection, number: int, asked: Wanted) -> None:
+    def _send(self, connection: Connection, number: int, asked: WantedStream) -> None:
         """The answer, then buckets or the changes in them."""
         if asked.left:
             self._chains.leave(asked.left[0], asked.version, asked.left[1])
@@ -125,25 +125,27 @@ class P2pPublisher(PackedPublisher):
             num_bytes = sum(bucket.num_bytes for bucket in buckets)
             self._chains.sent(number, asked.stream, time.monotonic() - start_s, num_bytes)
 
-    def _base_of(self, asked: Wanted) -> Slot | None:
+    def _base_of(self, asked: WantedStream) -> Slot | None:
         return self._slots.get(asked.base) if self._delta and asked.base is not None else None
 
-    def _relay_for(self, number: int, asked: Wanted) -> str:
-        """Where somebody passes on what is asked for."""
-        if not asked.place or host_of(asked.place) == host_of(self._store.rendezvous.address):
+    def _relay_for(self, number: int, asked: WantedStream) -> str:
+        """Place of a host that passes on what is asked for; empty: nobody does. Nobody passes on a single bucket: where
+        nothing overlaps, each host of a chain only adds its round trips."""
+        is_single = len(asked.of(self._buckets[number])) < 2
+        if is_single or not asked.place or host_of(asked.place) == host_of(self._store.rendezvous.address):
             return ""
         return self._chains.relay_for((asked.version, number, asked.stream), asked.place)
 
 
 @dataclass(slots=True)
-class _Stream:
-    """From a trainer rank."""
+class _IncomingStream:
+    """Stream from a trainer rank."""
 
     connection: Connection
     buckets: tuple[Bucket, ...]
     """All of the trainer rank's."""
     scratch: Tensor
-    """For one of them."""
+    """Memory for one bucket."""
     pace_s: float | None = None
     """Seconds per byte that it took at best."""
 
@@ -166,14 +168,14 @@ class P2pSubscriber(CopyingSubscriber):
         """
         super().__init__(specs, rank, delta)
         self._timeout_s, self._host = timeout_s, host or own_address()
-        self._streams = dict[tuple[int, int], _Stream]()
-        """By trainer rank and number."""
+        self._streams = dict[tuple[int, int], _IncomingStream]()
+        """Streams by trainer rank and number."""
         self._relay: Relay | None = None
         """None while nobody else's host needs what comes here."""
         self._used = dict[tuple[int, int], str]()
-        """Where the buckets of a stream came from last, if from a relay."""
+        """Relay that the buckets of a stream came from last, by trainer rank and number."""
 
-    def receive(self, request: Request, address: Address) -> tuple[np.ndarray, int]:
+    def receive(self, request: VersionRequest, address: Address) -> tuple[np.ndarray, int]:
         places = [Rendezvous(place, address.publisher) for place in self.place_in(address).split(",")]
         if self._relay is None and any(host_of(place.address) != self._host for place in places):
             self._relay = Relay(self.layout, self._host, address.publisher)
@@ -192,9 +194,9 @@ class P2pSubscriber(CopyingSubscriber):
         return np.stack(proofs[::num]), sum(sizes)
 
     def _pull_from(
-        self, rank: int, number: int, num_streams: int, place: Rendezvous, request: Request
+        self, rank: int, number: int, num_streams: int, place: Rendezvous, request: VersionRequest
     ) -> tuple[np.ndarray, int]:
-        """From one trainer rank. A stream that has broken since the last time is formed anew."""
+        """Pulls the parts of one trainer rank. A stream that has broken since the last time is formed anew."""
         is_used = (rank, number) in self._streams
         try:
             return self._receive(rank, number, num_streams, place, request)
@@ -207,18 +209,18 @@ class P2pSubscriber(CopyingSubscriber):
             raise TransferFailed(f"generator rank {self.rank} did not get {what}: {error}") from error
 
     def _receive(
-        self, rank: int, number: int, num_streams: int, place: Rendezvous, request: Request
+        self, rank: int, number: int, num_streams: int, place: Rendezvous, request: VersionRequest
     ) -> tuple[np.ndarray, int]:
         key = rank, number
         if key not in self._streams:
             connection = place.connect(self.layout.digest, self._timeout_s)
             cut = into_buckets(self.layout, connection.recv(), P2pPublisher.BUCKET_BYTES)
             size = max((bucket.num_bytes for bucket in cut), default=0)
-            self._streams[key] = _Stream(connection, cut, torch.empty(size, dtype=torch.uint8))
+            self._streams[key] = _IncomingStream(connection, cut, torch.empty(size, dtype=torch.uint8))
         stream = self._streams[key]
         connection = stream.connection
         relay = self._relay if request.only is None else None
-        asked = Wanted(request.version, number, num_streams, request.only, request.base.version)
+        asked = WantedStream(request.version, number, num_streams, request.only, request.base.version)
         asked = asked._replace(place=relay.place if relay else "")
         buckets, num_passed, take = asked.of(stream.buckets), 0, partial(self._take, request, rank, stream.scratch)
         if (used := self._used.pop(key, "")) and request.only is not None and buckets:  # what it brought is damaged
@@ -242,7 +244,7 @@ class P2pSubscriber(CopyingSubscriber):
             stream.pace_s = min(pace_s, stream.pace_s or pace_s)
         return answer.proof, num_bytes
 
-    def _ask(self, connection: Connection, asked: Wanted, rank: int) -> Answer:
+    def _ask(self, connection: Connection, asked: WantedStream, rank: int) -> Answer:
         connection.send(asked)
         answer: Answer = connection.recv()
         if not answer.is_there:
@@ -251,7 +253,7 @@ class P2pSubscriber(CopyingSubscriber):
 
     def _take(
         self,
-        request: Request,
+        request: VersionRequest,
         rank: int,
         scratch: Tensor,
         connection: Connection,
@@ -267,7 +269,7 @@ class P2pSubscriber(CopyingSubscriber):
             self._relay.arrived(rank, bucket)
         return bucket.num_bytes
 
-    def _take_changes(self, request: Request, connection: Connection, bucket: Bucket) -> int:
+    def _take_changes(self, request: VersionRequest, connection: Connection, bucket: Bucket) -> int:
         """Applies what arrives to copies of the base's parts."""
         numbers = connection.recv()
         sizes = changes_bytes(self.layout, bucket, numbers)

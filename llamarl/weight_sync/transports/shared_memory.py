@@ -78,10 +78,10 @@ class SlotMemory:
         self.proofs = proofs.view(np.uint64).reshape(NUM_SLOTS, num_writers, 2, num_tensors)
         starts = range(header_bytes, self.num_bytes, slot_bytes) if slot_bytes else [header_bytes] * NUM_SLOTS
         self.tensors = [views(layout, torch.from_numpy(flat[start : start + slot_bytes])) for start in starts]
-        """For each slot, by key."""
+        """Tensors of each slot, by key."""
 
     def slot_of(self, version: int) -> int | None:
-        """Where some writer has begun to write it."""
+        """Slot in which some writer has begun to write `version`; None: there is none."""
         return next((slot for slot in range(NUM_SLOTS) if (_versions(self.versions[slot]) == version).any()), None)
 
     @property

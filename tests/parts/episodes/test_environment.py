@@ -13,7 +13,7 @@ import pytest
 
 from llamarl.config import Ref
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.executors.replies import Episode, Replied
+from llamarl.executors.replies import OpenTurn, Replied
 from llamarl.parts.episodes.executors.environment import EnvironmentExecutor
 from llamarl.types import Outcome, Prompt
 from tests.data.test_chat import TEMPLATES
@@ -28,12 +28,12 @@ def executor(model: Path) -> Iterator[EnvironmentExecutor]:
     made.close()
 
 
-def episode(model: Path, index: int, *turns: str, spent_s: float = 0.0, folder: Path | None = None) -> Episode:
+def episode(model: Path, index: int, *turns: str, spent_s: float = 0.0, folder: Path | None = None) -> OpenTurn:
     tokenizer = Tokenizer(model)
     prompt = Prompt(prompt_id="p", text="Leo has", token_ids_T=np.array([1], np.int32), answer="4",
                     metadata={"level": 2, "folder": str(folder)})  # fmt: skip
     written = [(n % 2 == 0, tokenizer.encode(text)) for n, text in enumerate(turns)]
-    return Episode(5, index, prompt, written, spent_s)
+    return OpenTurn(5, index, prompt, written, spent_s)
 
 
 def replies(executor: EnvironmentExecutor, count: int) -> dict[int, Replied]:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.controller.journal import Journal
-from llamarl.executors.replies import Episode, Replied
+from llamarl.executors.replies import OpenTurn, Replied
 from llamarl.rewards._base import invalid, right
 from llamarl.types import OBSERVED, RAISED
 from tests.controller.fakes import Generator, Run, Trainer, config, prompts
@@ -48,11 +48,11 @@ class World:
         self._some.set()
         return replace(self, _replies=[], _some=asyncio.Event())
 
-    async def submit(self, episodes: list[Episode]) -> None:
+    async def submit(self, episodes: list[OpenTurn]) -> None:
         for episode in episodes:
             asyncio.get_running_loop().create_task(self._reply(episode)).add_done_callback(lambda task: task.result())
 
-    async def _reply(self, episode: Episode) -> None:
+    async def _reply(self, episode: OpenTurn) -> None:
         key = episode.group_id, episode.index
         turn = sum(is_sampled for is_sampled, _ in episode.turns)
         self.asked.append((*key, turn))
@@ -165,11 +165,11 @@ def test_an_episode_stays_where_it_was_computed(tmp_path: Path) -> None:
 class Queueing(World):
     """It answers one after the other."""
 
-    async def submit(self, episodes: list[Episode]) -> None:
+    async def submit(self, episodes: list[OpenTurn]) -> None:
         self._turn = getattr(self, "_turn", None) or asyncio.Lock()
         await super().submit(episodes)
 
-    async def _reply(self, episode: Episode) -> None:
+    async def _reply(self, episode: OpenTurn) -> None:
         async with self._turn:
             await super()._reply(episode)
 

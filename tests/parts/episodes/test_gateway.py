@@ -19,7 +19,7 @@ from llamarl.parts.episodes.gateway import workers
 from llamarl.parts.episodes.gateway._worker import find_agent
 from llamarl.parts.episodes.gateway.episode import AgentEpisode
 from llamarl.parts.episodes.gateway.news import AgentCall, AgentEnd, AgentTask
-from llamarl.parts.episodes.gateway.protocol import Refused
+from llamarl.parts.episodes.gateway.protocol import CallRefused
 from llamarl.types import OBSERVED, FinishReason, Outcome, Prompt, Rollout, SamplingParams, continued
 
 AGENT = {"name": "tests.parts.episodes.agents:run", "episode_s": 3.0, "workers": 2}
@@ -59,7 +59,7 @@ def test_a_call_that_comes_as_its_episode_ends_is_refused(executor: GatewayExecu
     executor._episodes["key"] = given, AgentEpisode(name="x", sampling=given.sampling, segment_tokens=64)
     endpoint, session = executor._session_of("key")
     del executor._episodes["key"]
-    with pytest.raises(Refused, match="the episode of this API key is over"):
+    with pytest.raises(CallRefused, match="the episode of this API key is over"):
         asyncio.run(endpoint.complete(session, {"prompt": "late"}))
     assert not executor._answers and not any(executor._news)
 

@@ -10,10 +10,10 @@ import pytest
 from llamarl.parts.forecast.constants import Constants
 from llamarl.parts.forecast.hardware import GPUS, Pool
 from llamarl.parts.forecast.lengths import Lengths
-from llamarl.parts.forecast.request import Request
-from llamarl.parts.forecast.shapes import MODELS, Decoder
+from llamarl.parts.forecast.request import PlanRequest
+from llamarl.parts.forecast.shapes import MODELS, DecoderShape
 
-SMALL = Decoder(
+SMALL = DecoderShape(
     name="small",
     hidden_size=2048,
     num_layers=16,
@@ -27,18 +27,18 @@ SMALL = Decoder(
 
 
 @pytest.fixture
-def small_request() -> Request:
+def small_request() -> PlanRequest:
     return make_request(SMALL, 8, prompts_per_step=8, group_size=4)
 
 
-def make_request(model: Decoder | str, gpus: int, **changes: Any) -> Request:
+def make_request(model: DecoderShape | str, gpus: int, **changes: Any) -> PlanRequest:
     """`gpus` H100s; `mean_tokens`, `sigma`, `limit_tokens` and fields of Request change it."""
     lengths = Lengths.lognormal(
         mean_tokens=changes.pop("mean_tokens", 300.0),
         sigma=changes.pop("sigma", 0.7),
         limit_tokens=changes.pop("limit_tokens", 1024),
     )
-    request = Request(
+    request = PlanRequest(
         model=MODELS[model] if isinstance(model, str) else model,
         prompt_tokens=128,
         lengths=lengths,

@@ -156,7 +156,7 @@ def test_takes_a_run_and_keeps_its_other_settings(tmp_path: Path) -> None:
         (["--gpus", "8", "--mean-response-tokens", "9000"], r"limit of 4096"),
         (["--gpus", "8", "--output", "/nowhere/run.toml"], r"cannot write"),
         (["--gpus", "8", "--price", "-1"], r"no price"),
-        (["--gpus", "8", "--rollouts", "/nowhere"], r"cannot read /nowhere: .*rollouts.jsonl"),
+        (["--gpus", "8", "--rollouts", "/nowhere"], r"cannot read /nowhere: .*give the folder of a run"),
     ],
 )
 def test_a_wrong_request_is_explained(words: list[str], message: str) -> None:
@@ -174,8 +174,11 @@ def test_a_model_that_does_not_fit_gets_the_nearest_cluster_that_works() -> None
         main([*words, "--gpus", str(fewest - 1)])
 
 
-def test_plots(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    main([*SMALL, "--plot", str(tmp_path / "plots")])
-    for name in ("split.png", "staleness.png"):
-        assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
+def test_a_folder_for_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "made" / "here"
+    assert main([*SMALL, "--folder", str(folder)]) == 0
+    found = json.loads((folder / "forecast.json").read_text())
+    said = capsys.readouterr().out
+    assert said == f"{found['text']}\nllamarl report {folder} shows it\n"
+    assert json.loads((folder / "summary.json").read_text())["verdict"] == found["text"].splitlines()[-1]
+    assert [len(chart["rows"]) > 3 for chart in found["charts"]] == [True, True]

@@ -199,7 +199,7 @@ def _break(run: Path, file: str, text: str | None) -> None:
         ("metrics.jsonl", None, "cannot read .*metrics.jsonl"),
         ("metrics.jsonl", '{"kind": "step", "step": 1}\n', "1 steps, too few to measure; a profile needs 9"),
         ("metrics.jsonl", "".join(f'{{"kind": "step", "step": {n}}}\n' for n in range(12)), "run it again"),
-        ("rollouts.jsonl", None, "cannot read .*rollouts.jsonl"),
+        ("rollouts.jsonl", None, "no rollout is on record"),
         ("rollouts.jsonl", "", "rollouts.jsonl:1: the file is empty"),
         ("rollouts.jsonl", '{"group_id": 0}\n', "is no rollout"),
         ("trace.json", None, "cannot read .*trace.json"),

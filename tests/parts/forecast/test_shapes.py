@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import ConfigError
-from llamarl.parts.forecast.shapes import MODELS, Decoder, find_model
+from llamarl.parts.forecast.shapes import MODELS, DecoderShape, find_model
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,14 @@ def test_a_folder_with_a_config(tmp_path: Path) -> None:
 
 def test_a_mixture() -> None:
     extra = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    model = Decoder.from_hf(HF | extra)
+    model = DecoderShape.from_hf(HF | extra)
     assert (model.num_experts, model.experts_per_token, model.intermediate_size) == (16, 2, 32)
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size"])
 def test_a_missing_key_is_named(key: str) -> None:
     with pytest.raises(ConfigError, match=key):
-        Decoder.from_hf({name: value for name, value in HF.items() if name != key})
+        DecoderShape.from_hf({name: value for name, value in HF.items() if name != key})
 
 
 def test_an_unknown_name_is_explained() -> None:

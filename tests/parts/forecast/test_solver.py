@@ -16,13 +16,13 @@ from llamarl.parts.forecast.generation import generation_memory, generation_part
 from llamarl.parts.forecast.hardware import BF16, FP32, GPUS, Pool
 from llamarl.parts.forecast.plan import Plan
 from llamarl.parts.forecast.report import choose, render_plans, verdict
-from llamarl.parts.forecast.request import ASYNCHRONOUS, BASELINE, SYNCHRONOUS, Request, Rules
+from llamarl.parts.forecast.request import ASYNCHRONOUS, BASELINE, SYNCHRONOUS, PlanRequest, Rules
 from llamarl.parts.forecast.solver import asynchronous_plan, solve, synchronous_plan
 from llamarl.parts.forecast.training import training_memory, training_parts
 from tests.parts.forecast.conftest import SMALL, make_request
 
 
-def _exhaustive(request: Request, rules: Rules, staleness: int) -> float:
+def _exhaustive(request: PlanRequest, rules: Rules, staleness: int) -> float:
     """Least step time over all pairs of candidates, one pair at a time, from the statement of the problem."""
     pool = request.pools[0]
     usable, memory = request.usable_bytes(pool), pool.gpu.memory_bandwidth * request.constants.bandwidth_efficiency
@@ -82,7 +82,7 @@ REQUESTS = st.fixed_dictionaries(
 )
 
 
-def _all_plans(request: Request) -> list[Plan]:
+def _all_plans(request: PlanRequest) -> list[Plan]:
     pair = (request.pools[0],) * 2
     found = [solve(request, pair, BASELINE, 0), solve(request, pair, SYNCHRONOUS, 0)]
     found += [solve(request, pair, ASYNCHRONOUS, staleness) for staleness in (1, 2)]

@@ -13,10 +13,10 @@ from llamarl.parts.forecast.request import ASYNCHRONOUS, BASELINE
 from llamarl.parts.forecast.shapes import MODELS
 from llamarl.parts.forecast.solver import asynchronous_plan, solve
 from llamarl.parts.forecast.sync import priced, weight_transfer
-from llamarl.sharding.transfer_time import Links
+from llamarl.sharding.transfer_time import LinkSpeeds
 from tests.parts.forecast.conftest import SMALL, make_request
 
-LINKS = Links(network=50e9, host=450e9)
+LINKS = LinkSpeeds(network=50e9, host=450e9)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -36,7 +36,7 @@ def test_a_plan_is_priced_by_its_own_copies() -> None:
     share = request.constants.link_efficiency
     transfer, reason = weight_transfer(
         request.model,
-        Links(network=50e9 * share, host=450e9 * share),
+        LinkSpeeds(network=50e9 * share, host=450e9 * share),
         (trainer.pp, 1, trainer.dp * trainer.cp, trainer.tp),
         (generator.replicas, generator.tp, generator.weight_bytes),
         trainer.gpus,

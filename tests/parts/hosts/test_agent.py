@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 
 from llamarl.parts.hosts import agent
-from llamarl.parts.hosts.agent import Agent, _kill, _seen, _send
+from llamarl.parts.hosts.agent import HostAgent, _kill, _seen, _send
 from llamarl.parts.hosts.certificates import make_certificates
 from llamarl.parts.hosts.home import MAX_LINE_BYTES, Line
 from tests.cluster.harness import is_alive
 
 
 @pytest.fixture
-def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
+def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostAgent:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     make_certificates(tmp_path / "pki", {"b": ("b", "127.0.0.3")}, days=2)
-    return Agent("127.0.0.2:1", tmp_path / "pki", "b", "127.0.0.3", once=False, tell=print)
+    return HostAgent("127.0.0.2:1", tmp_path / "pki", "b", "127.0.0.3", once=False, tell=print)
 
 
-def test_logs_go_on_where_the_registry_has_them_and_begin_anew_with_a_new_agent(one: Agent) -> None:
+def test_logs_go_on_where_the_registry_has_them_and_begin_anew_with_a_new_agent(one: HostAgent) -> None:
     one._welcomed("first", {"logs": {"host-b.log": 4}})
     log = one._logs / "host-b.log"
     log.write_text("a new agent's own")
@@ -38,7 +38,7 @@ def test_logs_go_on_where_the_registry_has_them_and_begin_anew_with_a_new_agent(
     assert not log.exists()
 
 
-def test_many_logs_at_once_fit_into_messages(one: Agent) -> None:
+def test_many_logs_at_once_fit_into_messages(one: HostAgent) -> None:
     for i in range(20):
         (one._logs / f"{i}.log").write_bytes("世".encode() * 40_000)
     num_bytes = 0
@@ -73,7 +73,7 @@ def test_the_run_s_folder_is_known_by_what_is_written_there(tmp_path: Path) -> N
     assert _seen(folder=str(tmp_path), **here)["folder"] == "another folder is there"
 
 
-def test_the_wire_is_measured_with_who_knows_the_secret_only(one: Agent) -> None:
+def test_the_wire_is_measured_with_who_knows_the_secret_only(one: HostAgent) -> None:
     async def main() -> None:
         port = (await one._receive(1 << 20, "a" * 32))["port"]
         with pytest.raises((EOFError, OSError)):
@@ -98,7 +98,7 @@ def test_looking_at_a_shared_folder_changes_nothing_that_others_read(tmp_path: P
     assert "No such file" in _seen(**asked)["folder"]
 
 
-def test_each_call_has_the_fingerprint_of_what_is_there_now(one: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_call_has_the_fingerprint_of_what_is_there_now(one: HostAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     """An edit while an agent waits for a run ends no agent."""
     told = list[str]()
 

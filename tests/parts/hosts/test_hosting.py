@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.parts.hosts.home import Inventory
-from llamarl.parts.hosts.hosting import Hosting, NoRoom
+from llamarl.parts.hosts.hosting import HostPlacer, NoRoom
 
 
 class Machine:
-    """What `Hosting` looks at of a host."""
+    """What `HostPlacer` looks at of a host."""
 
     def __init__(self, name: str, gpus: int = 0, cores: int = 4) -> None:
         self.is_leaving = False
@@ -34,7 +34,7 @@ def config_of(place: dict[str, list[str]] | None = None, **sections: dict[str, A
     return RunConfig.model_validate(base | sections)
 
 
-def where(hosting: Hosting) -> dict[str, tuple[str, ...]]:
+def where(hosting: HostPlacer) -> dict[str, tuple[str, ...]]:
     return {
         name: tuple(share.name for share in hosting.place(name).hosts)
         for role in ROLES
@@ -50,17 +50,17 @@ GPUS: dict[str, Any] = {
 
 
 def test_by_default_generators_are_beside_the_trainer_s_host_in_turn() -> None:
-    hosting = Hosting(config_of(generator={"replicas": 3}), machines(c=0, b=0, d=0))
+    hosting = HostPlacer(config_of(generator={"replicas": 3}), machines(c=0, b=0, d=0))
     generators = {"generator-0": ("c",), "generator-1": ("d",), "generator-2": ("c",)}
     assert where(hosting) == {"trainer": ("b",), **generators, "reward": ("b",)}
-    assert where(Hosting(config_of(), machines(b=0)))["generator-0"] == ("b",)
+    assert where(HostPlacer(config_of(), machines(b=0)))["generator-0"] == ("b",)
 
 
 def test_patterns_name_hosts_and_trainer_ranks_share_them_evenly() -> None:
     place = {"trainer": ["n-[12]"], "generator": ["n-3", "x*"], "reward": ["n-3"]}
     sections = {"trainer": {"parallelism": {"fsdp": 4}}, "generator": {"replicas": 2}}
     hosts = {f"n-{i}": Machine(f"n-{i}") for i in (1, 2, 3)}
-    hosting = Hosting(config_of(place, **sections), hosts)  # pyrefly: ignore[bad-argument-type]
+    hosting = HostPlacer(config_of(place, **sections), hosts)  # pyrefly: ignore[bad-argument-type]
     assert where(hosting) == {
         "trainer": ("n-1", "n-2"), "generator-0": ("n-3",), "generator-1": ("n-3",), "reward": ("n-3",),
     }  # fmt: skip
@@ -70,14 +70,14 @@ def test_patterns_name_hosts_and_trainer_ranks_share_them_evenly() -> None:
         "trainer          2  n-2   cpu",
     ]
     place["trainer"] = ["n-*"]
-    uneven = Hosting(config_of(place, **sections), hosts).place("trainer")  # pyrefly: ignore[bad-argument-type]
+    uneven = HostPlacer(config_of(place, **sections), hosts).place("trainer")  # pyrefly: ignore[bad-argument-type]
     assert [(share.name, share.num_ranks) for share in uneven.hosts] == [("n-1", 1), ("n-2", 1), ("n-3", 2)]
     with pytest.raises(NoRoom, match=r"trainer finds no host that match cluster.place.trainer = \['y'\]; .*: n-1"):
-        Hosting(config_of({"trainer": ["y"]}), hosts)  # pyrefly: ignore[bad-argument-type]
+        HostPlacer(config_of({"trainer": ["y"]}), hosts)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_devices_are_counted_out_per_host() -> None:
-    hosting = Hosting(config_of(**GPUS), machines(a=8, b=8))
+    hosting = HostPlacer(config_of(**GPUS), machines(a=8, b=8))
     assert where(hosting)["trainer"] == ("a",)
     assert hosting.place("trainer").hosts == (("a", 4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "LLAMARL_PLACED": "1"}),)
     # b has no trainer and is filled first; what is left goes beside the trainer
@@ -85,57 +85,57 @@ def test_devices_are_counted_out_per_host() -> None:
     seen = [hosting.place(f"generator-{i}").hosts[0].env["CUDA_VISIBLE_DEVICES"] for i in range(6)]
     assert seen == ["0,1", "2,3", "4,5", "6,7", "4,5", "6,7"]
     assert hosting.place("reward").hosts[0].env["CUDA_VISIBLE_DEVICES"] == ""
-    assert hosting.room() == 0
+    assert hosting.free_generator_slots() == 0
     with pytest.raises(NoRoom, match=r"generator-6 needs 2 GPUs, and of those that are free .*b has 0"):
         hosting.take_generator(6)
 
 
 def test_a_trainer_takes_as_few_hosts_as_have_its_devices() -> None:
     sections = {"trainer": {"device": "cuda", "parallelism": {"fsdp": 16}}, "generator": {"device": "cuda"}}
-    hosting = Hosting(config_of(**sections), machines(a=8, b=4, c=8, d=1))
+    hosting = HostPlacer(config_of(**sections), machines(a=8, b=4, c=8, d=1))
     assert where(hosting) == {"trainer": ("a", "c"), "generator-0": ("b",), "reward": ("a",)}
-    uneven = Hosting(config_of(**sections), machines(a=8, b=6, d=3)).place("trainer")
+    uneven = HostPlacer(config_of(**sections), machines(a=8, b=6, d=3)).place("trainer")
     assert [(share.name, share.num_ranks) for share in uneven.hosts] == [("a", 8), ("b", 6), ("d", 2)]
     with pytest.raises(NoRoom, match="trainer needs 16 GPUs, and of those that are free a has 8, b has 4"):
-        Hosting(config_of(**sections), machines(a=8, b=4))
+        HostPlacer(config_of(**sections), machines(a=8, b=4))
 
 
 def test_named_devices_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"generator.device = 'cuda:0' names devices, which are counted out"):
-        Hosting(config_of(generator={"device": "cuda:0"}), machines(a=1))
+        HostPlacer(config_of(generator={"device": "cuda:0"}), machines(a=1))
 
 
 def test_auto_fills_what_there_is_and_later_what_comes() -> None:
     hosts = machines(a=0, b=0)
-    hosting = Hosting(config_of(generator={"replicas": "auto", "threads": 2}), hosts)
+    hosting = HostPlacer(config_of(generator={"replicas": "auto", "threads": 2}), hosts)
     assert where(hosting) == {"trainer": ("a",), "reward": ("a",), "generator-0": ("b",), "generator-1": ("b",)}
-    assert hosting.room() == 0
+    assert hosting.free_generator_slots() == 0
     hosts["c"] = Machine("c", cores=1)  # too few cores for its threads, and still worth one
-    assert hosting.room() == 1
+    assert hosting.free_generator_slots() == 1
     assert hosting.take_generator(7).hosts[0].name == "c"
     del hosts["b"]
     hosting.leave("generator-0")
-    assert hosting.room() == 0
+    assert hosting.free_generator_slots() == 0
     hosts["b"] = Machine("b", cores=8)
-    assert hosting.room() == 3, "generator-1 has not left yet"
+    assert hosting.free_generator_slots() == 3, "generator-1 has not left yet"
     hosts["b"].is_leaving = True
-    assert hosting.room() == 0
+    assert hosting.free_generator_slots() == 0
     with pytest.raises(NoRoom, match="generator-0 finds no host"):
-        Hosting(config_of({"generator": ["z"]}, generator={"replicas": "auto"}), hosts)
+        HostPlacer(config_of({"generator": ["z"]}, generator={"replicas": "auto"}), hosts)
 
 
 def test_a_fixed_number_is_never_exceeded() -> None:
     hosts = machines(a=0, b=0)
-    hosting = Hosting(config_of(generator={"replicas": 2}), hosts)
-    assert hosting.room() == 0
+    hosting = HostPlacer(config_of(generator={"replicas": 2}), hosts)
+    assert hosting.free_generator_slots() == 0
     del hosts["b"]
     for name in ("generator-0", "generator-1"):
         hosting.leave(name)
-    assert hosting.room() == 2
+    assert hosting.free_generator_slots() == 2
     assert hosting.take_generator(2).hosts[0].name == "a", "beside the trainer when nothing else is left"
     hosts["c"] = Machine("c")
     assert hosting.take_generator(3).hosts[0].name == "c"
-    assert hosting.room() == 0
+    assert hosting.free_generator_slots() == 0
     assert hosting.on_host("a") == ["trainer", "reward", "generator-2"]
 
 
@@ -153,11 +153,11 @@ def test_no_device_is_given_twice(data: st.DataObject) -> None:
         "tensor_parallel": data.draw(st.sampled_from([1, 2])),
     }
     try:
-        hosting = Hosting(config_of(trainer=trainer, generator=generator), hosts)  # pyrefly: ignore[bad-argument-type]
+        hosting = HostPlacer(config_of(trainer=trainer, generator=generator), hosts)  # pyrefly: ignore[bad-argument-type]
     except ConfigError:
         return
     for step in range(data.draw(st.integers(0, 6))):
-        if data.draw(st.booleans()) and hosting.room():
+        if data.draw(st.booleans()) and hosting.free_generator_slots():
             hosting.take_generator(100 + step)
         elif names := hosting.of_role("generator"):
             hosting.leave(data.draw(st.sampled_from(names)))
@@ -176,7 +176,7 @@ def test_no_device_is_given_twice(data: st.DataObject) -> None:
 def test_threads_are_counted_on_each_host() -> None:
     """Three in all are none too many for two cores if no host has them together."""
     hosts = {name: Machine(name, cores=2) for name in ("b", "c")}
-    assert Hosting(config_of(generator={"replicas": 2}), hosts).crowded() == []
+    assert HostPlacer(config_of(generator={"replicas": 2}), hosts).crowded() == []
     place = {"trainer": ["b"], "generator": ["b"]}
-    (said,) = Hosting(config_of(place, generator={"replicas": 2}), hosts).crowded()
+    (said,) = HostPlacer(config_of(place, generator={"replicas": 2}), hosts).crowded()
     assert said.startswith("3 CPU threads work at once on the 2 cores of host b, which is slow; ")

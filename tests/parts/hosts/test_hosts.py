@@ -1,4 +1,4 @@
-"""Generators come and go with their hosts. Executors are fakes on virtual time; places are counted by `Hosting`."""
+"""Generators come and go with their hosts. Executors are fakes on virtual time; places are counted by `HostPlacer`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from llamarl.cluster.api import ExecutorHandle, HostFailed
 from llamarl.controller.supervision import Interrupted, Supervisor
-from llamarl.parts.hosts.hosting import Hosting
+from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.hosts import Elastic
 from llamarl.parts.hosts.machines import let_leave
 from tests.controller.fakes import FakeHandle, Generator, Run, config
@@ -48,7 +48,7 @@ class HostedRun(Run):
 
     def __init__(self, folder: Path, hosts: str, replicas: int | str, policy: str = "respawn", steps: int = 40) -> None:
         self.registry = Registry(hosts)
-        self.hosting = Hosting(
+        self.hosting = HostPlacer(
             config_of({"generator": ["[c-z]"]}, generator={"replicas": replicas}), self.registry.hosts
         )
         self.names = self.hosting.of_role("generator")
@@ -71,7 +71,11 @@ class HostedRun(Run):
         return handle
 
     def new_generators(self) -> dict[str, Any]:
-        return {"spawn_generator": self.spawn, "room": self.hosting.room, "may_grow": True}
+        return {
+            "spawn_generator": self.spawn,
+            "free_generator_slots": self.hosting.free_generator_slots,
+            "hosts_may_join": True,
+        }
 
     async def _main(self, telemetry: Any) -> None:
         for name in self.names:

@@ -19,7 +19,7 @@ from llamarl.config import ConfigError
 from llamarl.net.entrance import MAX_UNPROVED
 from llamarl.observability.files import code_fingerprint
 from llamarl.parts.hosts import home, registry
-from llamarl.parts.hosts.agent import Refused, ask_to_leave, call
+from llamarl.parts.hosts.agent import HostRefused, ask_to_leave, call
 from llamarl.parts.hosts.certificates import CONTROLLER, client_context, make_certificates
 from llamarl.parts.hosts.home import SILENT_S, Inventory, Line, own_inventory
 from llamarl.parts.hosts.registry import Host, HostLost, Registry
@@ -174,12 +174,14 @@ def test_mistakes_that_alternate_are_said_once_each(pki: Path, tmp_path: Path) -
     assert len(run(pki, tmp_path, main).told) == 2
 
 
-def test_silent_strangers_keep_no_host_away(pki: Path, tmp_path: Path) -> None:
+def test_strangers_keep_no_host_away(pki: Path, tmp_path: Path) -> None:
     async def main(bench: Bench) -> None:
         address, _, port = bench.place.rpartition(":")
-        silent = [socket.create_connection((address, int(port))) for _ in range(2 * MAX_UNPROVED)]
+        held = [socket.create_connection((address, int(port))) for _ in range(4 * MAX_UNPROVED)]
+        for one in held[: 2 * MAX_UNPROVED]:
+            one.sendall(b"\x16")
         await bench.come()
-        for one in silent:
+        for one in held:
             one.close()
 
     assert run(pki, tmp_path, main).joined == ["b"]
@@ -253,7 +255,9 @@ def test_a_controller_of_another_authority_is_none(
     make_certificates(foreign, MEMBERS, days=2)
 
     async def main(bench: Bench) -> None:
-        with pytest.raises(Refused, match=r"127.0.0.2:\d+ is not the controller by ca.crt: self-signed certificate"):
+        with pytest.raises(
+            HostRefused, match=r"127.0.0.2:\d+ is not the controller by ca.crt: self-signed certificate"
+        ):
             await bench.call("b", context=client_context(foreign, "b"))
 
     (told,) = run(pki, tmp_path, main).told
@@ -359,7 +363,7 @@ def test_who_asks_to_leave_is_let_go_by_whom_the_run_tells(pki: Path, tmp_path: 
         leaving = list[Host]()
         bench.registry.leaves = leaving.append
         line, host = await bench.come()
-        with pytest.raises(Refused, match="there is no host c here"):
+        with pytest.raises(HostRefused, match="there is no host c here"):
             await ask_to_leave(bench.place, pki, "c", ADDRESSES["c"])
         for _ in range(2):
             await ask_to_leave(bench.place, pki, "b", ADDRESSES["b"])

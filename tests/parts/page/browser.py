@@ -27,14 +27,17 @@ in_a_browser = [
 class Visit:
     """A page that was opened, and what it asked for and complained of."""
 
-    def __init__(self, browser: Any, url: str, width: int = 1280, scheme: str = "light") -> None:
+    def __init__(
+        self, browser: Any, url: str, width: int = 1280, scheme: str = "light", ready: str = "#list tbody tr"
+    ) -> None:
+        """`ready`: an element that is there once the page is drawn."""
         self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         self.page, self.asked, self.errors = self.context.new_page(), list[str](), list[str]()
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.goto(url)
-        self.page.wait_for_selector("#list tbody tr")
+        self.page.wait_for_selector(ready)
 
     def until(self, expression: str) -> None:
         """Waits for it to be true; the page's own rules forbid to have it waited for in there."""

@@ -371,10 +371,11 @@ def test_pictures(visit: Any, files: dict[str, str]) -> None:
         report.main([str(run), "--output", str(folder / f"{run.name}.html")])
     for name, url in {**files, **{run.name: (folder / f"{run.name}.html").absolute().as_uri() for run in runs}}.items():
         for width, scheme in zip(WIDTHS, ("light", "dark"), strict=True):
-            one = visit(url, width=width, scheme=scheme)
+            one = visit(url, width=width, scheme=scheme, ready="#summary .run")
             one.page.wait_for_timeout(300)
             one.page.screenshot(path=folder / f"{name}-{width}-top.png")
             one.page.screenshot(path=folder / f"{name}-{width}.jpg", type="jpeg", quality=75)  # for documents
-            for section in ("curves", "timeline", "rollouts", "settings", "messages"):
+            for section in ("forecast", "curves", "timeline", "rollouts", "settings", "messages"):
                 one.page.evaluate("document.querySelector('header').style.position = 'static'")
-                one.page.locator(f"#{section}").screenshot(path=folder / f"{name}-{width}-{section}.png")
+                if one.page.locator(f"#{section}").is_visible():
+                    one.page.locator(f"#{section}").screenshot(path=folder / f"{name}-{width}-{section}.png")

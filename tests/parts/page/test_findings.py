@@ -45,7 +45,8 @@ class TestClaims:
         ("metric", "first", "last", "chart"),
         [
             ("kl_to_behavior", 0.001, 0.2, "kl"),
-            ("extra.kl_mismatch", 0.001, 0.2, "kl"),
+            ("extra.kl_same_version", 0.001, 0.2, "kl"),
+            ("extra.kl_mismatch", 0.001, 0.2, "kl"),  # its name in older runs
             ("extra.entropy_mean", 0.8, 0.01, "entropy"),
             ("truncated_share", 0.01, 0.5, "truncated"),
             ("invalid_share", 0.0, 0.1, "truncated"),

@@ -17,14 +17,14 @@ import pytest
 from llamarl.config import ConfigError
 from llamarl.observability.sinks import MetricsLog, Subject
 from llamarl.parts.page.trackers import _base
-from llamarl.parts.page.trackers._base import Forwarding, Tracker, Trackers, tracker_class
+from llamarl.parts.page.trackers._base import Tracker, Trackers, TrackerThread, tracker_class
 from llamarl.parts.page.trackers.prometheus import exposed
 from tests.architecture.repository import ROOT
 
 SETTINGS = {"steps": 3, "trainer.learning_rate": 1e-4}
 
 
-def close(one: Forwarding) -> None:
+def close(one: TrackerThread) -> None:
     trackers = Trackers([], subject(Path()), lambda text: None)
     trackers.each = [one]
     trackers.close()
@@ -64,10 +64,10 @@ class Hanging(Kept):
 
 
 @pytest.fixture
-def forward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Forwarding]:
-    def forward(kind: type[Tracker], warn: Callable[[str], None] = pytest.fail) -> Forwarding:
+def forward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., TrackerThread]:
+    def forward(kind: type[Tracker], warn: Callable[[str], None] = pytest.fail) -> TrackerThread:
         monkeypatch.setattr(_base, "tracker_class", lambda name: kind)
-        return Forwarding("kept", subject(tmp_path), warn)
+        return TrackerThread("kept", subject(tmp_path), warn)
 
     return forward
 
@@ -189,7 +189,7 @@ def test_prometheus_names_and_the_dashboard(make_metrics, make_eval, tmp_path: P
     pytest.importorskip("prometheus_client", reason="the extra `prometheus` is not installed")
     warnings = list[str]()
     (one,) = Trackers(["prometheus"], subject(tmp_path, port=port, step=2), warnings.append).each
-    extra = {"rss_bytes.trainer": 5e8, "kl_mismatch": 0.1, "kl_staleness": 0.2, "entropy_mean": 0.3}
+    extra = {"rss_bytes.trainer": 5e8, "kl_same_version": 0.1, "kl_staleness": 0.2, "entropy_mean": 0.3}
     for record in (make_metrics(3, extra=extra), make_metrics(4, extra=extra), make_eval(4, 0.25)):
         one.put(record.to_json())
     text, until_s = "", time.monotonic() + 20

@@ -41,15 +41,17 @@ def run(whole: Path) -> Any:
         folder.with_name(f"{folder.name}-kept").rename(folder)
 
 
-def in_journal(run: Path, change: Callable[[dict[str, Any], dict[tuple[int, int], Any]], None]) -> None:
-    """`change` gets header and rollouts, by group and index, of each record; digests are those of what it leaves."""
+def in_journal(run: Path, change: Callable[[dict[str, Any], dict[tuple[int, int], Any], bytearray], None]) -> None:
+    """`change` gets header, rollouts by group and index, and what follows them, of each record; digests are those of
+    what it leaves."""
     for path in sorted((run / "journal").iterdir()):
         data = b""
         for record in records(path.with_suffix("")):
             assert not any(part.start for part in record.parts)
             parts = {(part.rollout.group_id, part.rollout.index): part.rollout for part in record.parts}
-            change(record.header, parts)
-            data += encode(record.header, [(0, one) for one in parts.values()])
+            rest = bytearray(record.rest)
+            change(record.header, parts, rest)
+            data += encode(record.header, [(0, one) for one in parts.values()], [rest])
         path.unlink()
         path.with_suffix("").write_bytes(data)
 
@@ -64,7 +66,7 @@ def place(run: Path) -> tuple[int, int]:
 def reward_in_journal(run: Path) -> None:
     group_id, index = place(run)
 
-    def change(header: dict[str, Any], _: Any) -> None:
+    def change(header: dict[str, Any], *_: Any) -> None:
         if header["kind"] == "group" and header["group_id"] == group_id:
             header["results"][index][1] = 0.375
 
@@ -75,13 +77,37 @@ def column_in_journal(name: str, new: Callable[[np.ndarray], Any]) -> Callable[[
     def fault(run: Path) -> None:
         key = place(run)
 
-        def change(_: Any, rollouts: dict[tuple[int, int], Any]) -> None:
+        def change(_: Any, rollouts: dict[tuple[int, int], Any], rest: bytearray) -> None:
             if key in rollouts:
                 rollouts[key].columns[name][TOKEN] = new(rollouts[key].columns[name][TOKEN])
 
         in_journal(run, change)
 
     return fault
+
+
+def trainers_logprob_in_journal(run: Path) -> None:
+    key = place(run)
+
+    def change(header: dict[str, Any], _: Any, rest: bytearray) -> None:
+        offset = 0
+        for name, dtype, places in header.get("trained", ()):
+            for group_id, index, size in places:
+                if name == "trainer_logprobs" and (group_id, index) == key:
+                    np.frombuffer(rest, dtype, size, offset)[TOKEN] = -0.5
+                offset += size * np.dtype(dtype).itemsize
+
+    in_journal(run, change)
+
+
+def beside_a_file(fault: Callable[[Path], None]) -> Callable[[Path], None]:
+    """As of a run that has a `rollouts.jsonl`, too."""
+
+    def both(run: Path) -> None:
+        rewrite(run / "rollouts.jsonl", lambda found: None)
+        fault(run)
+
+    return both
 
 
 def value_in(file: str, change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
@@ -121,7 +147,7 @@ def weight(run: Path) -> None:
 
 
 def fingerprint(run: Path) -> None:
-    def change(header: dict[str, Any], _: Any) -> None:
+    def change(header: dict[str, Any], *_: Any) -> None:
         if header["kind"] == "published" and header["step"] == 3:
             header["fingerprint"] = "0" * 16
 
@@ -129,20 +155,34 @@ def fingerprint(run: Path) -> None:
 
 
 ROLLOUT = r"step \d, rollout INDEX of group GROUP, "
+TOKENS = ROLLOUT + r"token 9 \(version \d\): recorded token "
 EITHER = r".*Likely cause: rollouts.jsonl or the journal was changed"
 JOURNAL = r"step \d, the journal: recorded steps to 6, replayed steps to \d. Likely cause: "
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "reward in the journal": (reward_in_journal, ROLLOUT + r"reward: recorded \S+, replayed 0.375" + EITHER),
-    "token in the journal": (column_in_journal("token_ids", lambda t: t + 1), ROLLOUT + r"token_ids\[9\]: " + EITHER),
+    "token": (column_in_journal("token_ids", lambda t: t + 1), TOKENS),
+    "log-probability": (column_in_journal("behavior_logprobs", lambda p: np.nextafter(p, np.float32(-9))), TOKENS),
+    "trainer's log-probability": (
+        trainers_logprob_in_journal,
+        ROLLOUT + r"trainer_logprobs\[9\]: recorded -0.5, .* cause: the journal was changed",
+    ),
+    "reward": (reward_in_journal, r"step \d, rollout \d of group GROUP, advantage: recorded .* cause: a reward, or"),
+    "reward in the journal": (
+        beside_a_file(reward_in_journal),
+        ROLLOUT + r"reward: recorded \S+, replayed 0.375" + EITHER,
+    ),
+    "token in the journal": (
+        beside_a_file(column_in_journal("token_ids", lambda t: t + 1)),
+        ROLLOUT + r"token_ids\[9\]: " + EITHER,
+    ),
     "log-probability in the journal": (
-        column_in_journal("behavior_logprobs", lambda p: np.nextafter(p, np.float32(-9))),
+        beside_a_file(column_in_journal("behavior_logprobs", lambda p: np.nextafter(p, np.float32(-9)))),
         ROLLOUT + r"behavior_logprobs\[9\]: " + EITHER,
     ),
     "version in the journal": (
-        column_in_journal("policy_versions", lambda v: v + 1),
+        beside_a_file(column_in_journal("policy_versions", lambda v: v + 1)),
         ROLLOUT + r"policy_versions\[9\]: " + EITHER,
     ),
-    "reward": (
+    "reward in the file": (
         value_in("rollouts.jsonl", lambda row: row.update(reward=0.375)),
         ROLLOUT + r"reward: recorded 0.375, replayed" + EITHER,
     ),
@@ -150,7 +190,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         value_in("rollouts.jsonl", lambda row: row["policy_versions"].insert(0, [0, 1])),
         ROLLOUT + r"policy_versions.*" + EITHER,
     ),
-    "trainer's log-probability": (
+    "trainer's log-probability in the file": (
         value_in("rollouts.jsonl", lambda row: row["trainer_logprobs"].__setitem__(9, -0.5)),
         ROLLOUT + r"trainer_logprobs\[9\]: recorded -0.5, .* cause: rollouts.jsonl was changed",
     ),

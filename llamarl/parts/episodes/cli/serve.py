@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     from llamarl.models.folder import load_shape
     from llamarl.parts.episodes.gateway.app import build_app
     from llamarl.parts.episodes.gateway.endpoint import Endpoint
-    from llamarl.parts.episodes.gateway.protocol import Refused
+    from llamarl.parts.episodes.gateway.protocol import CallRefused
     from llamarl.parts.episodes.gateway.session import Session
     from llamarl.run.web import LOOPBACK, listening
 
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 
         def session_of(given: str) -> tuple[Endpoint, Session]:
             if key and not secrets.compare_digest(given.encode(), key.encode()):
-                raise Refused(401, f"the API key is not the one of --api-key or {API_KEY}", "authentication_error")
+                raise CallRefused(401, f"the API key is not the one of --api-key or {API_KEY}", "authentication_error")
             return endpoint, Session()  # nobody learns from it
 
         app = build_app(session_of, engine.metrics)
@@ -133,13 +133,13 @@ class EngineThread:
         """Requests, ids of requests that nobody waits for any more, or the end."""
         self._waiting = dict[int, asyncio.Future[Rollout]]()
         self._watched: dict[int, More] = {}
-        """Who hears what there is of a rollout while it is sampled."""
+        """Listeners, by request id, that hear what there is of a rollout while it is sampled."""
         self._count = 0
         self.loop: asyncio.AbstractEventLoop
-        """Of those who ask."""
+        """Event loop of those who ask; answers are handed over in it."""
 
     async def generate(self, prompt_T: np.ndarray, sampling: SamplingParams, more: More | None) -> Rollout:
-        """What is sampled after a prompt."""
+        """Samples a rollout after a prompt; canceling it takes the request back."""
         self._count += 1
         number = self._count
         self._waiting[number] = answer = self.loop.create_future()
@@ -157,7 +157,7 @@ class EngineThread:
             self._watched.pop(number, None)
 
     def metrics(self) -> dict[str, float]:
-        """By name."""
+        """Requests that wait for an answer, and counts of the engine, by name."""
         return {"requests": len(self._waiting)} | asdict(self._engine.stats())
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class EngineThread:
         self._inbox.put(None)
 
     def run(self) -> None:
-        """In the thread of its own."""
+        """Steps the engine until `close`, in a thread of its own."""
         engine = self._engine
         while True:
             while not (engine.has_work and self._inbox.empty()):

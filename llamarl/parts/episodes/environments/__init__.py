@@ -1,1 +1,1 @@
-"""What answers a policy between its turns: tools, games, users. One file per member."""
+"""Environments, which answer a policy between its turns: tools, games, users. One file per member."""

@@ -1,4 +1,4 @@
-"""What every environment is. No torch."""
+"""`Environment`, the base of all members of this family, and its records. No torch."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What the policy wrote, and what it was answered."""
+    """One turn: what the policy wrote, and what it was answered."""
 
     response: str
-    """Without special tokens."""
+    """Text that the policy wrote, without special tokens."""
     observation: str | None = None
-    """None: it has not been answered yet."""
+    """Text of the reply; None: it has not been answered yet."""
     calls: tuple[ToolCall, ...] = ()
-    """In the response, where the model's chat template knows tools."""
+    """Calls of tools in the response, where the model's chat template knows tools."""
 
 
 @dataclass
@@ -53,14 +53,15 @@ class Environment(ABC):
     workers: Annotated[int, Field(ge=1, le=256)] = field(default=1, kw_only=True)
     """Processes that reply side by side."""
     memory_bytes: Annotated[int, Field(ge=1 << 26)] = field(default=1 << 30, kw_only=True)
-    """Of each of them."""
+    """Bytes of memory that each worker process may take."""
     stop: list[str] = field(default_factory=list, kw_only=True)
     """A turn also ends with the token that completes one of these, as with a stop token."""
 
     @abstractmethod
     def reply(self, task: Task, turns: Sequence[Turn]) -> str | Messages | RewardResult | None:
-        """What follows the last turn: text or messages for the policy to go on from; the episode's reward, which ends
-        it; or None, which ends it and leaves the judgement to `[reward]`. What it raises makes the episode INVALID."""
+        """Answers the last turn: with text or messages for the policy to go on from; with the episode's reward, which
+        ends it; or with None, which ends it and leaves the judgement to `[reward]`. An exception makes the episode
+        INVALID."""
 
     def open(self, task: Task) -> None:  # noqa: B027 - most have no state
         """One that overrides this has a state: every episode gets a copy of the environment in one worker process, on
@@ -71,10 +72,10 @@ class Environment(ABC):
         """The episode of this copy has ended, or nobody goes on with it."""
 
     def tools(self) -> list[dict[str, Any]]:
-        """What the chat template tells the policy that it may call, as JSON schemas."""
+        """Tools that the chat template tells the policy it may call, as JSON schemas."""
         return []
 
     @property
     def is_stateful(self) -> bool:
-        """It overrides `open`."""
+        """Whether episodes have a state of their own: the class overrides `open`."""
         return type(self).open is not Environment.open

@@ -18,13 +18,13 @@ QUICK_S = 0.005
 """Replies that take less are asked for in batches: the way to a worker takes as long as some of them."""
 BATCH = 32
 MARGIN_S = 5.0
-"""For a batch, beside the time of its replies."""
+"""Seconds that a batch may take beyond the time of its replies."""
 RECYCLE_AFTER = 500
 """Replies after which a worker is replaced, which bounds leaks, where it has no state."""
 T = TypeVar("T")
 
 
-class _Worker(Generic[T]):
+class _EnvironmentProcess(Generic[T]):
     """One process, and what only this one can do."""
 
     def __init__(self, limits: Environment) -> None:
@@ -35,9 +35,9 @@ class _Worker(Generic[T]):
         )  # fmt: skip
         self.thread = threading.Thread()
         self.queue = deque[tuple[str, T]]()
-        """Those whose state it has."""
+        """Episodes, by name, that wait for a reply and whose state this worker has."""
         self.ended = list[str]()
-        """Those whose state is to be closed."""
+        """Names of episodes whose state this worker is to close."""
 
 
 class Crew(Generic[T]):
@@ -59,9 +59,9 @@ class Crew(Generic[T]):
         self._environment, self._item_of, self._replied = environment, item_of, replied
         self._changed = threading.Condition()
         self._queue = deque[tuple[str, T]]()
-        self._homes = dict[str, _Worker[T]]()
+        self._homes = dict[str, _EnvironmentProcess[T]]()
         self._closed = False
-        self._workers = [_Worker[T](environment) for _ in range(environment.workers)]
+        self._workers = [_EnvironmentProcess[T](environment) for _ in range(environment.workers)]
         for worker in self._workers:
             worker.thread = threading.Thread(target=self._loop, args=(worker,), name="environment", daemon=True)
             worker.thread.start()
@@ -93,7 +93,7 @@ class Crew(Generic[T]):
                 worker.thread.join(MARGIN_S)
             worker.pool.close()
 
-    def _loop(self, worker: _Worker[T]) -> None:
+    def _loop(self, worker: _EnvironmentProcess[T]) -> None:
         each_s = math.inf
         while True:
             with self._changed:
@@ -114,8 +114,8 @@ class Crew(Generic[T]):
                 go_on = self._replied(replies, each_s)
                 self.leave([name for (name, _), goes_on in zip(taken, go_on, strict=True) if not goes_on])
 
-    def _take(self, worker: _Worker[T], each_s: float) -> list[tuple[str, T]]:
-        """What this worker is asked next: first of all, of episodes whose state it has."""
+    def _take(self, worker: _EnvironmentProcess[T], each_s: float) -> list[tuple[str, T]]:
+        """Episodes that this worker is asked about next: first of all, those whose state it has."""
         queue = worker.queue or self._queue
         share = len(queue) if queue is worker.queue else len(queue) // len(self._workers)
         count = max(1, min(share, BATCH)) if each_s < QUICK_S else 1

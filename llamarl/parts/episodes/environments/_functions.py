@@ -33,7 +33,7 @@ def function_of(name: str) -> Callable[..., Any]:
 
 
 def schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """As chat templates and OpenAI's protocol have it. Raises ConfigError: arguments that JSON cannot name."""
+    """JSON schema of a function, as a tool. Raises ConfigError: it has arguments that JSON cannot name."""
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(cast("Any", function))
         parameters = adapter.json_schema()
@@ -56,7 +56,7 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def answers(calls: Sequence[ToolCall], functions: dict[str, Callable[..., Any]]) -> Messages:
-    """What each call gives, or what is wrong with it, for the policy to read."""
+    """A message per call, for the policy to read: the function's value, or what is wrong with the call."""
     messages = Messages()
     for call in calls:
         try:

@@ -1,4 +1,4 @@
-"""What runs in an environment's worker processes: one reply per item, JSON to JSON. No torch."""
+"""Worker processes of an environment: one reply per item, JSON to JSON. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from llamarl.parts.episodes.environments._base import Environment, Task, Turn
 from llamarl.types import RewardResult, ToolCall
 
 MAX_CHARS = 1 << 20
-"""More is a flood, whatever its tokens."""
+"""Characters of an observation at most; more is a flood, whatever its tokens."""
 
 
 def reply(item: dict[str, Any]) -> dict[str, Any]:
-    """Of `item["environment"]`, the JSON of its `Ref`; what it says as one of `text`, `messages`, `reward`, `end`.
+    """Reply of the environment `item["environment"]`, JSON of its `Ref`, as one of `text`, `messages`, `reward`, `end`.
 
     An item with `ended` only closes the state of that episode."""
     if "ended" in item:
@@ -46,7 +46,7 @@ def reply(item: dict[str, Any]) -> dict[str, Any]:
 
 
 _copies = dict[str, Environment]()
-"""Of episodes with a state, by their names."""
+"""Environments of episodes with a state, by the names of the episodes."""
 
 
 def _copy_of(environment: Environment, episode: str, task: Task, *, is_first: bool) -> Environment:
@@ -71,7 +71,7 @@ def _environment(ref: str) -> Environment:
 
 
 def tools_of(ref: Ref | None) -> list[dict[str, Any]]:
-    """That an environment offers, as JSON schemas. Raises ConfigError."""
+    """Tools that an environment offers, as JSON schemas; none without `ref`. Raises ConfigError."""
     return build_environment(ref).tools() if ref else []
 
 

@@ -13,7 +13,7 @@ from llamarl.config import ConfigError
 from llamarl.parts.episodes.environments._base import Environment, Messages, Task, Turn
 from llamarl.parts.episodes.environments._functions import ToolError, answers, schema
 from llamarl.parts.episodes.sandbox import seccomp
-from llamarl.parts.episodes.sandbox.judge import Job, judge
+from llamarl.parts.episodes.sandbox.judge import JudgeJob, judge
 
 _BLOCK = re.compile(r".*```(?:python|py)\n(.*?)\n?```\s*\Z", re.DOTALL)
 _LEFT_OUT = "(left out from here on)"
@@ -88,7 +88,7 @@ class Python(Environment):
         return f"```output\n{outputs[0].rstrip()}\n```\n" if outputs else None
 
     def _codes(self, turn: Turn) -> list[str]:
-        """That is to be run, or run again."""
+        """Programs of a turn that are to be run, or run again."""
         if _LEFT_OUT in (turn.observation or ""):
             return []
         if self.is_tool:
@@ -113,7 +113,7 @@ class Python(Environment):
     def _output(self, code: str) -> str:
         """Raises ToolError: it went over a limit, or ended itself."""
         limits = {"cpu_s": self.cpu_s, "memory_bytes": self.program_bytes}
-        job = asdict(Job(code=code, shows=self.output_bytes + 1))
+        job = asdict(JudgeJob(code=code, shows=self.output_bytes + 1))
         is_right, said, _ = judge({"limits": limits, "wall_s": self.wall_s, "job": job})
         if not is_right:
             raise ToolError(f"{said} {_LEFT_OUT}")

@@ -14,7 +14,7 @@ from llamarl.cluster.executor import Executor
 from llamarl.config import Ref
 from llamarl.data.chat import tool_calls
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.executors.replies import Episode, Replied
+from llamarl.executors.replies import OpenTurn, Replied
 from llamarl.parts.episodes.environments._base import Messages
 from llamarl.parts.episodes.environments._crew import Crew
 from llamarl.parts.episodes.environments._worker import build_environment
@@ -36,7 +36,7 @@ class EnvironmentExecutor(Executor):
         self._asked: Future[list[Replied]] | None = None
         self._crew = Crew(self._environment, self._item, self._replied)
 
-    def submit(self, episodes: Sequence[Episode]) -> None:
+    def submit(self, episodes: Sequence[OpenTurn]) -> None:
         """Queues episodes whose last turn wants a reply."""
         self._crew.ask([(_name(one.group_id, one.index), one) for one in episodes])
 
@@ -55,7 +55,7 @@ class EnvironmentExecutor(Executor):
     def close(self) -> None:
         self._crew.close()
 
-    def _replied(self, said: Sequence[tuple[Episode, dict[str, Any] | Failure]], each_s: float) -> list[bool]:
+    def _replied(self, said: Sequence[tuple[OpenTurn, dict[str, Any] | Failure]], each_s: float) -> list[bool]:
         replies = [self._reply(episode, one, each_s) for episode, one in said]
         with self._changed:
             self._replies += replies
@@ -72,7 +72,7 @@ class EnvironmentExecutor(Executor):
             replies, self._replies = self._replies, []
         asked.set_result(replies)
 
-    def _item(self, episode: Episode) -> dict[str, Any]:
+    def _item(self, episode: OpenTurn) -> dict[str, Any]:
         prompt, turns = episode.prompt, list[list[Any]]()
         for is_sampled, token_ids_T in episode.turns:
             text = self._tokenizer.decode(token_ids_T)
@@ -85,14 +85,14 @@ class EnvironmentExecutor(Executor):
         return {"environment": self._ref, "episode": name, "task": task, "turns": turns}
 
     def _calls(self, token_ids_T: np.ndarray) -> list[ToolCall]:
-        """Of tools, in one turn of the policy."""
+        """Calls of tools in one turn of the policy."""
         if not (written_in := self._tokenizer.tool_format):
             return []
         end = len(token_ids_T) - (int(token_ids_T[-1]) in self._tokenizer.eos_token_ids)
         return tool_calls(self._tokenizer.decode(token_ids_T[:end], skip_special=False), written_in)[1]
 
-    def _reply(self, episode: Episode, said: dict[str, Any] | Failure, seconds: float) -> Replied:
-        """What a worker said, as tokens or as an end."""
+    def _reply(self, episode: OpenTurn, said: dict[str, Any] | Failure, seconds: float) -> Replied:
+        """Reply of a worker, with its text or messages as tokens, or with the end of the episode."""
         result: RewardResult | None = None
         observation_T: np.ndarray | None = None
         if isinstance(said, Failure):
@@ -120,7 +120,7 @@ class EnvironmentExecutor(Executor):
         calls = num_calls, num_errors
         return Replied(episode.group_id, episode.index, num_tokens, observation_T, result, seconds, calls)
 
-    def _ends_with_stop(self, episode: Episode) -> bool:
+    def _ends_with_stop(self, episode: OpenTurn) -> bool:
         return int(episode.turns[-1][1][-1]) in self._tokenizer.eos_token_ids
 
     def _rendered(self, messages: Messages, *, ends_with_stop: bool) -> np.ndarray:

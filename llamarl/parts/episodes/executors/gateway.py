@@ -21,7 +21,7 @@ from llamarl.parts.episodes.gateway.app import build_app
 from llamarl.parts.episodes.gateway.endpoint import Endpoint
 from llamarl.parts.episodes.gateway.episode import AgentEpisode
 from llamarl.parts.episodes.gateway.news import AgentCall, AgentEnd, AgentNews, AgentTask
-from llamarl.parts.episodes.gateway.protocol import Refused
+from llamarl.parts.episodes.gateway.protocol import CallRefused
 from llamarl.parts.episodes.gateway.session import Session
 from llamarl.parts.episodes.gateway.workers import AgentWorkers
 from llamarl.run.web import listening, serving
@@ -30,7 +30,7 @@ from llamarl.types import FinishReason, Rollout, SamplingParams
 HOST, MODEL = "127.0.0.1", "policy"
 OVER = "the episode of this API key is over"
 HAND_OVER_S, STOP_S = 20.0, 5.0
-"""At the latest a `collect` is answered, even when agents have done nothing."""
+"""Seconds after which a `collect` is answered even if agents have done nothing, and for the server to stop."""
 
 
 class GatewayExecutor(Executor):
@@ -42,9 +42,9 @@ class GatewayExecutor(Executor):
         self._tokenizer = Tokenizer(model_path)
         self._context = load_shape(model_path).max_position_embeddings
         self._episodes = dict[str, tuple[AgentTask, AgentEpisode]]()
-        """By the keys of their sessions."""
+        """Task and state of each episode, by the keys of their sessions."""
         self._answers = dict[int, asyncio.Future[Rollout]]()
-        """Of the requests under way, by their ids."""
+        """Answers to the requests under way, by their ids."""
         self._asked: Future[AgentNews] | None = None
         self._news = AgentNews([], [])
         self._error: BaseException | None = None
@@ -61,16 +61,16 @@ class GatewayExecutor(Executor):
         self._thread.start()
 
     def submit(self, tasks: Sequence[AgentTask]) -> None:
-        """Agents begin."""
+        """Starts the agents of these tasks."""
         for task in tasks:
             self._do(self._run(task))
 
     def answer(self, rollouts: Sequence[Rollout]) -> None:
-        """What generators made of calls."""
+        """Hands calls the rollouts that generators made of them."""
         self._loop.call_soon_threadsafe(self._answered, rollouts)
 
     def collect(self) -> Future[AgentNews]:
-        """What agents have done since the last time, as soon as there is something."""
+        """News of agents since the last time, as soon as there is something."""
         asked = Future[AgentNews]()
         self._loop.call_soon_threadsafe(self._ask, asked)
         return asked
@@ -131,7 +131,7 @@ class GatewayExecutor(Executor):
 
     def _session_of(self, key: str) -> tuple[Endpoint, Session]:
         if key not in self._episodes:
-            raise Refused(401, "no episode under way has this API key; use the one that the agent is given", "auth")
+            raise CallRefused(401, "no episode under way has this API key; use the one that the agent is given", "auth")
         task, episode = self._episodes[key]
         endpoint = Endpoint(
             tokenizer=self._tokenizer, model=MODEL, context=self._context,
@@ -140,9 +140,9 @@ class GatewayExecutor(Executor):
         return endpoint, episode.session
 
     async def _generate(self, key: str, prompt_T: np.ndarray, sampling: SamplingParams, more: object) -> Rollout:
-        """Whole: what there is until then is with a generator. Raises Refused: the episode has ended meanwhile."""
+        """Whole: what there is until then is with a generator. Raises CallRefused: the episode has ended meanwhile."""
         if key not in self._episodes:
-            raise Refused(409, OVER)
+            raise CallRefused(409, OVER)
         task, episode = self._episodes[key]
         request = episode.request(prompt_T, sampling, self._answers)
         answer = self._answers[request.group_id] = self._loop.create_future()
@@ -172,7 +172,7 @@ class GatewayExecutor(Executor):
                 del self._episodes[key]
                 for one in episode.asked:
                     if (answer := self._answers.pop(one, None)) and not answer.done():
-                        answer.set_exception(Refused(409, OVER))
+                        answer.set_exception(CallRefused(409, OVER))
             rollout = Rollout(
                 group_id=task.group_id, index=task.index, columns=episode.session.columns(),
                 finish_reason=FinishReason.LENGTH if episode.session.is_full else episode.reason,

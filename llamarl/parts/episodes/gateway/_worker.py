@@ -1,4 +1,4 @@
-"""What runs in an agent's worker process: episodes side by side, a JSON line each, in and out. No torch."""
+"""Worker process of agents: episodes side by side, a JSON line each, in and out. No torch."""
 
 from __future__ import annotations
 

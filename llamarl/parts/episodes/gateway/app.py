@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llamarl.parts.episodes.gateway.endpoint import CHARS_PER_TOKEN, Endpoint
-from llamarl.parts.episodes.gateway.protocol import TOO_LONG, Refused, parsed
+from llamarl.parts.episodes.gateway.protocol import TOO_LONG, CallRefused, parsed
 from llamarl.parts.episodes.gateway.session import Session
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ a larger one is refused before it is read."""
 GONE = 499
 """Status of a call whose client has left; nobody reads it."""
 BODY_S = 60
-"""For all of a body to arrive."""
+"""Seconds for all of a body to arrive."""
 
 SessionOf = Callable[[str], tuple[Endpoint, Session]]
-"""Who a key is for. Raises Refused."""
+"""Finds the endpoint and session of a key. Raises CallRefused."""
 
 
 def build_app(session_of: SessionOf, metrics: Callable[[], Mapping[str, float]] = dict) -> Starlette:
@@ -59,7 +59,7 @@ async def _handled(call: Callable[[Request], Awaitable[Any]], request: Request) 
     try:
         found = await call(request)
         return found if isinstance(found, Response) else JSONResponse(found)
-    except Refused as refused:
+    except CallRefused as refused:
         return JSONResponse(refused.body, refused.status)
     except ClientDisconnect:
         return Response(status_code=GONE)
@@ -72,7 +72,7 @@ async def _answered(session_of: SessionOf, call: Callable[..., Any], request: Re
     endpoint, session = session_of(_key(request))
     try:
         body = await _body(request, endpoint)
-    except Refused as refused:
+    except CallRefused as refused:
         session.is_full |= refused.code == TOO_LONG
         raise
     loop, events = asyncio.get_running_loop(), asyncio.Queue[bytes]()
@@ -107,7 +107,7 @@ async def _models(session_of: SessionOf, request: Request) -> Any:
 
 
 async def _metrics(session_of: SessionOf, metrics: Callable[[], Mapping[str, float]], request: Request) -> Any:
-    """As Prometheus reads them."""
+    """Metrics in the text format that Prometheus reads."""
     from starlette.responses import PlainTextResponse
 
     session_of(_key(request))
@@ -123,7 +123,7 @@ async def _unknown(known: str, request: Request, error: HTTPException) -> Respon
     from starlette.responses import JSONResponse
 
     said = f"{request.method} {request.url.path} is not there; these are: {known}"
-    return JSONResponse(Refused(error.status_code, said).body, error.status_code, error.headers)
+    return JSONResponse(CallRefused(error.status_code, said).body, error.status_code, error.headers)
 
 
 async def _rest(event: bytes, events: asyncio.Queue[bytes], answer: asyncio.Task[Any]) -> AsyncIterator[bytes]:
@@ -133,7 +133,7 @@ async def _rest(event: bytes, events: asyncio.Queue[bytes], answer: asyncio.Task
             yield event
             event = await events.get()
         await answer
-    except Refused as refused:
+    except CallRefused as refused:
         yield b"data: " + json.dumps(refused.body).encode() + b"\n\n"
     finally:
         answer.cancel()
@@ -145,10 +145,10 @@ def _key(request: Request) -> str:
 
 
 async def _body(request: Request, endpoint: Endpoint) -> dict[str, Any]:
-    """Raises Refused."""
+    """Raises CallRefused."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Refused(415, f"Content-Type = {kind!r:.100}; it must be application/json")
+        raise CallRefused(415, f"Content-Type = {kind!r:.100}; it must be application/json")
     data, limit = bytearray(), min(MAX_BODY_BYTES, MIN_BODY_BYTES + BODY_BYTES_PER_TOKEN * endpoint.context)
     try:
         async with asyncio.timeout(BODY_S):
@@ -156,7 +156,7 @@ async def _body(request: Request, endpoint: Endpoint) -> dict[str, Any]:
                 data += part
                 if len(data) > limit:
                     said = f"the body has more than {limit} bytes, and the context {endpoint.context} tokens"
-                    raise Refused(413, said, code=TOO_LONG)
+                    raise CallRefused(413, said, code=TOO_LONG)
     except TimeoutError:
-        raise Refused(408, f"the body took over {BODY_S} s") from None
+        raise CallRefused(408, f"the body took over {BODY_S} s") from None
     return parsed(data)

@@ -16,9 +16,9 @@ from llamarl.config import ConfigError
 from llamarl.data.chat import tool_calls
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.parts.episodes.gateway import protocol
-from llamarl.parts.episodes.gateway.protocol import Json, Refused
+from llamarl.parts.episodes.gateway.protocol import CallRefused, Json
 from llamarl.parts.episodes.gateway.session import Session, Written
-from llamarl.parts.episodes.gateway.stream import CUT, Stream
+from llamarl.parts.episodes.gateway.stream import CUT, ChatStream
 from llamarl.types import FinishReason, Rollout, SamplingParams
 
 More = Callable[[Rollout], None]
@@ -29,55 +29,57 @@ Tell = Callable[[bytes], None]
 
 
 CHARS_PER_TOKEN = 32
-"""Of a text that is worth encoding; few vocabularies have longer tokens, and none a text of them."""
+"""Most characters per token that are worth encoding; few vocabularies have longer tokens, and none a text of them."""
 
 
-_Asked = tuple[protocol.Call, np.ndarray, Callable[[Rollout], Json], bool]
+_Asked = tuple[protocol.ModelCall, np.ndarray, Callable[[Rollout], Json], bool]
 """A call, its prompt, what a rollout says, and whether that may turn out to be something else at the end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """Of one session, or of nobody's."""
+    """Answers of one model to calls over OpenAI's protocol, for one session of a run or for anybody."""
 
     tokenizer: Tokenizer
     model: str
-    """What it is called."""
+    """Name that calls have for the model."""
     generate: Generate
     context: int
     """Tokens that a prompt and its answer have at most."""
     sampling: SamplingParams
-    """What a call does not say; `max_new_tokens` bounds all calls of a session together."""
+    """Sampling where a call does not say otherwise; its `max_new_tokens` bounds all calls of a session together."""
     is_fixed: bool = False
     """Calls may not sample in another way: what they would teach would not be the policy's."""
 
     async def chat(self, session: Session, body: Json, tell: Tell | None = None) -> Json:
-        """With `tell`, which is called in any thread, as events too. Raises Refused."""
+        """Answers a chat call; with `tell`, which is called in any thread, as events too. Raises CallRefused."""
         return await self._answered(self._read_chat, session, body, tell)
 
     async def complete(self, session: Session, body: Json, tell: Tell | None = None) -> Json:
-        """With `tell`, which is called in any thread, as events too. Raises Refused."""
+        """Answers a text completion; with `tell`, which is called in any thread, as events too. Raises CallRefused."""
         return await self._answered(self._read_text, session, body, tell)
 
     def models(self) -> Json:
-        """The one that there is."""
+        """List of models, which has this one alone."""
         return {"object": "list", "data": [{"id": self.model, "object": "model", "created": 0, "owned_by": "llamarl"}]}
 
     def check_model(self, name: str) -> None:
-        """Raises Refused: it is another one. No name is none."""
+        """Raises CallRefused: it is another one. No name is none."""
         if name not in ("", self.model):
             said = f"there is no model {name!r:.100}; this is {self.model!r}"
-            raise Refused(404, said, param="model", code="model_not_found")
+            raise CallRefused(404, said, param="model", code="model_not_found")
 
     async def _answered(
         self, read: Callable[[Session, Json], _Asked], session: Session, body: Json, tell: Tell | None
     ) -> Json:
-        """What takes long is done in threads: others are answered meanwhile."""
+        """Answer to a call; slow work is done in threads, so that others are answered meanwhile."""
         try:
             call, prompt_T, choice_of, waits = await asyncio.to_thread(read, session, body)
             kind = "chat.completion" if isinstance(call, protocol.ChatCall) else "text_completion"
             begun = protocol.head(kind, self.model, prompt_T, has_ids=call.return_token_ids)
-            streams = [Stream(tell, self.tokenizer, call, begun, n, waits=waits) for n in range(call.n)] if tell else []
+            streams = (
+                [ChatStream(tell, self.tokenizer, call, begun, n, waits=waits) for n in range(call.n)] if tell else []
+            )
             sampling = self._sampling(session, call, len(prompt_T))
             rollouts = await _together(
                 self._sampled(session, prompt_T, one, streams[n].more if streams else None)
@@ -127,7 +129,7 @@ class Endpoint:
                     return np.concatenate([written.token_ids_T, self._encoded(text)])
             return self._encoded(self.tokenizer.apply_chat_template(messages, tools=tools))
         except ConfigError as error:
-            raise Refused(400, str(error), param="messages") from None
+            raise CallRefused(400, str(error), param="messages") from None
 
     def _text_prompt(self, session: Session, prompt: str | list[int]) -> np.ndarray:
         if not isinstance(prompt, str):
@@ -138,14 +140,14 @@ class Endpoint:
         return np.concatenate([written.token_ids_T, self._encoded(prompt.removeprefix(known))])
 
     def _encoded(self, text: str, **options: bool) -> np.ndarray:
-        """Of nothing that cannot fit: that would take long."""
+        """Tokens of a text, int32 [T]; one that cannot fit is refused at once, as encoding it would take long."""
         if len(text) > CHARS_PER_TOKEN * self.context:
             raise protocol.OutOfTokens(f"{len(text):,} characters are too many for a context of {self.context} tokens")
         return self.tokenizer.encode(text, **options)
 
     def _whole(
-        self, call: protocol.Call, begun: Json, prompt_T: np.ndarray, rollouts: list[Rollout],
-        choice_of: Callable[[Rollout], Json], streams: list[Stream],
+        self, call: protocol.ModelCall, begun: Json, prompt_T: np.ndarray, rollouts: list[Rollout],
+        choice_of: Callable[[Rollout], Json], streams: list[ChatStream],
     ) -> Json:  # fmt: skip
         choices = [choice_of(rollout) | {"logprobs": None} for rollout in rollouts]
         for choice, rollout in zip(choices, rollouts, strict=True) if call.logprobs else ():
@@ -163,17 +165,17 @@ class Endpoint:
     ) -> Rollout:
         rollout = await self.generate(prompt_T, sampling, more)
         if rollout.finish_reason is FinishReason.FAILED:
-            raise Refused(400, rollout.error)
+            raise CallRefused(400, rollout.error)
         session.record(prompt_T, rollout.columns)
         return rollout
 
-    def _sampling(self, session: Session, call: protocol.Call, num_prompt: int) -> list[SamplingParams]:
-        """Of each choice."""
+    def _sampling(self, session: Session, call: protocol.ModelCall, num_prompt: int) -> list[SamplingParams]:
+        """Sampling of each choice of a call. Raises CallRefused."""
         ours, drawn = self.sampling, call.drawn_by
         for name, value in drawn.items() if self.is_fixed else ():
             if name == "seed" or value != getattr(ours, name):
                 said = f"{name} = {value:g}, but this run samples with {getattr(ours, name):g}: leave it out"
-                raise Refused(400, said, param=name)
+                raise CallRefused(400, said, param=name)
         least, left = 1 if self.is_fixed else call.limit or 1, (ours.max_new_tokens - session.num_sampled) // call.n
         if num_prompt + least > self.context:
             said = f"the prompt has {num_prompt} tokens and the context {self.context}: it has no room for {least} more"
@@ -191,14 +193,14 @@ class Endpoint:
         ids_T = np.concatenate([prompt_T, rollout.token_ids_T])
         return Written(ids_T, bool(rollout.num_tokens) and int(ids_T[-1]) in self.tokenizer.eos_token_ids)
 
-    def _cut(self, text: str, call: protocol.Call) -> str:
-        """Up to the string that ended it."""
+    def _cut(self, text: str, call: protocol.ModelCall) -> str:
+        """The text up to the stop string that ended it, or with it if the call asks for that."""
         if call.include_stop_str_in_output:
             return text
         return text[: min((text.find(one) for one in call.stop if one in text), default=len(text))]
 
-    def _message(self, rollout: Rollout, call: protocol.Call, tools: list[Json]) -> tuple[Json, str]:
-        """What the assistant said, and why it stopped. A malformed tool call is text, for the agent to answer."""
+    def _message(self, rollout: Rollout, call: protocol.ModelCall, tools: list[Json]) -> tuple[Json, str]:
+        """Message of the assistant, and why it stopped. A malformed tool call is text, for the agent to answer."""
         text, reason = self._cut(self.tokenizer.decode(rollout.token_ids_T), call), rollout.finish_reason.value
         written_in = self.tokenizer.tool_format
         if tools and written_in and reason == "stop":

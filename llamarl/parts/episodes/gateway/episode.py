@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from llamarl.parts.episodes.gateway.protocol import OutOfTokens, Refused
+from llamarl.parts.episodes.gateway.protocol import CallRefused, OutOfTokens
 from llamarl.parts.episodes.gateway.session import Session
 from llamarl.rewards._base import invalid
 from llamarl.types import FinishReason, GenerationRequest, Outcome, RewardResult, Rollout, SamplingParams
@@ -30,12 +30,12 @@ class AgentEpisode:
     asked: list[int] = field(default_factory=list)
     """Ids of its requests."""
     reason: FinishReason = FinishReason.STOP
-    """Why the last answer ended."""
+    """Reason why the last answer ended."""
     _sequences: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
     """Id and first prompt of the requests of each sequence of the session."""
 
     def request(self, prompt_T: np.ndarray, sampling: SamplingParams, busy: Container[int]) -> GenerationRequest:
-        """What a call asks for. `busy`: ids of requests under way. Raises Refused."""
+        """Request for generators that a call comes to. `busy`: ids of requests under way. Raises CallRefused."""
         number, before = self.session.fitting(prompt_T)
         request_id, first_T = self._sequences.get(number, (0, prompt_T))
         if not request_id or request_id in busy:
@@ -54,18 +54,18 @@ class AgentEpisode:
         )  # fmt: skip
 
     def answered(self, request: GenerationRequest, prompt_T: np.ndarray, rollout: Rollout) -> Rollout:
-        """What was sampled, alone. Raises Refused."""
+        """Tokens that were sampled for this call, without those before. Raises CallRefused."""
         before = request.starts()[0].num_tokens
         if rollout.num_tokens <= before:
-            raise Refused(400, rollout.error) if rollout.error else OutOfTokens("the context is full")
+            raise CallRefused(400, rollout.error) if rollout.error else OutOfTokens("the context is full")
         self.reason = rollout.finish_reason
         number, _ = self.session.fitting(prompt_T)
         self._sequences.setdefault(number, (request.group_id, request.prompt_token_ids_T))
         return replace(rollout, columns={name: values_T[before:] for name, values_T in rollout.columns.items()})
 
     def result(self, said: dict[str, Any]) -> RewardResult | None:
-        """Of what its worker said; None: the reward of the run judges, also what an agent left when it gave up because
-        the policy had no tokens left: that was the policy's doing."""
+        """Reward in what the agent's worker said; None: the reward of the run judges, also what an agent left when it
+        gave up because the policy had no tokens left: that was the policy's doing."""
         if "error" in said and not (self.session.is_full and self.session.num_calls):
             return invalid(said["error"])
         if not self.session.num_calls:

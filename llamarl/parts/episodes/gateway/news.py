@@ -1,4 +1,4 @@
-"""What controller and gateway tell each other. No torch."""
+"""Messages between controller and gateway. No torch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class AgentTask(NamedTuple):
     prompt: Prompt
     sampling: SamplingParams
     attempt: int
-    """How often it was begun before, by gateways that died."""
+    """Number of earlier beginnings of this episode, by gateways that died."""
 
 
 class AgentCall(NamedTuple):
-    """What an agent asks the policy."""
+    """A call of an agent to the policy."""
 
     group_id: int
     index: int
     request: GenerationRequest
-    """Under a group id of its own; each sequence of an episode has one."""
+    """Request under a group id of its own; each sequence of an episode has one."""
 
 
 class AgentEnd(NamedTuple):
@@ -32,11 +32,11 @@ class AgentEnd(NamedTuple):
 
     rollout: Rollout
     result: RewardResult | None
-    """Its reward, or why it is INVALID; None: `[reward]` judges it."""
+    """Reward of the episode, or why it is INVALID; None: `[reward]` judges it."""
 
 
 class AgentNews(NamedTuple):
-    """What agents have done since the last one."""
+    """Calls that agents have made, and episodes that have ended, since the last news."""
 
     calls: list[AgentCall]
     ends: list[AgentEnd]

@@ -26,7 +26,7 @@ from llamarl.types import Rollout
 
 MAX_MESSAGES, MAX_TOOLS, MAX_CHOICES = 2048, 1024, 128
 _UNREAD = frozenset(("user", "metadata", "safety_identifier", "prompt_cache_key"))
-"""They change no answer."""
+"""Options of calls that change no answer."""
 _CHANGES_NOTHING: dict[str, Any] = {
     "add_generation_prompt": True, "best_of": 1, "chat_template_kwargs": {}, "continue_final_message": False,
     "echo": False, "frequency_penalty": 0, "ignore_eos": False, "logit_bias": {}, "min_tokens": 0,
@@ -44,7 +44,7 @@ Json = dict[str, Any]
 TOO_LONG = "context_length_exceeded"
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """A call that is not answered, as OpenAI's clients read it."""
 
     def __init__(self, status: int, message: str, kind: str = INVALID, *, param: str = "", code: str = "") -> None:
@@ -58,7 +58,7 @@ class Refused(Exception):
         }
 
 
-class OutOfTokens(Refused):
+class OutOfTokens(CallRefused):
     """There is no room for an answer; the code is the one by which OpenAI's clients know that."""
 
     def __init__(self, message: str) -> None:
@@ -78,7 +78,7 @@ class _Body(BaseModel):
 
     @property
     def plain(self) -> Json:
-        """As a chat template reads it."""
+        """The message as chat templates read it: a dict without absent fields."""
         return self.model_dump(exclude_none=True)
 
 
@@ -94,8 +94,8 @@ class StreamOptions(_Body):
     include_obfuscation: Literal[False] = False
 
 
-class Call(_Body):
-    """What both kinds of calls have."""
+class ModelCall(_Body):
+    """Fields that chat calls and text completions share."""
 
     model: str = ""
     max_tokens: int | None = Field(None, ge=1)
@@ -112,7 +112,7 @@ class Call(_Body):
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     logprobs: bool = False
-    """Of the tokens alone, which are all that there are."""
+    """Log-probabilities of the sampled tokens are wanted; there are none of others."""
 
     @property
     def limit(self) -> int | None:
@@ -120,13 +120,13 @@ class Call(_Body):
 
     @property
     def drawn_by(self) -> dict[str, Any]:
-        """How tokens are to be drawn, where it is said."""
+        """Values that the call gives for how tokens are drawn, by name."""
         names = ("temperature", "top_p", "top_k", "min_p", "seed")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def _text(content: Any) -> Any:
-    """Of parts."""
+    """Text of a message's content, whose parts are joined."""
     if not isinstance(content, list):
         return content
     texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
@@ -147,7 +147,7 @@ class _Called(_Body):
     arguments: Annotated[Any, BeforeValidator(_arguments)] = Field(default_factory=dict)
 
 
-class _ToolCall(_Body):
+class _MessageToolCall(_Body):
     id: str | None = None
     type: Literal["function"] = "function"
     index: int | None = None
@@ -160,7 +160,7 @@ class Message(_Body):
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[_ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[_MessageToolCall], Field(fail_fast=True)] | None = None
 
 
 class _Function(_Body):
@@ -175,7 +175,7 @@ class _Tool(_Body):
     function: _Function
 
 
-class ChatCall(Call):
+class ChatCall(ModelCall):
     """`/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -206,7 +206,7 @@ _HIDDEN = "", " "
 _Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
-class CompletionCall(Call):
+class CompletionCall(ModelCall):
     """`/v1/completions`."""
 
     prompt: Annotated[
@@ -217,22 +217,22 @@ class CompletionCall(Call):
     logprobs: Annotated[bool, BeforeValidator(_asked)] = False
 
 
-C = TypeVar("C", bound=Call)
+C = TypeVar("C", bound=ModelCall)
 
 
 def parsed(data: bytes | bytearray) -> Json:
-    """A body. Raises Refused."""
+    """A body. Raises CallRefused."""
     try:
         body = from_json(data, allow_inf_nan=False)
     except ValueError as error:
-        raise Refused(400, f"the body is no JSON: {error}") from None
+        raise CallRefused(400, f"the body is no JSON: {error}") from None
     if not isinstance(body, dict):
-        raise Refused(400, "the body is no JSON object")
+        raise CallRefused(400, "the body is no JSON object")
     return body
 
 
 def read(kind: type[C], body: Json) -> C:
-    """Raises Refused."""
+    """Raises CallRefused."""
     said = {name: value for name, value in body.items() if name not in _UNREAD and value != _CHANGES_NOTHING.get(name)}
     try:
         call = kind.model_validate(said)
@@ -241,9 +241,9 @@ def read(kind: type[C], body: Json) -> C:
         shown = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"] if part not in _HIDDEN]
         place, why = "".join(shown).removeprefix("."), first["msg"].removeprefix("Value error, ")
         why = "is not supported; leave it out" if first["type"] == "extra_forbidden" else why
-        raise Refused(400, f"{place} = {_SAID.repr(first['input'])}: {why}", param=place) from None
+        raise CallRefused(400, f"{place} = {_SAID.repr(first['input'])}: {why}", param=place) from None
     if call.stream_options and not call.stream:
-        raise Refused(400, "stream_options without stream = true: leave it out", param="stream_options")
+        raise CallRefused(400, "stream_options without stream = true: leave it out", param="stream_options")
     return call
 
 
@@ -259,14 +259,14 @@ def conversations(messages: Sequence[Json], tools: Sequence[Json]) -> list[bytes
 
 
 def head(kind: str, model: str, prompt_T: np.ndarray, *, has_ids: bool) -> Json:
-    """What an answer begins with. `kind`: `chat.completion` or `text_completion`."""
+    """Fields that each answer, and each event of it, begins with. `kind`: `chat.completion` or `text_completion`."""
     name = "chatcmpl" if kind.startswith("chat") else "cmpl"
     found: Json = {"id": f"{name}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
     return found | ({"prompt_token_ids": prompt_T.tolist()} if has_ids else {})
 
 
 def answer(begun: Json, choices: Sequence[Json], prompt_T: np.ndarray, rollouts: Sequence[Rollout]) -> Json:
-    """The whole of it, which began with `begun`."""
+    """The whole answer, which began with `begun`."""
     num_prompt, num = len(prompt_T), sum(rollout.num_tokens for rollout in rollouts)
     usage = {"prompt_tokens": num_prompt, "completion_tokens": num, "total_tokens": num_prompt + num}
     found = [{"index": number, **choice} for number, choice in enumerate(choices)]
@@ -277,7 +277,7 @@ def answer(begun: Json, choices: Sequence[Json], prompt_T: np.ndarray, rollouts:
 
 
 def logprobs(tokenizer: Tokenizer, rollout: Rollout, *, is_chat: bool, start: int = 0, offset: int = 0) -> Json:
-    """Of each token from `start` on, whose text begins at character `offset`."""
+    """Log-probabilities of tokens from `start` on, in OpenAI's shape; the first one's text is at character `offset`."""
     ids, logprobs = rollout.token_ids_T[start:].tolist(), rollout.behavior_logprobs_T[start:].tolist()
     texts = [tokenizer.decode([token], skip_special=False) for token in ids]
     if is_chat:

@@ -26,24 +26,24 @@ class Written(NamedTuple):
     """A prompt and what was sampled after it."""
 
     token_ids_T: np.ndarray
-    """int32."""
+    """Prompt and answer as tokens, int32 [T]."""
     has_stop_token: bool
     """The last one is a stop token, which the text does not show."""
 
 
 @dataclass(slots=True)
 class Session:
-    """Of one episode."""
+    """Calls of one episode, as the token sequences that they make."""
 
     num_calls: int = 0
-    """Answered."""
+    """Calls that were answered."""
     num_sampled: int = 0
-    """Tokens."""
+    """Tokens that were sampled, in all calls."""
     is_full: bool = False
     """A call was refused, as there was no room for an answer."""
     _sequences: list[Columns] = field(default_factory=list)
     _written: dict[str | bytes, Written] = field(default_factory=dict)
-    """By texts, and by digests of conversations."""
+    """Sequences that were written before, by their texts, or by the digests of conversations."""
 
     def fitting(self, prompt_T: np.ndarray) -> tuple[int, Columns]:
         """The number of the longest sequence that `prompt_T` begins with, or of one that is to begin, and the prompt as
@@ -76,7 +76,7 @@ class Session:
         self._written[text] = written
 
     def recall(self, text: str | bytes) -> Written | None:
-        """Which tokens `text` was, if this session has it."""
+        """Tokens of a text that this session has; None: it does not have it."""
         return self._written.get(text)
 
     def longest(self, text: str) -> tuple[str, Written | None]:

@@ -1,4 +1,4 @@
-"""`Stream`: an answer as server-sent events while it is sampled. No HTTP, no torch.
+"""`ChatStream`: an answer as server-sent events while it is sampled. No HTTP, no torch.
 
 Token ids and log-probabilities go out with every token. Text waits until it is whole characters and cannot be the
 beginning of a stop string, which is not shown; where tools may be called, it waits for the end.
@@ -18,11 +18,11 @@ CUT = "\ufffd"
 """Stands for bytes that are no character yet."""
 
 
-class Stream:
+class ChatStream:
     """One choice of an answer."""
 
     def __init__(
-        self, tell: Callable[[bytes], None], tokenizer: Tokenizer, call: protocol.Call, head: Json, index: int, *,
+        self, tell: Callable[[bytes], None], tokenizer: Tokenizer, call: protocol.ModelCall, head: Json, index: int, *,
         waits: bool,
     ) -> None:  # fmt: skip
         """
@@ -41,7 +41,7 @@ class Stream:
         self._text, self._shown = "", 0  # not shown yet, and the number of characters that are
 
     def more(self, rollout: Rollout) -> None:
-        """What there is by now."""
+        """Tells the text and tokens of a growing rollout that have not been told."""
         if rollout.num_tokens > self._told:
             self._piece({"text": self._new_text(rollout)}, rollout)
 
@@ -85,7 +85,7 @@ class Stream:
         self._tell(b"data: " + json.dumps(self._head | {"choices": choices} | more).encode() + b"\n\n")
 
     def _new_text(self, rollout: Rollout) -> str:
-        """That can be shown."""
+        """Text that has come since the last time and can be shown."""
         ids = rollout.token_ids_T[self._window :].tolist()
         before, text = (self._tokenizer.decode(part) for part in (ids[: self._read - self._window], ids))
         if not text.endswith(CUT):

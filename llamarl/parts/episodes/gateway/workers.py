@@ -16,7 +16,7 @@ from typing import Any
 from llamarl.config.roles import AgentConfig
 
 GRACE_S = 10.0
-"""For an agent that does not heed its deadline, before its process is killed."""
+"""Seconds that an agent past its deadline has before its process is killed."""
 STOP_S = 5.0
 MAX_LINE_BYTES = 1 << 28
 
@@ -26,14 +26,14 @@ class AgentWorkers:
 
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
-        self._workers = [_Worker(config) for _ in range(config.workers)]
+        self._workers = [_AgentProcess(config) for _ in range(config.workers)]
 
     async def run(self, item: dict[str, Any], *, alone: bool) -> dict[str, Any]:
-        """What the agent said, as `_worker` has it. `alone`: in a process of its own. Raises EOFError: that died, of
-        this episode or of another one in it."""
+        """Answer of an agent, in the form that `_worker` gives it. `alone`: in a process of its own. Raises EOFError:
+        the process died, of this episode or of another one in it."""
         if not alone:
             return await min(self._workers, key=lambda one: len(one.waiting)).ask(item)
-        worker = _Worker(self._config)
+        worker = _AgentProcess(self._config)
         try:
             return await worker.ask(item)
         finally:
@@ -44,7 +44,7 @@ class AgentWorkers:
             worker.kill()
 
 
-class _Worker:
+class _AgentProcess:
     """One process, started when it is first asked, and again when it has died."""
 
     def __init__(self, config: AgentConfig) -> None:
@@ -95,7 +95,7 @@ class _Worker:
             self.kill()
 
     def kill(self) -> None:
-        """With all that its agents have started; the next episode gets another process."""
+        """Kills the worker with all that its agents have started; the next episode gets another process."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llamarl.parts.episodes.sandbox.judge import Job, Judge
+from llamarl.parts.episodes.sandbox.judge import JudgeJob, ProgramJudge
 from llamarl.rewards._base import Reward, invalid, right, wrong
 from llamarl.sandbox.pool import Failure
 from llamarl.types import RewardItem, RewardResult
@@ -44,15 +44,17 @@ class Code(Reward):
     """Seconds for one call of `score`; what is not judged by then is INVALID."""
 
     def __post_init__(self) -> None:
-        self._judge = Judge(workers=self.workers, cpu_s=self.cpu_s, wall_s=self.wall_s, memory_bytes=self.memory_bytes)
+        self._judge = ProgramJudge(
+            workers=self.workers, cpu_s=self.cpu_s, wall_s=self.wall_s, memory_bytes=self.memory_bytes
+        )
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         jobs = [_job(item) for item in items]
-        asked = dict.fromkeys(job for job in jobs if isinstance(job, Job))  # equal programs are judged once
+        asked = dict.fromkeys(job for job in jobs if isinstance(job, JudgeJob))  # equal programs are judged once
         verdicts = dict(zip(asked, self._judge.judge(list(asked), self.batch_s) if asked else [], strict=True))
         results = []
         for job in jobs:
-            verdict = verdicts[job] if isinstance(job, Job) else job
+            verdict = verdicts[job] if isinstance(job, JudgeJob) else job
             if isinstance(verdict, str):
                 results.append(invalid(verdict))
             elif isinstance(verdict, Failure) or verdict.is_right is None:
@@ -82,8 +84,8 @@ def program_of(response: str) -> str:
     return found.get("python", found.get("", response))
 
 
-def _job(item: RewardItem) -> Job | str:
-    """What is to be judged, or why nothing can be."""
+def _job(item: RewardItem) -> JudgeJob | str:
+    """Job that judges a response, or why nothing can judge it."""
     row, code = item.metadata, program_of(item.response)
     try:
         code.encode()
@@ -92,16 +94,16 @@ def _job(item: RewardItem) -> Job | str:
     if "test" in row and "entry_point" in row:
         prompt, test, entry = row.get("prompt", item.prompt), row["test"], row["entry_point"]
         if all(isinstance(text, str) for text in (prompt, test, entry)):
-            return Job(code=code, prelude=prompt, setup=prompt, tests=test, entry=entry, names=(entry,))
+            return JudgeJob(code=code, prelude=prompt, setup=prompt, tests=test, entry=entry, names=(entry,))
     elif "test_list" in row:
         tests, imports, setup = row["test_list"], row.get("test_imports", []), row.get("test_setup_code", "")
         if tests and _are_texts(tests) and _are_texts(imports) and isinstance(setup, str):
             names = _builtin_names(item.answer)
-            return Job(code=code, setup="\n".join([*imports, setup]), tests="\n".join(tests), names=names)
+            return JudgeJob(code=code, setup="\n".join([*imports, setup]), tests="\n".join(tests), names=names)
     elif "tests" in row:
         cases = row["tests"]
         if cases and isinstance(cases, list) and all(_are_texts(case) and len(case) == 2 for case in cases):
-            return Job(code=code, cases=tuple((text, printed) for text, printed in cases))
+            return JudgeJob(code=code, cases=tuple((text, printed) for text, printed in cases))
     else:
         return "the row has no tests: neither `test` and `entry_point`, nor `test_list`, nor `tests`"
     return "the row's tests are not what `code` reads; see its docstring"

@@ -1,4 +1,4 @@
-"""`Judge`: programs that nobody trusts, judged by tests that they cannot reach.
+"""`ProgramJudge`: programs that nobody trusts, judged by tests that they cannot reach.
 
 A worker of a `WorkerPool` has a fork server of its own, a process that knows no job. For each job that forks two
 children (judge_children.py), both confined to computing (seccomp.py). The program's values cross as JSON
@@ -33,17 +33,17 @@ _MIN_MEMORY_BYTES = 1 << 27
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class JudgeJob:
     """A program, and either tests that call it or cases for its standard input."""
 
     code: str
     prelude: str = ""
     """Code of the row, run before the program's, or continued by it."""
     setup: str = ""
-    """What the tests need."""
+    """Code that the tests need to have run before."""
     tests: str = ""
     entry: str = ""
-    """Where the tests define `check(candidate)`: the name that it is called with."""
+    """Name of the function that `check(candidate)` is called with, where the tests define `check`."""
     names: tuple[str, ...] = ()
     """Names that are the program's even where `setup` or Python has them too; others that the tests do not know are
     anyway."""
@@ -54,16 +54,16 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """What the tests say."""
+class ProgramVerdict:
+    """Judgement of the tests on one program."""
 
     is_right: bool | None
-    """None: nothing follows for the program; the tests are at fault."""
+    """Verdict on the program; None: nothing follows for it, as the tests are at fault."""
     reason: str = ""
     """Short and for people."""
 
 
-class Judge:
+class ProgramJudge:
     """Runs jobs in `workers` at a time. Starts at the first call; nothing outlives `close`."""
 
     def __init__(self, *, workers: int, cpu_s: int, wall_s: float, memory_bytes: int) -> None:
@@ -96,7 +96,7 @@ class Judge:
             memory_bytes=memory_bytes + (1 << 30),
         )
 
-    def judge(self, jobs: Sequence[Job], batch_s: float) -> list[Verdict | Failure]:
+    def judge(self, jobs: Sequence[JudgeJob], batch_s: float) -> list[ProgramVerdict | Failure]:
         """One verdict per job, in order; a `Failure` where the judge itself failed or `batch_s` seconds were over."""
         deadline = time.monotonic() + batch_s
         answers: list[Any] = [[None, "", True]] * len(jobs)
@@ -110,7 +110,7 @@ class Judge:
             ):
                 answers[n] = answer
         return [
-            answer if isinstance(answer, Failure) else Verdict(is_right=answer[0], reason=answer[1])
+            answer if isinstance(answer, Failure) else ProgramVerdict(is_right=answer[0], reason=answer[1])
             for answer in answers
         ]
 
@@ -120,8 +120,8 @@ class Judge:
 
 
 def judge(item: dict[str, Any]) -> list[Any]:
-    """In a worker: [is_right, reason, whether that is for want of time]. Ends the worker where its fork server is lost:
-    the pool then tries once more."""
+    """Judges one item in a worker: [is_right, reason, whether that is for want of time]. Ends the worker where its fork
+    server is lost: the pool then tries once more."""
     limits, wall_s = item["limits"], item["wall_s"]
     try:
         server = _server()
@@ -152,7 +152,7 @@ def judge(item: dict[str, Any]) -> list[Any]:
 
 
 def _ask(stream: socket.socket, job: bytes, deadline: float) -> tuple[bytes, bool]:
-    """What the tester said, and whether it was given up."""
+    """Answer of the tester, and whether it was given up."""
     said = b""
     try:
         stream.settimeout(max(deadline - time.monotonic(), 1e-3))

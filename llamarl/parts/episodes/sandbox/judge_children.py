@@ -98,7 +98,7 @@ class _Candidate:
             exec(program, self._names)  # noqa: S102
 
     def _run(self, text: str) -> str:
-        """What the program prints, given `text` on standard input."""
+        """Text that the program prints, given `text` on standard input."""
         given, printed = io.BytesIO(text.encode()), io.BytesIO()
         sys.stdin = stdin = io.TextIOWrapper(given)
         sys.stdout = out = io.TextIOWrapper(printed, write_through=True)
@@ -119,13 +119,13 @@ class _Candidate:
 
 
 def _namespace(name: str) -> dict[str, Any]:
-    """Of a module that can be found by its name, as dataclasses and pickles do."""
+    """Names of a new module that can be found by `name`, which dataclasses and pickles need."""
     sys.modules[name] = types.ModuleType(name)
     return vars(sys.modules[name])
 
 
 def _compiled(text: str, name: str) -> types.CodeType:
-    """As if it stood alone: without what this file takes from the future."""
+    """Code of `text` that stands alone: without what this file takes from the future."""
     return compile(text, name, "exec", dont_inherit=True)
 
 
@@ -137,7 +137,7 @@ def run_tester(control: int, channel: int) -> None:
     """One job from `control`; the verdict goes back there."""
     job = next(receive(control))
     random.seed(repr(job))  # repeats, and the program cannot foresee it: it does not know the tests
-    program = _Program(channel)
+    program = _ProgramProxy(channel)
     try:
         verdict, why = _verdict(job, program)
     except (ImportError, _TestsError) as error:
@@ -147,7 +147,7 @@ def run_tester(control: int, channel: int) -> None:
     send(control, [verdict, why[: job["shows"] if verdict and job["shows"] else _REASON_CHARS]])
 
 
-class _Program:
+class _ProgramProxy:
     """The candidate, as the tester sees it."""
 
     def __init__(self, channel: int) -> None:
@@ -193,7 +193,7 @@ class _Program:
 
 @functools.cache
 def _exception(names: tuple[str, ...]) -> type[Exception]:
-    """In the tests, for an exception of the program's with these names, its own and those of its bases. Raises
+    """Class for the tests of an exception of the program's, with its own name and those of its bases. Raises
     LookupError: it is none that a test could catch."""
     kind = getattr(builtins, names[0], None)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _NEVER_RAISED):
@@ -216,7 +216,7 @@ class _TestsError(Exception):
 class _Names(dict[str, Any]):
     """Globals of the tests: what they do not know, the program defines."""
 
-    def __init__(self, program: _Program) -> None:
+    def __init__(self, program: _ProgramProxy) -> None:
         super().__init__(__name__="tests")
         self._program = program
 
@@ -235,7 +235,7 @@ def _next(answers: Iterator[Any]) -> dict[str, Any]:
     raise CandidateError("the program ended")
 
 
-def _verdict(job: dict[str, Any], program: _Program) -> tuple[bool | None, str]:
+def _verdict(job: dict[str, Any], program: _ProgramProxy) -> tuple[bool | None, str]:
     """Raises whatever fails in a test."""
     if job["shows"]:
         program.ask("load", "", job["code"], True)

@@ -32,10 +32,10 @@ numbers operator os pathlib pprint queue random re secrets statistics string str
 timeit traceback types typing unicodedata unittest uuid warnings weakref zlib _strptime _json encodings.ascii
 argparse bz2 contextvars fnmatch gzip html.parser ipaddress lzma pickle platform shlex shutil urllib.parse
 encodings.latin_1 encodings.utf_8_sig encodings.utf_16 encodings.cp1252 encodings.idna"""
-"""What programs may import: a confined process opens no file."""
+"""Modules that programs may import: a confined process opens no file."""
 _LOOK_S, _IDLE_LOOKS = 0.5, 6
-"""Between two looks at how long a job has computed, and how many in a row see no more of it before it is over: a
-process that is kept from its processor by others still gets its share."""
+"""Seconds between two looks at how long a job has computed, and how many in a row see no more of it before it is over:
+a process that is kept from its processor by others still gets its share."""
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def send(descriptor: int, message: Any) -> None:
 
 
 def receive(descriptor: int) -> Iterator[Any]:
-    """What the other side sends, until it ends. Raises ValueError for what is no JSON or too long."""
+    """Messages of the other side, until it ends. Raises ValueError for one that is no JSON or too long."""
     parts, size = [b""], 0
     while data := os.read(descriptor, 1 << 16):
         *ends, rest = data.split(b"\n")
@@ -66,7 +66,7 @@ def receive(descriptor: int) -> Iterator[Any]:
 
 
 def pack(value: Any, refer: Callable[[Any], Any]) -> Any:
-    """What JSON can carry; `refer` gives the number of a value that stays where it is, or raises TypeError."""
+    """A form of it for JSON; `refer` gives the number of a value that stays where it is, or raises TypeError."""
 
     def packed(items: Any) -> list[Any]:
         items = list(islice(items, _MAX_ITEMS + 1))
@@ -97,7 +97,7 @@ def _packed_class(value: type) -> dict[str, list[str]] | None:
 
 
 def _parts(value: Any) -> Any:
-    """What a builder makes the value of."""
+    """Arguments from which a builder makes the value again."""
     if isinstance(value, complex):
         return value.real, value.imag
     if isinstance(value, range):
@@ -134,7 +134,7 @@ USES: dict[str, Callable[..., Any]] = {
     "__instancecheck__": lambda kind, value: isinstance(value, kind),
     **_ALONE,
 }
-"""What a `Handle` passes on, beside calls and attributes."""
+"""Operations that a `Handle` passes on, beside calls and attributes."""
 
 
 class Handle:

@@ -41,12 +41,12 @@ _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _KILL, _REFUSE, _ALLOW = 0x80000000, 0x00050000 | errno.EPERM, 0x7FFF0000
 
 
-class _Program(ctypes.Structure):
+class _FilterProgram(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
 
 
 def missing() -> str:
-    """What this machine lacks, in a few words; empty when nothing."""
+    """Reason why this machine cannot confine programs, in a few words; empty: it can."""
     processor, bits = platform.machine(), 8 * struct.calcsize("P")
     if sys.platform != "linux":
         return f"it needs Linux, and this is {sys.platform}"
@@ -78,7 +78,7 @@ def only_compute(*, parent: int, cpu_s: int, memory_bytes: int) -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     code = program()
     _control(libc, _PR_SET_NO_NEW_PRIVS, 1)
-    _control(libc, _PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(_Program(len(code) // 8, code)))
+    _control(libc, _PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(_FilterProgram(len(code) // 8, code)))
 
 
 def _drop_rights(libc: ctypes.CDLL) -> None:
@@ -105,7 +105,7 @@ def _libc() -> ctypes.CDLL:
 
 @functools.cache
 def program() -> bytes:
-    """For the kernel's small machine: calls of another architecture kill, calls that are not listed fail.
+    """Filter program for the kernel: calls of another architecture kill, calls that are not listed fail.
 
     Who forks calls it once before.
     """

@@ -15,7 +15,6 @@ from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.load import given
 from llamarl.config.ref import part
 from llamarl.config.section import Section
-from llamarl.controller.buffer import RolloutBuffer
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.parts.forecast.cli import plan
@@ -80,7 +79,7 @@ def settings(config: Section, file: set[str], line: set[str], where: str = "", r
 
 
 def consequences(config: RunConfig) -> dict[str, list[str]]:
-    """What follows from all settings together, in lines. Raises ConfigError: no layout serves."""
+    """Consequences of all settings together, as lines by topic. Raises ConfigError: no layout serves."""
     if config.cluster.kind == "hosts":
         hosting, gpus = part("hosts", "imagined")(config)
         each = f"with {gpus} GPUs each" if gpus else "without GPUs"
@@ -91,7 +90,7 @@ def consequences(config: RunConfig) -> dict[str, list[str]]:
         if placement.lack:
             print(f"llamarl: {placement.lack}", file=sys.stderr)
     rollout, sync = config.rollout, config.weight_sync
-    limit = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
+    limit = rollout.staleness_limit
     folder = RunFolder(Path(config.output, config.name))
     how = "what is measured to be fastest at the start" if sync.transport == "auto" else sync.transport
     found = {"executors": table, "files": [f"{path}  {meaning}" for path, meaning in folder.files.items()]}
@@ -108,7 +107,8 @@ def consequences(config: RunConfig) -> dict[str, list[str]]:
 
 
 def _step_time(config: RunConfig, context: int) -> str:
-    """With prompts as the first ones of the data are, by the profile of the run that was here before, if it has one."""
+    """Forecast of a step's seconds in a sentence, for prompts like the first ones of the data, by the profile of the
+    run that was here before, if it has one."""
     trainer, generator, kind = config.trainer, config.generator, CPU if config.trainer.device == "cpu" else "h100-80g"
     count = trainer.parallelism.num_ranks * (trainer.threads if kind == CPU else 1)
     count += generator.replicas * generator.tensor_parallel * (generator.threads if kind == CPU else 1)

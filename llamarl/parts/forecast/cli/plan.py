@@ -14,9 +14,8 @@ from llamarl.parts.forecast.constants import load_profile
 from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.hardware import Pool, find_gpu
 from llamarl.parts.forecast.lengths import Lengths
-from llamarl.parts.forecast.pictures import plot_request
-from llamarl.parts.forecast.report import choose, render_plans
-from llamarl.parts.forecast.request import Request
+from llamarl.parts.forecast.report import choose, plan_curves, render_plans, verdict, write_forecast
+from llamarl.parts.forecast.request import PlanRequest
 from llamarl.parts.forecast.run_file import run_toml
 from llamarl.parts.forecast.shapes import find_model
 
@@ -29,7 +28,7 @@ WORK = ("prompt_tokens", "prompts_per_step", "group_size", "max_staleness")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command's options."""
+    """Parser of the command's options."""
     found = command_parser(
         "plan", "Find the best layout, split and staleness for a model on a cluster, before renting it.", EXAMPLE
     )
@@ -51,14 +50,14 @@ def parser() -> argparse.ArgumentParser:
     add("--response-tokens", type=int, metavar="N", help="longest response (4096)")
     add("--mean-response-tokens", type=float, metavar="N", help="mean response (30 %% of the longest)")
     add("--response-sigma", type=float, default=0.7, metavar="S", help="log-deviation of the response length (0.7)")
-    add("--rollouts", metavar="FILE", help="take response lengths from a run's rollouts.jsonl")
+    add("--rollouts", metavar="RUN", help="take response lengths from a run's folder, or a file of its rollouts")
     add("--prompts-per-step", type=int, metavar="P", help="groups per optimizer step (256)")
     add("--group-size", type=int, metavar="G", help="responses per prompt (8)")
     add("--max-staleness", type=int, metavar="S", help="largest staleness to consider (4)")
     add("--profile", metavar="FILE", help="measured constants of your machine, JSON")
     add("--output", metavar="RUN.toml", help="write the better plan as a run file")
     add("--data", default="train.jsonl", metavar="FILE", help="training prompts, for --output (train.jsonl)")
-    add("--plot", metavar="FOLDER", help="draw the split sweep and the staleness curve (needs matplotlib)")
+    add("--folder", metavar="FOLDER", help="write plans, split sweep and staleness curve there, for llamarl report")
     return found
 
 
@@ -68,21 +67,21 @@ def main(arguments: Sequence[str]) -> int:
     base = load_config(options.config) if options.config else None
     request = asked(options, base)
     synchronous, asynchronous = plans(request)
-    print(render_plans(request, synchronous, asynchronous))
+    print(text := render_plans(request, synchronous, asynchronous))
     plan = choose(synchronous, asynchronous)
     if options.output:
         model_path = options.model or (base.model.path if base else "")
-        text = run_toml(plan, model_path=model_path, data_path=options.data, base=base)
-        write_output(Path(options.output), text)
+        write_output(Path(options.output), run_toml(plan, model_path=model_path, data_path=options.data, base=base))
         print(f"wrote {options.output}")
-    if options.plot:
-        for path in plot_request(Path(options.plot), request, max(1, plan.staleness)):
-            print(f"wrote {path}")
+    if options.folder:
+        found = {"end": "planned", "verdict": verdict(synchronous, asynchronous)}
+        write_forecast(Path(options.folder), found, text, plan_curves(request, max(1, plan.staleness)))
+        print(f"llamarl report {options.folder} shows it")
     return 0
 
 
-def asked(options: argparse.Namespace, base: RunConfig | None) -> Request:
-    """What is to be planned. Raises ConfigError."""
+def asked(options: argparse.Namespace, base: RunConfig | None) -> PlanRequest:
+    """Request that the options make. Raises ConfigError."""
     model = options.model or (base.model.path if base else None)
     if not model:
         raise ConfigError("no model to plan for; give --model NAME or --config RUN.toml")
@@ -101,7 +100,7 @@ def asked(options: argparse.Namespace, base: RunConfig | None) -> Request:
     rollout = base.rollout if base else DEFAULTS
     given = {name: getattr(options, name) for name in WORK if getattr(options, name) is not None}
     limit = options.response_tokens if options.response_tokens is not None else rollout.max_new_tokens
-    request = Request.of_run(
+    request = PlanRequest.of_run(
         base.data if base else DataConfig(train=Ref(name="jsonl"), max_prompt_tokens=512),
         rollout,
         model=find_model(model),

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from llamarl.cli.main import FAILURE
 from llamarl.cli.options import command_parser
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.schema import CheckpointConfig
 from llamarl.observability.accounting import write_trace
-from llamarl.observability.files import write_atomically
 from llamarl.parts.forecast.constants import Constants
 from llamarl.parts.forecast.costs import Costs
 from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.hardware import Pool, find_gpu
 from llamarl.parts.forecast.lengths import SIGMA, Lengths
-from llamarl.parts.forecast.pictures import TRACE_GENERATORS, chosen, write_html, write_png
-from llamarl.parts.forecast.report import render_simulation, summary
-from llamarl.parts.forecast.request import Request
+from llamarl.parts.forecast.report import chosen, render_simulation, summary, write_events, write_forecast
+from llamarl.parts.forecast.request import PlanRequest
 from llamarl.parts.forecast.shapes import find_model
 from llamarl.parts.forecast.simulator.faults import HELP, Faults
 from llamarl.parts.forecast.simulator.run import simulate
@@ -31,7 +27,9 @@ from llamarl.run.folder import prepare_run_folder
 EPILOG = """Runs the real controller under a virtual clock over simulated executors; needs neither GPUs nor torch.
 Costs come from --costs (a JSON file), from the planner (--model and --gpu), or are those of a 70B model on H100s.
 Every setting of the run file can be overridden: --rollout.max_staleness 2 --cluster.on_failure.generator respawn.
-Exit codes: 0 all steps done, 1 the simulated run failed, 2 a setting cannot work."""
+llamarl report shows its folder. Exit codes: 0 all steps done, 1 the simulated run failed, 2 a setting cannot work."""
+TRACE_GENERATORS = 64
+"""Generators in the trace: a viewer cannot hold thousands."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,7 +42,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--costs", metavar="FILE", help="how long things take, a JSON file")
     add("--model", metavar="NAME", help="let the planner say how long things take for this model, e.g. llama3-405b")
     add("--gpu", metavar="KIND", help="with --model: the kind of GPU (h100-80g)")
-    add("--png", nargs="?", const="", metavar="FILE", help="draw it too, to timeline.png or FILE (needs matplotlib)")
     return parser
 
 
@@ -65,13 +62,11 @@ def main(arguments: Sequence[str]) -> int:
     config = config.model_copy(update={"name": f"{config.name}-simulation", "checkpoint": CheckpointConfig()})
     folder = prepare_run_folder(config, resume=False, overwrite=True)
     simulation = simulate(config, costs, faults, split, folder.metrics)
-    print(render_simulation(simulation))
-    write_atomically(folder.summary, json.dumps(summary(simulation), indent=2) + "\n")
+    print(text := render_simulation(simulation))
     write_trace(folder.trace, chosen(simulation.spans, TRACE_GENERATORS))
     costs.save(folder.path / "costs.json")
-    write_html(folder.path / "timeline.html", simulation)
-    if options.png is not None:
-        write_png(Path(options.png or folder.path / "timeline.png"), simulation)
+    write_events(folder.events, simulation)
+    write_forecast(folder.path, summary(simulation), text)
     names = sorted(path.name for path in folder.path.iterdir() if path.is_file() and path.name[0] != ".")
     print(f"files        {folder.path}: {', '.join(names)}")
     return 0 if simulation.end == "finished" else FAILURE
@@ -82,7 +77,7 @@ def _planned(options: argparse.Namespace, config: RunConfig) -> tuple[RunConfig,
     if options.gpus is None:
         raise ConfigError("--model asks the planner, which needs the size of the cluster; give --gpus N")
     rollout = config.rollout
-    request = Request.of_run(
+    request = PlanRequest.of_run(
         config.data,
         rollout,
         model=find_model(options.model),

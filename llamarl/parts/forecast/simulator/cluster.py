@@ -35,7 +35,7 @@ class SimulatedCluster:
         return handle
 
     async def spawn_generator(self) -> ExecutorHandle:
-        """Under the next free number: both replacements and joins come through here."""
+        """Spawns a generator under the next free number: both replacements and joins come through here."""
         return await self.spawn(f"generator-{len(self.generators)}")
 
     async def shutdown(self, timeout_s: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 STEP_TOLERANCE = 1e-9
@@ -23,9 +23,9 @@ class Attempt(NamedTuple):
     index: int
     num_tokens: int
     earlier_tokens: int = 0
-    """Of the segments before."""
+    """Tokens of the segments before this one."""
     later_tokens: int = 0
-    """Left for the segments after."""
+    """Tokens left for the segments after this one."""
 
 
 class Decoded(NamedTuple):
@@ -51,7 +51,11 @@ class DecodeQueue:
         self._running = list[tuple[int, Attempt, int]]()  # heap of (end step, attempt, first version)
         self._waiting = deque[tuple[Attempt, float]]()  # with the seconds of prefill that it brings
         self.finished = deque[Decoded]()
-        """In the order of their ends; an end may lie less than one step in the future."""
+        """Rollouts in the order of their ends; an end may lie less than one step in the future."""
+        self.num_whole = self.num_parked = 0
+        """Groups that have ended whole, and segments that others follow, since the last reply."""
+        self._left = Counter[int]()
+        """Attempts of each group that have not ended."""
         self.version = 0
         self.generated_tokens = 0
 
@@ -79,7 +83,7 @@ class DecodeQueue:
 
     @property
     def next_finish_s(self) -> float:
-        """When the next rollout ends if nothing else happens; infinite when none runs."""
+        """Time when the next rollout ends if nothing else happens, in virtual seconds; infinite when none runs."""
         return self.finished[0].finished_s if self.finished else self.next_end_s
 
     @property
@@ -92,6 +96,7 @@ class DecodeQueue:
     def submit(self, now_s: float, attempts: list[Attempt], prefill_s: float) -> None:
         """Attempts of one group join the line; the first one to be decoded brings the `prefill_s` of their prompt."""
         self.advance(now_s)
+        self._left.update(attempt.group_id for attempt in attempts)
         self._waiting.extend((attempt, 0.0 if number else prefill_s) for number, attempt in enumerate(attempts))
         self._admit()
 
@@ -121,6 +126,11 @@ class DecodeQueue:
         while self._running and self._running[0][0] == self.num_steps:
             _, attempt, first_version = heapq.heappop(self._running)
             self.finished.append(Decoded(attempt, self._boundary_s, first_version, self.version))
+            self._left[attempt.group_id] -= 1
+            if not self._left[attempt.group_id]:
+                del self._left[attempt.group_id]
+                self.num_whole += 1
+            self.num_parked += attempt.later_tokens > 0
         self._admit()
 
     def _admit(self) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulation, and when. Random faults depend on the seed alone."""
+"""`Faults` of a simulation, and their times. Random faults depend on the seed alone."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _FORMS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Faults:
-    """By default nothing goes wrong."""
+    """Slow generators, deaths, joins and rewards that never come; by default nothing goes wrong."""
 
     slow_share: float = 0.0
     """Share of the generators that are slow, 0 to 1."""
     slow_factor: float = 1.0
-    """How many times longer everything takes there."""
+    """Factor by which everything takes longer on slow generators."""
     deaths: tuple[tuple[float, int], ...] = ()
     """(seconds from the start of the loop, replica) of each generator that dies at a given time."""
     deaths_per_hour: float = 0.0

@@ -1,6 +1,6 @@
 """Simulated executors: handles that answer as the real ones do, after the time that the real ones would take.
 
-They take calls in the order of their arrival and one at a time, as an `ExecutorHost` does; only `collect` waits aside.
+They take calls in the order of their arrival and one at a time, as an `ExecutorRank` does; only `collect` waits aside.
 """
 
 from __future__ import annotations
@@ -10,14 +10,23 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
 from llamarl.config import RunConfig
-from llamarl.executors.replies import REPLY_INTERVAL_S, Adoption, Collected, GeneratorStats, Probe, Published
+from llamarl.executors.replies import (
+    GROUPS_INTERVAL_S,
+    LATEST_S,
+    REPLY_INTERVAL_S,
+    Adoption,
+    Collected,
+    GeneratorStats,
+    Probe,
+    Published,
+)
 from llamarl.observability.metrics import UpdateMetrics
 from llamarl.observability.spans import Span
 from llamarl.parts.forecast.costs import Costs
@@ -36,7 +45,7 @@ PROBE = Probe(sequences=[NOTHING_T], logprobs=[NOTHING_T])
 
 @dataclass(kw_only=True, slots=True)
 class World:
-    """What all executors of a simulation share."""
+    """State that all executors of a simulation share."""
 
     config: RunConfig
     costs: Costs
@@ -44,11 +53,11 @@ class World:
     trainer_gpus: int
     lengths: ResponseLengths
     counts: Counter[str] = field(default_factory=Counter)
-    """What happened, by the names of `COUNTS`."""
+    """Number of events, by the names of `COUNTS`."""
     executors_cpu_s: float = 0.0
     """Processor time inside simulated executors: in a real run it passes elsewhere, not in the controller."""
     controller: list[tuple[float, float]] = field(default_factory=list)
-    """When the controller works, and its processor seconds."""
+    """Times at which the controller works, and its processor seconds from each on."""
 
     def message(self, now_s: float) -> None:
         """One between the controller and an executor."""
@@ -72,7 +81,7 @@ class SimulatedHandle(ExecutorHandle):
         self.alive_s = (self._loop.time(), math.inf)
         """Virtual seconds of its birth and of its death."""
         self._free_s = 0.0
-        """When the calls that were taken so far are done."""
+        """Time when the calls that were taken so far are done, in virtual seconds."""
         self._doing, self._doing_since_s = "idle", 0.0
         self._calls = set[asyncio.Future[None]]()
         self._spans = list[Span]()
@@ -95,7 +104,7 @@ class SimulatedHandle(ExecutorHandle):
         return result
 
     async def _under_way(self) -> None:
-        """While a call and its answer are under way the executor may do other work."""
+        """Waits while a call and its answer are under way; the executor may do other work meanwhile."""
         self._world.message(self._loop.time())
         if self._costs.call_s:
             await asyncio.sleep(self._costs.call_s)
@@ -133,7 +142,7 @@ class SimulatedHandle(ExecutorHandle):
         return HostStatus(pid=0, doing=doing, doing_age_s=now_s - since_s, busy_s={}, queued_calls=0, spans=spans)
 
     def _current(self, now_s: float) -> tuple[str, float]:
-        """What it does, and since when."""
+        """Method that it runs, or `idle`, and since when, in virtual seconds."""
         return (self._doing, self._doing_since_s) if now_s < self._free_s else ("idle", self._free_s)
 
     async def status_each(self, timeout_s: float) -> list[HostStatus]:
@@ -176,10 +185,13 @@ class SimulatedGenerator(SimulatedHandle):
             max_running=settings.max_running,
         )
         self._begun = dict[tuple[int, int], Rollout]()
-        """What unfinished rollouts began with, by group and index."""
+        """Rollouts as they were when generation began, for unfinished ones, by group and index."""
         self._reply: asyncio.Future[Collected] | None = None
         self._reply_deadline_s = self._reply_timeout_s = 0.0
-        self._replied_s = 0.0
+        self._replied_s, self._num_wanted = 0.0, 0
+        self._early = list[GenerationRequest]()
+        """Requests that wait for a version to come."""
+        self._aborted = list[Rollout]()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
         self._decoding_since_s: float | None = None
@@ -196,6 +208,7 @@ class SimulatedGenerator(SimulatedHandle):
             raise self._ended
         assert self._reply is None, "one collect at a time"
         self.num_calls += 1
+        (self._num_wanted,) = args
         reply = self._reply = self._loop.create_future()
         self._reply_timeout_s, self._reply_deadline_s = timeout_s, self._loop.time() + timeout_s
         self._schedule()
@@ -209,13 +222,27 @@ class SimulatedGenerator(SimulatedHandle):
 
     def do_submit(self, requests: Sequence[GenerationRequest]) -> tuple[float, Any]:
         for request in requests:
-            self._submit(self._loop.time(), request)
+            if request.from_version > self._queue.version:
+                self._early.append(request)
+            else:
+                self._submit(self._loop.time(), request)
         self._schedule()
         return 0.0, None
 
     def do_adopt(self, version: int, _: Address) -> tuple[float, Any]:
         pause_s = self._costs.adopt_s * self._slowness
-        return self._pause(version, pause_s), Adoption(version=version, stall_s=pause_s)
+        seconds = self._pause(version, pause_s)
+        early, self._early = self._early, []
+        self.do_submit(early)
+        return seconds, Adoption(version=version, stall_s=pause_s)
+
+    def do_abort(self, group_ids: Sequence[int]) -> tuple[float, Any]:
+        """Takes back requests that wait for a version; no others are taken back."""
+        for request in (one for one in self._early if one.group_id in group_ids):
+            self._aborted += [replace(one, finish_reason=FinishReason.ABORTED) for one in request.starts()]
+        self._early = [one for one in self._early if one.group_id not in group_ids]
+        self._schedule()
+        return 0.0, None
 
     def do_score(self, _: Sequence[np.ndarray]) -> tuple[float, Any]:
         return self._pause(self._queue.version, self._costs.probe_s * self._slowness), PROBE.logprobs
@@ -248,14 +275,25 @@ class SimulatedGenerator(SimulatedHandle):
         if self._reply is None:
             return
         now_s, due_s = self._loop.time(), self._queue.next_finish_s
-        if due_s <= now_s < self._replied_s + REPLY_INTERVAL_S:  # others may end, and the last one hands over at once
-            due_s = min(self._replied_s + REPLY_INTERVAL_S, self._queue.next_end_s)
+        if due_s <= now_s < self._due_s():  # others may end, and the last one hands over at once
+            due_s = min(self._due_s(), self._queue.next_end_s)
+        if self._aborted:
+            due_s = now_s
         due_s = max(min(due_s, self._reply_deadline_s), now_s)
         if self._timer is None or due_s < self._timer_s:
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = self._loop.call_at(due_s, self._wake)
             self._timer_s = due_s
+
+    def _due_s(self) -> float:
+        """When what has ended is handed over, as a generator does."""
+        queue = self._queue
+        if (self._num_wanted and queue.num_whole >= self._num_wanted) or not queue.has_work:
+            return -math.inf
+        if not self._num_wanted or queue.num_parked:
+            return self._replied_s + REPLY_INTERVAL_S
+        return self._replied_s + (GROUPS_INTERVAL_S if queue.num_whole else LATEST_S)
 
     def _wake(self) -> None:
         began_s = time.thread_time()
@@ -268,8 +306,8 @@ class SimulatedGenerator(SimulatedHandle):
         """Answers the waiting `collect` with what has finished."""
         self._queue.advance(now_s)
         finished = self._queue.finished
-        rollouts = list[Rollout]()
-        is_due = now_s >= self._replied_s + REPLY_INTERVAL_S or not self._queue.has_work
+        rollouts, self._aborted = self._aborted, []
+        is_due = now_s >= self._due_s()
         while is_due and finished and finished[0].finished_s <= now_s:
             rollouts.append(self._rollout(finished.popleft()))
         if not self._queue.has_work and not finished and self._decoding_since_s is not None:
@@ -278,6 +316,7 @@ class SimulatedGenerator(SimulatedHandle):
         if rollouts:
             self._reply, self._replied_s = None, now_s
             queue = self._queue
+            queue.num_whole = queue.num_parked = 0
             stats = GeneratorStats(queue.num_running, queue.num_waiting, queue.generated_tokens)
             reply.set_result(Collected(rollouts=rollouts, stats=stats))
         elif now_s >= self._reply_deadline_s:
@@ -356,7 +395,8 @@ class SimulatedTrainer(SimulatedHandle):
     def do_commit(self) -> tuple[float, Any]:
         return 0.0, ""
 
-    def do_step(self, group_ids: Sequence[int]) -> tuple[float, Any]:
+    def do_step(self, group_ids: Sequence[int], groups: Sequence[RolloutGroup]) -> tuple[float, Any]:
+        self.do_add_groups(groups)
         sizes = [self._groups.pop(group_id) for group_id in group_ids]
         loss_tokens = sum(tokens for _, tokens, _ in sizes)
         tokens = sum(computed for _, _, computed in sizes)

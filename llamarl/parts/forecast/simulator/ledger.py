@@ -1,4 +1,4 @@
-"""What a simulation keeps of its steps: the places where a real run writes rollouts and metrics, as counters."""
+"""Records of a simulation's steps, as counters."""
 
 from __future__ import annotations
 
@@ -6,33 +6,44 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from llamarl.controller.marks import StepMark
+from llamarl.controller.sync import SyncReport
+from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.files import write_atomically
 from llamarl.observability.metrics import EvalMetrics, StepMetrics
-from llamarl.observability.recorder import RolloutRecorder
 from llamarl.observability.sinks import MetricsLog
+from llamarl.training.result import PolicyStepResult
 from llamarl.types import RolloutGroup
 
 
-class StalenessCounter(RolloutRecorder):
-    """Counts the staleness of every rollout that is trained on, and which groups they were; writes nothing."""
+class CountingTelemetry(Telemetry):
+    """Counts the staleness of every rollout that is trained on, and which groups they were."""
 
-    def __init__(self, spend: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(self, *arguments: Any, spend: Callable[[int], None]) -> None:
         """`spend` lets the time pass that so many rollouts take to be recorded."""
-        super().__init__(None, lambda _: None)
+        super().__init__(*arguments)
         self._spend = spend
         self.counts = Counter[int]()
         """Rollouts by staleness, in optimizer steps."""
         self.group_ids = list[int]()
-        """In the order of their consumption."""
+        """Groups in the order of their consumption."""
 
-    def record(
-        self, step: int, groups: Sequence[RolloutGroup], advantages: object = None, columns: object = None
+    def step(
+        self,
+        groups: Sequence[RolloutGroup],
+        result: PolicyStepResult,
+        mark: StepMark,
+        sync: SyncReport,
+        ready_groups: int,
     ) -> None:
+        """Counts a step, and records it."""
         self._spend(sum(len(group.rollouts) for group in groups))
         for group in groups:
             self.group_ids.append(group.group_id)
-            self.counts.update(step - 1 - rollout.oldest_version for rollout in group.rollouts)
+            self.counts.update(result.policy_version - 1 - rollout.oldest_version for rollout in group.rollouts)
+        super().step(groups, result, mark, sync, ready_groups)
 
 
 class StepLog(MetricsLog):

@@ -1,4 +1,4 @@
-"""What a simulation found."""
+"""`Simulation`: the result of simulating a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamarl.observability.accounting import Accounts, Verdict
+from llamarl.observability.accounting import Accounts, SpeedVerdict
 from llamarl.observability.metrics import StepMetrics
 from llamarl.observability.spans import Span
 from llamarl.parts.forecast.simulator.split import Split
@@ -30,8 +30,8 @@ class Simulation:
     """`finished`, or why it ended before."""
     steps: tuple[StepMetrics, ...]
     accounts: Accounts
-    """Of the loop."""
-    verdict: Verdict
+    """Busy shares of executors and roles in the loop."""
+    verdict: SpeedVerdict
     staleness: Mapping[int, int]
     """Rollouts that were trained on, by staleness in optimizer steps."""
     staleness_bound: int
@@ -40,7 +40,7 @@ class Simulation:
     loop_s: tuple[float, float]
     """Start and end of the loop, virtual seconds."""
     counts: Mapping[str, int]
-    """By name, each of `COUNTS`."""
+    """Number of events by name, for each of `COUNTS`."""
     spans: Mapping[str, list[Span]]
     wall_s: float
     """Real seconds that the simulation took."""

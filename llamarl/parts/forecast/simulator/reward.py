@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llamarl.controller.ports import Responses
-from llamarl.executors.replies import Scored
+from llamarl.executors.replies import ScoredResponse
 from llamarl.parts.forecast.simulator.draws import SCORES, keyed
 from llamarl.parts.forecast.simulator.handles import SimulatedHandle, World
 from llamarl.types import Outcome, RewardResult, Rollout
@@ -29,7 +29,7 @@ class SimulatedReward(SimulatedHandle):
         self._wrong = RewardResult(outcome=Outcome.WRONG, value=0.0)
 
     def do_score(self, groups: Responses) -> tuple[float, Any]:
-        answers, busy_s, longest_s = list[list[Scored]](), 0.0, 0.0
+        answers, busy_s, longest_s = list[list[ScoredResponse]](), 0.0, 0.0
         for _, rollouts in groups:
             scored, seconds = self._score(rollouts)
             answers.append(scored)
@@ -37,7 +37,7 @@ class SimulatedReward(SimulatedHandle):
             longest_s = max(longest_s, float(seconds.max()))
         return max(longest_s, busy_s / self._costs.score_workers), answers
 
-    def _score(self, rollouts: Sequence[Rollout]) -> tuple[list[Scored], np.ndarray]:
+    def _score(self, rollouts: Sequence[Rollout]) -> tuple[list[ScoredResponse], np.ndarray]:
         random = keyed(self._world.config.seed, SCORES, rollouts[0].group_id)
         fates = random.random(len(rollouts))
         seconds = self._costs.score_s * random.standard_exponential(len(rollouts))
@@ -50,7 +50,7 @@ class SimulatedReward(SimulatedHandle):
             self._invalid if timed_out else self._judged(reward)
             for timed_out, reward in zip(late.tolist(), rewards, strict=True)
         ]
-        return [Scored(response="", result=result) for result in results], seconds
+        return [ScoredResponse(response="", result=result) for result in results], seconds
 
     def _judged(self, reward: float) -> RewardResult:
         if reward in (0.0, 1.0):  # by far the most, and there are millions

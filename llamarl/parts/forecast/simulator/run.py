@@ -13,10 +13,8 @@ from pathlib import Path
 from llamarl.cluster.api import ExecutorError
 from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.admission import Problems, TooManyInvalid
-from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.ports import Executors
 from llamarl.controller.supervision import Stalled, Supervisor, rare_garbage_collections
-from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.accounting import Accounts, account, role_of, verdict
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.spans import Span
@@ -26,7 +24,7 @@ from llamarl.parts.forecast.simulator.clock import VirtualClockLoop, run_virtual
 from llamarl.parts.forecast.simulator.cluster import SimulatedCluster
 from llamarl.parts.forecast.simulator.cores import SharedCores, in_turn
 from llamarl.parts.forecast.simulator.faults import Faults
-from llamarl.parts.forecast.simulator.ledger import StalenessCounter, StepLog
+from llamarl.parts.forecast.simulator.ledger import CountingTelemetry, StepLog
 from llamarl.parts.forecast.simulator.records import simulated_prompts
 from llamarl.parts.forecast.simulator.result import COUNTS, Simulation
 from llamarl.parts.forecast.simulator.split import Split
@@ -55,13 +53,13 @@ def simulate(config: RunConfig, costs: Costs, faults: Faults, split: Split, metr
     screen = config.screen.model_copy(update={"kind": "none"})
     config = config.model_copy(update={"generator": generator, "screen": screen})
     wall_s, cpu_s = time.monotonic(), time.process_time()
-    run = _Run(config, costs, faults, split, metrics)
+    run = _SimulatedRun(config, costs, faults, split, metrics)
     with rare_garbage_collections():  # as a real run does
         run_virtual(run.run())
     return run.result(time.monotonic() - wall_s, time.process_time() - cpu_s)
 
 
-class _Progress(NullScreen):
+class _SimulationProgress(NullScreen):
     """A line on stderr now and then. Warnings of single faults are counted in the result instead."""
 
     def __init__(self, steps: int) -> None:
@@ -77,14 +75,13 @@ class _Progress(NullScreen):
         return None
 
 
-class _Run:
+class _SimulatedRun:
     def __init__(self, config: RunConfig, costs: Costs, faults: Faults, split: Split, metrics: Path) -> None:
         rollout = config.rollout
         self._config = config
         self._costs = costs
         self._split = split
-        self._bound = RolloutBuffer(rollout.prompts_per_step, rollout.max_staleness, rollout.window).staleness_limit
-        self._staleness = StalenessCounter(self._record)
+        self._bound = rollout.staleness_limit
         self._log = StepLog(metrics)
         self._cluster = SimulatedCluster(config, costs, faults, split.trainer_gpus)
         self._problems = Problems(
@@ -100,9 +97,9 @@ class _Run:
         clock = asyncio.get_running_loop()
         assert isinstance(clock, VirtualClockLoop)
         self._clock = clock
-        self._telemetry = Telemetry(
-            self._config, _Progress(self._config.steps), self._log, self._staleness, self._bound, clock.time
-        )
+        progress = _SimulationProgress(self._config.steps)
+        setting = self._config, progress, self._log, self._bound, clock.time
+        self._telemetry = CountingTelemetry(*setting, spend=self._record)
         setting = self._config, self._problems, self._telemetry, self._cluster.shutdown, self._spawn
         try:
             async with assembled(*setting, handles_signals=False) as (self._controller, supervisor):
@@ -149,7 +146,7 @@ class _Run:
         self._clock.spend(seconds)
 
     def _shared_cores(self, spans: dict[str, list[Span]]) -> SharedCores:
-        """How the executors on `cpu` get in each other's way."""
+        """Slowdown of executors on `cpu`, which share the machine's cores."""
         trainer, generator = self._config.trainer, self._config.generator
         threads = {
             "trainer": trainer.threads if trainer.device == "cpu" else 0,
@@ -161,7 +158,7 @@ class _Run:
         return SharedCores(all_spans, threads, self._costs.cores, self._costs.contention)
 
     def _generator_busy_share(self, accounts: Accounts, clock: Callable[[float], float]) -> float:
-        """Of the time in which they were alive: a generator that is not there does not idle."""
+        """Busy share of generators in the time in which they lived: a generator that is not there does not idle."""
         start_s, end_s = self._loop_s
         lives_s = [
             clock(min(end_s, h.alive_s[1])) - clock(max(start_s, h.alive_s[0])) for h in self._cluster.generators
@@ -170,7 +167,7 @@ class _Run:
         return sum(busy_s) / sum(lives_s) if sum(lives_s) > 0 else 0.0
 
     def result(self, wall_s: float, cpu_s: float) -> Simulation:
-        """What was found, with the time that it took."""
+        """Result of the simulation, which took `wall_s` real seconds and `cpu_s` processor seconds."""
         counts = self._cluster.world.counts + Counter(resubmitted_groups=self._controller.recovery.num_resubmitted)
         spans = {name: list(work) for name, work in self._telemetry.spans.items()}
         steps, loop_s = self._log.steps, self._loop_s
@@ -190,9 +187,9 @@ class _Run:
             steps=tuple(steps),
             accounts=accounts,
             verdict=verdict(accounts, 1, len(steps)),
-            staleness=dict(sorted(self._staleness.counts.items())),
+            staleness=dict(sorted(self._telemetry.counts.items())),
             staleness_bound=self._bound,
-            group_ids=tuple(self._staleness.group_ids),
+            group_ids=tuple(self._telemetry.group_ids),
             loop_s=loop_s,
             counts={name: counts[name] for name in COUNTS},
             spans=spans,

@@ -1,4 +1,4 @@
-"""How many GPUs each role has in a simulation."""
+"""`Split` of a simulation's GPUs between the roles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llamarl.parts.forecast.costs import Costs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """Who has how many GPUs."""
+    """Number of GPUs of each role."""
 
     trainer_gpus: int
     replicas: int
@@ -60,7 +60,7 @@ def step_parts_s(
 
 
 def choose_split(config: RunConfig, costs: Costs, gpus: int | None, trainer_gpus: int | None) -> Split:
-    """What the command line asks for. Without `gpus` the run's own generators, and as much for the trainer.
+    """Split that the command line asks for. Without `gpus`: the run's own generators, and as many GPUs for the trainer.
 
     Raises:
         ConfigError: there are too few GPUs.

@@ -13,7 +13,7 @@ from llamarl.cli.options import address_towards, command_parser
 from llamarl.cluster.engine_files import own_temporary_folder
 from llamarl.config import ConfigError
 from llamarl.config.cluster import MAX_PORT
-from llamarl.parts.hosts.agent import Agent, ask_to_leave
+from llamarl.parts.hosts.agent import HostAgent, ask_to_leave
 from llamarl.parts.hosts.certificates import check_member
 from llamarl.parts.hosts.home import BROKEN
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
             return FAILURE
         return 0
     own_temporary_folder()
-    agent = Agent(options.controller, pki, options.name, address, options.once, _say)
+    agent = HostAgent(options.controller, pki, options.name, address, options.once, _say)
     return asyncio.run(agent.run())
 
 

@@ -17,15 +17,15 @@ from llamarl.parts.hosts.certificates import CONTROLLER, make_certificates
 from llamarl.parts.hosts.hosting import NoRoom, imagined
 
 POD_PORT = 6700
-"""Of the controller in its pod."""
+"""Port of the controller in its pod."""
 POD_PKI, POD_PKI_DAYS = "/etc/llamarl/pki", 365
-"""Where the pods see their certificates, and their validity."""
+"""Folder in which the pods see their certificates, and days of validity."""
 DNS_LABEL = re.compile(r"[a-z]([a-z0-9-]{0,43}[a-z0-9])?")
-"""With room for the pods' own endings."""
+"""Name of a run that Kubernetes takes, with room for the pods' own endings."""
 
 
 def files_folder(config: RunConfig) -> Path:
-    """Beside the run's folder: what is submitted, its log and the certificates."""
+    """Folder beside the run's: what is submitted, its log and the certificates."""
     return Path(os.path.abspath(config.output)) / f"{config.name}.launch"
 
 
@@ -35,7 +35,7 @@ def several_hosts(path: str, overrides: Sequence[str]) -> RunConfig:
 
 
 def slurm_script(config: RunConfig, path: str, overrides: Sequence[str]) -> str:
-    """For `sbatch`. Raises ConfigError."""
+    """Script for `sbatch`. Raises ConfigError."""
     own = {name.replace("_", "-"): value for name, value in config.launch.slurm.items()}
     if fixed := own.keys() & {"nodes", "ntasks", "ntasks-per-node"}:
         raise ConfigError(
@@ -50,7 +50,7 @@ def slurm_script(config: RunConfig, path: str, overrides: Sequence[str]) -> str:
 
 
 def kubernetes_manifest(config: RunConfig, secrets: Mapping[str, Mapping[str, str]] | None = None) -> str:
-    """For `kubectl apply`; with the Secrets if their files are given. Raises ConfigError."""
+    """Manifest for `kubectl apply`, with the Secrets if their files are given. Raises ConfigError."""
     settings, name = config.launch.kubernetes, config.name
     for option in (option for option in ("image", "claim") if not getattr(settings, option)):
         raise ConfigError(f"launch.kubernetes.{option} is missing; give it with --launch.kubernetes.{option} VALUE")
@@ -87,7 +87,7 @@ def kubernetes_secrets(config: RunConfig) -> dict[str, dict[str, str]]:
 
 
 def _files_of(member: str) -> list[str]:
-    """By which it proves who it is, and knows the others."""
+    """Files with which a member proves who it is, and knows the others."""
     return ["ca.crt", f"{member}.crt", f"{member}.key"]
 
 

@@ -18,8 +18,8 @@ EPILOG = "The page needs no network. Of a running, failed or torn run it shows w
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
-    parser = command_parser("report", "One HTML file that shows a run, or several beside each other.", EPILOG)
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, such as runs/demo")
+    parser = command_parser("report", "One HTML file that shows runs or forecasts, several beside each other.", EPILOG)
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, such as runs/demo, or of a forecast")
     parser.add_argument("--output", metavar="FILE", help="where to write it (RUN/report.html)")
     options = parser.parse_args(arguments)
     folders = [Path(name) for name in options.runs]
@@ -36,20 +36,19 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def decoder(folder: Path) -> Decode | None:
-    """Text of a token, by the tokenizer of the run's model; None where that is not on this machine, which is said."""
+    """Text of a token, by the tokenizer of the run's model; None where that is not on this machine, which is said, and
+    for a forecast."""
     from llamarl.data.tokenizer import Tokenizer
 
+    if (folder / "forecast.json").exists():  # which has no rollouts
+        return None
     try:
         settings = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
         tokenizer = Tokenizer(base_model(folder, settings["model"]["path"], settings.get("output", "")))
         # Some tokenizers drop the space that begins a text, so each token is decoded behind another one.
         anchor = int(tokenizer.encode("a")[-1])
         before = tokenizer.decode([anchor], skip_special=False)
-
-        def decode(token: int) -> str:
-            return tokenizer.decode([anchor, token], skip_special=False).removeprefix(before)
-
-        return decode
+        return lambda token: tokenizer.decode([anchor, token], skip_special=False).removeprefix(before)
     except (OSError, ValueError, LookupError, TypeError, ConfigError) as error:
         print(
             f"llamarl: {folder}: tokens are shown by their numbers, as no tokenizer was read: {error}", file=sys.stderr

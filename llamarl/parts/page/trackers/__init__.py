@@ -1,1 +1,1 @@
-"""Where metrics go besides `metrics.jsonl`, a file each: what users look at already."""
+"""Trackers, which send metrics where users look already, besides `metrics.jsonl`. One file per member."""

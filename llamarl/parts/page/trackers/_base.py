@@ -19,16 +19,16 @@ from llamarl.observability.sinks import Subject
 
 FAMILY = "llamarl.parts.page.trackers"
 MAX_ROWS = 1000
-"""That wait for a tracker; what comes while so many do is left out."""
+"""Rows that may wait for a tracker; further ones are left out while so many do."""
 CLOSE_S = 4.0
-"""For what is still to be said when the run ends."""
+"""Seconds that a tracker has for its last rows when the run ends."""
 
 
 class Tracker(ABC):
     """Lives in a thread of its own, from its constructor on. Whatever it raises ends it, with a warning."""
 
     PACKAGE: ClassVar[str]
-    """That is imported, in the constructor and not before."""
+    """Package that is imported, in the constructor and not before."""
 
     @abstractmethod
     def __init__(self, subject: Subject) -> None: ...
@@ -52,7 +52,7 @@ def tracker_class(name: str) -> type[Tracker]:
     return found
 
 
-class Forwarding:
+class TrackerThread:
     """Rows to one tracker. It says once when it fails or does not keep up, and the run goes on."""
 
     def __init__(self, name: str, subject: Subject, warn: Callable[[str], None]) -> None:
@@ -64,7 +64,7 @@ class Forwarding:
         self._thread.start()
 
     def put(self, row: Row) -> None:
-        """At once, from one thread."""
+        """Queues a row and comes back at once; called from one thread."""
         try:
             if not self._is_over.is_set():
                 self._rows.put_nowait(row)
@@ -98,13 +98,13 @@ class Forwarding:
             self._rows.put_nowait(None)
 
     def wait(self, timeout_s: float) -> None:
-        """For what is on its way."""
+        """Waits until what is on its way has arrived, `timeout_s` at most."""
         if not self._is_over.wait(max(timeout_s, 0.0)):
             self._tell(f"has not ended {CLOSE_S:g} s after the run")
 
 
 def numbers(row: Row) -> dict[str, float]:
-    """Those of a row of `metrics.jsonl`, where what is not finite is None."""
+    """Numbers of a row of `metrics.jsonl`, where what is not finite is None."""
     prefix = "eval." if row["kind"] == "eval" else ""
     return {
         prefix + name: float(value) for name, value in row.items() if isinstance(value, (int, float)) and name != "step"
@@ -116,7 +116,7 @@ class Trackers:
 
     def __init__(self, names: Sequence[str], subject: Subject, warn: Callable[[str], None]) -> None:
         """Raises ConfigError."""
-        self.each = [Forwarding(name, subject, warn) for name in dict.fromkeys(names) if name != "jsonl"]
+        self.each = [TrackerThread(name, subject, warn) for name in dict.fromkeys(names) if name != "jsonl"]
 
     def row(self, row: Row) -> None:
         for one in self.each:

@@ -12,7 +12,7 @@ from llamarl.parts.page.trackers._base import Tracker
 
 EXPERIMENT = "llamarl"
 MAX_LETTERS = 500
-"""Of the value of a setting."""
+"""Characters of a setting's value at most."""
 
 
 class Mlflow(Tracker):

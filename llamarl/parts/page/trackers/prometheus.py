@@ -49,9 +49,11 @@ class Prometheus(Tracker):
 
     def _serve(self, accepted: socket.socket, proved: Proved) -> None:
         def answer() -> None:
-            with accepted, suppress(OSError):  # it asks nothing, or has gone
-                self._handler(accepted, accepted.getpeername(), None)
-            proved()
+            try:
+                with accepted, suppress(OSError):  # it asks nothing, or has gone
+                    self._handler(accepted, accepted.getpeername(), None)
+            finally:
+                proved()
 
         threading.Thread(target=answer, name="prometheus", daemon=True).start()
 

@@ -21,9 +21,9 @@ from llamarl.cli.options import command_parser, told_of_delay
 from llamarl.cluster.api import ExecutorError
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.observability.formats import counted
-from llamarl.parts.replay.against import parting
+from llamarl.parts.replay.against import first_divergence
 from llamarl.parts.replay.recorded import Diverged, Recorded, other_code
-from llamarl.parts.replay.replay import PARTS, Request, Tally, arithmetic, replay, replayable
+from llamarl.parts.replay.replay import PARTS, ReplayRequest, Tally, arithmetic, replay, replayable
 from llamarl.parts.replay.what_if import what_if
 from llamarl.run.folder import RunFolder
 from llamarl.run.prepare import prepare
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{overrides[0]}: not with --against, --only or --jobs; leave them, or it, out")
     try:
         if options.against:
-            steps, found = parting(_folder(options.run), _folder(options.against))
+            steps, found = first_divergence(_folder(options.run), _folder(options.against))
             said = f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} equal"
             print(said + (f"; the runs part at {found}" if found else ""))
             return FAILURE if found else 0
@@ -117,10 +117,14 @@ def compare(
     return tally
 
 
-def _request(run: RunConfig, config: RunConfig, folder: RunFolder, first: int, last: int, tally: Tally) -> Request:
+def _request(
+    run: RunConfig, config: RunConfig, folder: RunFolder, first: int, last: int, tally: Tally
+) -> ReplayRequest:
     with told_of_delay("replay"):
         problems = prepare(config).problems
-    return Request(config=config, journal=run, problems=problems, folder=folder, first=first, last=last, tally=tally)
+    return ReplayRequest(
+        config=config, journal=run, problems=problems, folder=folder, first=first, last=last, tally=tally
+    )
 
 
 def _what_if(options: argparse.Namespace, overrides: Sequence[str], first: int, last: int) -> int:
@@ -137,7 +141,7 @@ def _what_if(options: argparse.Namespace, overrides: Sequence[str], first: int, 
 
 
 def _range(text: str, done: int) -> tuple[int, int]:
-    """Of `A:B`, either of which may be missing. Raises ConfigError."""
+    """First and last step of `A:B`, either of which may be missing. Raises ConfigError."""
     found = re.fullmatch(r"(\d*):(\d*)", text or ":")
     first, last = (int(found[1] or 1), int(found[2] or done)) if found else (0, 0)
     if not 1 <= first <= last <= done:

@@ -54,7 +54,7 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
     from llamarl.controller.saving import NotSaved
     from llamarl.controller.supervision import Interrupted
     from llamarl.parts.sft.base_model import ensure_base_model
-    from llamarl.parts.sft.run import FineTuning, load_documents, place_trainer
+    from llamarl.parts.sft.run import SftRun, load_documents, place_trainer
     from llamarl.run.folder import FolderLost, check_run_folder, prepare_run_folder
     from llamarl.training.result import NonFiniteStep
 
@@ -70,7 +70,7 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
     folder = prepare_run_folder(config, resume=resume, overwrite=overwrite)
     try:
         with _bar(config.name, config.steps) as show:
-            FineTuning(
+            SftRun(
                 config=config, documents=documents, placement=placement, folder=folder, resume=resume, progress=show,
                 warn=warn,
             ).run()  # fmt: skip

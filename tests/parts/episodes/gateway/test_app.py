@@ -21,7 +21,7 @@ from llamarl.net.entrance import MAX_UNPROVED
 from llamarl.parts.episodes.gateway import app as module
 from llamarl.parts.episodes.gateway.app import build_app
 from llamarl.parts.episodes.gateway.endpoint import Endpoint
-from llamarl.parts.episodes.gateway.protocol import Refused
+from llamarl.parts.episodes.gateway.protocol import CallRefused
 from llamarl.parts.episodes.gateway.session import Session
 from llamarl.run.web import listening, serving
 from llamarl.types import OBSERVED, Rollout
@@ -38,7 +38,7 @@ def client(scripted: Callable[..., Any]) -> TestClient:
 
     def session_of(key: str) -> tuple[Endpoint, Session]:
         if key != "right":
-            raise Refused(401, "wrong key", "authentication_error")
+            raise CallRefused(401, "wrong key", "authentication_error")
         return endpoint, session
 
     return TestClient(build_app(session_of), headers={"Authorization": "Bearer right"})
@@ -235,7 +235,7 @@ def test_health_metrics_and_the_model(scripted: Callable[..., Any]) -> None:
 
     def session_of(key: str) -> tuple[Endpoint, Session]:
         if key != "right":
-            raise Refused(401, "wrong key", "authentication_error")
+            raise CallRefused(401, "wrong key", "authentication_error")
         return endpoint, session
 
     client = TestClient(build_app(session_of, lambda: {"running": 3, "kv_use": 0.5}))
@@ -286,7 +286,7 @@ def test_silent_connections_keep_nobody_from_an_answer(
 
     def session_of(key: str) -> tuple[Endpoint, Session]:
         if key != "right":
-            raise Refused(401, "wrong key", "authentication_error")
+            raise CallRefused(401, "wrong key", "authentication_error")
         return endpoint, session
 
     async def asked(place: tuple[str, int], key: str, connection: str = "close", path: str = "/v1/models") -> str:
@@ -302,6 +302,8 @@ def test_silent_connections_keep_nobody_from_an_answer(
         place = opened.getsockname()
         task = asyncio.create_task(server.serve([opened]))
         silent = [await asyncio.open_connection(*place) for _ in range(2 * MAX_UNPROVED)]
+        for _, writer in silent:
+            writer.write(b"G")
         for reader, _ in silent[:MAX_UNPROVED]:
             with suppress(ConnectionError):
                 assert not await asyncio.wait_for(reader.read(), 30.0)

@@ -13,7 +13,7 @@ import pytest
 
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.parts.episodes.gateway import protocol
-from llamarl.parts.episodes.gateway.protocol import OutOfTokens, Refused
+from llamarl.parts.episodes.gateway.protocol import CallRefused, OutOfTokens
 from llamarl.types import OBSERVED
 from tests.architecture.repository import ROOT
 from tests.parts.episodes.gateway.conftest import tool_schema
@@ -125,7 +125,7 @@ def test_text_goes_on_from_what_was_written(scripted: Make, without_template: To
     assert second["choices"][0]["text"] == "end"
     expected = [*policy.prompts[0], *choice["token_ids"], *without_template.encode("=22")]
     assert policy.prompts[1].tolist() == expected and set(session.columns()["sequence"]) == {0}
-    with pytest.raises(Refused, match="has no chat template"):
+    with pytest.raises(CallRefused, match="has no chat template"):
         say(endpoint, session, messages=[user("hi")])
 
 
@@ -170,7 +170,7 @@ def test_tokens_as_a_prompt(scripted: Make) -> None:
 )
 def test_what_is_not_there_is_refused_by_name(scripted: Make, body: dict[str, Any], said: str) -> None:
     policy, endpoint, session = scripted("x", is_fixed=True)
-    with pytest.raises(Refused, match=said) as refused:
+    with pytest.raises(CallRefused, match=said) as refused:
         say(endpoint, session, **body)
     assert refused.value.status == 400 and not policy.prompts and not session.num_calls
     assert refused.value.param and f"{refused.value}".startswith(refused.value.param)
@@ -209,7 +209,7 @@ def test_all_calls_together_are_bounded_and_failures_teach_nothing(scripted: Mak
     assert session.is_full and refused.value.body["error"]["code"] == "context_length_exceeded"
     policy, endpoint, session = scripted("x")
     policy.error = "the prompt has 500 tokens and the context 256; no token can be generated"
-    with pytest.raises(Refused, match="context 256"):
+    with pytest.raises(CallRefused, match="context 256"):
         say(endpoint, session, prompt="x")
     assert not session.is_full
     assert not session.num_calls and not len(session.columns()["token_ids"])
@@ -288,7 +288,7 @@ def test_the_table_of_what_is_not_there(scripted: Make) -> None:
     for name, value in options.items():
         _, endpoint, session = scripted("x")
         assert say(endpoint, session, messages=[user("hi")], **{name: value})["choices"]
-        with pytest.raises(Refused, match=f"^{name} = ") as refused:
+        with pytest.raises(CallRefused, match=f"^{name} = ") as refused:
             say(endpoint, session, messages=[user("hi")], **{name: {"odd": 1}})
         assert refused.value.status == 400 and refused.value.param == name
 
@@ -307,7 +307,7 @@ def test_a_prompt_over_the_context_is_too_long_and_long_ones_are_not_encoded(
             say(endpoint, session, **body)
         assert refused.value.body["error"]["code"] == "context_length_exceeded"
     assert session.is_full and not policy.prompts
-    with pytest.raises(Refused, match=r"messages = .*at most 2048 items"):
+    with pytest.raises(CallRefused, match=r"messages = .*at most 2048 items"):
         say(endpoint, session, messages=[user("hi")] * 20_000)
 
 
@@ -343,5 +343,5 @@ def test_several_choices_of_a_call(scripted: Make, tokenizer: Tokenizer) -> None
         assert "".join(one["text"] for one in own) == choice["text"] and own[-1]["finish_reason"] == "stop"
     assert sorted(set(session.columns()["sequence"])) == [0, 1]
     policy.error = "it cannot"
-    with pytest.raises(Refused, match="it cannot"):
+    with pytest.raises(CallRefused, match="it cannot"):
         say(endpoint, session, prompt="x", n=3)

@@ -17,7 +17,7 @@ import pytest
 
 from llamarl.config import ConfigError
 from llamarl.parts.episodes.sandbox import seccomp
-from llamarl.parts.episodes.sandbox.judge import Job, Judge, Verdict
+from llamarl.parts.episodes.sandbox.judge import JudgeJob, ProgramJudge, ProgramVerdict
 from llamarl.parts.episodes.sandbox.judge_children import _is_same
 from llamarl.sandbox.pool import Failure, WorkerPool
 from llamarl.sandbox.pool_server import FailureKind
@@ -27,12 +27,12 @@ from tests.sandbox.test_pool import alive, children, until
 
 pytestmark = pytest.mark.skipif(bool(seccomp.missing()), reason=seccomp.missing())
 
-HONEST = Job(code="def f(x): return x + 1", tests="assert f(1) == 2")
+HONEST = JudgeJob(code="def f(x): return x + 1", tests="assert f(1) == 2")
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    made = Judge(workers=2, cpu_s=1, wall_s=60.0, memory_bytes=1 << 28)
+def judge() -> Iterator[ProgramJudge]:
+    made = ProgramJudge(workers=2, cpu_s=1, wall_s=60.0, memory_bytes=1 << 28)
     yield made
     made.close()
 
@@ -41,9 +41,9 @@ def family(pid: int) -> list[int]:
     return [pid, *(below for child in children(pid) for below in family(child))]
 
 
-def one(judge: Judge, **job: object) -> tuple[bool | None, str]:
-    (verdict,) = judge.judge([Job(**job)], 60.0)
-    assert isinstance(verdict, Verdict), verdict
+def one(judge: ProgramJudge, **job: object) -> tuple[bool | None, str]:
+    (verdict,) = judge.judge([JudgeJob(**job)], 60.0)
+    assert isinstance(verdict, ProgramVerdict), verdict
     return verdict.is_right, verdict.reason
 
 
@@ -53,16 +53,18 @@ def test_none_of_the_abuses_gains_or_leaves_anything(tmp_path: Path, monkeypatch
     secret.write_text("7919")
     programs = {name: f"FOLDER, SECRET = {str(tmp_path)!r}, {str(secret)!r}\n{text}" for name, text in ABUSES.items()}
     assert len(programs) >= 60
-    own = Judge(workers=2, cpu_s=1, wall_s=6.0, memory_bytes=1 << 28)  # starts with the secret in its environment
+    own = ProgramJudge(
+        workers=2, cpu_s=1, wall_s=6.0, memory_bytes=1 << 28
+    )  # starts with the secret in its environment
     try:
         assert [verdict.is_right for verdict in own.judge([HONEST] * 9, 60.0)] == [True] * 9
         before = sorted(family(own._pool._server.pid))
-        jobs = [Job(code=code, tests="assert f(3) == 7919") for code in programs.values()]
+        jobs = [JudgeJob(code=code, tests="assert f(3) == 7919") for code in programs.values()]
         verdicts = own.judge([job for abuse in jobs for job in (abuse, HONEST)], 300.0)
         gained = {
             name: verdict
             for name, verdict in zip(programs, verdicts[::2], strict=True)
-            if not isinstance(verdict, Verdict) or verdict.is_right is not False
+            if not isinstance(verdict, ProgramVerdict) or verdict.is_right is not False
         }
         assert not gained
         assert [verdict.is_right for verdict in verdicts[1::2]] == [True] * len(jobs)
@@ -80,7 +82,7 @@ def test_pages_count_the_abuses() -> None:
         assert f"{len(ABUSES)} abuses" in text, page
 
 
-def test_a_program_has_no_rights(judge: Judge) -> None:
+def test_a_program_has_no_rights(judge: ProgramJudge) -> None:
     """Neither those of root nor any capability: whatever the list of calls may one day forget."""
     found = dict[int, str]()
     endless = threading.Thread(target=one, args=(judge,), kwargs={"code": "while True: pass", "tests": "f()"})
@@ -131,13 +133,13 @@ os._exit(0)
 
 
 def test_those_that_need_long_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, asked = Job(code="while True: pass", tests="f()"), []
+    slow, asked = JudgeJob(code="while True: pass", tests="f()"), []
 
     def answers(items: list[Any], batch_s: float) -> list[list[Any]]:
         asked.append([(item["limits"]["cpu_s"], item["job"]["code"], batch_s <= 120.0) for item in items])
         return [[item["job"]["code"] == HONEST.code, "", item["job"]["code"] == slow.code] for item in items]
 
-    judge = Judge(workers=1, cpu_s=7, wall_s=60.0, memory_bytes=1 << 28)
+    judge = ProgramJudge(workers=1, cpu_s=7, wall_s=60.0, memory_bytes=1 << 28)
     monkeypatch.setattr(judge._pool, "map", answers)
     verdicts = judge.judge([slow, HONEST, slow, HONEST], 120.0)
     assert [verdict.is_right for verdict in verdicts] == [False, True, False, True]
@@ -145,14 +147,14 @@ def test_those_that_need_long_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_over_its_seconds() -> None:
-    judge = Judge(workers=1, cpu_s=5, wall_s=0.2, memory_bytes=1 << 28)
+    judge = ProgramJudge(workers=1, cpu_s=5, wall_s=0.2, memory_bytes=1 << 28)
     try:
         assert one(judge, code="while True: pass", tests="f()") == (False, "over 0.2 s")
     finally:
         judge.close()
 
 
-def test_values_cross_as_exact_builtins(judge: Judge) -> None:
+def test_values_cross_as_exact_builtins(judge: ProgramJudge) -> None:
     values = (
         "[None, True, -1, 1 << 80, 1e300, float('inf'), 2j, 'é\\ud800', b'a', bytearray(b'b'), (1, (2,)), {1, 2}, [[]],"
         " frozenset('a'), {(1,): {'k': [0]}}, range(1, 9, 2), int, Decimal('1.10'), Fraction(1, 3), deque([1, 2])]"
@@ -175,7 +177,7 @@ def test_values_cross_as_exact_builtins(judge: Judge) -> None:
         "b'[' * 900 + b']' * 900",
     ],
 )
-def test_what_cannot_be_handed_back_is_the_programs_fault(judge: Judge, said: str) -> None:
+def test_what_cannot_be_handed_back_is_the_programs_fault(judge: ProgramJudge, said: str) -> None:
     """A test that hands a value back is common; a program must not make it one that cannot be run."""
     code = f"import os\ndef f(x):\n    data = b'{{\"value\": ' + {said} + b', \"after\": []}}\\n'\n    "
     code += "while data: data = data[os.write(3, data):]"
@@ -185,14 +187,14 @@ def test_what_cannot_be_handed_back_is_the_programs_fault(judge: Judge, said: st
 @pytest.mark.parametrize(
     "tests", ["assert f(f(3)) == 3", "x = f(3)\nassert f([x] * 9) == 3", "f([0] * 2_000_000 * len(f(1)))"]
 )
-def test_values_that_grow_are_the_programs_fault(judge: Judge, tests: str) -> None:
+def test_values_that_grow_are_the_programs_fault(judge: ProgramJudge, tests: str) -> None:
     said = """b'[' + b','.join([b'{"Fraction": ["1e999"]}'] * 50000) + b']'"""
     code = f"import os\ndef f(x):\n    data = b'{{\"value\": ' + {said} + b', \"after\": []}}\\n'\n    "
     code += "while data: data = data[os.write(3, data):]"
     assert one(judge, code=code, tests=tests)[0] is False
 
 
-def test_what_was_answered_once_may_grow_later(judge: Judge) -> None:
+def test_what_was_answered_once_may_grow_later(judge: ProgramJudge) -> None:
     """Also when nothing was answered in between."""
     assert one(judge, code="def f(x): return ['a' * 1_000_000]", tests="x = f(3)\nf.note = 1\nf(x * 40)")[0] is False
 
@@ -201,7 +203,7 @@ def test_what_was_answered_once_may_grow_later(judge: Judge) -> None:
     ("code", "tests"),
     honest.HONEST,
 )
-def test_honest_programs_are_right(judge: Judge, code: str, tests: str) -> None:
+def test_honest_programs_are_right(judge: ProgramJudge, code: str, tests: str) -> None:
     assert one(judge, code=code, tests=tests) == (True, "")
 
 
@@ -209,7 +211,7 @@ def test_honest_programs_are_right(judge: Judge, code: str, tests: str) -> None:
     "code",
     honest.LIARS,
 )
-def test_what_the_program_defines_does_not_say_what_is_right(judge: Judge, code: str) -> None:
+def test_what_the_program_defines_does_not_say_what_is_right(judge: ProgramJudge, code: str) -> None:
     for tests in (
         "a = [3, 1]\nassert f(a) == sorted(a)",
         "assert abs(f([1]) - 7919) < 1e-6",
@@ -220,7 +222,7 @@ def test_what_the_program_defines_does_not_say_what_is_right(judge: Judge, code:
         assert one(judge, code=code, tests=tests)[0] is False, tests
 
 
-def test_chance_in_tests_is_not_foreseen_and_repeats(judge: Judge) -> None:
+def test_chance_in_tests_is_not_foreseen_and_repeats(judge: ProgramJudge) -> None:
     foreseen = [random.Random(seed).random() for seed in (0, 1, None)]
     tests = f"assert f(1) == 2 and random.random() not in {foreseen}, random.random()"
     assert one(judge, code=HONEST.code, tests=tests) == (True, "")
@@ -238,7 +240,7 @@ def test_what_cannot_be_confined_is_not_run() -> None:
     assert isinstance(failure, Failure) and "could not be confined" in failure.reason
 
 
-def test_objects_stay_and_are_used_from_afar(judge: Judge) -> None:
+def test_objects_stay_and_are_used_from_afar(judge: ProgramJudge) -> None:
     code = (
         "class Node:\n    def __init__(self, v): self.v, self.left = v, None\n    def total(self, k=1): "
         "return k * (self.v + (self.left.total() if self.left else 0))\ndef total(n): return n.total()"
@@ -248,7 +250,7 @@ def test_objects_stay_and_are_used_from_afar(judge: Judge) -> None:
     assert one(judge, code=code, setup=setup, tests=tests) == (True, "")
 
 
-def test_errors_of_the_program_are_those_of_python(judge: Judge) -> None:
+def test_errors_of_the_program_are_those_of_python(judge: ProgramJudge) -> None:
     tests = "try: f(1)\nexcept ValueError as e: assert str(e) == 'no' and type(e) is ValueError\nelse: assert False"
     assert one(judge, code="def f(x): raise ValueError('no')", tests=tests) == (True, "")
     assert one(judge, code="def f(x): raise KeyError('no')", tests=tests)[0] is False
@@ -256,7 +258,7 @@ def test_errors_of_the_program_are_those_of_python(judge: Judge) -> None:
     assert one(judge, code="def f(x): raise StopIteration", tests=ends)[0] is False
 
 
-def test_helpers_of_the_row_are_not_the_programs(judge: Judge) -> None:
+def test_helpers_of_the_row_are_not_the_programs(judge: ProgramJudge) -> None:
     prelude = "def close(a, b): return abs(a - b) < 1e-6\ndef f(x):\n    '''The half.'''\n"
     job = {"prelude": prelude, "setup": prelude, "entry": "f", "names": ("f",)}
     tests = "def check(candidate):\n    assert close(candidate(3), 1.5)\n    assert close(f(1), 0.5)"
@@ -266,7 +268,7 @@ def test_helpers_of_the_row_are_not_the_programs(judge: Judge) -> None:
     assert one(judge, code="def check(c): pass\ndef f(x): return 0", tests="", **job)[0] is None
 
 
-def test_standard_input(judge: Judge) -> None:
+def test_standard_input(judge: ProgramJudge) -> None:
     code = (
         "import sys\ndef main():\n    n = int(input())\n    print(sum(map(int, sys.stdin.read().split())) * n, ' ')\n"
         "    exit()\nif __name__ == '__main__': main()\nprint(0)"
@@ -283,12 +285,12 @@ def test_standard_input(judge: Judge) -> None:
     "code",
     honest.SCRIPTS,
 )
-def test_scripts_read_and_end_as_they_like(judge: Judge, code: str) -> None:
+def test_scripts_read_and_end_as_they_like(judge: ProgramJudge, code: str) -> None:
     assert one(judge, code=code, cases=(("1 2", "3\n"), ("3 4\n", "7")))[0]
     assert one(judge, code=code, cases=(("1 2", "4\n"),))[0] is False
 
 
-def test_the_end_of_a_slow_program_is_not_the_exception_that_tests_wait_for(judge: Judge) -> None:
+def test_the_end_of_a_slow_program_is_not_the_exception_that_tests_wait_for(judge: ProgramJudge) -> None:
     """However much of it the first, short attempt computes."""
     tests = "try:\n    f(1)\nexcept Exception:\n    good = True\nelse:\n    good = False\nassert good"
     for rounds in (10**3, 10**9):
@@ -314,7 +316,7 @@ def test_output_is_the_same(printed: str, expected: str, is_same: bool) -> None:
         ("f('x' * (1 << 25))", "too long"),
     ],
 )
-def test_faults_of_the_tests_say_nothing_of_the_program(judge: Judge, tests: str, says: str) -> None:
+def test_faults_of_the_tests_say_nothing_of_the_program(judge: ProgramJudge, tests: str, says: str) -> None:
     right, reason = one(judge, code="def f(x): return x", tests=tests)
     assert right is None
     assert says in reason
@@ -333,41 +335,41 @@ def test_faults_of_the_tests_say_nothing_of_the_program(judge: Judge, tests: str
         ("def f(x): return [[]] * (1 << 20)", "more than 1,000,000 values"),
     ],
 )
-def test_reasons(judge: Judge, code: str, says: str) -> None:
+def test_reasons(judge: ProgramJudge, code: str, says: str) -> None:
     right, reason = one(judge, code=code, tests="assert f(1) == 2")
     assert right is False
     assert says in reason
 
 
-def test_random_tests_repeat_and_cannot_be_foreseen(judge: Judge) -> None:
-    job = Job(code="import random\ndef f(): return random.random()", tests="assert f() != random.random()")
-    seen = Job(code="def f(x): assert False, x", tests="f(random.random())")
+def test_random_tests_repeat_and_cannot_be_foreseen(judge: ProgramJudge) -> None:
+    job = JudgeJob(code="import random\ndef f(): return random.random()", tests="assert f() != random.random()")
+    seen = JudgeJob(code="def f(x): assert False, x", tests="f(random.random())")
     first, second, alone = judge.judge([seen, seen, job], 60.0)
     assert first == second
     assert alone.is_right
 
 
-def test_what_dies_is_replaced(judge: Judge) -> None:
+def test_what_dies_is_replaced(judge: ProgramJudge) -> None:
     assert one(judge, **dataclasses.asdict(HONEST))[0]
     for worker in children(judge._pool._server.pid):
         for server in children(worker):
             os.kill(server, signal.SIGKILL)
     assert [verdict.is_right for verdict in judge.judge([HONEST] * 6, 60.0)] == [True] * 6
-    late = judge.judge([Job(code="while True: pass", tests="f()")] * 3, 0.5)
+    late = judge.judge([JudgeJob(code="while True: pass", tests="f()")] * 3, 0.5)
     assert {failure.kind for failure in late if isinstance(failure, Failure)} == {FailureKind.BATCH}
 
 
 @pytest.mark.parametrize("option", [{"workers": 0}, {"cpu_s": 0}, {"cpu_s": 0.5}, {"wall_s": 0}, {"memory_bytes": 1}])
 def test_mistakes(option: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(option))):
-        Judge(**{"workers": 1, "cpu_s": 1, "wall_s": 1.0, "memory_bytes": 1 << 28, **option})
+        ProgramJudge(**{"workers": 1, "cpu_s": 1, "wall_s": 1.0, "memory_bytes": 1 << 28, **option})
 
 
 def test_a_machine_that_cannot_confine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(ConfigError, match="riscv64"):
-        Judge(workers=1, cpu_s=1, wall_s=1.0, memory_bytes=1 << 28)
+        ProgramJudge(workers=1, cpu_s=1, wall_s=1.0, memory_bytes=1 << 28)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(seccomp, "_MODE_FILTER", 77)
     with pytest.raises(ConfigError, match="seccomp"):
-        Judge(workers=1, cpu_s=1, wall_s=1.0, memory_bytes=1 << 28)
+        ProgramJudge(workers=1, cpu_s=1, wall_s=1.0, memory_bytes=1 << 28)

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from llamarl.cluster.executor import Executor
-from llamarl.executors.replies import Adoption, Collected, GeneratorStats, Published, Scored
+from llamarl.executors.replies import Adoption, Collected, GeneratorStats, Published, ScoredResponse
 from llamarl.observability.metrics import UpdateMetrics
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import FinishReason, GenerationRequest, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
@@ -20,7 +20,8 @@ class LightGenerator(Executor):
 
     def __init__(self, rollout_s: float) -> None:
         self._rollout_s = rollout_s
-        self._waiting = list[tuple[int, int]]()
+        self._waiting = list[tuple[int, int, int]]()
+        """Oldest version that may serve each, group and index."""
         self._finished = list[Rollout]()
         self._reply: Future[Collected] | None = None
         self._version = -1
@@ -35,18 +36,20 @@ class LightGenerator(Executor):
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         assert self._version >= 0, "a request came before the weights"
-        self._waiting += [(request.group_id, one.index) for request in requests for one in request.starts()]
+        for request in requests:
+            self._waiting += [(request.from_version, request.group_id, one.index) for one in request.starts()]
+        self._waiting.sort()
 
-    def collect(self) -> Future[Collected]:
+    def collect(self, num_wanted: int) -> Future[Collected]:
         self._reply = reply = Future[Collected]()
         self._hand_over()
         return reply
 
     def work(self) -> bool:
-        if not self._waiting:
+        if not self._waiting or self._waiting[0][0] > self._version:
             return False
         time.sleep(self._rollout_s)
-        group_id, index = self._waiting.pop(0)
+        _, group_id, index = self._waiting.pop(0)
         self._finished.append(
             Rollout(
                 group_id=group_id,
@@ -73,9 +76,9 @@ class LightGenerator(Executor):
 class LightReward(Executor):
     """Everything is right."""
 
-    def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[Scored]]:
+    def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[ScoredResponse]]:
         right = RewardResult(outcome=Outcome.SCORE, value=1.0)
-        return [[Scored(response="", result=right) for _ in rollouts] for _, rollouts in groups]
+        return [[ScoredResponse(response="", result=right) for _ in rollouts] for _, rollouts in groups]
 
 
 class LightTrainer(Executor):
@@ -88,15 +91,16 @@ class LightTrainer(Executor):
     def add_groups(self, groups: Sequence[RolloutGroup]) -> None:
         self._groups.update((group.group_id, group) for group in groups)
 
-    def step(self, group_ids: Sequence[int]) -> PolicyStepResult:
+    def step(self, group_ids: Sequence[int], groups: Sequence[RolloutGroup]) -> PolicyStepResult:
         time.sleep(0.02)
-        groups = [self._groups.pop(group_id) for group_id in group_ids]
+        self.add_groups(groups)
+        taken = [self._groups.pop(group_id) for group_id in group_ids]
         self._version += 1
         return PolicyStepResult(
             policy_version=self._version,
             skipped=False,
-            update=UpdateMetrics(num_loss_tokens=2 * sum(len(group.rollouts) for group in groups)),
-            advantages={group.group_id: np.zeros(len(group.rollouts)) for group in groups},
+            update=UpdateMetrics(num_loss_tokens=2 * sum(len(group.rollouts) for group in taken)),
+            advantages={group.group_id: np.zeros(len(group.rollouts)) for group in taken},
         )
 
     def set_layout(self, rank: int, specs: tuple[()]) -> None:

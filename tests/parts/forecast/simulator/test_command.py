@@ -61,18 +61,12 @@ def test_files_and_summary(run_file: str, tmp_path: Path, capsys: pytest.Capture
     trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {"generate", "train", "score", "weight_sync", "checkpoint"} <= {event["name"] for event in trace}
     assert Costs.load(folder / "costs.json") == Costs()
-    assert "<svg" in (folder / "timeline.html").read_text()
-    assert "proved bound" in capsys.readouterr().out
-
-
-def test_png(run_file: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert main([run_file, "--png", str(tmp_path / "chosen.png")]) == 0
-    assert (tmp_path / "chosen.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ConfigError, match="cannot draw"):
-        main([run_file, "--png", str(tmp_path / "nowhere" / "chosen.png")])
-    assert main([run_file, "--png"]) == 0
-    assert (tmp_path / "runs" / "small-simulation" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    text = json.loads((folder / "forecast.json").read_text())["text"]
+    assert "proved bound" in text and text in capsys.readouterr().out
+    start, work, end = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    assert (start["kind"], work["kind"], end["end"]) == ("start", "spans", "finished")
+    assert {"trainer", "reward", "generator-1"} <= work["spans"].keys()
+    assert end["at_s"] - start["at_s"] == pytest.approx(found["virtual_s"])
 
 
 def test_a_failed_run_exits_1(run_file: str) -> None:

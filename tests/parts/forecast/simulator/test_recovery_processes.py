@@ -25,7 +25,7 @@ from llamarl.controller.ports import Executors
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.screen import NullScreen
-from llamarl.parts.forecast.simulator.ledger import StalenessCounter, StepLog
+from llamarl.parts.forecast.simulator.ledger import CountingTelemetry, StepLog
 from llamarl.parts.forecast.simulator.records import simulated_prompts
 from tests.parts.forecast.simulator.conftest import run_config
 
@@ -48,7 +48,6 @@ class Run:
 
     def __init__(self, config: RunConfig, folder: Path, kill_after: int) -> None:
         self.config = config
-        self.counter = StalenessCounter()
         self.log = StepLog(folder / "metrics.jsonl")
         self.screen = Warnings()
         self.generators = list[ExecutorHandle]()
@@ -78,7 +77,8 @@ class Run:
                 generators=generators,
                 spawn_generator=lambda number: self.spawn(cluster, f"generator-{number}", rollout_s=0.01),
             )
-            telemetry = Telemetry(self.config, self.screen, self.log, self.counter, 2)
+            setting = self.config, self.screen, self.log, 2
+            self.counter = telemetry = CountingTelemetry(*setting, spend=lambda _: None)
             problems = Problems(train=simulated_prompts(64, 4), eval=(), stop_token_ids=())
             controller = Controller(self.config, problems, executors, supervisor, telemetry)
             telemetry.attach(list(executors), controller.replicas)

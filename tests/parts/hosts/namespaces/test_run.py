@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import pytest
 
 from benchmarks.hosts.namespaces import Namespaces, available
 from llamarl.parts.hosts.certificates import make_certificates
+from llamarl.run.rollouts import rollout_rows
 from tests.end_to_end.tiny import ROOT, make_model, rows, write_toml
 from tests.nightly import nightly
 
@@ -66,8 +66,7 @@ def test_a_host_is_cut_off_and_comes_back(tmp_path: Path) -> None:
     assert run.returncode == 0, told
     assert "generator-1 (rank 0): host host-c (10.77.0.3) is lost: it has been silent for 3 s" in told
     assert [row["step"] for row in steps(tmp_path)] == list(range(1, STEPS + 1))
-    lines = (tmp_path / "runs/tiny/rollouts.jsonl").read_text().splitlines()
-    rollouts = Counter((row["group_id"], row["index"]) for row in map(json.loads, lines))
+    rollouts = Counter((row["group_id"], row["index"]) for row in rollout_rows(tmp_path / "runs/tiny"))
     assert set(rollouts.values()) == {1}, "none is trained twice"
     assert (tmp_path / "runs/tiny/logs/host-host-c.log").exists()
 

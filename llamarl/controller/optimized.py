@@ -1,4 +1,4 @@
-"""`Learners`: trainer and critic, and how new processes of theirs learn again what the dead ones had learnt.
+"""`OptimizedExecutors`: trainer and critic, and how new processes of theirs learn again what the dead ones had learnt.
 
 The journal keeps the groups of all steps since the newest checkpoint. New processes begin at that checkpoint, or
 later where a copy in memory is left (`checkpoint.mirror`), and take the steps after it again: the same groups in the
@@ -14,19 +14,24 @@ from llamarl.cluster.api import ExecutorError, ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
 from llamarl.controller.journal import Journal
-from llamarl.controller.lives import Lasting
+from llamarl.controller.lives import RestartableHandle
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.saving import Checkpoints
-from llamarl.controller.steps import Step
+from llamarl.controller.steps import OptimizerStep
 from llamarl.controller.supervision import StallWatch, Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import ControllerState
 from llamarl.training.result import PolicyStepResult, StepResult
 from llamarl.types import RolloutGroup
 
+RIDING_BYTES = 4 << 20
+"""Size of groups from which on they go ahead of their step: a call has a limit, and a step waits for its own."""
+TOKEN_BYTES = 24
+"""Bytes of a token of a rollout, with its columns and its part of the text."""
+
 
 class StepsLost(ExecutorError):
-    """What an executor had learnt since the newest checkpoint is not there any more."""
+    """Steps that an executor had learnt since the newest checkpoint are not there any more."""
 
     def __init__(self, executor: str, text: str) -> None:
         super().__init__(executor, text)
@@ -36,7 +41,7 @@ class StepsLost(ExecutorError):
         return self.text
 
 
-class Learners:
+class OptimizedExecutors:
     """The trainer, and the critic where there is one."""
 
     def __init__(
@@ -60,36 +65,47 @@ class Learners:
         self._checkpoints = Checkpoints(self.trainer, self.critic, supervisor, telemetry, journal, self._saved)
         self.takes = self._checkpoints.takes
         self._ready = dict[int, RolloutGroup]()
-        """Groups that they have for steps to come."""
+        """Groups for steps to come."""
+        self._unsent, self._unsent_bytes = list[RolloutGroup](), 0
+        """Groups among them that the trainer has not got yet: they come with the next step."""
         self._steps = deque[tuple[int, list[RolloutGroup]]]()
-        """That have begun since the newest checkpoint, and are not in the journal."""
+        """Steps that have begun since the newest checkpoint and are not in the journal, with their groups."""
 
     def add(self, groups: Sequence[RolloutGroup]) -> None:
-        """Scored groups go ahead of the step, which then only names them.
+        """Scored groups ride in the call of the next step, which names those that it takes. Many tokens go ahead of it,
+        and a critic gets all at once.
 
         Nobody waits for them to be taken, as trainer and critic may be busy with a step; calls reach them in order.
         """
         self._ready.update((group.group_id, group) for group in groups)
-        self._supervisor.start(self.trainer.add_groups(groups), "add groups")
+        self._unsent += groups
+        self._unsent_bytes += sum(map(_num_bytes, groups))
+        if self._unsent_bytes > RIDING_BYTES:
+            self._supervisor.start(self.trainer.add_groups(self._taken()), "add groups")
         if self.critic:
             self._supervisor.start(self.critic.add_groups(groups), "add groups to the critic")
 
-    def begin(self, step: int, groups: list[RolloutGroup]) -> Step:
-        """Trainer and critic are asked for a step on these groups, which they have."""
+    def begin(self, step: int, groups: list[RolloutGroup]) -> OptimizerStep:
+        """Trainer and critic are asked for a step on these groups, which have been added."""
         while self._steps and self._journal.has(self._steps[0][0]):
             self._steps.popleft()
         self._steps.append((step, groups))
         ids = [group.group_id for group in groups]
         for group_id in ids:
             del self._ready[group_id]
-        result = self._supervisor.start(self._train(ids), f"step {step}")
+        result = self._supervisor.start(self._train(ids, self._taken()), f"step {step}")
         learnt = None
         if self.critic:
             learnt = self._supervisor.start(self._learn(self.critic, step, ids), f"the critic's step {step}")
-        return Step(groups=groups, result=result, critic=learnt)
+        return OptimizerStep(groups=groups, result=result, critic=learnt)
 
-    async def _train(self, group_ids: list[int]) -> PolicyStepResult:
-        result = await self.trainer.step(group_ids)
+    def _taken(self) -> list[RolloutGroup]:
+        """Groups that are on their way to the trainer from now on."""
+        taken, self._unsent, self._unsent_bytes = self._unsent, [], 0
+        return taken
+
+    async def _train(self, group_ids: list[int], groups: list[RolloutGroup]) -> PolicyStepResult:
+        result = await self.trainer.step(group_ids, groups)
         self.version = result.policy_version
         return result
 
@@ -109,27 +125,27 @@ class Learners:
         await self._checkpoints.save(state)
 
     def save_beside(self, state: ControllerState) -> None:
-        """As `save`, beside the next steps."""
+        """Saves trainer and critic beside the next steps; if the disk refuses, that costs a warning."""
         self._checkpoints.save_beside(state)
 
     def _saved(self, step: int) -> None:
         while self._steps and self._steps[0][0] <= step:
             self._steps.popleft()
 
-    def lasts(
+    def restore_on_restart(
         self, executors: Executors, died: Callable[[], None], again: Callable[[TrainerPort], Awaitable[None]]
     ) -> None:
-        """Those of both that are started again are brought to where they were.
+        """Has trainer and critic, where they are started again, brought to where they were.
 
         Args:
             died: hears that the trainer is dead.
             again: what else a new trainer needs.
         """
-        if isinstance(executors.trainer, Lasting):
+        if isinstance(executors.trainer, RestartableHandle):
             executors.trainer.died, executors.trainer.restore = died, self._restore_trainer
             executors.trainer.needs_host = True
             self._again = again
-        if isinstance(critic := executors.models.get("critic"), Lasting):
+        if isinstance(critic := executors.models.get("critic"), RestartableHandle):
             critic.restore, critic.needs_host = self._restore_critic, True
 
     async def _restore_trainer(self, life: ExecutorHandle) -> str:
@@ -141,9 +157,10 @@ class Learners:
         held, ready = self._held()
         start = await trainer.restore(self.version)
         for step, groups in self._since(life.name, held, start, self.version):
-            await trainer.add_groups(groups)
-            if step <= self.version:
-                result = await trainer.step([group.group_id for group in groups])
+            if step > self.version:
+                await trainer.add_groups(groups)
+            else:
+                result = await trainer.step([group.group_id for group in groups], groups)
                 assert result.policy_version == step, "the steps are those of the old one"
                 self._watch.progress()
         await trainer.add_groups(ready)
@@ -151,7 +168,8 @@ class Learners:
         return f"step {start}, {self.version - start} steps were taken again"
 
     async def _restore_critic(self, life: ExecutorHandle) -> str:
-        """As `_restore_trainer`. A step under way begins again; not one that it is told of after other calls."""
+        """Brings a new critic to where the last one was; where from, for people. A step under way begins again; not one
+        that it is told of after other calls."""
         critic = port(CriticPort, life, self._timeout_s)
         held, ready = self._held()
         start = await critic.restore(self._critic_version)
@@ -190,3 +208,10 @@ class Learners:
         if last < version:
             gone = f"steps {last + 1} to {version} are not there to be taken again"
             raise StepsLost(name, f"a new {name} begins at step {start}, and {gone}; --resume goes on from there")
+
+
+def _num_bytes(group: RolloutGroup) -> int:
+    """About the size of a group in a call."""
+    prompt = group.prompt
+    text = len(prompt.text) + len(prompt.answer) + len(str(prompt.metadata))
+    return text + TOKEN_BYTES * (len(prompt.token_ids_T) + sum(one.num_tokens for one in group.rollouts))

@@ -1,54 +1,33 @@
-"""Every consumed rollout as one JSON line: enough to see and to prove what was learnt from."""
+"""What is recorded of a rollout that was trained on, from memory: what is made from the journal must be the same."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from llamarl.observability.metrics import finite
-from llamarl.observability.sinks import RowLog
+from llamarl.training.result import PolicyStepResult
 from llamarl.types import COLUMNS, RolloutGroup
 
 
-class RolloutRecorder(RowLog):
-    """`rollouts.jsonl`: a line per rollout that was trained on."""
-
-    def record(
-        self,
-        step: int,
-        groups: Sequence[RolloutGroup],
-        advantages: Mapping[int, np.ndarray],
-        columns: Mapping[str, Mapping[int, Mapping[int, np.ndarray]]] = MappingProxyType({}),
-    ) -> None:
-        """The groups that optimizer step `step` consumed, with the advantage of each rollout, and of some, by name,
-        group id and index, a number per token."""
-        for row, texts in rows_of(step, groups, advantages, columns):
-            self.write(row, texts)
-
-
-def rows_of(
-    step: int,
-    groups: Sequence[RolloutGroup],
-    advantages: Mapping[int, np.ndarray],
-    columns: Mapping[str, Mapping[int, Mapping[int, np.ndarray]]],
-) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
-    """Of each rollout, what is recorded, and values that are JSON already."""
+def lines_of(step: int, groups: Sequence[RolloutGroup], result: PolicyStepResult) -> Iterator[str]:
+    """JSON of each rollout."""
     for group in groups:
         for index, rollout in enumerate(group.rollouts):
             texts = {
-                name: _numbers(values_T)
+                name: numbers(values_T)
                 for name, values_T in rollout.columns.items()
                 if COLUMNS[name].is_recorded and name != "policy_versions"
             }
-            for name, of_groups in columns.items():
+            for name, of_groups in result.columns.items():
                 if (values_T := of_groups.get(group.group_id, {}).get(index)) is not None:
-                    texts[name] = _numbers(values_T)
-            yield _row(step, group, index, float(advantages[group.group_id][index])), texts
+                    texts[name] = numbers(values_T)
+            row = _row(step, group, index, float(result.advantages[group.group_id][index]))
+            yield f"{json.dumps(row)[:-1]}{''.join(f', {json.dumps(name)}: {text}' for name, text in texts.items())}}}"
 
 
 def _row(step: int, group: RolloutGroup, index: int, advantage: float) -> dict[str, Any]:
@@ -76,9 +55,8 @@ def _row(step: int, group: RolloutGroup, index: int, advantage: float) -> dict[s
     }
 
 
-def _numbers(values_T: np.ndarray) -> str:
-    """As JSON; float32 come back as they were, and what is not finite as null. Formatting all at once takes a quarter
-    of the time."""
+def numbers(values_T: np.ndarray) -> str:
+    """As JSON; what is not finite as null."""
     values = values_T.tolist()
     if values_T.dtype.kind != "f":
         return json.dumps(values)

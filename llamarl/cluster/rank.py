@@ -26,7 +26,7 @@ FAILURE = "@failure"
 STATUS = "@status"
 """Answered at once, with a HostStatus that takes the spans."""
 PEEK = "@peek"
-"""As STATUS; leaves the spans."""
+"""Call that is answered as `STATUS` is, and leaves the spans."""
 PART = "@part"
 """A part of the arguments of the next call; answered at once."""
 REST = "@rest"
@@ -40,37 +40,37 @@ ABANDONED_S = 5.0
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
+class _QueuedCall:
     """One call on its way through the host."""
 
     method: str
     payload: bytes
     """The pickled (args, kwargs)."""
     deadline_s: float
-    """On the monotonic clock: nobody waits for the answer after this."""
+    """Time on the monotonic clock, in seconds, after which nobody waits for the answer."""
     number: int
-    """In the order of the calls, from 1; the same on all ranks."""
+    """Number in the order of the calls, from 1; the same on all ranks."""
     reply: Future[Reply]
 
 
-class ExecutorHost:
+class ExecutorRank:
     """Builds the executor on its own thread and runs every call there, first in, first out."""
 
     def __init__(self, spec: ExecutorSpec) -> None:
         self._spec = spec
-        self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_QueuedCall | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._open: set[_Call] = set()
+        self._open: set[_QueuedCall] = set()
         """Calls without an answer."""
         self._refusal: Reply | None = None
         """Answer to every call once the executor has failed or closes."""
-        self._deferred: list[tuple[_Call, Future[Any]]] = []
+        self._deferred: list[tuple[_QueuedCall, Future[Any]]] = []
         """Calls whose method answered with a future; used on the executor's thread only."""
         self._arriving: list[bytes] = []
         """The first parts of a call's arguments."""
         self._num_calls = 0
         self._leaving: dict[int, tuple[float, list[bytes]]] = {}
-        """What is left of long results, by call, and until when somebody waits for it."""
+        """Rest of long results by call: until when somebody waits for it, and its parts."""
         self._closing = threading.Event()
         self._ready, self._failure, self._closed = _promise(), _promise(), _promise()
         self._span_log = SpanLog()
@@ -102,7 +102,7 @@ class ExecutorHost:
             payload = b"".join((*self._arriving, payload))
             self._arriving.clear()
             self._num_calls += 1
-            call = _Call(method, payload, time.monotonic() + timeout_s, self._num_calls, _promise())
+            call = _QueuedCall(method, payload, time.monotonic() + timeout_s, self._num_calls, _promise())
             if self._refusal is not None:
                 return _answered(self._refusal)
             self._open.add(call)
@@ -175,7 +175,7 @@ class ExecutorHost:
                 return
             self._end(is_work=not asleep)
 
-    def _next_call(self, wait: bool) -> _Call | None:
+    def _next_call(self, wait: bool) -> _QueuedCall | None:
         """The next call; None when none is queued, or when `wait` ends at the deadline of a deferred reply."""
         timeout_s = None
         if wait and self._deferred:
@@ -185,7 +185,7 @@ class ExecutorHost:
         except queue.Empty:
             return None
 
-    def _execute(self, executor: Executor, call: _Call) -> None:
+    def _execute(self, executor: Executor, call: _QueuedCall) -> None:
         if time.monotonic() > call.deadline_s:
             self._answer(call, Reply(expired=True))
             return
@@ -208,7 +208,7 @@ class ExecutorHost:
     def _value_reply(self, method: str, value: Any) -> Reply:
         return Reply(value=pickled(value, self._spec.name, f"the result of {method}"))
 
-    def _deferred_reply(self, call: _Call, future: Future[Any]) -> Reply:
+    def _deferred_reply(self, call: _QueuedCall, future: Future[Any]) -> Reply:
         if future.cancelled():
             if time.monotonic() >= call.deadline_s:
                 return Reply(expired=True)
@@ -232,7 +232,7 @@ class ExecutorHost:
             (call, future) for call, future in self._deferred if not future.done() and now < call.deadline_s
         ]
 
-    def _answer(self, call: _Call, reply: Reply) -> None:
+    def _answer(self, call: _QueuedCall, reply: Reply) -> None:
         first, *others = parts(reply.value)
         with self._lock:
             if call not in self._open:
@@ -246,7 +246,7 @@ class ExecutorHost:
         call.reply.set_result(reply)
 
     def _next_part(self, number: int) -> Reply:
-        """Of a long result; with the lock held. Nothing where this rank's result is shorter than another's."""
+        """Next part of a long result; with the lock held. Empty where this rank's result is shorter than another's."""
         deadline_s, left = self._leaving.pop(number, (0.0, []))
         if len(left) > 1:
             self._leaving[number] = deadline_s, left[1:]

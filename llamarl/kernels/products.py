@@ -1,0 +1,240 @@
+"""Float32 products of training on CPUs, each by the fastest of what torch carries: its own (MKL), or oneDNN.
+
+MKL takes AVX2 on AMD's processors, whatever they have; oneDNN takes AVX-512 there, and elsewhere it can be the slower
+one, above all where sums go over tokens. So each product of a linear layer is timed for a class of shapes of weights,
+after it has reproduced float64, and torch's own serves unless another is much faster. The choice is kept as that of
+`paths.py`: ranks, processes that replace others, steps that are taken again and replays compute alike. One path gives
+the same bits for the same shapes and number of threads.
+
+Shape suffixes: M tokens, O outputs and I inputs of a linear layer, K what is summed over.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from llamarl.kernels import build
+
+OUTPUT, INPUT, WEIGHT = "output", "input", "weight"
+PRODUCTS = (OUTPUT, INPUT, WEIGHT)
+"""x W^T, and the gradients g W of x and g^T x of W."""
+TORCH, ONEDNN, COPIED = "torch", "onednn", "onednn-copied"
+"""oneDNN reads matrices as they lie, or copies in which what is summed over is contiguous."""
+TIMED_TOKENS, LARGEST, SMALLEST = 512, 512, 8
+"""Sizes of weights count to the next power of two within these bounds."""
+_MARGIN = 1.25
+"""Torch's own serves unless another is this much faster: near ties fall alike everywhere."""
+_TOLERANCE = 1e-5
+"""Relative to float64; sums of 1024 in float32 are off by 1e-6, factors rounded to bfloat16 by 2e-3."""
+SWITCHES = (
+    "MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "MKL_ENABLE_INSTRUCTIONS", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA",
+    "DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE",
+)  # fmt: skip
+"""Variables of the libraries that multiply."""
+_PRODUCT_US = 30e3
+"""Microseconds of measuring a product, in 5 rounds at least and 9 at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProductPaths:
+    """Paths that multiply for one class of shapes of weights."""
+
+    paths: dict[str, str]
+    """Product -> path."""
+    measured_us: dict[str, dict[str, float]]
+    """Product -> path that reproduces float64 -> microseconds; empty where there was nothing to choose from."""
+    refused: list[str]
+    """Sentences about paths that do not."""
+
+
+OWN = ProductPaths(paths=dict.fromkeys(PRODUCTS, TORCH), measured_us={}, refused=[])
+
+
+def linear(x_M_I: Tensor, weight_O_I: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """`F.linear`, forward and backward by what was chosen; of everything but float32 matrices on a CPU, and inside of
+    `torch.compile`, torch's own."""
+    if (
+        torch.compiler.is_compiling()
+        or not _is_served(x_M_I, weight_O_I)
+        or torch.is_autocast_enabled("cpu")
+        or chosen(*weight_O_I.shape).paths == OWN.paths
+    ):
+        return F.linear(x_M_I, weight_O_I, bias_O)
+    y_M_O = _LinearFunction.apply(x_M_I, weight_O_I)
+    return y_M_O if bias_O is None else y_M_O + bias_O
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_M_I: Tensor, weight_O_I: Tensor) -> Tensor:
+        needs = ctx.needs_input_grad  # frozen weights need no inputs, as with adapters
+        ctx.save_for_backward(x_M_I if needs[1] else None, weight_O_I if needs[0] else None)
+        return multiply(OUTPUT, x_M_I, weight_O_I)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, Tensor | None]:  # pyrefly: ignore[bad-override]
+        (grad_M_O,), (x_M_I, weight_O_I), needs = grad_outputs, ctx.saved_tensors, ctx.needs_input_grad
+        grad_M_I = multiply(INPUT, grad_M_O, weight_O_I) if needs[0] else None
+        return grad_M_I, multiply(WEIGHT, grad_M_O, x_M_I) if needs[1] else None
+
+
+def multiply(product: str, a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+    """One of `PRODUCTS`, without a gradient, of (x, W), (g, W) or (g, x); into `out`, or added to it."""
+    path = TORCH
+    if _is_served(a, b):
+        path = chosen(*((a.shape[1], b.shape[1]) if product == WEIGHT else b.shape)).paths[product]
+    return _multiply(path, product, a, b, out, add)
+
+
+def chosen(num_outputs: int, num_inputs: int) -> ProductPaths:
+    """The choice for weights of these sizes: outputs, inputs."""
+    return _chosen(_class(num_outputs), _class(num_inputs), torch.get_num_threads(), build.kept_in())
+
+
+def describe() -> str:
+    """Line for the log: what serves in this process."""
+    parts = list[str]()
+    for (o, i), choice in sorted(_choices.items()):
+        others = [
+            f"{product} by {path} ({choice.measured_us[product][TORCH] / choice.measured_us[product][path]:.2f} times)"
+            for product, path in choice.paths.items()
+            if path != TORCH
+        ]
+        parts += [f"{o}x{i}: {', '.join(others) or TORCH}", *choice.refused]
+    return f"float32 products of weights: {'; '.join(parts + _notes)}" if parts else ""
+
+
+_choices: dict[tuple[int, int], ProductPaths] = {}
+_notes: list[str] = []
+
+
+def _is_served(a: Tensor, b: Tensor) -> bool:
+    plain = all(
+        type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu" and x.ndim == 2
+        for x in (a, b)
+    )
+    return plain and a.numel() > 0 and b.numel() > 0
+
+
+def _class(size: int) -> int:
+    return min(max(1 << (size - 1).bit_length(), SMALLEST), LARGEST)
+
+
+@functools.cache
+def _chosen(o: int, i: int, threads: int, folder: Path | None) -> ProductPaths:
+    found = OWN
+    if build.pinned() != TORCH and onednn() is not None:
+        name, parts = f"products-{o}x{i}", (torch.__version__, str(threads), *_switches())
+        others = folder and not build.is_kept(name, parts) and any(folder.glob(f"{name}-*.json"))
+        if others and not _notes:
+            _notes.append(
+                "the run began on another processor, torch or number of threads, and goes on with slightly other bits"
+            )
+        with torch.inference_mode():
+            found = ProductPaths(**build.remembered(name, parts, lambda: asdict(_measured(o, i))))
+    _choices[o, i] = found
+    return found
+
+
+@functools.cache
+def onednn() -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Rows times rows of another matrix, by oneDNN; None: this torch has none, or not under this name."""
+    operation = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if operation is None or not torch.backends.mkldnn.is_available():
+        return None
+    return lambda a_M_K, b_N_K: operation(a_M_K, b_N_K, None, "none", [], "")
+
+
+def _multiply(path: str, product: str, a: Tensor, b: Tensor, out: Tensor | None, add: bool) -> Tensor:
+    left_M_K = a.t() if product == WEIGHT else a
+    right_N_K = b if product == OUTPUT else b.t()
+    if path == TORCH:
+        right_K_N = right_N_K.t()
+        return out.addmm_(left_M_K, right_K_N) if add and out is not None else torch.mm(left_M_K, right_K_N, out=out)
+    if path == COPIED:
+        left_M_K, right_N_K = left_M_K.contiguous(), right_N_K.contiguous()
+    operation = onednn()
+    assert operation is not None, "it was there when it was chosen"
+    y_M_N = operation(left_M_K, right_N_K)
+    if out is None:
+        return y_M_N
+    return out.add_(y_M_N) if add else out.copy_(y_M_N)
+
+
+def _operands(product: str, m: int, o: int, i: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, g, w = (torch.randn(size, generator=generator) for size in ((m, i), (m, o), (o, i)))
+    return {OUTPUT: (x, w), INPUT: (g, w), WEIGHT: (g, x)}[product]
+
+
+def error_of(path: str, product: str, m: int, o: int, i: int) -> float:
+    """Relative to float64; infinite where the path refuses."""
+    a, b = _operands(product, m, o, i)
+    exact = _multiply(TORCH, product, a.double(), b.double(), None, False)
+    try:
+        error = ((_multiply(path, product, a, b, None, False) - exact).norm() / exact.norm()).item()
+    except RuntimeError:
+        return float("inf")
+    return float("inf") if math.isnan(error) else error
+
+
+def _measured(o: int, i: int) -> ProductPaths:
+    paths, measured_us, refused = dict(OWN.paths), dict[str, dict[str, float]](), list[str]()
+    for product in PRODUCTS:
+        usable = [TORCH]
+        for path in (ONEDNN, COPIED)[: 1 if product == OUTPUT else 2]:
+            # Also sizes that fill no registers.
+            error = max(error_of(path, product, m, *sizes) for m, sizes in ((128, (o, i)), (61, (o - 1, i - 1))))
+            if error <= _TOLERANCE:
+                usable.append(path)
+            else:
+                refused.append(f"{path} is off by {error:.1g} in {product} {o}x{i} and does not serve")
+        times_us = _times_us(usable, product, o, i)
+        measured_us[product] = {path: round(statistics.median(times), 1) for path, times in times_us.items()}
+        paths[product] = _fastest(times_us)
+    return ProductPaths(paths=paths, measured_us=measured_us, refused=refused)
+
+
+def _switches() -> list[str]:
+    """Variables that make the libraries take other instructions: a measurement holds for one of them."""
+    return [f"{name}={os.environ[name]}" for name in SWITCHES if name in os.environ]
+
+
+def _fastest(times_us: dict[str, list[float]]) -> str:
+    """Path with the largest median gain over torch's own in a round; the least times agree, as others use this core."""
+    own, found = times_us[TORCH], {TORCH: _MARGIN}
+    for path, times in times_us.items():
+        gain = statistics.median(a / b for a, b in zip(own, times, strict=True))
+        found.setdefault(path, min(gain, min(own) / min(times)))
+    return max(found, key=found.__getitem__)
+
+
+def _times_us(paths: list[str], product: str, o: int, i: int) -> dict[str, list[float]]:
+    """CPU time of this thread in each round, in which paths take turns."""
+    a, b = _operands(product, TIMED_TOKENS, o, i)
+
+    def time_us(path: str) -> float:
+        start = time.thread_time()
+        _multiply(path, product, a, b, None, False)
+        return max(round((time.thread_time() - start) * 1e6, 1), 0.1)
+
+    for path in paths:
+        time_us(path)  # makes oneDNN's code
+    once_us = sum(map(time_us, paths))
+    rounds = int(min(max(_PRODUCT_US / once_us, 5), 9))
+    turns = [[time_us(path) for path in paths] for _ in range(rounds)]
+    return dict(zip(paths, map(list, zip(*turns, strict=True)), strict=True))

@@ -1,0 +1,231 @@
+"""Rows of rollouts that are made from the journal: what they say, of which run, and what cannot be said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamarl.cli.export import main
+from llamarl.config import ConfigError
+from llamarl.controller.journal import Journal
+from llamarl.controller.journal_reader import segments
+from llamarl.observability.metrics import UpdateMetrics
+from llamarl.parts.page.document import sample
+from llamarl.parts.page.rollouts import Rollouts
+from llamarl.run.rollouts import TrainedSteps, rollout_lines, rollout_rows
+from llamarl.training.result import PolicyStepResult
+from llamarl.types import Outcome, RolloutGroup
+from tests.controller.oracle import lines_of
+
+NAN = float("nan")
+
+
+class Writer:
+    """A run of steps of one group of two rollouts each."""
+
+    def __init__(self, folder: Path, make_group: Any, **options: Any) -> None:
+        self.folder, self._make_group, self._options = folder, make_group, {"keeps": "all"} | options
+        self.expected = dict[int, list[str]]()
+        self.journal = Journal(folder, print, **self._options)
+        self.journal.begin(0)
+        (folder / "config.toml").write_text(
+            f'model = {{path = "x"}}\ndata = {{train = "jsonl"}}\nrecord = {{kind = "{self._options["keeps"]}"}}\n'
+        )
+
+    def resume(self, version: int) -> None:
+        """Another process goes on from an earlier step; nothing of this one is closed."""
+        self.journal = Journal(self.folder, print, **self._options)
+        self.journal.go_on(None)
+        self.journal.begin(version)
+
+    def step(self, step: int, salt: float = 0.0) -> None:
+        one = step - 1
+        group: RolloutGroup = self._make_group(
+            one, responses=[(4, 5, 6), (7,)], outcomes=[Outcome.SCORE, Outcome.INVALID]
+        )
+        self.journal.rollouts([(one, rollout) for rollout in group.rollouts])
+        self.journal.groups([group], lambda _: 0)
+        result = PolicyStepResult(
+            policy_version=step, skipped=False, update=UpdateMetrics(num_loss_tokens=4),
+            advantages={one: np.array([0.1 + salt, -1 / 3])},
+            logprobs={one: {0: np.array([-0.1, NAN, -2.5], np.float32)}},
+            token_advantages={one: {1: np.array([0.7], np.float32)}},
+        )  # fmt: skip
+        self.journal.step([one], {"step": step, "sampler": {}, "next_group_id": step, "unconsumed": []}, result)
+        self.expected = {number: lines for number, lines in self.expected.items() if number < step} | {
+            step: [*lines_of(step, [group], result)]
+        }
+
+    @property
+    def lines(self) -> list[str]:
+        return [line for step in sorted(self.expected) for line in self.expected[step]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, make_group: Any) -> Iterator[Writer]:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    writer = Writer(folder, make_group)
+    yield writer
+    writer.journal.close()
+
+
+def derived(folder: Path) -> list[str]:
+    return list(rollout_lines(folder))
+
+
+def test_a_row_holds_what_the_step_saw(run: Writer) -> None:
+    """Numbers as they were; what is not finite is said, as JSON has no word for it; a column of those that have it."""
+    for step in range(1, 7):
+        run.step(step)
+    assert derived(run.folder) == run.lines
+    first, second = map(json.loads, derived(run.folder)[-2:])
+    assert (first["step"], first["group_id"], first["index"]) == (6, 5, 0)
+    assert first["token_ids"] == [4, 5, 6] and first["policy_versions"] == [[5, 2], [6, 1]]
+    assert first["staleness"] == 0, "step 6 begins at version 5, and so does the rollout"
+    assert (first["outcome"], first["advantage"], second["advantage"]) == ("score", 0.1, -1 / 3)
+    assert first["trainer_logprobs"] == [pytest.approx(-0.1), None, -2.5] and "trainer_logprobs" not in second
+    assert second["advantages"] == [pytest.approx(0.7)] and "advantages" not in first
+    assert second["outcome"] == "invalid"
+
+
+def test_over_files_that_are_compressed_beside_one_that_is_written(run: Writer) -> None:
+    for step in range(1, 10):
+        run.step(step)
+        if step % 3 == 0:
+            run.journal.next_segment()
+            run.journal.committed(step)
+            run.journal._compressing.join()
+    assert len(list((run.folder / "journal").glob("*.gz"))) >= 2
+    run.step(10)
+    assert derived(run.folder) == run.lines
+
+
+def test_steps_that_were_taken_back_are_left_out(run: Writer) -> None:
+    for step in range(1, 6):
+        run.step(step)
+    run.resume(3)
+    for step in (4, 5, 6):
+        run.step(step, salt=1.0)
+    assert derived(run.folder) == run.lines
+    assert len(run.lines) == 12
+
+
+def test_each_step_is_read_once_as_it_comes_and_again_on_demand(run: Writer) -> None:
+    steps, places, found = TrainedSteps(run.folder), dict[int, Any](), list[str]()
+    for step in range(1, 9):
+        run.step(step)
+        if step % 4 == 0:
+            run.journal.next_segment()
+        for one in steps.new():
+            places[one.step] = one.place
+            found += one.lines()
+        assert found == run.lines
+        assert not [*steps.new()] and not steps.was_replaced()
+    again = {one.step: [*one.lines()] for one in steps.again({step: places[step] for step in (7, 2, 3)})}
+    assert again == {step: run.expected[step] for step in (2, 3, 7)}
+    run.resume(5)
+    assert steps.was_replaced()
+    assert not TrainedSteps(run.folder).was_replaced()
+
+
+def test_a_torn_end_is_read_when_it_is_whole(run: Writer) -> None:
+    run.step(1)
+    run.step(2)
+    path = run.folder / "journal/00000001.groups"
+    whole = path.read_bytes()
+    for size in range(len(whole) - 600, len(whole), 37):
+        path.write_bytes(whole[:size])
+        steps = TrainedSteps(run.folder)
+        assert [one.step for one in steps.new()] == [1]
+        path.write_bytes(whole)
+        assert [one.step for one in steps.new()] == [2]
+
+
+def test_what_is_lost_is_named(run: Writer, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in range(1, 7):
+        run.step(step)
+        if step % 2 == 0:
+            run.journal.next_segment()
+    (run.folder / "journal/00000002.groups").unlink()
+    lacks = list[str]()
+    lines = [*rollout_lines(run.folder, lacks.append)]
+    assert lines == run.expected[1] + run.expected[2] + run.expected[5] + run.expected[6]
+    assert lacks == [f"{run.folder}: rollouts of steps 3-4 cannot be derived: the journal has nothing of them"]
+    assert main([str(run.folder), "--rollouts"]) == 0
+    assert lacks[0] in capsys.readouterr().err
+    assert (run.folder / "rollouts.jsonl").read_text().splitlines() == lines
+
+
+def test_what_is_kept_for_resuming_says_so(tmp_path: Path, make_group: Any) -> None:
+    writer = Writer(tmp_path, make_group, keeps="resume")
+    for step in (1, 2):
+        writer.step(step)
+    writer.journal.close()
+    said = f"{tmp_path}: rollouts of steps 1-2 cannot be derived: record.kind = 'resume' keeps what --resume needs"
+    for command in (lambda: derived(tmp_path), lambda: main([str(tmp_path), "--rollouts"])):
+        with pytest.raises(ConfigError) as refused:
+            command()
+        assert str(refused.value).startswith(said)
+    assert not (tmp_path / "rollouts.jsonl").exists()
+    assert sample(tmp_path, None, 1 << 20)["said"].startswith(said)
+    live = Rollouts(tmp_path)
+    assert not live.refresh() and live.find({}, None)["said"].startswith(said)
+
+
+def test_an_exported_file_comes_first(run: Writer) -> None:
+    """And what was trained on later follows it."""
+    run.step(1)
+    run.step(2)
+    assert main([str(run.folder), "--rollouts"]) == 0
+    file = run.folder / "rollouts.jsonl"
+    assert file.read_text().splitlines() == run.lines
+    file.write_text(file.read_text().replace('"reason": ""', '"reason": "by hand"'))
+    run.step(3)
+    found = list(rollout_rows(run.folder))
+    assert [(row["step"], row["reason"]) for row in found] == [
+        (step, "" if step == 3 else "by hand") for step in (1, 1, 2, 2, 3, 3)
+    ]
+    assert [row["step"] for row in rollout_rows(file)] == [1, 1, 2, 2]
+    page = Rollouts(run.folder)
+    while page.refresh():
+        pass
+    page.refresh()
+    assert [row["step"] for row in page.find({}, None)["rows"]] == [1, 1, 2, 2, 3, 3]
+    assert {row["step"] for row in sample(run.folder, None, 1 << 20)["rows"]} == {1, 2, 3}
+
+
+def test_the_page_finds_them(run: Writer) -> None:
+    page = Rollouts(run.folder)
+    for step in range(1, 6):
+        run.step(step)
+        page.refresh()
+    found = page.find({"step": "2..3", "outcome": "score"}, None)
+    assert [(row["step"], row["index"]) for row in found["rows"]] == [(2, 0), (3, 0)]
+    run.resume(2)
+    run.step(3, salt=2.0)
+    page.refresh()
+    assert [(row["step"], row["advantage"]) for row in page.find({"step": "3.."}, None)["rows"]] == [
+        (3, 2.1),
+        (3, -0.333),
+    ]
+
+
+@pytest.mark.parametrize("options", [("folder",), ("--merge",), ("--step", "3")])
+def test_options_of_models_do_not_go_with_rollouts(run: Writer, options: Sequence[str]) -> None:
+    run.step(1)
+    with pytest.raises(ConfigError, match="--rollouts writes rows and no model"):
+        main([str(run.folder), *options, "--rollouts"])
+    with pytest.raises(ConfigError, match="--output is for --rollouts"):
+        main([str(run.folder), "--output", "x"])
+
+
+def test_a_run_without_a_step(run: Writer) -> None:
+    with pytest.raises(ConfigError, match="no rollout is on record"):
+        derived(run.folder)
+    assert segments(run.folder) == [1]
