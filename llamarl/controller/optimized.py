@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from llamarl.cluster.api import ExecutorError, ExecutorHandle
 from llamarl.cluster.port import port
@@ -17,7 +18,7 @@ from llamarl.controller.journal import Journal
 from llamarl.controller.lives import RestartableHandle
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.saving import Checkpoints
-from llamarl.controller.steps import OptimizerStep
+from llamarl.controller.steps import OptimizerStep, retake
 from llamarl.controller.supervision import StallWatch, Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import ControllerState
@@ -149,43 +150,30 @@ class OptimizedExecutors:
             critic.restore, critic.needs_host = self._restore_critic, True
 
     async def _restore_trainer(self, life: ExecutorHandle) -> str:
-        """Brings a new trainer to the version of the old one, with the groups that it had; what it began from.
+        """Brings a new trainer to the version of the old one, with the groups that it had; what it began from."""
+        trainer = port(TrainerPort, life, self._timeout_s)
+        origin = await self._retaken(life.name, trainer, self.version, trainer=trainer)
+        await self._again(trainer)
+        return origin
+
+    async def _restore_critic(self, life: ExecutorHandle) -> str:
+        """Brings a new critic to where the old one was; what it began from. A step under way begins again."""
+        critic = port(CriticPort, life, self._timeout_s)
+        begun = self._critic_begun  # not a step that it is told of after other calls
+        return await self._retaken(life.name, critic, self._critic_version, critic=critic, begun=begun)
+
+    async def _retaken(self, name: str, one: TrainerPort | CriticPort, version: int, **who: Any) -> str:
+        """Has a new trainer or critic take the steps up to `version` again, and gives it the groups of those to come,
+        as they are now: whatever is asked for later waits for the new life, and finds them there. What it began from.
 
         Raises StepsLost.
         """
-        trainer = port(TrainerPort, life, self._timeout_s)
-        held, ready = self._held()
-        start = await trainer.restore(self.version)
-        for step, groups in self._since(life.name, held, start, self.version):
-            if step > self.version:
-                await trainer.add_groups(groups)
-            else:
-                result = await trainer.step([group.group_id for group in groups], groups)
-                assert result.policy_version == step, "the steps are those of the old one"
-                self._watch.progress()
-        await trainer.add_groups(ready)
-        await self._again(trainer)
-        return f"step {start}, {self.version - start} steps were taken again"
-
-    async def _restore_critic(self, life: ExecutorHandle) -> str:
-        """Brings a new critic to where the last one was; where from, for people. A step under way begins again; not one
-        that it is told of after other calls."""
-        critic = port(CriticPort, life, self._timeout_s)
-        held, ready = self._held()
-        start = await critic.restore(self._critic_version)
-        for step, groups in self._since(life.name, held, start, self._critic_version):
-            await critic.add_groups(groups)
-            if step <= self._critic_begun:
-                await critic.learn(step, [group.group_id for group in groups])
-            while step <= self._critic_version and await critic.learn_on(step) is None:
-                self._watch.progress()
-        await critic.add_groups(ready)
-        return f"step {start}, {self._critic_version - start} steps were taken again"
-
-    def _held(self) -> tuple[dict[int, list[RolloutGroup]], list[RolloutGroup]]:
-        """Groups of steps that have begun, and of those to come, at one moment: whatever is asked for later waits for
-        the new life, and finds them there."""
-        return dict(self._steps), list(self._ready.values())
+        held, ready = dict(self._steps), list(self._ready.values())
+        start = await one.restore(version)
+        steps = self._since(name, held, start, version)
+        await retake(steps, **who, last=version, told=lambda *_: self._watch.progress())
+        await one.add_groups(ready)
+        return f"step {start}, {version - start} steps were taken again"
 
     def _since(
         self, name: str, held: Mapping[int, list[RolloutGroup]], start: int, version: int

@@ -1,8 +1,9 @@
-"""`OptimizerStep`: an optimizer step: under way, then completed, then on record; and steps that are done again."""
+"""`OptimizerStep`: an optimizer step: under way, then completed, then on record; and steps that are taken again."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -65,23 +66,33 @@ class OptimizerStep:
             telemetry.skipped(learnt.policy_version, learnt.cause, "of the critic ")
 
 
-async def fast_forward(
-    trainer: TrainerPort | None,
-    critic: CriticPort | None,
+async def retake(
     steps: Iterable[tuple[int, list[RolloutGroup]]],
+    trainer: TrainerPort | None = None,
+    critic: CriticPort | None = None,
+    *,
+    last: float = math.inf,
+    begun: float = -math.inf,
     told: Callable[[int, list[RolloutGroup], PolicyStepResult | None], None] = lambda step, groups, result: None,
 ) -> None:
-    """Steps that were completed after a checkpoint are done again, on the same groups, by those who came back to it.
+    """Takes steps again that were completed after a checkpoint, on the same groups, with those who came back to it.
 
     Args:
         steps: each with its groups, in order; `Journal.steps_after`.
-        told: hears of each that is done again.
+        last: steps after it are not taken; their groups are there for the calls that ask for them.
+        begun: step that the critic has to have under way, which nobody tells it again.
+        told: hears of each step that is taken.
     """
     for step, groups in steps:
         ids = [group.group_id for group in groups]
         if critic:
             await critic.add_groups(groups)
-            await critic.learn(step, ids)
+            if step <= max(last, begun):
+                await critic.learn(step, ids)
+        if step > last:
+            if trainer:
+                await trainer.add_groups(groups)
+            continue
         result = await trainer.step(ids, groups) if trainer else None
         assert result is None or result.policy_version == step, f"step {step} became {result.policy_version}"
         learnt = None

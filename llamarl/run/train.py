@@ -19,7 +19,7 @@ from llamarl.controller.controller import Controller
 from llamarl.controller.journal import Journal
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.saving import NotSaved
-from llamarl.controller.steps import fast_forward
+from llamarl.controller.steps import retake
 from llamarl.controller.supervision import Interrupted, Stalled, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import ControllerState
@@ -277,7 +277,7 @@ class _TrainingRun:
                 self._unrecorded.append((groups, result))
 
         try:
-            await fast_forward(trainer, critic, journal.steps_after(step), told)
+            await retake(journal.steps_after(step), trainer, critic, told=told)
         except OSError as error:
             raise ConfigError(f"--resume: cannot read {error.filename}: {error.strerror}") from None
 

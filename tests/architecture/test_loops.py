@@ -17,11 +17,10 @@ from tests.architecture.repository import PACKAGE, ROOT, functions, python_files
 WAITS = {
     "cluster/handle.py: _whole",
     "controller/controller.py: _next_batch",
-    "controller/optimized.py: _restore_critic",
     "controller/lives.py: call_each",
     "controller/replicas.py: drain",
     "controller/saving.py: save",
-    "controller/steps.py: fast_forward",
+    "controller/steps.py: retake",
     "controller/supervision.py: until",
     "controller/sync.py: choose",
     "parts/episodes/gateway/app.py: _rest",

@@ -26,7 +26,7 @@ from llamarl.controller.admission import Problems
 from llamarl.controller.controller import Controller
 from llamarl.controller.journal import Journal
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
-from llamarl.controller.steps import fast_forward
+from llamarl.controller.steps import retake
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import ControllerState, ScoredResponse
@@ -266,11 +266,11 @@ class Run:
         state, self.lost = journal.go_on(state)
         recorded = max((row["step"] for row in self.steps), default=0) if self.folder else 1 << 30
         critic = port(CriticPort, models["critic"], 1e6) if "critic" in models else None
-        await fast_forward(
+        await retake(
+            journal.steps_after(saved),
             port(TrainerPort, trainer, 1e6),
             critic,
-            journal.steps_after(saved),
-            lambda step, *done: unrecorded.append(done) if step > recorded else None,
+            told=lambda step, *done: unrecorded.append(done) if step > recorded else None,
         )
         self.controller = controller = Controller(
             self.config, self.problems, executors, supervisor, telemetry, state, journal

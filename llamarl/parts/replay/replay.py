@@ -27,7 +27,7 @@ from llamarl.controller.clock import run_patiently
 from llamarl.controller.groups import PendingGroup, Scorers
 from llamarl.controller.journal import Journal
 from llamarl.controller.ports import CriticPort, GeneratorPort, TrainerPort
-from llamarl.controller.steps import fast_forward
+from llamarl.controller.steps import retake
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.events import Flow
 from llamarl.parts.replay.recorded import Diverged, first_difference, first_tensor, other_machine
@@ -319,7 +319,7 @@ class _Replay:
         if self._scoring and is_wanted:
             work.append(self._judge(step, groups, self._scoring))
         if self._trains:
-            work.append(fast_forward(self._trainer, self._critic, [(step, groups)], told))
+            work.append(retake([(step, groups)], self._trainer, self._critic, told=told))
         await asyncio.gather(*work)
         if is_wanted:
             self._tally.steps += 1
