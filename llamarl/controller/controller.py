@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from llamarl.config import RunConfig
 from llamarl.controller.admission import Admission, Problems
 from llamarl.controller.evaluation import EvalResult, Evaluation
-from llamarl.controller.groups import FIRST_EVAL_ID, SCORED_TOKENS, InFlight, PendingGroup, Scorers
+from llamarl.controller.flight import FIRST_EVAL_ID, Flight, PendingGroup, RolloutState, requests_for
 from llamarl.controller.journal import UNWRITTEN_S, Journal
 from llamarl.controller.lives import Deaths, lasting
 from llamarl.controller.optimized import OptimizedExecutors
@@ -33,13 +33,14 @@ from llamarl.controller.ports import Executors, TrainerPort
 from llamarl.controller.recovery import Recovery, policy_of_generators
 from llamarl.controller.replica import NO_VERSION, Replica
 from llamarl.controller.replicas import Replicas
+from llamarl.controller.scoring import SCORED_TOKENS, Scorers
 from llamarl.controller.steps import REQUESTS_FIRST_S, OptimizerStep
 from llamarl.controller.supervision import Signal, StallWatch, Supervisor
 from llamarl.controller.sync import MAX_FAILURES, RETRY_S, SyncReport, Transports, WeightsWrong, adopted_and_probed
 from llamarl.controller.telemetry import Telemetry
 from llamarl.controller.turns import open_turns
 from llamarl.executors.replies import Adoption, ControllerState, Published
-from llamarl.types import GenerationRequest, Prompt, Rollout, RolloutGroup
+from llamarl.types import GenerationRequest, Prompt, RolloutGroup
 
 
 class Controller:
@@ -78,10 +79,11 @@ class Controller:
         self._groups_changed = Signal()
         """The buffer has changed."""
         policy = policy_of_generators(config.cluster, executors)
-        self.replicas = Replicas(executors.generators, supervisor, timeout_s, survives_deaths=policy != "stop")
-        self._in_flight = pending = InFlight(config, self._journal)
+        self.flight = flight = Flight(config, self._journal)
+        survives_deaths = policy != "stop"
+        self.replicas = Replicas(executors.generators, flight, supervisor, timeout_s, survives_deaths=survives_deaths)
         self._turns = open_turns(
-            config, executors, supervisor, pending, self.replicas, self._rollout_ended, telemetry.waited
+            config, executors, supervisor, flight, self.replicas, self._rollouts_ended, telemetry.waited
         )
         """None: a response is one turn."""
         self._to_score, self._num_in_scoring = asyncio.Queue[PendingGroup](), 0
@@ -133,14 +135,24 @@ class Controller:
 
     async def _submit(self, requests: Sequence[tuple[GenerationRequest, Prompt]]) -> None:
         """Sends requests to the generators, of which one is in service or will be; but not for what the journal has."""
-        scored, whole, turns, parts = self._in_flight.begin(requests)
-        for pending in whole:
-            self._to_score.put_nowait(pending)
-        self._finished(turns)
+        scored, begun = list[RolloutGroup](), list[PendingGroup]()
+        for request, prompt in requests:
+            group, held = self._journal.kept(request.group_id)
+            if group is None:
+                begun.append(self.flight.begin(request, prompt, held))
+            else:
+                scored.append(group)
         if scored:
             self._deliver(scored)
-        for part in parts:
-            await (self._turns or self.replicas).submit(part)
+        for pending in begun:
+            self._rollouts_ended(pending)
+        rows = [row for pending in begun for row in pending.rows]
+        if self._turns:
+            self._turns.take([row.rollout for row in rows if row.state is RolloutState.TURN])
+        for is_greedy in (False, True):
+            part = requests_for(row for row in rows if (row.request.purpose == "greedy") == is_greedy)
+            if part:
+                await (self._turns or self.replicas).submit(part)
 
     # 2. Rollouts
 
@@ -152,19 +164,21 @@ class Controller:
         replica; produces whole groups to score, and requests to go on with what is parked; unblocked by `submit`."""
         while True:
             await replica.busy.wait()
-            await self.replicas.changed.until(lambda: replica.may_answer)  # no call stands open meanwhile
+            await self.replicas.changed.until(lambda: self.flight.may_answer(replica))  # no call stands open meanwhile
             reply = None if replica.is_gone else replica.port.collect(self._num_wanted())
             collected = await self.replicas.unless_dead(replica, reply) if reply else None
             if collected is None or replica.is_gone:
                 return
             if self._unreported:
                 self._unreported.enter(self._journal)  # before tokens of its version
-            self._in_flight.record(collected.rollouts, replica.withdrawn)
-            finished, to_go_on = replica.deliver(collected)
+            replica.stats = collected.stats
+            finished, to_go_on = self.flight.answer(replica, collected.rollouts)
             self.replicas.num_resumed += sum(len(request.partials) for request in to_go_on)
             self.replicas.resume(to_go_on)
             self.replicas.changed.notify()
-            self._finished(finished, replica)
+            ended = self._turns.take(finished) if self._turns else finished
+            for pending in self.flight.groups_of(ended):
+                self._rollouts_ended(pending)
             self._watch.progress()
 
     def _num_wanted(self) -> int:
@@ -175,13 +189,9 @@ class Controller:
         num_lacking = self._config.rollout.prompts_per_step - num_there
         return -(-num_lacking // len(self.replicas.alive)) if num_lacking > 0 else sys.maxsize
 
-    def _finished(self, rollouts: Sequence[Rollout], holder: Replica | None = None) -> None:
-        """Generators have done what they could: turns wait for their environment, other rollouts for their group."""
-        for rollout in self._turns.take(rollouts, self._in_flight, holder) if self._turns else rollouts:
-            self._rollout_ended(rollout)
-
-    def _rollout_ended(self, rollout: Rollout) -> None:
-        if (pending := self._in_flight[rollout.group_id]).add(rollout):
+    def _rollouts_ended(self, pending: PendingGroup) -> None:
+        """Rollouts of this group have ended, all or some."""
+        if pending.is_whole:
             self._telemetry.flow.mark("generated", [pending.group_id])
             self._to_score.put_nowait(pending)
 
@@ -200,7 +210,7 @@ class Controller:
             groups = await self._score(batch)
             self._num_in_scoring = 0
             for pending, group in zip(batch, groups, strict=True):
-                self._in_flight.remove(pending)
+                self.flight.remove(pending)
                 if not pending.is_trained_on:
                     self._evaluations.pop(group.group_id).add(group)
             self._deliver([group for pending, group in zip(batch, groups, strict=True) if pending.is_trained_on])
@@ -404,7 +414,7 @@ class Controller:
 
     async def _who_waits(self) -> str:
         """Text for the stall report: what everybody is doing."""
-        in_flight = f"{self._in_flight.describe()}, {self._buffer.num_free} slots are free"
+        in_flight = f"{self.flight.describe()}, {self._buffer.num_free} slots are free"
         facts = [f"step {self.version + 1} {self._buffer.describe()}", in_flight]
         if self._turns and (wait := self._turns.describe()):
             facts.append(wait)

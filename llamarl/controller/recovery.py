@@ -142,7 +142,7 @@ class Recovery:
             await asyncio.sleep(SILENT_S / 4)
             silent = [one for one in self._replicas.alive if self._telemetry.silent_s(one.handle) > SILENT_S]
             answers = any(self._replicas.serves(one) for one in self._replicas.alive if one not in silent)
-            for replica in (one for one in silent if one.requests and answers):
+            for replica in (one for one in silent if self._replicas.owes(one) and answers):
                 requests = self._replicas.withdraw(replica)
                 self._telemetry.warn(
                     f"{replica.name} does not answer for {SILENT_S:g} s; "

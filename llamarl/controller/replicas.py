@@ -13,16 +13,17 @@ from collections import defaultdict
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from functools import reduce
-from operator import attrgetter
 from statistics import median_low
 from typing import TypeVar
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, MeshFailed
+from llamarl.controller.flight import Flight, FlyingRollout
 from llamarl.controller.lives import STOP_S
+from llamarl.controller.records import Key
 from llamarl.controller.replica import NO_VERSION, Replica
 from llamarl.controller.supervision import Signal, Supervisor
 from llamarl.executors.replies import GeneratorStats
-from llamarl.types import GenerationRequest, Rollout
+from llamarl.types import GenerationRequest
 
 SLOW = 4.0
 """A replica whose tokens take so many times longer than the median's gets a request only to see whether it still is."""
@@ -39,6 +40,7 @@ class Replicas:
     def __init__(
         self,
         handles: Sequence[ExecutorHandle],
+        flight: Flight,
         supervisor: Supervisor,
         timeout_s: float,
         *,
@@ -53,10 +55,7 @@ class Replicas:
         self.timeout_s = timeout_s
         self.changed = Signal()
         """A replica came, went, adopted a version or owes less."""
-        self._holders = dict[tuple[int, int], Replica]()
-        """Replicas that hold what rollouts which wait for their environment have computed, by group and index."""
-        self.dropped = set[int]()
-        """Ids of requests that nobody wants any more, until they come back."""
+        self._flight = flight
         self._supervisor = supervisor
         self._survives_deaths = survives_deaths
         self._stats_of_lost = GeneratorStats()
@@ -76,23 +75,24 @@ class Replicas:
         """Gives each request to the replica in service that owes the fewest rollouts; waits while there is none. What
         comes back from its environment goes where it was, and what is slow gets nothing while others are there."""
         await self.changed.until(lambda: any(map(self.serves, self.alive)))
-        gone = self.dropped & {request.group_id for request in requests}
-        self.dropped -= gone
-        requests = [request for request in requests if request.group_id not in gone]
         at_home, others = defaultdict[Replica, list[GenerationRequest]](list), list[GenerationRequest]()
-        for request in requests:
+        for request in self._flight.queued(requests):
             home = self._home(request)
             (others if home is None else at_home[home]).append(request)
         for home, part in at_home.items():
             self._send(home, part)
         able = self._quick(others)
         if len(others) == 1:
-            self._send(min(able, key=attrgetter("num_outstanding")), others)
+            self._send(min(able, key=self.owes), others)
         elif others:
             size = len(others[0].partials) or others[0].group_size
-            for replica, part in zip(able, deal(others, [one.num_outstanding for one in able], size), strict=True):
+            for replica, part in zip(able, deal(others, [*map(self.owes, able)], size), strict=True):
                 if part:
                     self._send(replica, part)
+
+    def owes(self, replica: Replica) -> int:
+        """Rollouts that a replica has been asked for and has not answered."""
+        return len(self._flight.owed(replica))
 
     def _quick(self, requests: list[GenerationRequest]) -> list[Replica]:
         """Replicas in service that are not slow; each slow one that is to be tried takes the last of `requests`."""
@@ -100,13 +100,13 @@ class Replicas:
         usual_s = median_low([one.token_s for one in able if one.token_s] or [math.inf])
         slow = {replica for replica in able if replica.token_s > SLOW * usual_s}
         for replica in slow:
-            if requests and replica.is_rested:
+            if requests and replica.is_rested and not self.owes(replica):
                 self._send(replica, [requests.pop()])
         return [replica for replica in able if replica not in slow]
 
     def _send(self, replica: Replica, requests: list[GenerationRequest]) -> None:
         """Sends requests, which are owed from now on: `lose` gives them back, whatever becomes of the call."""
-        replica.owe(requests)
+        self._flight.ask(replica, requests)
         self.changed.notify()
         # A task of its own: one that hangs must not keep the others waiting.
         sent = self.unless_dead(replica, replica.port.submit(requests))
@@ -116,34 +116,29 @@ class Replicas:
         """The replica that holds what a rollout has computed, if it is in service."""
         if len(request.partials) != 1:
             return None
-        key = request.group_id, request.partials[0].index
-        home = self._holders.get(key)
-        if home is None or home.is_gone or not self.serves(home):
-            self.forget([key])
-            return None
-        return self._holders.pop(key)
+        row = self._flight[request.group_id, request.partials[0].index]
+        if row.holder is None or (not row.holder.is_gone and self.serves(row.holder)):
+            return row.holder
+        self.forget([row])
+        return None
 
-    def hold(self, replica: Replica, turns: Sequence[Rollout]) -> None:
-        """Notes that `replica` holds what these rollouts, which wait for their environment, have computed."""
-        self._holders.update(((one.group_id, one.index), replica) for one in turns)
-
-    def forget(self, rollouts: Iterable[tuple[int, int]]) -> None:
-        """Frees what replicas hold of rollouts, by group and index, that do not come back."""
-        forgotten = defaultdict[Replica, list[tuple[int, int]]](list)
-        for key in rollouts:
-            if (holder := self._holders.pop(key, None)) and not holder.is_gone:
-                forgotten[holder].append(key)
-        for holder, keys in forgotten.items():
+    def forget(self, rows: Iterable[FlyingRollout]) -> None:
+        """Frees what replicas hold of rollouts that do not come back to them."""
+        held = defaultdict[Replica, list[Key]](list)
+        for row in rows:
+            if (holder := self._flight.let_go(row)) and not holder.is_gone:
+                held[holder].append(row.key)
+        for holder, keys in held.items():
             released = self.unless_dead(holder, holder.port.release(keys))
             self._supervisor.start(released, f"release on {holder.name}")
 
-    def drop(self, group_ids: set[int]) -> None:
-        """Ends these requests where they are worked on; they do not go on."""
-        self.dropped |= group_ids
-        for replica in self.alive:
-            if owed := group_ids & replica.requests.keys():
-                aborted = self.unless_dead(replica, replica.port.abort(list(owed)))
-                self._supervisor.start(aborted, f"abort on {replica.name}")
+    def drop(self, request_ids: Iterable[int]) -> None:
+        """Ends these requests where they are worked on, and frees what is held of them; they do not go on."""
+        rows = [row for one in request_ids for row in self._flight.of_request(one)]
+        self.forget(rows)
+        for replica, working in self._flight.drop(rows).items():
+            aborted = self.unless_dead(replica, replica.port.abort(working))
+            self._supervisor.start(aborted, f"abort on {replica.name}")
 
     def resume(self, requests: Sequence[GenerationRequest]) -> None:
         """Unfinished requests go to whoever is free."""
@@ -168,7 +163,7 @@ class Replicas:
 
     def adopted(self, replica: Replica, version: int) -> None:
         """`replica` serves `version` from now on."""
-        replica.serve(version)
+        self._flight.serves(replica, version)
         self.changed.notify()
 
     async def adoption(
@@ -210,12 +205,12 @@ class Replicas:
         self.alive.remove(replica)
         self._stats_of_lost = self._stats_of_lost.plus(replica.stats._replace(num_running=0, num_waiting=0))
         self.changed.notify()
-        return replica.unanswered()
+        return self._flight.take_back(replica)
 
     def withdraw(self, replica: Replica, than: int = NO_VERSION) -> list[GenerationRequest]:
         """Requests that a replica has not answered completely, those that wait for a newer version `than` this one, are
         for others to do; it gets no new ones until it knows."""
-        if requests := replica.withdraw(than):
+        if requests := self._flight.take_back(replica, than):
             aborted = self.unless_dead(replica, replica.port.abort([request.group_id for request in requests]))
             self._supervisor.start(aborted, f"withdraw from {replica.name}")
         return requests
@@ -228,12 +223,14 @@ class Replicas:
         replica.is_leaving = True
         clock = asyncio.get_running_loop()
         deadline_s = clock.time() + self.timeout_s
-        while replica.num_outstanding and not replica.is_gone:
+        while (owed := self._flight.owed(replica)) and not replica.is_gone:
             if clock.time() > deadline_s:
-                owes = f"still owes {replica.num_outstanding} rollouts"
+                owes = f"still owes {len(owed)} rollouts"
                 raise CallTimeout(replica.name, "abort", self.timeout_s, owes)
-            await self.unless_dead(replica, replica.port.abort(list(replica.requests)))
-            emptied = self.changed.until(lambda: replica.is_gone or not replica.num_outstanding)
+            await self.unless_dead(
+                replica, replica.port.abort([*{row.request.group_id: None for row in owed.values()}])
+            )
+            emptied = self.changed.until(lambda: replica.is_gone or not self.owes(replica))
             try:
                 await asyncio.wait_for(emptied, ABORT_INTERVAL_S)
             except TimeoutError:  # a request was on its way when the last abort came
@@ -242,7 +239,7 @@ class Replicas:
     def debts(self) -> list[str]:
         """Texts for a stall report: what each replica still owes."""
         return [
-            f"{replica.name} owes {replica.num_outstanding} rollouts"
+            f"{replica.name} owes {self.owes(replica)} rollouts"
             + ("" if self.serves(replica) else f" and is left behind at version {replica.version}")
             for replica in self.alive
         ]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from llamarl.config import RunConfig
 from llamarl.config.ref import part
-from llamarl.controller.groups import PendingGroup
-from llamarl.controller.replica import Replica
 from llamarl.types import GenerationRequest, Rollout
 
 
@@ -18,15 +16,8 @@ class Turns(Protocol):
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Episodes begin."""
 
-    def take(
-        self, finished: Sequence[Rollout], pending: Mapping[int, PendingGroup], holder: Replica | None
-    ) -> list[Rollout]:
-        """Keeps turns that have ended; returns rollouts that are whole.
-
-        Args:
-            pending: groups by the ids of their requests.
-            holder: what has computed them, and holds that; None: nobody does.
-        """
+    def take(self, finished: Sequence[Rollout]) -> list[Rollout]:
+        """Answers turns that have ended; returns rollouts that are whole."""
         ...
 
     async def loop(self) -> None:

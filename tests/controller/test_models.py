@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llamarl.cluster.api import MeshFailed
-from llamarl.controller.groups import FIRST_EVAL_ID
+from llamarl.controller.flight import FIRST_EVAL_ID
 from llamarl.training.result import StepResult
 from llamarl.types import Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 from tests.controller.fakes import Generator, Run, Trainer, config

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamarl.controller.groups import FIRST_GREEDY_ID, PendingGroup, greedy_request
+from llamarl.controller.flight import FIRST_GREEDY_ID, FlyingRollout, PendingGroup, greedy_request
 from llamarl.data.sampler import PromptSampler
 from llamarl.executors.replies import ScoredResponse
 from llamarl.types import FinishReason, GenerationRequest, Outcome, RewardResult, Rollout, SamplingParams
@@ -142,9 +142,10 @@ def test_a_greedy_response_that_failed_is_no_baseline() -> None:
     request = GenerationRequest(
         group_id=3, prompt_token_ids_T=np.array([1], np.int32), group_size=1, sampling=SamplingParams()
     )
-    pending = PendingGroup((request, greedy := greedy_request(request)), prompts(1)[0])
-    assert not pending.add(Rollout.empty(greedy.group_id, 0, FinishReason.FAILED, "too long")), "it may come first"
-    assert pending.add(Rollout.empty(3, 0))
-    group = pending.scored(pending.in_order(), [ScoredResponse(response="", result=RIGHT)] * 2)
+    greedy = greedy_request(request)
+    failed = Rollout.empty(greedy.group_id, 0, FinishReason.FAILED, "too long")
+    rows = [FlyingRollout(request=request, rollout=Rollout.empty(3, 0)), FlyingRollout(request=greedy, rollout=failed)]
+    pending = PendingGroup(prompts(1)[0], rows)
+    group = pending.scored(pending.rollouts, [ScoredResponse(response="", result=RIGHT)] * 2)
     assert group.baseline == RewardResult(outcome=Outcome.INVALID, value=0.0, reason="too long")
     assert len(group.rollouts) == len(group.results) == len(group.responses) == 1

@@ -12,6 +12,8 @@ import pytest
 
 from llamarl.cluster.api import MeshFailed
 from llamarl.cluster.port import port
+from llamarl.controller.flight import Flight
+from llamarl.controller.journal import Journal
 from llamarl.controller.ports import TrainerPort
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
@@ -59,7 +61,7 @@ def test_a_call_to_one_that_has_left_has_no_effect() -> None:
     """Also where a death ends the run: this is none."""
 
     async def main() -> None:
-        replicas = Replicas([FakeHandle("generator-0", Generator())], Supervisor(), 5.0)
+        replicas = Replicas([FakeHandle("generator-0", Generator())], flight(), Supervisor(), 5.0)
         (replica,) = replicas.alive
         replica.handle.failed.set_result(MeshFailed("generator-0", (0,), "is gone"))
         with pytest.raises(MeshFailed):
@@ -99,6 +101,10 @@ def test_the_fetch_of_one_that_has_left_concerns_nobody(tmp_path: Path) -> None:
     assert run.version == 40 and run.wall_s > 2 * 20.0
 
 
+def flight() -> Flight:
+    return Flight(config(Path()), Journal())
+
+
 class SamplingTrainer:
     """Has three transports; memory is the fastest."""
 
@@ -135,7 +141,7 @@ async def transports_for(
     handles = [FakeHandle(f"generator-{number}", Fetching()) for number in range(len(places))]
     for handle, hosts in zip(handles, places, strict=True):
         handle.hosts = hosts
-    replicas, told = Replicas(handles, Supervisor(), 5.0), list[Selection]()
+    replicas, told = Replicas(handles, flight(), Supervisor(), 5.0), list[Selection]()
     asked = port(TrainerPort, FakeHandle("trainer", trainer), 5.0)
     made = Transports(config(Path(), cluster={"kind": "monarch"}), asked, trainer_hosts, told.append)
     await made.begin(replicas.alive)

@@ -8,26 +8,25 @@ gateway costs the episodes under way, which begin again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
-from llamarl.controller.groups import PendingGroup
+from llamarl.controller.flight import Flight, FlyingRollout, PendingGroup
 from llamarl.controller.lives import RestartableHandle
 from llamarl.controller.records import Key
-from llamarl.controller.replica import Replica
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.parts.episodes.gateway.news import AgentTask
 from llamarl.parts.episodes.ports import GatewayPort
-from llamarl.types import FinishReason, GenerationRequest, Rollout
+from llamarl.types import GenerationRequest, Rollout
 
 
 @dataclass(kw_only=True, slots=True)
 class _RunningEpisode:
     task: AgentTask
-    pending: PendingGroup
+    row: FlyingRollout
     since_s: float
     """Time when the agent began, or was last answered, in seconds of the event loop's clock."""
     calls: set[int] = field(default_factory=set)
@@ -40,21 +39,20 @@ class Agents:
     def __init__(
         self,
         handle: ExecutorHandle,
-        pending: Mapping[int, PendingGroup],
         timeout_s: float,
         supervisor: Supervisor,
+        flight: Flight,
         replicas: Replicas,
-        ended: Callable[[Rollout], None],
+        ended: Callable[[PendingGroup], None],
         waited: Callable[[float], None],
     ) -> None:
         """
         Args:
-            pending: groups by the ids of their requests.
-            ended: takes a rollout that is whole.
+            ended: hears of each group of which a rollout has ended.
             waited: hears how many seconds the policy has waited for an agent.
         """
         self._port, self._timeout_s = port(GatewayPort, handle, timeout_s), timeout_s
-        self._pending, self._supervisor, self._replicas = pending, supervisor, replicas
+        self._flight, self._supervisor, self._replicas = flight, supervisor, replicas
         self._ended, self._waited = ended, waited
         self._episodes = dict[Key, _RunningEpisode]()
         self._asking = dict[int, Key]()
@@ -66,27 +64,20 @@ class Agents:
         """Agents begin; they ask for the rest."""
         tasks, now_s = list[AgentTask](), asyncio.get_running_loop().time()
         for request in requests:
-            pending = self._pending[request.group_id]
-            for start in request.starts():
-                task = AgentTask(request.group_id, start.index, pending.prompt, request.sampling, 0)
-                self._episodes[request.group_id, start.index] = _RunningEpisode(
-                    task=task, pending=pending, since_s=now_s
-                )
+            prompt = self._flight.groups[request.group_id].prompt
+            for row in self._flight.of_request(request.group_id):
+                task = AgentTask(*row.key, prompt, request.sampling, 0)
+                self._flight.turn(row)
+                self._episodes[row.key] = _RunningEpisode(task=task, row=row, since_s=now_s)
                 tasks.append(task)
         await self._port.submit(tasks)
 
-    def take(
-        self, finished: Sequence[Rollout], pending: Mapping[int, PendingGroup], holder: Replica | None
-    ) -> list[Rollout]:
-        """All are answers to calls; those to calls of a gateway that died are for nobody."""
-        answers = [one for one in finished if one.group_id in self._asking]
-        for one in answers:
+    def take(self, finished: Sequence[Rollout]) -> list[Rollout]:
+        """All are answers to calls."""
+        for one in finished:
             self._episodes[self._asking.pop(one.group_id)].since_s = asyncio.get_running_loop().time()
-        self._replicas.dropped.difference_update(one.group_id for one in finished)  # they ended before it was heard
-        if holder is not None:
-            self._replicas.hold(holder, [one for one in answers if one.finish_reason is FinishReason.STOP])
-        if answers:
-            self._supervisor.start(self._port.answer(answers), "answers to agents")
+        if finished:
+            self._supervisor.start(self._port.answer(finished), "answers to agents")
         return []
 
     async def loop(self) -> None:
@@ -95,30 +86,28 @@ class Agents:
         clock = asyncio.get_running_loop()
         while True:
             news = await self._port.collect()
-            to_ask, over = list[GenerationRequest](), list[Key]()
+            to_ask = list[GenerationRequest]()
             for group_id, index, request in news.calls:
                 if (episode := self._episodes.get((group_id, index))) is None:
                     continue  # a gateway's last word
                 self._waited(clock.time() - episode.since_s)
                 episode.calls.add(request.group_id)
                 self._asking[request.group_id] = group_id, index
-                to_ask.append(replace(request, from_version=episode.pending.requests[0].from_version))
+                to_ask.append(replace(request, from_version=episode.row.request.from_version))
+                self._flight.expect(to_ask[-1])
             for rollout, result in news.ends:
                 key = rollout.group_id, rollout.index
                 if (episode := self._episodes.pop(key, None)) is None:
                     continue
-                over += [(call, 0) for call in episode.calls]
                 self._forget(episode)
-                if result is not None:
-                    episode.pending.judged[key] = result
-                self._ended(rollout)
+                self._ended(self._flight.end(episode.row, rollout, result))
             self._replicas.resume(to_ask)
-            self._replicas.forget(over)
 
     def _forget(self, episode: _RunningEpisode) -> None:
         """Nobody waits for its calls."""
-        under_way = {call for call in episode.calls if self._asking.pop(call, None)}
-        self._replicas.drop(under_way)
+        for call in episode.calls:
+            self._asking.pop(call, None)
+        self._replicas.drop(episode.calls)
 
     async def _restore(self, life: ExecutorHandle) -> str:
         """All episodes begin again."""
@@ -126,7 +115,7 @@ class Agents:
         for key, episode in self._episodes.items():
             self._forget(episode)
             task = episode.task._replace(attempt=episode.task.attempt + 1)
-            self._episodes[key] = _RunningEpisode(task=task, pending=episode.pending, since_s=now_s)
+            self._episodes[key] = _RunningEpisode(task=task, row=episode.row, since_s=now_s)
             tasks.append(task)
         await port(GatewayPort, life, self._timeout_s).submit(tasks)
         return f"{len(tasks)} episodes of agents, from their beginnings"

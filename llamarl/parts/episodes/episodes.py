@@ -8,18 +8,16 @@ generator and the bound of staleness are what they are for parked rollouts.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
-from llamarl.controller.groups import PendingGroup
+from llamarl.controller.flight import Flight, FlyingRollout, PendingGroup, RolloutState
 from llamarl.controller.lives import RestartableHandle
 from llamarl.controller.ports import Executors
 from llamarl.controller.records import Key
-from llamarl.controller.replica import Replica
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.executors.replies import OpenTurn, Replied
@@ -30,34 +28,23 @@ from llamarl.parts.episodes.ports import EnvironmentPort
 from llamarl.types import FinishReason, GenerationRequest, Rollout, observed
 
 
-@dataclass(kw_only=True, slots=True)
-class _WaitingTurn:
-    pending: PendingGroup
-    rollout: Rollout
-    since_s: float
-
-    def episode(self, spent_s: float) -> OpenTurn:
-        rollout = self.rollout
-        return OpenTurn(rollout.group_id, rollout.index, self.pending.prompt, rollout.turns, spent_s)
-
-
 def open_turns(
     config: RunConfig,
     executors: Executors,
     supervisor: Supervisor,
-    pending: Mapping[int, PendingGroup],
+    flight: Flight,
     replicas: Replicas,
-    ended: Callable[[Rollout], None],
+    ended: Callable[[PendingGroup], None],
     waited: Callable[..., None],
 ) -> Episodes | Agents | None:
     """Turns that an agent or an environment answers; None: a response is one turn. Raises ConfigError."""
     wanted, handle = config.rollout.environment, executors.models.get("environment")
     if config.rollout.agent and handle:
-        return Agents(handle, pending, config.cluster.call_timeout_s, supervisor, replicas, ended, waited)
+        return Agents(handle, config.cluster.call_timeout_s, supervisor, flight, replicas, ended, waited)
     if wanted is None or handle is None:
         return None
     environment, timeout_s = build_environment(wanted), config.cluster.call_timeout_s
-    return Episodes(handle, environment, timeout_s, supervisor, replicas, ended, waited)
+    return Episodes(handle, environment, timeout_s, supervisor, flight, replicas, ended, waited)
 
 
 class Episodes:
@@ -69,21 +56,20 @@ class Episodes:
         environment: Environment,
         timeout_s: float,
         supervisor: Supervisor,
+        flight: Flight,
         replicas: Replicas,
-        ended: Callable[[Rollout], None],
+        ended: Callable[[PendingGroup], None],
         waited: Callable[..., None],
     ) -> None:
         """
         Args:
             replicas: generators that go on, and hold what was computed until then.
-            ended: takes a rollout that is whole.
+            ended: hears of each group of which a rollout has ended.
             waited: hears how many seconds a rollout has waited for a reply, and the reply.
         """
         self._port = port(EnvironmentPort, handle, timeout_s)
         self._environment, self._timeout_s, self._supervisor = environment, timeout_s, supervisor
-        self._replicas, self._ended, self._waited = replicas, ended, waited
-        self._waiting = dict[Key, _WaitingTurn]()
-        self._spent_s = defaultdict[Key, float](float)
+        self._flight, self._replicas, self._ended, self._waited = flight, replicas, ended, waited
         if isinstance(handle, RestartableHandle):
             handle.restore = self._restore
 
@@ -91,34 +77,20 @@ class Episodes:
         """The policy begins."""
         await self._replicas.submit(requests)
 
-    def take(
-        self, finished: Sequence[Rollout], pending: Mapping[int, PendingGroup], holder: Replica | None
-    ) -> list[Rollout]:
-        """Keeps rollouts that end a turn until their reply; returns the others, which are whole.
+    def take(self, finished: Sequence[Rollout]) -> list[Rollout]:
+        """Asks for replies to the rollouts that end a turn; returns the others, which are whole."""
+        rows = [self._flight[one.group_id, one.index] for one in finished]
+        turns = [row for row in rows if row.state is RolloutState.TURN]
+        for row in turns:
+            row.environment_s = row.environment_s or 0.0
+        if turns:
+            self._supervisor.start(self._port.submit([*map(self._open_turn, turns)]), "turns to the environment")
+        self._leave([row.key for row in rows if row.state is RolloutState.ENDED and row.environment_s is not None])
+        return [row.rollout for row in rows if row.state is RolloutState.ENDED]
 
-        Args:
-            pending: groups by the ids of their requests.
-            holder: what has computed them, and holds that; None: nobody does.
-        """
-        now_s, episodes = asyncio.get_running_loop().time(), list[OpenTurn]()
-        turns = [rollout for rollout in finished if rollout.finish_reason is FinishReason.STOP]
-        for rollout in turns:
-            key = rollout.group_id, rollout.index
-            self._waiting[key] = waiting = _WaitingTurn(
-                pending=pending[rollout.group_id], rollout=rollout, since_s=now_s
-            )
-            episodes.append(waiting.episode(self._spent_s[key]))
-        if holder is not None:
-            self._replicas.hold(holder, turns)
-        if episodes:
-            self._supervisor.start(self._port.submit(episodes), "turns to the environment")
-        ended = [rollout for rollout in finished if rollout.finish_reason is not FinishReason.STOP]
-        keys = [(rollout.group_id, rollout.index) for rollout in ended]
-        begun = [key for key in keys if key in self._spent_s]
-        for key in begun:
-            pending[key[0]].environment_s[key] = self._spent_s.pop(key)
-        self._leave(begun)
-        return ended
+    def _open_turn(self, row: FlyingRollout) -> OpenTurn:
+        prompt = self._flight.groups[row.request.group_id].prompt
+        return OpenTurn(*row.key, prompt, row.rollout.turns, row.environment_s or 0.0)
 
     def _leave(self, episodes: list[Key]) -> None:
         """The environment is not asked about these any more, and has not ended them."""
@@ -130,52 +102,45 @@ class Episodes:
         unblocked by `take`."""
         clock = asyncio.get_running_loop()
         while True:
-            to_go_on, ended = list[GenerationRequest](), list[Key]()
+            to_go_on = list[GenerationRequest]()
             for replied in await self._port.collect():
-                key = replied.group_id, replied.index
-                waiting = self._waiting.get(key)
-                if waiting is None or waiting.rollout.num_tokens != replied.num_tokens:
+                row = self._flight.get((replied.group_id, replied.index))
+                if row is None or row.state is not RolloutState.TURN or row.rollout.num_tokens != replied.num_tokens:
                     continue  # a new environment was asked twice, or what the old one had answered
-                del self._waiting[key]
-                self._waited(clock.time() - waiting.since_s, replied)
-                self._spent_s[key] += replied.seconds
-                if (request := self._next(waiting, replied)) is not None:
-                    to_go_on.append(request)
-                else:
-                    ended.append(key)
+                self._waited(clock.time() - row.since_s, replied)
+                row.environment_s = (row.environment_s or 0.0) + replied.seconds
+                to_go_on += self._next(row, replied)
             self._replicas.resume(to_go_on)
-            self._replicas.forget(ended)
 
-    def _next(self, waiting: _WaitingTurn, replied: Replied) -> GenerationRequest | None:
-        """Request with which an episode goes on; None: it has ended."""
-        pending, rollout = waiting.pending, waiting.rollout
-        request = pending.request_of(rollout)
+    def _next(self, row: FlyingRollout, replied: Replied) -> list[GenerationRequest]:
+        """The request with which an episode goes on; none: it has ended."""
+        rollout = row.rollout
         if replied.observation_T is not None:
             num_tokens = rollout.num_tokens + len(replied.observation_T)
             goes_on = rollout.num_turns < self._environment.max_turns
-            if goes_on and num_tokens < request.sampling.max_new_tokens:
+            if goes_on and num_tokens < row.request.sampling.max_new_tokens:
                 columns = observed(rollout.columns, replied.observation_T)
                 parked = replace(rollout, columns=columns, finish_reason=FinishReason.PARKED)
-                return replace(request, partials=(parked,))
+                request = replace(row.request, partials=(parked,))
+                self._flight.expect(request)
+                return [request]
             rollout = replace(rollout, finish_reason=FinishReason.LENGTH)
-            self._leave([(rollout.group_id, rollout.index)])
-        if replied.result is not None:
-            pending.judged[rollout.group_id, rollout.index] = replied.result
-        key = rollout.group_id, rollout.index
-        pending.environment_s[key] = self._spent_s.pop(key)
-        self._ended(rollout)
-        return None
+            self._leave([row.key])
+        group = self._flight.end(row, rollout, replied.result)
+        self._replicas.forget([row])
+        self._ended(group)
+        return []
 
     async def _restore(self, life: ExecutorHandle) -> str:
         """A new environment is asked for all replies that are missing."""
-        episodes = [waiting.episode(self._spent_s[key]) for key, waiting in self._waiting.items()]
-        await port(EnvironmentPort, life, self._timeout_s).submit(episodes)
-        return f"the turns of {len(episodes)} episodes"
+        turns = [*self._flight.rows(RolloutState.TURN)]
+        await port(EnvironmentPort, life, self._timeout_s).submit([*map(self._open_turn, turns)])
+        return f"the turns of {len(turns)} episodes"
 
     def describe(self) -> str:
         """Rollouts that wait for the environment, in a sentence for a stall report; empty: none waits."""
-        if not self._waiting:
+        since_s = [row.since_s for row in self._flight.rows(RolloutState.TURN)]
+        if not since_s:
             return ""
-        oldest = min(self._waiting.values(), key=lambda one: one.since_s)
-        age_s = asyncio.get_running_loop().time() - oldest.since_s
-        return f"{len(self._waiting)} rollouts wait for the environment, the oldest for {age_s:.0f} s"
+        age_s = asyncio.get_running_loop().time() - min(since_s)
+        return f"{len(since_s)} rollouts wait for the environment, the oldest for {age_s:.0f} s"

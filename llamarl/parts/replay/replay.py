@@ -24,9 +24,10 @@ from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import staleness_limit
 from llamarl.controller.admission import Admission, Problems
 from llamarl.controller.clock import run_patiently
-from llamarl.controller.groups import PendingGroup, Scorers
+from llamarl.controller.flight import FlyingRollout, PendingGroup
 from llamarl.controller.journal import Journal
 from llamarl.controller.ports import CriticPort, GeneratorPort, TrainerPort
+from llamarl.controller.scoring import Scorers
 from llamarl.controller.steps import retake
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.events import Flow
@@ -327,10 +328,12 @@ class _Replay:
             request.told(step)
 
     async def _judge(self, step: int, groups: Sequence[RolloutGroup], scoring: Scorers) -> None:
-        batch = [PendingGroup((self._asked(group),), group.prompt) for group in groups]
-        for pending, group in zip(batch, groups, strict=True):
-            for one in group.rollouts:
-                pending.add(one)
+        batch = list[PendingGroup]()
+        for group in groups:
+            request = self._asked(group)
+            batch.append(
+                PendingGroup(group.prompt, [FlyingRollout(request=request, rollout=r) for r in group.rollouts])
+            )
         for was, now in zip(groups, await scoring(batch), strict=True):
             self._tally.judged += len(was.results)
             for index, (old, new) in enumerate(zip(was.results, now.results, strict=True)):

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.controller.flight import Flight, RolloutState
 from llamarl.controller.supervision import Stalled
 from llamarl.parts.episodes.gateway.episode import AgentEpisode
 from llamarl.parts.episodes.gateway.news import AgentCall, AgentEnd, AgentNews, AgentTask
@@ -158,10 +159,10 @@ def test_what_a_conversation_has_computed_is_held_until_it_ends(tmp_path: Path) 
 @pytest.mark.parametrize("leaves_s", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("dies", [False, True])
 def test_calls_of_episodes_that_are_over_end_with_them(tmp_path: Path, leaves_s: float, dies: bool) -> None:
-    run, dropped = run_of(tmp_path, gateway := Gateway(leaves_s=leaves_s), generators=2), list[set[int]]()
+    run, flights = run_of(tmp_path, gateway := Gateway(leaves_s=leaves_s), generators=2), list[Flight]()
 
     async def strike(run: Run) -> None:
-        dropped.append(run.controller.replicas.dropped)
+        flights.append(run.controller.flight)
         await asyncio.sleep(4.0)
         if dies:
             run.handles["generator-1"].die()
@@ -173,7 +174,9 @@ def test_calls_of_episodes_that_are_over_end_with_them(tmp_path: Path, leaves_s:
         assert all(position == 0 for _, _, position in sampled), (
             "the first token is there at once, the second takes 1 s"
         )
-    assert not dropped[0], "nothing is remembered of what has come back"
+    assert not [row for state in RolloutState for row in flights[0].rows(state)], (
+        "nothing is remembered of what has come back"
+    )
 
 
 def test_a_gateway_that_dies_costs_the_episodes_under_way(tmp_path: Path) -> None:

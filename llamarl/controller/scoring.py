@@ -1,0 +1,91 @@
+"""`Scorers`: what reward and models say of groups whose rollouts have all come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+
+from llamarl.cluster.api import ExecutorHandle
+from llamarl.cluster.port import port
+from llamarl.config.roles import RewardModelConfig
+from llamarl.controller.flight import PendingGroup
+from llamarl.controller.ports import ColumnPort, Responses, RewardModelPort, RewardPort
+from llamarl.executors.replies import ScoredResponse
+from llamarl.rewards._weighted import weighted_sum
+from llamarl.types import COLUMNS, RewardResult, Rollout, RolloutGroup
+
+SCORED_TOKENS = 1 << 20
+"""Response tokens from which on a call to the reward takes no more groups: the first need not wait for the last."""
+
+
+def _columns_for_scoring(rollout: Rollout) -> Rollout:
+    """The rollout with those columns alone that a reward reads."""
+    of_agents = ("sequence", "policy_versions") if "sequence" in rollout.columns else ()
+    return rollout.with_only("token_ids", *of_agents)
+
+
+class Scorers:
+    """Reward, reward model, and the executors that fill a column of `llamarl.types.COLUMNS`."""
+
+    def __init__(
+        self,
+        reward: ExecutorHandle,
+        models: Mapping[str, ExecutorHandle],
+        judge: RewardModelConfig | None,
+        timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            models: by name; what is trained on goes to them, too.
+            judge: settings of the reward model among them.
+        """
+        self._reward = port(RewardPort, reward, timeout_s)
+        self._model = port(RewardModelPort, models["reward-model"], timeout_s) if "reward-model" in models else None
+        self._columns = {
+            column.name: port(ColumnPort, models[column.filled_by], timeout_s)
+            for column in COLUMNS.values()
+            if column.filled_by in models
+        }
+        self._model_weight = judge.weight if judge else 0.0
+
+    async def __call__(self, batch: Sequence[PendingGroup]) -> list[RolloutGroup]:
+        """Asks everybody at once."""
+        responses = [(item.prompt, list(map(_columns_for_scoring, item.rollouts))) for item in batch]
+        to_train = [one for one, item in zip(responses, batch, strict=True) if item.is_trained_on]
+        said, by_model, columns = await asyncio.gather(
+            self._reward.score(responses), self._by_model(to_train), self._filled(to_train)
+        )
+        trained = count()
+        groups = list[RolloutGroup]()
+        for item, by_rules in zip(batch, said, strict=True):
+            rollouts, judged = item.rollouts, by_rules
+            if any(row.result for row in item.rows):
+                pairs = zip(item.rows, by_rules, strict=True)
+                judged = [replace(one, result=row.result or one.result) for row, one in pairs]
+            if item.is_trained_on:
+                number = next(trained)
+                if columns:
+                    rollouts = [
+                        replace(one, columns=one.columns | {name: of[number][n] for name, of in columns.items()})
+                        for n, one in enumerate(rollouts)
+                    ]
+                if by_model is not None:
+                    judged = list(map(self._with_model, judged, by_model[number]))
+            groups.append(item.scored(rollouts, judged))
+        return groups
+
+    async def _by_model(self, responses: Responses) -> list[list[RewardResult]] | None:
+        return await self._model.score(responses) if self._model and responses else None
+
+    async def _filled(self, responses: Responses) -> dict[str, list[list[np.ndarray]]]:
+        """Columns that executors fill for these responses, by name; nothing where there are no responses."""
+        ports = self._columns if responses else {}
+        return dict(zip(ports, await asyncio.gather(*(one.score(responses) for one in ports.values())), strict=True))
+
+    def _with_model(self, by_rules: ScoredResponse, by_model: RewardResult) -> ScoredResponse:
+        parts = by_rules.result, by_model
+        return replace(by_rules, result=weighted_sum(("rules", "reward model"), (1.0, self._model_weight), parts))
