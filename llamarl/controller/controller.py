@@ -18,7 +18,6 @@ it evaluates.
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 from collections.abc import Sequence
 
@@ -29,17 +28,17 @@ from llamarl.controller.flight import FIRST_EVAL_ID, Flight, PendingGroup, Rollo
 from llamarl.controller.journal import UNWRITTEN_S, Journal
 from llamarl.controller.lives import Deaths, lasting
 from llamarl.controller.optimized import OptimizedExecutors
-from llamarl.controller.ports import Executors, TrainerPort
+from llamarl.controller.ports import Executors
 from llamarl.controller.recovery import Recovery, policy_of_generators
-from llamarl.controller.replica import NO_VERSION, Replica
+from llamarl.controller.replica import Replica
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.scoring import SCORED_TOKENS, Scorers
 from llamarl.controller.steps import REQUESTS_FIRST_S, OptimizerStep
 from llamarl.controller.supervision import Signal, StallWatch, Supervisor
-from llamarl.controller.sync import MAX_FAILURES, RETRY_S, SyncReport, Transports, WeightsWrong, adopted_and_probed
 from llamarl.controller.telemetry import Telemetry
 from llamarl.controller.turns import open_turns
-from llamarl.executors.replies import Adoption, ControllerState, Published
+from llamarl.controller.weights import WeightSync
+from llamarl.executors.replies import ControllerState
 from llamarl.types import GenerationRequest, Prompt, RolloutGroup
 
 
@@ -67,13 +66,6 @@ class Controller:
         self.executors = executors = lasting(executors, config.cluster, supervisor, deaths)
         """Executors of the run; one that is started again when it dies is a `RestartableHandle`."""
         self._trains = executors.trainer is not None
-        if executors.trainer:
-            self._optimized = OptimizedExecutors(
-                config, executors, supervisor, telemetry, self._watch, self.version, self._journal
-            )
-            self._trainer = self._optimized.trainer
-            self._transports = Transports(config, self._trainer, executors.trainer.hosts, telemetry.chose_transport)
-            self._optimized.restore_on_restart(executors, self._unpublish, self._publish_again)
         self._admission = Admission(config, problems, state, telemetry.flow)
         self._buffer = self._admission.buffer
         self._groups_changed = Signal()
@@ -92,16 +84,15 @@ class Controller:
         """Evaluations under way, by the ids of their groups."""
         self._under_way: OptimizerStep | None = None
         self._unreported: OptimizerStep | None = None
-        self._newest: Published | None = None
-        """None while the trainer publishes, as it may overwrite what was the newest before, and while it is dead."""
-        self._lost: Published | None = None
-        """Published version that was the newest when the trainer died."""
-        self._published = Signal()
-        self._num_resyncs = 0
-        self._told_of_late = set[Replica]()
-        self.recovery = Recovery(
-            policy, self.replicas, supervisor, telemetry, self._adoption_loop, self._collect, executors, deaths
-        )
+        if executors.trainer:
+            self._optimized = OptimizedExecutors(
+                config, executors, supervisor, telemetry, self._watch, self.version, self._journal
+            )
+            self._weights = WeightSync(
+                config, self._optimized, self.replicas, supervisor, telemetry, self._watch, self._journal
+            )
+        follow = self._weights.adoption_loop if self._trains else None
+        self.recovery = Recovery(policy, self.replicas, supervisor, telemetry, follow, self._collect, executors, deaths)
 
     async def start(self) -> None:
         """Brings the generators to the trainer's version and starts the background loops."""
@@ -109,10 +100,7 @@ class Controller:
         for replica in replicas:
             self.recovery.watch(replica)
         if self._trains:
-            await self._transports.begin(replicas)
-            for replica in replicas:
-                replica.adopting = self._supervisor.start(self._adoption_loop(replica), f"weights of {replica.name}")
-            await self._sync(self.version, patience_s=self._config.cluster.call_timeout_s)
+            await self._weights.begin()
         self._watch.progress()
         for replica in replicas:
             self._collect(replica)
@@ -284,7 +272,7 @@ class Controller:
         self._under_way, self._unreported, step.mark = None, step, self._telemetry.mark(self._journal.seconds)
         step.state = self._admission.state(self.version)
         if syncs:
-            step.sync = self._supervisor.start(self._sync(self.version), f"sync version {self.version}")
+            step.sync = self._supervisor.start(self._weights.sync(self.version), f"sync version {self.version}")
             self._admission.made(self.version, len(step.groups))
             self._groups_changed.notify()
         asyncio.get_running_loop().call_later(REQUESTS_FIRST_S, step.enter, self._journal)
@@ -309,108 +297,6 @@ class Controller:
             await self._end_step(syncs=False)
             await self._report()
         await self.save()
-
-    # 5. Weights to all generators
-
-    async def _sync(self, version: int, patience_s: float | None = None) -> SyncReport:
-        """Publishes what the trainer has now as `version`; waits until the generators in service have adopted it, and
-        those that can catch up, but no longer than for `weight_sync.patience_s`; releases it. Requests that wait for it
-        where it is late go elsewhere."""
-        clock, replicas = asyncio.get_running_loop(), self.replicas
-        start_s = clock.time()
-        await self._publish(version)
-        report = SyncReport(publish_s=clock.time() - start_s)
-        hurries, patience_s = patience_s is None, patience_s or self._config.weight_sync.patience_s
-        awaited = [one for one in replicas.alive if one.version < version and replicas.can_follow(one, patience_s)]
-        late = await replicas.adoption(version, awaited, patience_s, hurries=hurries)
-        if new := late - self._told_of_late:
-            self._told_of_late |= new
-            self._telemetry.warn_of_late([one.name for one in new], version)
-        replicas.release(version)
-        for replica in [one for one in replicas.alive if one.version < version]:
-            replicas.resume(replicas.withdraw(replica, than=replica.version))
-        for replica in awaited:
-            if replica.version >= version and replica.answer:
-                report.add(*replica.answer)
-        if before := self._journal.published(version, report.fingerprint, report.tensors):
-            self._telemetry.warn_of_others(version, before, report.fingerprint)
-        report.sync_s = clock.time() - start_s
-        report.num_late = sum(not replicas.serves(one) for one in replicas.alive)
-        report.num_resyncs, self._num_resyncs = self._num_resyncs, 0
-        self._watch.progress()
-        return report
-
-    async def _publish(self, version: int, trainer: TrainerPort | None = None) -> None:
-        """The call leaves before the first wait in here: the trainer may take its next step right after."""
-        self._newest = None
-        in_use = {version for one in self.replicas.alive for version in (one.version, one.fetching)} - {NO_VERSION}
-        published = await (trainer or self._trainer).publish(version, tuple(sorted(in_use)))
-        assert published.version == version, f"asked for version {version}, published {published.version}"
-        # A newer version may have been asked for meanwhile; its answer comes later.
-        if self._newest is None or self._newest.version <= version:
-            self._newest = published
-        self._published.notify()
-
-    def _unpublish(self) -> None:
-        """The trainer is dead, and what it published with it."""
-        self._lost, self._newest = self._newest, None
-
-    async def _publish_again(self, trainer: TrainerPort) -> None:
-        """A new trainer has what the old one had; what is to be published next is asked for by others."""
-        await self._transports.restore(trainer)
-        if self._lost is not None and self._lost.version == self._optimized.version:
-            await self._publish(self._lost.version, trainer)
-
-    # 6. Weights to one generator
-
-    async def _adoption_loop(self, replica: Replica) -> None:
-        """Consumes published versions, always the newest; waits until `replica` has fetched it and its probe shows that
-        it is the right one; produces adoptions; unblocked by `_publish`."""
-        clock = asyncio.get_running_loop()
-        try:
-            is_new = await self.replicas.unless_dead(replica, self._transports.choose([replica]))
-            if is_new and not self._under_way:  # else the next version comes by it
-                await self._publish(self.version)
-            while True:
-                await self._published.until(lambda: self._is_news(replica))
-                published = self._newest
-                assert published is not None
-                replica.tried, replica.fetching, replica.fetching_since_s = published, published.version, clock.time()
-                most = self._config.weight_sync.max_mismatch
-                fetch = adopted_and_probed(replica, published, most, self._trainer.outsized)
-                answer = await self.replicas.unless_dead(replica, fetch)
-                if answer is None:
-                    return
-                fetched_s, adoption = clock.time() - replica.fetching_since_s, answer[0]
-                replica.fetching, replica.fetching_since_s = NO_VERSION, math.inf
-                if adoption.outcome == "adopted":
-                    replica.adopt_s, replica.num_failures, replica.answer = fetched_s, 0, answer
-                    self._telemetry.adopted(adoption.stall_s)
-                    self.replicas.adopted(replica, published.version)
-                elif adoption.outcome != "superseded":  # which waits for the next version
-                    await self._retry(replica, published, adoption)
-        finally:
-            self.replicas.changed.notify()
-
-    def _is_news(self, replica: Replica) -> bool:
-        newest = self._newest
-        is_other = newest is not None and newest is not replica.tried and newest.version > replica.version
-        return is_other and replica.transport in newest.addresses
-
-    async def _retry(self, replica: Replica, published: Published, adoption: Adoption) -> None:
-        """Fetches the same version again after a failure, and has it sent again after a mismatch."""
-        replica.num_failures += 1
-        is_mismatch = adoption.outcome == "mismatch"
-        if (is_mismatch and self._config.weight_sync.on_mismatch == "stop") or replica.num_failures >= MAX_FAILURES:
-            raise WeightsWrong(f"{replica.name} could not adopt version {published.version}: {adoption.reason}")
-        self._telemetry.warn(f"{replica.name} tries again to adopt weights: {adoption.reason}")
-        self._num_resyncs += 1
-        if not is_mismatch:
-            await asyncio.sleep(RETRY_S)
-            replica.tried = None
-        elif published is self._newest and self.version == published.version and not self._under_way:
-            self._supervisor.start(self._publish(published.version), f"publish {published.version} again")
-        # Otherwise a step is under way, and its version comes next.
 
     async def _who_waits(self) -> str:
         """Text for the stall report: what everybody is doing."""

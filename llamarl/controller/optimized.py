@@ -7,6 +7,7 @@ same order, which gives the same weights. So the versions that tokens carry stay
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -57,8 +58,8 @@ class OptimizedExecutors:
     ) -> None:
         assert executors.trainer is not None
         self._timeout_s = config.cluster.call_timeout_s
-        self.trainer = port(TrainerPort, executors.trainer, self._timeout_s)
-        critic = executors.models.get("critic")
+        self.trainer, critic = port(TrainerPort, executors.trainer, self._timeout_s), executors.models.get("critic")
+        self._handles = executors.trainer, critic
         self.critic = port(CriticPort, critic, self._timeout_s) if critic else None
         self.version = self._critic_version = self._critic_begun = version
         """Optimizer steps whose results have come, and the step that the critic has been told to begin."""
@@ -69,6 +70,8 @@ class OptimizedExecutors:
         """Groups for steps to come."""
         self._unsent, self._unsent_bytes = list[RolloutGroup](), 0
         """Groups among them that the trainer has not got yet: they come with the next step."""
+        self._result: asyncio.Task[PolicyStepResult] | None = None
+        """The newest step's."""
         self._steps = deque[tuple[int, list[RolloutGroup]]]()
         """Steps that have begun since the newest checkpoint and are not in the journal, with their groups."""
 
@@ -94,11 +97,21 @@ class OptimizedExecutors:
         ids = [group.group_id for group in groups]
         for group_id in ids:
             del self._ready[group_id]
-        result = self._supervisor.start(self._train(ids, self._taken()), f"step {step}")
+        self._result = result = self._supervisor.start(self._train(ids, self._taken()), f"step {step}")
         learnt = None
         if self.critic:
             learnt = self._supervisor.start(self._learn(self.critic, step, ids), f"the critic's step {step}")
         return OptimizerStep(groups=groups, result=result, critic=learnt)
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step is under way."""
+        return self._result is not None and not self._result.done()
+
+    @property
+    def trainer_hosts(self) -> Sequence[str]:
+        """Hosts of the trainer's ranks."""
+        return self._handles[0].hosts
 
     def _taken(self) -> list[RolloutGroup]:
         """Groups that are on their way to the trainer from now on."""
@@ -133,20 +146,18 @@ class OptimizedExecutors:
         while self._steps and self._steps[0][0] <= step:
             self._steps.popleft()
 
-    def restore_on_restart(
-        self, executors: Executors, died: Callable[[], None], again: Callable[[TrainerPort], Awaitable[None]]
-    ) -> None:
+    def restore_on_restart(self, died: Callable[[], None], again: Callable[[TrainerPort], Awaitable[None]]) -> None:
         """Has trainer and critic, where they are started again, brought to where they were.
 
         Args:
             died: hears that the trainer is dead.
             again: what else a new trainer needs.
         """
-        if isinstance(executors.trainer, RestartableHandle):
-            executors.trainer.died, executors.trainer.restore = died, self._restore_trainer
-            executors.trainer.needs_host = True
+        trainer, critic = self._handles
+        if isinstance(trainer, RestartableHandle):
+            trainer.died, trainer.restore, trainer.needs_host = died, self._restore_trainer, True
             self._again = again
-        if isinstance(critic := executors.models.get("critic"), RestartableHandle):
+        if isinstance(critic, RestartableHandle):
             critic.restore, critic.needs_host = self._restore_critic, True
 
     async def _restore_trainer(self, life: ExecutorHandle) -> str:

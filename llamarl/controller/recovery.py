@@ -44,14 +44,14 @@ class Recovery:
         replicas: Replicas,
         supervisor: Supervisor,
         telemetry: Telemetry,
-        follow: Callable[[Replica], Coroutine[Any, Any, None]],
+        follow: Callable[[Replica], Coroutine[Any, Any, None]] | None,
         collect: Callable[[Replica], None],
         executors: Executors,
         deaths: Deaths,
     ) -> None:
         """
         Args:
-            follow: the loop that keeps a replica's weights up to date, which ends when it dies.
+            follow: the loop that keeps a replica's weights up to date, until it dies; None: nothing is trained.
             collect: starts the loop that takes what it generates.
             executors: where new generators come from.
         """
@@ -78,6 +78,7 @@ class Recovery:
 
     async def add(self, handle: ExecutorHandle) -> None:
         """Brings a new generator to the newest weights, and into service. Raises what it fails with before that."""
+        assert self._follow, "who only evaluates has all its generators"
         self._telemetry.joined(handle)
         replica = self._replicas.add(handle)
         # Until it serves, what befalls it is nobody else's matter.

@@ -1,4 +1,4 @@
-"""The parts of a weight sync: the choice of the transport, the probe, and the report. `Controller` joins them.
+"""The parts of a weight sync: the choice of the transport, the probe, and the report. `WeightSync` joins them.
 
 Nobody waits for a slow replica longer than `weight_sync.patience_s`: a version is then released without it. As requests
 go only to replicas that serve the released version or a newer one, the tokens of a group are never older than the

@@ -1,0 +1,156 @@
+"""`WeightSync`: published versions on their way to the generators, to all of them and to each.
+
+::
+
+    trainer -> [publish] -> newest -> [adopt, one loop per generator: fetch, probe, retry] -> serves -> [sync: released]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+from llamarl.config import RunConfig
+from llamarl.controller.journal import Journal
+from llamarl.controller.optimized import OptimizedExecutors
+from llamarl.controller.ports import TrainerPort
+from llamarl.controller.replica import NO_VERSION, Replica
+from llamarl.controller.replicas import Replicas
+from llamarl.controller.supervision import Signal, StallWatch, Supervisor
+from llamarl.controller.sync import MAX_FAILURES, RETRY_S, SyncReport, Transports, WeightsWrong, adopted_and_probed
+from llamarl.controller.telemetry import Telemetry
+from llamarl.executors.replies import Adoption, Published
+
+
+class WeightSync:
+    """Brings the trainer's versions to the generators."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        optimized: OptimizedExecutors,
+        replicas: Replicas,
+        supervisor: Supervisor,
+        telemetry: Telemetry,
+        watch: StallWatch,
+        journal: Journal,
+    ) -> None:
+        self._settings, self._timeout_s = config.weight_sync, config.cluster.call_timeout_s
+        self._optimized, self._replicas, self._supervisor = optimized, replicas, supervisor
+        self._telemetry, self._watch, self._journal = telemetry, watch, journal
+        self._transports = Transports(config, optimized.trainer, optimized.trainer_hosts, telemetry.chose_transport)
+        self._newest: Published | None = None
+        """None while the trainer publishes, as it may overwrite what was the newest before, and while it is dead."""
+        self._lost: Published | None = None
+        """Published version that was the newest when the trainer died."""
+        self._published = Signal()
+        self._num_resyncs = 0
+        self._told_of_late = set[Replica]()
+        optimized.restore_on_restart(self.lose, self.restore)
+
+    async def begin(self) -> None:
+        """Brings the generators to the trainer's version."""
+        replicas = list(self._replicas.alive)
+        await self._transports.begin(replicas)
+        for replica in replicas:
+            replica.adopting = self._supervisor.start(self.adoption_loop(replica), f"weights of {replica.name}")
+        await self.sync(self._optimized.version, patience_s=self._timeout_s)
+
+    async def sync(self, version: int, patience_s: float | None = None) -> SyncReport:
+        """Publishes what the trainer has now as `version`; waits until the generators in service have adopted it, and
+        those that can catch up, but no longer than for `weight_sync.patience_s`; releases it. Requests that wait for it
+        where it is late go elsewhere."""
+        clock, replicas = asyncio.get_running_loop(), self._replicas
+        start_s = clock.time()
+        await self._publish(version)
+        report = SyncReport(publish_s=clock.time() - start_s)
+        hurries, patience_s = patience_s is None, patience_s or self._settings.patience_s
+        awaited = [one for one in replicas.alive if one.version < version and replicas.can_follow(one, patience_s)]
+        late = await replicas.adoption(version, awaited, patience_s, hurries=hurries)
+        if new := late - self._told_of_late:
+            self._told_of_late |= new
+            self._telemetry.warn_of_late([one.name for one in new], version)
+        replicas.release(version)
+        for replica in [one for one in replicas.alive if one.version < version]:
+            replicas.resume(replicas.withdraw(replica, than=replica.version))
+        for replica in awaited:
+            if replica.version >= version and replica.answer:
+                report.add(*replica.answer)
+        if before := self._journal.published(version, report.fingerprint, report.tensors):
+            self._telemetry.warn_of_others(version, before, report.fingerprint)
+        report.sync_s = clock.time() - start_s
+        report.num_late = sum(not replicas.serves(one) for one in replicas.alive)
+        report.num_resyncs, self._num_resyncs = self._num_resyncs, 0
+        self._watch.progress()
+        return report
+
+    async def _publish(self, version: int, trainer: TrainerPort | None = None) -> None:
+        """The call leaves before the first wait in here: the trainer may take its next step right after."""
+        self._newest = None
+        in_use = {version for one in self._replicas.alive for version in (one.version, one.fetching)} - {NO_VERSION}
+        published = await (trainer or self._optimized.trainer).publish(version, tuple(sorted(in_use)))
+        assert published.version == version, f"asked for version {version}, published {published.version}"
+        # A newer version may have been asked for meanwhile; its answer comes later.
+        if self._newest is None or self._newest.version <= version:
+            self._newest = published
+        self._published.notify()
+
+    def lose(self) -> None:
+        """The trainer is dead, and what it published with it."""
+        self._lost, self._newest = self._newest, None
+
+    async def restore(self, trainer: TrainerPort) -> None:
+        """A new trainer has what the old one had; what is to be published next is asked for by others."""
+        await self._transports.restore(trainer)
+        if self._lost is not None and self._lost.version == self._optimized.version:
+            await self._publish(self._lost.version, trainer)
+
+    async def adoption_loop(self, replica: Replica) -> None:
+        """Consumes published versions, always the newest; waits until `replica` has fetched it and its probe shows that
+        it is the right one; produces adoptions; unblocked by `_publish`."""
+        clock = asyncio.get_running_loop()
+        try:
+            is_new = await self._replicas.unless_dead(replica, self._transports.choose([replica]))
+            if is_new and not self._optimized.is_stepping:  # else the next version comes by it
+                await self._publish(self._optimized.version)
+            while True:
+                await self._published.until(lambda: self._is_news(replica))
+                published = self._newest
+                assert published is not None
+                replica.tried, replica.fetching, replica.fetching_since_s = published, published.version, clock.time()
+                most = self._settings.max_mismatch
+                fetch = adopted_and_probed(replica, published, most, self._optimized.trainer.outsized)
+                answer = await self._replicas.unless_dead(replica, fetch)
+                if answer is None:
+                    return
+                fetched_s, adoption = clock.time() - replica.fetching_since_s, answer[0]
+                replica.fetching, replica.fetching_since_s = NO_VERSION, math.inf
+                if adoption.outcome == "adopted":
+                    replica.adopt_s, replica.num_failures, replica.answer = fetched_s, 0, answer
+                    self._telemetry.adopted(adoption.stall_s)
+                    self._replicas.adopted(replica, published.version)
+                elif adoption.outcome != "superseded":  # which waits for the next version
+                    await self._retry(replica, published, adoption)
+        finally:
+            self._replicas.changed.notify()
+
+    def _is_news(self, replica: Replica) -> bool:
+        newest = self._newest
+        is_other = newest is not None and newest is not replica.tried and newest.version > replica.version
+        return is_other and replica.transport in newest.addresses
+
+    async def _retry(self, replica: Replica, published: Published, adoption: Adoption) -> None:
+        """Fetches the same version again after a failure, and has it sent again after a mismatch."""
+        replica.num_failures += 1
+        is_mismatch = adoption.outcome == "mismatch"
+        if (is_mismatch and self._settings.on_mismatch == "stop") or replica.num_failures >= MAX_FAILURES:
+            raise WeightsWrong(f"{replica.name} could not adopt version {published.version}: {adoption.reason}")
+        self._telemetry.warn(f"{replica.name} tries again to adopt weights: {adoption.reason}")
+        self._num_resyncs += 1
+        is_newest = published is self._newest and published.version == self._optimized.version
+        if not is_mismatch:
+            await asyncio.sleep(RETRY_S)
+            replica.tried = None
+        elif is_newest and not self._optimized.is_stepping:
+            self._supervisor.start(self._publish(published.version), f"publish {published.version} again")
+        # Otherwise a step is under way, and its version comes next.
