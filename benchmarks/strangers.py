@@ -210,7 +210,7 @@ def main() -> None:
     print(write_result("strangers", settings, figures, notes, **where))
 
 
-def measured(run: TinyRun, connections: int, seconds: float, words: str) -> dict[str, Any]:
+def measured(run: TinyRun, connections: int, seconds: float, words: str = "") -> dict[str, Any]:
     run.until_steps(5)
     pki, ports, names, start_s = run.folder / "pki", run.ports(), run.names(), time.monotonic()
     first = run.num_steps()
