@@ -176,16 +176,12 @@ def file_steps(folder: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
 
     def step_of(found: tuple[str, dict[str, Any]]) -> int:
         if not isinstance(step := found[1].get("step"), int):
-            raise ConfigError(f"{found[0]}: this row has no step; {_FIX}")
+            raise ConfigError(f"{found[0]} is no rollout, as it has no step; {_FIX}")
         return step
 
-    for step, rows in groupby(read_run_rows(file, _FIX) if has_file(folder) else (), key=step_of):
+    has_rows = any(path.exists() for path in pieces(file))
+    for step, rows in groupby(read_run_rows(file, _FIX) if has_rows else (), key=step_of):
         yield step, [row for _, row in rows]
-
-
-def has_file(folder: Path) -> bool:
-    """Whether there is a `rollouts.jsonl`, perhaps in pieces."""
-    return any(path.exists() for path in pieces(folder / "rollouts.jsonl"))
 
 
 def _merged(folder: Path, journal: TrainedSteps) -> Iterator[tuple[int, Iterator[str], list[dict[str, Any]]]]:
