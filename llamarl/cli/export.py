@@ -57,7 +57,7 @@ def _export_rollouts(run: Path, options: argparse.Namespace) -> int:
             raise ConfigError(f"--rollouts writes rows and no model, so {name} means nothing; leave one of them out")
     output = Path(options.output) if options.output else run / "rollouts.jsonl"
     lacks = list[str]()
-    write_output(output, (f"{line}\n" for line in rollout_lines(run, lacks.append)))
+    write_output(output, (f"{line}\n" for line in rollout_lines(run, lacks.append, output)))
     print(output)
     print(*lacks, sep="\n", end="\n" * bool(lacks), file=sys.stderr)
     return 0

@@ -49,8 +49,8 @@ class _Live:
 
 
 class Journal(JournalReader):
-    """Writes what `JournalReader` reads. If the disk refuses, that costs a warning, and what the journal promises up to
-    the next checkpoint: with that all is written again that no step has taken."""
+    """Writes what `JournalReader` reads. If the disk refuses, that costs two warnings, and steps until there is room;
+    then all is written again that no step has taken. What the journal promises holds from the next checkpoint on."""
 
     def __init__(
         self,
@@ -79,9 +79,11 @@ class Journal(JournalReader):
         self._lines = RowLog(None, lambda failure: warn(str(failure)))
         """Opened by `begin`: who only reads changes nothing."""
         self._file: IO[bytes] | None = None
-        """None before `begin`, and from a failure to the next checkpoint."""
+        """None before `begin`, and from a failure to the next step or checkpoint for which there is room."""
         self._told = False
-        """Whether the last failure has been told."""
+        """Whether a failure has been told, and not yet that the journal goes on."""
+        self._recorded = 0
+        """The last step on record."""
         self._unsynced = list[Path]()
         self._unwritten, self._unwritten_since_s = list[tuple[RolloutGroup, int]](), 0.0
         """Scored groups with the indices of their prompts."""
@@ -97,6 +99,7 @@ class Journal(JournalReader):
             self._pending.forget_after(version)
             self._lines = RowLog(self._folder / "journal.jsonl", lambda failure: self._warn(str(failure)))
             self._lines.drop_after(version)
+            self._recorded = version
             self.next_segment()
 
     def rollouts(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
@@ -142,13 +145,6 @@ class Journal(JournalReader):
             of.scored, of.rollouts = one, {}
         return is_there
 
-    def _write_again(self) -> None:
-        """A file is begun after a failure, which may have kept from the disk whatever no step has taken."""
-        live, self._live = self._live, {}
-        self._unwritten = [*(of.scored for of in live.values() if of.scored), *self._unwritten]
-        self.rollouts([(one, rollout) for one, of in live.items() if not of.scored for rollout in of.rollouts.values()])
-        self._write_groups()
-
     def located(self, state: ControllerState) -> ControllerState:
         """`state` with what it takes to go on from there."""
         if self._folder is None:
@@ -160,12 +156,15 @@ class Journal(JournalReader):
     def step(self, group_ids: Sequence[int], state: ControllerState, result: PolicyStepResult | None = None) -> None:
         """A step on these groups is completed, and nobody has its weights yet; `state` is the one after it. What came
         of it is kept where everything is."""
+        if self._folder and self._file is None:
+            self._begin_file()
         self.version = step = state["step"]
         row: dict[str, Any] = {"step": step, "groups": list(group_ids), "state": self.located(state)}
-        segment = self._segment
         if self._write_groups(encode_step(row, result if self._keeps == "all" else None)):
-            self._steps[step] = RecordedStep(segment)
+            self._steps[step] = RecordedStep()
             self._lines.write(row)
+            self._tell_missing("goes on", step - 1)
+            self._recorded = step
         for group_id in over(self._live, group_ids, state):
             del self._live[group_id]
 
@@ -190,15 +189,21 @@ class Journal(JournalReader):
         unsynced, self._unsynced = self._unsynced, []
         if self._folder is None:
             return ()
+        self._begin_file()
+        return (*unsynced, self._folder / "journal.jsonl", self._folder / "journal", self._folder)
+
+    def _begin_file(self) -> None:
+        """Goes on in another file, after a failure with all that no step has taken: it may not be on the disk."""
         has_failed = self._file is None
         try:
-            (self._folder / "journal").mkdir(exist_ok=True)
             self._begin_segment()
         except OSError as error:
             self.fail(error)
         if has_failed:
-            self._write_again()
-        return (*unsynced, self._folder / "journal.jsonl", self._folder / "journal", self._folder)
+            live, self._live = self._live, {}
+            self._unwritten = [*(of.scored for of in live.values() if of.scored), *self._unwritten]
+            self.rollouts([(one, part) for one, of in live.items() if not of.scored for part in of.rollouts.values()])
+            self._write_groups()
 
     def committed(self, step: int) -> None:
         """There is a checkpoint of this step: what none of the kept ones needs goes."""
@@ -247,9 +252,11 @@ class Journal(JournalReader):
     def _begin_segment(self) -> None:
         """Raises OSError: the one before is as it was."""
         before = {"segment": self._segment, "bytes": self._size}
-        path = segment_path(self._folder, self._segment + 1)
+        number = max([self._segment, *segments(self._folder)]) + 1  # files that cannot be read stay
+        path = segment_path(self._folder, number)
         header = {"kind": "begin", "format": FORMAT, "version": self.version, "settings": self._settings}
         data = encode(header | {"before": before})
+        path.parent.mkdir(exist_ok=True)
         try:
             path.write_bytes(data)
             file = path.open("ab", buffering=0)
@@ -258,27 +265,34 @@ class Journal(JournalReader):
             raise
         if self._file is not None:
             self._file.close()
-        self._file, self._segment, self._size = file, self._segment + 1, len(data)
+        self._file, self._segment, self._size = file, number, len(data)
         self._begins[self._segment] = self.version
         self._unsynced.append(path)
 
     def fail(self, error: OSError) -> None:
-        """Nothing more is written until the next checkpoint."""
+        """Nothing more is written until there is room."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.truncate(self._size)
             self._file.close()
-            self._file, self._told = None, False
+            self._file = None
         if not self._told:
             self._told = True
             self._warn(
-                f"{self._folder}/journal keeps nothing until the next checkpoint ({error.strerror}), so a crash would "
-                "cost what comes until then; make room on the disk"
+                f"{self._folder}/journal keeps nothing until there is room ({error.strerror}), so a crash would cost "
+                "what comes until the checkpoint after that; make room on the disk"
             )
+
+    def _tell_missing(self, how: str, last: int) -> None:
+        if self._told and last > self._recorded:
+            steps = f"steps {self._recorded + 1} to {last}, which could not be written"
+            self._warn(f"{self._folder}/journal {how} without {steps}; nobody can show their rollouts")
+        self._told = False
 
     def close(self) -> None:
         """Writes what is left, at the end of the run, and closes the files."""
         self._write_groups()
+        self._tell_missing("ends", self.version)
         self._lines.close()
         if self._file is not None:
             self._file.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,18 @@ FORMAT = 2
 """Version of the files' format; files of another one are not read."""
 _NOTHING = -2
 """Older than a rollout without tokens."""
+_BEGIN_BYTES = 1 << 20
+"""The first record of a file is no longer."""
+
+
+class RecordOffset(NamedTuple):
+    """Place of the first record that something needs."""
+
+    segment: int
+    offset: int
+
+
+BEGIN = RecordOffset(0, 0)
 
 
 class RecordedGroup(NamedTuple):
@@ -36,8 +49,6 @@ class RecordedGroup(NamedTuple):
 class RecordedStep(NamedTuple):
     """A completed one."""
 
-    segment: int
-    """The file that says so."""
     lack: str = ""
     """Why it cannot be trained again; empty: it can."""
     state: ControllerState | None = None
@@ -51,10 +62,14 @@ class PendingGroups:
         self.held = dict[int, dict[Key, list[TokenRun]]]()
         """Rollouts of groups that are not scored."""
         self.scored = dict[int, RecordedGroup]()
+        self.firsts = dict[int, RecordOffset]()
+        """Place of the first record of each."""
 
-    def add(self, record: Record) -> None:
-        """Takes in the next record of the journal."""
+    def add(self, segment: int, record: Record) -> None:
+        """Takes in the next record of the journal, which this file has."""
         header = record.header
+        for group_id in header.get("groups", [header["group_id"]] if "group_id" in header else []):
+            self.firsts.setdefault(group_id, RecordOffset(segment, record.start))
         if header["kind"] == "rollouts":
             for group_id, part in zip(header["groups"], record.parts, strict=True):
                 held, key = self.held.setdefault(group_id, {}), (part.rollout.group_id, part.rollout.index)
@@ -75,7 +90,7 @@ class PendingGroups:
 
     def settle(self, header: dict[str, Any]) -> None:
         """A step is completed: groups that it took, or that were dropped, are not asked for again."""
-        for of in (self.held, self.scored):
+        for of in (self.held, self.scored, self.firsts):
             for group_id in over(of, header["groups"], header["state"]):
                 del of[group_id]
 
@@ -87,16 +102,69 @@ class PendingGroups:
                 del held[key]
 
 
-def lack_of(step: int, group_ids: Sequence[int]) -> str:
-    """Why a step that took these groups, which are not on record, cannot be trained again; empty: it lacks none."""
-    return f"group {group_ids[0]} of step {step} is missing in the journal" if group_ids else ""
-
-
 def over(group_ids: Iterable[int], taken: Sequence[int], state: ControllerState) -> list[int]:
     """Ids of these groups that a step has taken, or that were dropped by then; `state` is the one after it."""
     unconsumed = {one for one, _ in state["unconsumed"]}
     is_old = range(state["next_group_id"])
     return [one for one in group_ids if one in taken or (one in is_old and one not in unconsumed)]
+
+
+class JournalWalk:
+    """The journal of a run in the order of events, those that come later too: each is had once. A step that was taken
+    back is not part of it. What is in memory are groups that no step has taken yet."""
+
+    def __init__(self, folder: Path | None, begins: dict[int, int], at: RecordOffset, skips: Any = ()) -> None:
+        """
+        Args:
+            folder: of the run.
+            begins: version from which the run goes on in a file, by the file's number; others are not read.
+            at: the place of the first record.
+            skips: exceptions that cost a file and no more.
+        """
+        self._folder, self.begins, self.at, self._skips = folder, begins, at, skips
+        self.pending = PendingGroups()
+        """Groups that no step has taken, after what was had last."""
+        self.ends = dict[int, int]()
+        """Bytes of each file that could be read."""
+        self.faults = dict[str, None]()
+        """Sentences: files that cannot be read, and why."""
+
+    def headers(self, numbers: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The first records of files that can be read, with their numbers."""
+        for number in numbers:
+            if record := next(self._records(number, 0, _BEGIN_BYTES), None):
+                if record.header.get("format") == FORMAT:
+                    yield number, record.header
+                else:
+                    path = segment_path(self._folder, number)
+                    self.faults[f"{path} was written by another version of llamarl"] = None
+
+    def _records(self, number: int, start: int, most: int = sys.maxsize) -> Iterator[Record]:
+        try:
+            yield from records(segment_path(self._folder, number), start, most)
+        except self._skips as error:
+            self.faults[f"{error.filename}: {error.strerror}"] = None
+
+    def new(self, last: int = 1 << 62) -> Iterator[tuple[Record, list[RecordedGroup | None], RecordOffset]]:
+        """Steps up to the `last`, with their groups, None for each that is not on record, and the place where these
+        begin; and between them the weights that were published, without groups."""
+        for number in sorted(number for number in self.begins if number >= self.at.segment):
+            self.at = max(self.at, RecordOffset(number, 0))
+            until = min([last, *(version for later, version in self.begins.items() if later > number)])
+            for record in self._records(number, self.at.offset):
+                self.at, header = RecordOffset(number, record.end), record.header
+                self.ends[number] = record.end
+                if not record.start:
+                    self.pending.forget_after(self.begins[number])
+                elif header["kind"] not in ("step", "published"):
+                    self.pending.add(number, record)
+                elif header["step"] <= until:
+                    taken = header.get("groups", [])
+                    firsts = [self.pending.firsts[one] for one in taken if one in self.pending.firsts]
+                    groups = [self.pending.scored.get(one) for one in taken]
+                    if header["kind"] == "step":
+                        self.pending.settle(header)
+                    yield record, groups, min(firsts, default=RecordOffset(number, record.start))
 
 
 class JournalReader:
@@ -152,8 +220,10 @@ class JournalReader:
         end = f"{segment_path(self._folder, self._segment)} was cut, or is damaged after byte {self._size}"
         self.lack = end if is_torn else "; ".join(faults) or lack
         self._forget_after(reached)
-        for _ in self._taken(self._firsts.get(reached, 0), self._pending):
+        walk = self._walk(self._firsts.get(reached, 0))
+        for _ in walk.new(reached):
             pass
+        self._pending = walk.pending
         self._pending.forget_after(_NOTHING if name else reached)
         if reached < last:
             said = f"steps {reached + 1} to {last} are done again: {'; '.join(faults) or lack}"
@@ -165,9 +235,9 @@ class JournalReader:
         """The groups of each completed step after this one, in the order in which they were trained on; ends before one
         of which something is missing. Raises OSError."""
         if not self._lack(step + 1):
-            for taken, groups in self._taken(self._firsts.get(step, 0), PendingGroups()):
-                if taken == step + 1:
-                    step = taken
+            for record, groups, _ in self._walk(self._firsts.get(step, 0)).new(self.version):
+                if record.header["kind"] == "step" and record.header["step"] == step + 1:
+                    step += 1
                     if len(whole := [self._group(one) for one in groups if one]) < len(groups):
                         raise OSError(errno.EIO, f"a group of step {step} is missing", str(self._folder))
                     yield step, whole
@@ -183,27 +253,16 @@ class JournalReader:
         held, found = self._pending.held.pop(group_id, {}), self._pending.scored.pop(group_id, None)
         return self._group(found) if found else None, {key: whole(parts) for key, parts in held.items()}
 
-    def _taken(self, first: int, pending: PendingGroups) -> Iterator[tuple[int, list[RecordedGroup | None]]]:
-        """Steps that are part of the run, from a file on, with what they took of `pending`, where the rest stays."""
-        for segment in [number for number in self._begins if number >= first]:
-            pending.forget_after(self._begins[segment])
-            for record in records(segment_path(self._folder, segment)):
-                header = record.header
-                step = self._steps.get(header["step"]) if header["kind"] == "step" else None
-                if step and step.segment == segment:
-                    groups = [pending.scored.get(one) for one in header["groups"]]
-                    pending.settle(header)
-                    yield header["step"], groups
-                pending.add(record)
+    def _walk(self, first: int) -> JournalWalk:
+        """From a file on."""
+        return JournalWalk(self._folder, self._begins, RecordOffset(first, 0))
 
     def _group(self, one: RecordedGroup) -> RolloutGroup:
         return decoded_group(one.header, self._prompts[one.header["prompt"]], map(whole, one.parts))
 
     def _lack(self, number: int) -> str:
         """Why a step cannot be trained again; empty: it can."""
-        if (step := self._steps.get(number)) is None:
-            return f"step {number} is missing in the journal"
-        return step.lack
+        return self._steps[number].lack if number in self._steps else f"step {number} is missing in the journal"
 
     def _first_needed(self, steps: set[int]) -> int:
         """The first file that it takes to go on after the first of these steps, by `journal.jsonl`; 0: not known."""
@@ -219,47 +278,32 @@ class JournalReader:
 
     def _read_segments(self, position: JournalPosition | None, first: int) -> tuple[list[str], dict[str, Any]]:
         """From a file on, what is damaged, and the settings of the newest. Raises OSError."""
-        faults, was, pending = list[str](), self._settings, PendingGroups()
+        walk, was, expected = self._walk(0), self._settings, list[JournalPosition]()
         numbers = [number for number in segments(self._folder) if number >= first]
-        for number in numbers:
-            for record in records(segment_path(self._folder, number)):
-                header = record.header
-                if not record.start:
-                    if header.get("format") != FORMAT:
-                        faults.append(f"{segment_path(self._folder, number)} was written by another version of llamarl")
-                        self._segment, self._size, was = number, 0, self._settings
-                        break
-                    if number > (first or numbers[0]):
-                        faults += self._check_end(header["before"])
-                    is_next, other = number in (numbers[0], self._segment + 1), _first_other(was, header["settings"])
-                    if other and number > numbers[0]:
-                        self.since = header["version"], other
-                    self._begins[number] = header["version"] if is_next and not other else _NOTHING
-                    self._forget_after(self._begins[number])
-                    pending.forget_after(self._begins[number])
-                    was, self._segment = header["settings"], number
-                pending.add(record)
-                self._read(header, pending)
-                self._size = record.end
-        faults += self._check_end(position) if position else ()
-        return faults, was
-
-    def _check_end(self, said: JournalPosition) -> list[str]:
-        """Whether the file that was read last reaches as far as it did when something later was written."""
-        if (said["segment"], said["bytes"]) <= (self._segment, self._size):
-            return []
-        size = self._size if said["segment"] == self._segment else 0
-        return [f"{segment_path(self._folder, said['segment'])} is missing, or damaged after byte {size}"]
-
-    def _read(self, header: dict[str, Any], pending: PendingGroups) -> None:
-        step = header.get("step", 0)
-        if header["kind"] == "step":
-            lacking = [one for one in header["groups"] if one not in pending.scored]
-            pending.settle(header)
-            self._steps[step] = RecordedStep(self._segment, lack_of(step, lacking), header["state"])
+        for number, header in walk.headers(numbers):
+            before, other = header["before"], _first_other(was, header["settings"])
+            if other and number > numbers[0]:
+                self.since = header["version"], other
+            is_next = number == numbers[0] or before["segment"] == self._segment
+            self._begins[number] = header["version"] if is_next and not other else _NOTHING
+            was, self._segment = header["settings"], number
+            expected += [before] if number > (first or numbers[0]) else []
+        expected += [position] if position and position["segment"] >= self._segment else []
+        for record, groups, _ in walk.new():
+            header, step = record.header, record.header["step"]
+            if header["kind"] == "published":
+                self._weights[step] = header["fingerprint"], header["tensors"]
+                continue
+            lacking = [one for one, found in zip(header["groups"], groups, strict=True) if not found]
+            lack = f"group {lacking[0]} of step {step} is missing in the journal" if lacking else ""
+            self._steps[step] = RecordedStep(lack, header["state"])
             self._firsts[step] = header["state"]["journal"]["first"]
-        elif header["kind"] == "published":
-            self._weights[step] = header["fingerprint"], header["tensors"]
+        self._size = walk.ends.get(self._segment, 0)
+        for said in expected:
+            if (size := walk.ends.get(said["segment"], 0)) < said["bytes"]:
+                path = segment_path(self._folder, said["segment"])
+                walk.faults[f"{path} is missing, or damaged after byte {size}"] = None
+        return [*walk.faults], was
 
     def _forget_after(self, version: int) -> None:
         """Later steps are not part of the run."""

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from llamarl.config.errors import ConfigError
-from llamarl.observability.files import compress, lines, piece, pieces
+from llamarl.observability.files import compress, last_lines, lines, piece, pieces
 from llamarl.observability.metrics import EvalMetrics, Row, StepMetrics
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 16
+"""Evaluations end late, but never so many that their rows fill this after the row of a later step."""
 LAST_PIECE_S = 60.0
 """Longest wait at the end for a piece that is being compressed; what is not, stays as it is."""
 _BEGINS = re.compile(rb'\{(?:"kind": "\w+", )?"step": (\d+),')
@@ -113,27 +114,37 @@ class JsonlSink:
         self._compressing.start()
 
     def drop_after(self, step: int) -> None:
-        """Take back the rows of later steps: from the end, as far as there are any.
+        """Take back the rows of later steps: from the end, up to a block that has none of them.
 
         Raises:
             ConfigError: a line is no row; nothing has changed.
             OSError: a file cannot be rewritten; it is as it was.
         """
         self._compressing.join()
-        changed = list[tuple[Path, Path]]()
+        found = list[tuple[Path, Path, int, list[bytes]]]()
         for file in reversed(pieces(self._path)):
-            kept = file.with_name(f".{file.name}.kept")
-            num_kept, num_dropped = _copy_rows(file, kept, step)
-            if num_kept and not num_dropped:
-                kept.unlink()
-                break
-            changed.append((file, kept))
-        for file, kept in changed:  # the newest first: what is cut short here is done by the next call
-            os.replace(kept, plain := file.with_name(file.name.removesuffix(".gz")))
-            if file != plain:
-                file.unlink()
-            if file != self._path and not plain.stat().st_size:
+            plain = file.with_name(f".{file.name}.kept") if file.suffix == ".gz" else file
+            if plain != file:
+                with plain.open("wb") as target:
+                    target.writelines(lines(file))
+            size, kept, is_enough = _tail(plain, step, file)
+            if size:
+                found.append((file, plain, size, kept))
+            elif plain != file:
                 plain.unlink()
+            if is_enough:
+                break
+        for file, plain, size, kept in found:  # the newest first: what is cut short here is done by the next call
+            with plain.open("r+b") as opened:
+                opened.seek(-size, os.SEEK_END)
+                opened.truncate()
+                opened.writelines(kept)
+                is_empty = not opened.tell()
+            if plain != file:
+                os.replace(plain, file.with_suffix(""))
+                file.unlink()
+            if file != self._path and is_empty:
+                self._path.with_name(file.name.removesuffix(".gz")).unlink()
         self._file.close()
         self._file = self._path.open("a+b", buffering=0)
         self._size = self._path.stat().st_size
@@ -165,20 +176,25 @@ def _size_of_whole_lines(file: IO[bytes]) -> int:
     return end
 
 
-def _copy_rows(source: Path, target: Path, step: int) -> tuple[int, int]:
-    """Rows up to `step`, of which there are so many, and so many others. Raises ConfigError: a line is no row."""
-    num_kept = num_dropped = 0
-    with target.open("wb") as file:
-        for number, row in enumerate(lines(source), start=1):
-            begins = _BEGINS.match(row)
-            try:
-                is_kept = int(begins[1] if begins and row.endswith(b"}\n") else json.loads(row)["step"]) <= step
-            except (ValueError, TypeError, LookupError, RecursionError):
-                raise ConfigError(f"{source}:{number} is no row that a run wrote; remove this line") from None
-            if is_kept:
-                file.write(row)
-            num_kept, num_dropped = num_kept + is_kept, num_dropped + (not is_kept)
-    return num_kept, num_dropped
+def _tail(plain: Path, step: int, file: Path) -> tuple[int, list[bytes], bool]:
+    """The end of a file from the first row of a later step on: its bytes, those of its rows that stay, and whether no
+    such row can be before it. Raises ConfigError: a line of `file`, which is the same or compressed, is no row."""
+    size = looked = num_kept = 0
+    kept = list[bytes]()
+    for number, row in enumerate(last_lines(plain)):
+        begins = _BEGINS.match(row)
+        try:
+            is_kept = int(begins[1] if begins and row.endswith(b"}") else json.loads(row)["step"]) <= step
+        except (ValueError, TypeError, LookupError, RecursionError):
+            place = f"{file}:{sum(1 for _ in lines(plain)) - number}"
+            raise ConfigError(f"{place} is no row that a run wrote; remove this line") from None
+        looked += len(row) + 1
+        kept += [row + b"\n"] if is_kept else []
+        if not is_kept:
+            size, num_kept = looked, len(kept)
+        elif looked - size > BLOCK_BYTES:
+            return size, kept[:num_kept][::-1], True
+    return size, kept[:num_kept][::-1], not size and bool(kept)
 
 
 class RowLog:

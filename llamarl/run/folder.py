@@ -116,7 +116,7 @@ class RunFolder:
 
     def drop_rollouts_after(self, step: int) -> None:
         """Takes back rows of later steps, where rows of rollouts are beside the journal. Raises OSError."""
-        if self.rollouts.is_file():
+        if any(one.is_file() for one in pieces(self.rollouts)):
             log = RowLog(self.rollouts, lambda failure: None)
             log.drop_after(step)
             log.close()
@@ -151,15 +151,23 @@ class RunFolder:
             return EvalMetrics(**row)
         return None
 
-    def unrecorded(self, done: int) -> str:
-        """Text on those of so many steps of which the metrics have no row; empty: they have all."""
+    def unrecorded(self, done: int, keep: int) -> str:
+        """Text on those of so many steps of which the metrics have no row; empty: they have all. Those before the
+        oldest of the `keep` newest checkpoints were named before: if there is a row of them, nobody looks further."""
+        known = min(self.saved_steps()[-keep:], default=0)
         found, fault = set[int](), ""
-        for file in pieces(self.metrics):
+        for file in reversed(pieces(self.metrics)):
             try:
-                found.update(_steps(file, b'"kind": "step"'))
+                for step in _steps(file, b'"kind": "step"'):
+                    found.add(step)
+                    if step <= known and file.suffix != ".gz":
+                        break
             except OSError as error:
                 fault = f"; {file}: {error.strerror or error}"
-        lacking = tuple(step for step in range(1, done + 1) if step not in found)
+            if min(found, default=known + 1) <= known:
+                break
+        first = max([step for step in found if step <= known], default=0) + 1
+        lacking = tuple(step for step in range(first, done + 1) if step not in found)
         return f"{self.metrics} has no rows of steps {ranges(lacking)}{fault}" if lacking else ""
 
     def other_file(self, config: RunConfig) -> str:
@@ -276,7 +284,9 @@ def _not_of_a_run(path: Path) -> Iterator[str]:
 def _check_resumable(folder: RunFolder, config: RunConfig) -> None:
     """Raises ConfigError when the run cannot go on from here, which `--overwrite` need not mend."""
     if folder.config.exists():
-        _check_same_weights(load_config(folder.config), config)
+        _check_same_weights(before := load_config(folder.config), config)
+        if (before.record.kind, config.record.kind) == ("all", "resume") and folder.journals.exists():
+            raise ConfigError("--resume: record.kind = 'resume' would delete the rollouts of this run; leave it 'all'")
     if file := folder.other_file(config):
         raise ConfigError(
             f"--resume: {file} is not what it was when the run began, so its checkpoints and this model do not belong "

@@ -1,42 +1,32 @@
 """Every rollout that a run was trained on as a row: made from the journal, which alone is written, when somebody asks.
 
-Runs of before have a `rollouts.jsonl`, as has one for which `llamarl export --rollouts` has written it: what that says
-comes first, and later steps follow from the journal.
+Runs of before have a `rollouts.jsonl`, as has one for which `llamarl export --rollouts` has written it: it counts for
+steps of which the journal has nothing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from llamarl.config import ConfigError, load_config
-from llamarl.controller.journal_reader import FORMAT, PendingGroups, segment_path, segments, whole
-from llamarl.controller.records import ADVANTAGES, Record, decoded_group, records
+from llamarl.controller.journal_reader import BEGIN, JournalWalk, RecordOffset, segments, whole
+from llamarl.controller.records import ADVANTAGES, Record, decoded_group
 from llamarl.observability.files import pieces, read_run_rows
 from llamarl.observability.metrics import finite
 from llamarl.run.folder import RunFolder
 from llamarl.run.placement import ranges
 from llamarl.types import COLUMNS, Prompt, RolloutGroup
 
-_BEGIN_BYTES = 1 << 20
-"""The first record of a file is no longer."""
+_FIX = "it may be the only record of its rollouts: put back what it was, or take the damaged row out"
 _RESUME = "record.kind = 'resume' keeps what --resume needs and no more; record the next run with 'all'"
-
-
-class RecordOffset(NamedTuple):
-    """Place of the first record that a step needs."""
-
-    segment: int
-    offset: int
-
-
-BEGIN = RecordOffset(0, 0)
 
 
 class TrainedStep(NamedTuple):
@@ -62,12 +52,12 @@ class TrainedStep(NamedTuple):
                 for name, of_groups in self.columns.items():
                     if (values_T := of_groups.get(group.group_id, {}).get(index)) is not None:
                         texts[name] = values_T
-                row = _row(self.step, group, index, float(self.advantages[group.group_id][index]))
+                row = _row(self.step, group, index, finite(float(self.advantages[group.group_id][index])))
                 numbers = (f', "{name}": {_numbers(values_T)}' for name, values_T in texts.items())
                 yield f"{json.dumps(row, allow_nan=False)[:-1]}{''.join(numbers)}}}"
 
 
-def _row(step: int, group: RolloutGroup, index: int, advantage: float) -> dict[str, Any]:
+def _row(step: int, group: RolloutGroup, index: int, advantage: float | None) -> dict[str, Any]:
     rollout, result = group.rollouts[index], group.results[index]
     turns = [[len(part), "policy" if is_sampled else "environment"] for is_sampled, part in rollout.turns]
     return {
@@ -104,62 +94,47 @@ def _numbers(values_T: np.ndarray) -> str:
 
 
 class TrainedSteps:
-    """The completed steps in the journal of a run, in their order and each once, without those that were taken back.
-    What is in memory are groups that no step has taken yet."""
+    """The completed steps in the journal of a run that say what they were trained on, in their order and each once."""
 
     def __init__(self, folder: Path, place: RecordOffset = BEGIN) -> None:
         """From a `place` on."""
-        self._folder = folder
-        self._segment, self._offset = place
-        self._begins = dict[int, int]()
-        """Version from which the run goes on in a file, by its number."""
-        self._run = self._identity()
-        self._pending, self._firsts = PendingGroups(), dict[int, RecordOffset]()
-        """Groups that no step has taken, and where each begins."""
+        self._folder, self._run = folder, _identity(folder)
+        self._walk = JournalWalk(folder, {}, place, OSError)
+        self.faults = self._walk.faults
         self.step = 0
         """The last one."""
-        self.faults = list[str]()
-        """Files of the journal that cannot be read, and why."""
+        self.bare = set[int]()
+        """Steps of which there is what it takes to train them again, and no more."""
 
     def new(self) -> Iterator[TrainedStep]:
         """Steps that nobody has had yet, as far as there are any now."""
-        numbers = segments(self._folder)
-        if self.was_replaced():
-            return
-        self._begins |= self._begun(numbers)
-        for number in numbers:
-            if number > self._segment:
-                self._segment, self._offset = number, 0
-            last = min((version for later, version in self._begins.items() if later > number), default=1 << 62)
-            for record in self._records(number, self._offset) if number == self._segment else ():
-                if not record.start and not self._begin(record):
-                    break
-                self._offset = record.end
-                if (found := self._add(record)) and found.step <= last:
-                    self.step = found.step
-                    yield found
+        for record, groups, place in () if self.was_replaced() else self._walk.new():
+            if "trained" in record.header and all(groups):
+                self.step = record.header["step"]
+                yield TrainedStep(self.step, [*map(_group, groups)], *_decoded(record), place)
+            elif record.header["kind"] == "step" and all(groups):
+                self.bare.add(record.header["step"])
 
     def was_replaced(self) -> bool:
-        """Steps that were given are not part of the run any more: all come again, from another reader."""
-        numbers = segments(self._folder)
-        is_back = any(version < self.step for version in self._begun(numbers).values())
-        return is_back or self._run != self._identity() or max(numbers, default=0) < self._segment
-
-    def _begun(self, numbers: Sequence[int]) -> dict[int, int]:
-        """From which version the run goes on with files that nobody has looked at."""
-        new = [number for number in numbers if number not in self._begins]
-        begins = {number: next(self._records(number, 0, _BEGIN_BYTES), None) for number in new}
-        return {number: begin.header["version"] for number, begin in begins.items() if begin}
+        """Steps that were given are not part of the run any more: all come again, from another reader. Else files that
+        were begun meanwhile are read by `new`."""
+        numbers, walk = segments(self._folder), self._walk
+        headers = walk.headers(number for number in numbers if number not in walk.begins)
+        begins = {number: header["version"] for number, header in headers}
+        if any(version < self.step for version in begins.values()) or max(numbers, default=0) < walk.at.segment:
+            return True
+        walk.begins |= begins
+        return self._run != _identity(self._folder)
 
     def again(self, places: Mapping[int, RecordOffset]) -> Iterator[TrainedStep]:
         """Steps that were had before, by the places where they begin."""
         reader, start = self, RecordOffset(1 << 62, 0)
         steps: Iterator[TrainedStep] = iter(())
         for step in sorted(places):
-            if places[step] < start or places[step].segment > reader._segment:
+            if places[step] < start or places[step].segment > reader._walk.at.segment:
                 start = places[step]
                 reader = TrainedSteps(self._folder, start)
-                reader._begins = dict(self._begins)
+                reader._walk.begins |= self._walk.begins
                 steps = reader.new()
             for found in steps:
                 if found.step in places:
@@ -167,42 +142,11 @@ class TrainedSteps:
                 if found.step >= step:
                     break
 
-    def _identity(self) -> tuple[int, int]:
-        """Tells the run that is in the folder from another one."""
-        path = self._folder / "config.toml"
-        return ((found := path.stat()).st_ino, found.st_mtime_ns) if path.exists() else (0, 0)
 
-    def _records(self, number: int, offset: int, most: int = 1 << 62) -> Iterator[Record]:
-        try:
-            yield from records(segment_path(self._folder, number), offset, most)
-        except OSError as error:
-            self.faults.append(f"{error.filename}: {error.strerror}")
-
-    def _begin(self, record: Record) -> bool:
-        """A file begins; whether it can be read."""
-        header = record.header
-        if header.get("format") != FORMAT:
-            self.faults.append(f"{segment_path(self._folder, self._segment)} was written by another version of llamarl")
-            return False
-        self._pending.forget_after(header["version"])
-        return True
-
-    def _add(self, record: Record) -> TrainedStep | None:
-        header, found = record.header, None
-        if header["kind"] == "step":
-            groups = [self._pending.scored.get(one) for one in header["groups"]]
-            if "trained" in header and all(groups):
-                firsts = [self._firsts[one] for one in header["groups"]]
-                place = min(firsts, default=RecordOffset(self._segment, record.start))
-                found = TrainedStep(header["step"], [*map(_group, groups)], *_decoded(record), place)
-            self._pending.settle(header)
-            pending = self._pending.held.keys() | self._pending.scored.keys()
-            self._firsts = {one: first for one, first in self._firsts.items() if one in pending}
-        elif record.start:
-            self._pending.add(record)
-            for group_id in header.get("groups", [header.get("group_id")]):
-                self._firsts.setdefault(group_id, RecordOffset(self._segment, record.start))
-        return found
+def _identity(folder: Path) -> tuple[int, int]:
+    """Tells the run that is in the folder from another one."""
+    path = folder / "config.toml"
+    return ((found := path.stat()).st_ino, found.st_mtime_ns) if path.exists() else (0, 0)
 
 
 def _decoded(record: Record) -> tuple[dict[int, np.ndarray], dict[str, dict[int, dict[int, np.ndarray]]]]:
@@ -225,21 +169,58 @@ def _group(one: Any) -> RolloutGroup:
     return decoded_group(header, prompt, map(whole, one.parts))
 
 
-def rollout_lines(folder: Path, tell: Callable[[str], None] = lambda text: None) -> Iterator[str]:
+def file_steps(folder: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Rows of the `rollouts.jsonl` in a run's folder, perhaps in pieces, step by step. Raises ConfigError: it is
+    damaged."""
+    file = folder / "rollouts.jsonl"
+
+    def step_of(found: tuple[str, dict[str, Any]]) -> int:
+        if not isinstance(step := found[1].get("step"), int):
+            raise ConfigError(f"{found[0]} is no rollout, as it has no step; {_FIX}")
+        return step
+
+    has_rows = any(path.exists() for path in pieces(file))
+    for step, rows in groupby(read_run_rows(file, _FIX) if has_rows else (), key=step_of):
+        yield step, [row for _, row in rows]
+
+
+def _merged(folder: Path, journal: TrainedSteps) -> Iterator[tuple[int, Iterator[str], list[dict[str, Any]]]]:
+    """Steps, JSON of their rollouts, and the rows of `rollouts.jsonl` that these are, where the journal has none."""
+    last, file, held = 0, file_steps(folder), None
+    for one in chain(journal.new(), [None]):
+        end = one.step if one else (RunFolder(folder).done_steps() or sys.maxsize) + 1
+        if end > last + 1:
+            held = held or next(file, None)
+        while held and held[0] < end:
+            if held[0] > last:
+                last = held[0]
+                yield last, map(json.dumps, held[1]), held[1]
+            held = next(file, None)
+        if one:
+            last = one.step
+            yield last, one.lines(), []
+
+
+def rollout_lines(
+    folder: Path, tell: Callable[[str], None] = lambda text: None, output: Path | None = None
+) -> Iterator[str]:
     """JSON of each rollout that a run was trained on, in the order of the steps. `tell` hears, at the end, of which
-    steps there is nothing, and why. Raises ConfigError: there is nothing at all, or a file is damaged."""
-    found, file = set[int](), folder / "rollouts.jsonl"
-    if file.exists() or pieces(file)[:-1]:
-        for row in read_run_rows(file, "remove it, and export it again"):
-            found.add(row[1].get("step", 0))
-            yield json.dumps(row[1])
-    steps, last = TrainedSteps(folder), max(found, default=0)
-    for one in steps.new():
-        if one.step > last:
-            found.add(one.step)
-            yield from one.lines()
-    if said := what_lacks(folder, found, steps.faults):
-        if not found:
+    steps there is nothing, and why. Raises ConfigError: there is nothing at all, a file is damaged, or these lines
+    would replace, as the file `output`, the only record of a step."""
+    journal, found, rows = TrainedSteps(folder), set[int](), list[dict[str, Any]]()
+    for step, lines, of_file in _merged(folder, journal):
+        if of_file and output and output.resolve() in [path.resolve() for path in pieces(folder / "rollouts.jsonl")]:
+            raise ConfigError(f"{output} is the only record of the rollouts of step {step}; name another --output")
+        found.add(step)
+        rows = of_file or rows
+        yield from lines
+    with suppress(ConfigError):
+        of_step = load_config(folder / "config.toml").rollout
+        if rows and len(rows) < of_step.prompts_per_step * of_step.group_size:  # its writer died
+            journal.faults[f"{folder}/rollouts.jsonl has only {len(rows)} rows of step {rows[0]['step']}"] = None
+            found -= {rows[0]["step"]}
+    if said := what_lacks(folder, found, journal.faults):
+        if not found and not rows:
             raise ConfigError(said)
         tell(said)
 
@@ -252,13 +233,13 @@ def rollout_rows(path: Path, fix: str = "give the folder of a run") -> Iterator[
         yield from (row for _, row in read_run_rows(path, fix))
 
 
-def what_lacks(folder: Path, found: Collection[int], faults: Sequence[str]) -> str:
+def what_lacks(folder: Path, found: Collection[int], faults: Iterable[str]) -> str:
     """Names the completed steps without rollouts, and says why; empty: there are none."""
     done = RunFolder(folder).done_steps()
     lacking = tuple(step for step in range(1, done + 1) if step not in found)
     if not lacking and found:
         return ""
-    why = faults[0] if faults else "the journal has nothing of them"
+    why = next(iter(faults), "the journal has nothing of them")
     with suppress(ConfigError):
         why = _RESUME if load_config(folder / "config.toml").record.kind == "resume" else why
     what = f"rollouts of steps {ranges(lacking)} cannot be derived" if done else "no rollout is on record"

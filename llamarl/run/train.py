@@ -181,7 +181,7 @@ class _TrainingRun:
             self._folder.drop_rollouts_after(step)
             for groups, result in self._unrecorded:
                 telemetry.trained_again(groups, result)
-            if lack := self._folder.unrecorded(step):
+            if lack := self._folder.unrecorded(step, self._config.checkpoint.keep):
                 telemetry.warn(f"--resume: {lack}; curves and reports go without them")
             self._folder.write_config(self._config)
         except OSError as error:

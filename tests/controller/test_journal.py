@@ -344,7 +344,10 @@ def test_a_file_is_ended_when_it_is_large(tmp_path: Path, monkeypatch: pytest.Mo
     check(author, tmp_path / "run", (author.journal._segment, author.journal._size), state)
 
 
-def test_a_disk_that_is_full_costs_one_warning_up_to_the_next_checkpoint(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_costs_the_steps_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warning says that it is full, and one, with the first step that can be written again, which are missing."""
     folder = tmp_path / "run"
     folder.mkdir()
     author = Author(folder, 7)
@@ -362,19 +365,50 @@ def test_a_disk_that_is_full_costs_one_warning_up_to_the_next_checkpoint(tmp_pat
                 return int(file.write(data[:40]))
             raise OSError(errno.ENOSPC, "No space left on device")
 
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     author.journal._file = Full()  # type: ignore[assignment]
     before = author.version
-    while author.version < before + 3:
-        author.act()
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", refuse)
+        while author.version < before + 2:
+            author.act()
     assert len(author.said) == 1
-    assert "keeps nothing until the next checkpoint (No space left on device)" in author.said[0]
+    assert "keeps nothing until there is room (No space left on device)" in author.said[0]
     _, reached, said = read(folder, state)
     assert reached["step"] == before and said == ""
+    while author.version < before + 4:
+        author.act()
+    missing = f"{folder}/journal goes on without steps {before + 1} to {before + 2}, which could not be written"
+    assert len(author.said) == 2 and author.said[1].startswith(missing)
+    assert author.journal.has(before + 4) and not author.journal.has(before + 2)
+    journal, reached, said = read(folder, state)
+    assert reached["step"] == before and f"step {before + 1} is missing in the journal" in said
+    assert before + 3 not in journal._steps, "it goes on before the first that is missing"
     state = author.checkpoint()
     while author.version < before + 9:
         author.act()
     author.journal.close()
     _, reached, said = read(folder, state)
-    assert reached["step"] > state["step"] or "is missing in the journal" in said
-    assert len(author.said) == 1
+    assert reached["step"] == author.version > state["step"] and said == ""
+    assert len(author.said) == 2
     assert author.journal.seconds > 0
+
+
+def test_a_disk_that_stays_full_is_told_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the beginning of a file fits on it, and nothing else."""
+    (tmp_path / "run").mkdir()
+    author = Author(tmp_path / "run", 7)
+    while author.version < 1:
+        author.act()
+
+    def refuse(self: Journal, encoded: Any) -> bool:
+        self.fail(OSError(errno.ENOSPC, "No space left on device"))
+        return False
+
+    monkeypatch.setattr(Journal, "_append", refuse)
+    while author.version < 4:
+        author.act()
+    author.journal.close()
+    assert len(author.said) == 2 and "journal ends without steps 2 to 4, which" in author.said[1]

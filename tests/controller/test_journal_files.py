@@ -240,20 +240,21 @@ def test_a_checkpoint_after_a_failure_keeps_what_no_step_has_taken(
         file.close()
     else:
         author.journal.fail(full)
-    whole(author, 4)
-    parked(5)
-    whole(author, 6)
-    author.complete_step([6])
-    assert not author.journal.has(2), "it is told"
     with monkeypatch.context() as still:
         still.setattr(Path, "write_bytes", raising(full))
+        whole(author, 4)
+        parked(5)
+        whole(author, 6)
+        author.complete_step([6])
+        assert not author.journal.has(2), "it is told"
         author.checkpoint()
     state = author.checkpoint()
     if not is_full:  # what did not come to the disk
         (author.folder / "journal/00000001.groups").unlink()
     author.complete_step([2])
     author.complete_step([4])
-    assert author.journal.has(3) and author.journal.has(4) and len(author.said) == 1
+    assert author.journal.has(3) and author.journal.has(4) and len(author.said) == 2
+    assert "journal goes on without steps 2 to 2" in author.said[1]
     author.journal.close()
     journal, reached, said = read(author.folder, state)
     assert reached["step"] == 4 and said == ""
@@ -284,6 +285,33 @@ def test_a_file_that_cannot_be_begun_costs_no_record(tmp_path: Path, monkeypatch
     author.checkpoint()
     assert author.journal.has(1)
     author.journal.close()
+
+
+def read_anyhow(path: Path) -> bytes:
+    """Compressed or not."""
+    return path.read_bytes() if path.exists() else gzip.decompress(path.with_name(f"{path.name}.gz").read_bytes())
+
+
+def test_files_that_cannot_be_read_are_not_written_over(tmp_path: Path) -> None:
+    """Somebody may know better; what comes after them is read as ever."""
+    author, state = written(tmp_path / "run", 1, 120, num_checkpoints=2, keeps="all")
+    paths = sorted((author.folder / "journal").iterdir())
+    for path in paths:
+        path.write_bytes(b"x" + path.read_bytes()[1:])
+    before = [read_anyhow(path) for path in paths]
+    author.journal = Journal(author.folder, author.said.append, prompts=PROMPTS, settings=SETTINGS, keeps="all")
+    reached, said = author.journal.go_on(state)
+    assert reached is state and "is missing, or damaged after byte 0" in said
+    author.journal.begin(state["step"])
+    author.version, author.next_id = state["step"], 900
+    whole(author, 901)
+    author.complete_step([901])
+    author.journal.close()
+    assert before == [read_anyhow(path) for path in paths]
+    journal, reached, _ = read(author.folder, state, keeps="all")
+    assert reached["step"] == state["step"] + 1
+    (((_, (group,))),) = journal.steps_after(state["step"])
+    assert same_group(group, author.whole[901])
 
 
 def test_what_another_version_wrote_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,11 @@ import pytest
 from tests.end_to_end.tiny import ROOT, environment, rows
 
 HIDES = """
-import sys
+import os, sys
 
 class Hides:
     def find_spec(self, name, path=None, target=None):
-        if name == "llamarl.parts" or name.startswith("llamarl.parts."):
+        if f"{name}.".startswith(os.environ.get("HIDDEN", "llamarl.parts") + "."):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Hides())
@@ -36,6 +36,7 @@ for line in sys.stdin:
     if not (pid := os.fork()):
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(given[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.environ["HIDDEN"] = given["hidden"]
         sys.argv[:], sys.stdin = ["llamarl", *given["arguments"]], open(os.devnull)
         script()
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
@@ -44,7 +45,7 @@ for line in sys.stdin:
 
 
 class Alone:
-    """Commands in processes that find no part."""
+    """Commands in processes that find no part, or all but one."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "sitecustomize.py").write_text(HIDES)
@@ -59,11 +60,12 @@ class Alone:
             text=True,
         )
 
-    def __call__(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *arguments: object, hidden: str = "llamarl.parts") -> subprocess.CompletedProcess[str]:
         given = [*map(str, arguments)]
         out, err = self._folder / "out.txt", self._folder / "err.txt"
         assert self.process.stdin and self.process.stdout
-        print(json.dumps({"arguments": given, "out": str(out), "err": str(err)}), file=self.process.stdin, flush=True)
+        asked = {"arguments": given, "out": str(out), "err": str(err), "hidden": hidden}
+        print(json.dumps(asked), file=self.process.stdin, flush=True)
         code = int(self.process.stdout.readline())
         return subprocess.CompletedProcess(given, code, out.read_text(), err.read_text())
 
@@ -125,3 +127,19 @@ def test_commands_of_parts_say_so_and_a_dry_run_prints_the_settings(toml: Path, 
     assert re.match(r"# .*lacks the part `forecast`.*\n\n", done.stdout)
     assert 'name = "tiny"' in done.stdout
     assert run("--help").returncode == 0
+
+
+@pytest.mark.parametrize("part", sorted(path.parent.name for path in (ROOT / "llamarl" / "parts").glob("*/joint.py")))
+def test_each_part_can_be_left_out(toml: Path, run: Alone, part: str) -> None:
+    """The core and the other parts do without it: commands of others are there, its own say what is missing."""
+    hidden = f"llamarl.parts.{part}"
+    done = run("train", toml, "--dry-run", *INLINE, hidden=hidden)
+    assert done.returncode == 0, done.stderr
+    assert ("lacks the part `forecast`" in done.stdout) == (part == "forecast")
+    assert 'name = "tiny"' in done.stdout
+    commands = {path.stem: path.parts[-3] for path in (ROOT / "llamarl" / "parts").glob("*/cli/[a-z]*.py")}
+    assert len(commands) > 8
+    for command, owner in commands.items():
+        done = run(command, "--help", hidden=hidden)
+        assert (done.returncode == 0) == (owner != part), f"{command}: {done.stderr}"
+        assert (f"lacks the part `{part}`" in done.stderr) == (owner == part), done.stderr

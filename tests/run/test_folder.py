@@ -10,14 +10,17 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from llamarl.checkpoint.folder import MANIFEST
 from llamarl.config import ConfigError, RunConfig
 from llamarl.observability.metrics import EvalMetrics
+from llamarl.observability.sinks import RowLog
 from llamarl.run.folder import FolderLost, RunFolder, prepare_run_folder
 
+KINDS: tuple[Literal["all", "resume"], ...] = ("all", "resume")
 STEP = '{"kind": "step", "step": 1}\n'
 
 
@@ -261,20 +264,62 @@ def test_a_run_that_another_ended_meanwhile_is_not_taken(config: RunConfig, monk
         folder.lock()  # nobody else holds it
 
 
+def test_rollouts_that_were_kept_are_not_deleted_by_a_resume(config: RunConfig) -> None:
+    """What a run keeps for resuming alone was never promised to stay; the other way round it may change."""
+    of = {kind: config.model_copy(update={"record": config.record.model_copy(update={"kind": kind})}) for kind in KINDS}
+    for before, now in (("all", "resume"), ("resume", "all"), ("resume", "resume"), ("all", "all")):
+        folder = ended(of[before])
+        folder.journals.mkdir()
+        if (before, now) == ("all", "resume"):
+            with pytest.raises(ConfigError, match="'resume' would delete the rollouts of this run; leave it 'all'"):
+                prepare_run_folder(of[now], resume=True, overwrite=False)
+        else:
+            prepare_run_folder(of[now], resume=True, overwrite=False).__exit__()
+        shutil.rmtree(folder.path)
+
+
+def read_bytes() -> int:
+    """Bytes that this process has read so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_resume_reads_no_more_of_an_older_run(config: RunConfig) -> None:
+    """Of metrics, and of rollouts beside the journal: what came since the checkpoint, and a block before it."""
+    taken = []
+    for num_steps in (200, 800):
+        folder = ended(config)
+        shutil.move(folder.checkpoints / "step-00000008", folder.checkpoints / f"step-{num_steps - 10:08}")
+        for path in (folder.metrics, folder.rollouts):
+            row = '{{"kind": "step", "step": {}, "text": "' + "x" * 1500 + '"}}\n'
+            path.write_text("".join(row.format(step) for step in range(1, num_steps + 1)))
+        start = read_bytes()
+        log = RowLog(folder.metrics, pytest.fail)
+        log.drop_after(num_steps - 5)
+        log.close()
+        folder.drop_rollouts_after(num_steps - 5)
+        assert folder.unrecorded(num_steps - 5, 2) == "" and folder.recorded_steps() == num_steps - 5
+        taken.append(read_bytes() - start)
+        assert all(len(path.read_text().splitlines()) == num_steps - 5 for path in (folder.metrics, folder.rollouts))
+        shutil.rmtree(folder.path)
+    assert taken[0] == pytest.approx(taken[1], abs=20_000) and taken[1] < 400_000 < 1500 * 800
+
+
 def test_steps_without_rows_are_named(config: RunConfig) -> None:
     folder = ended(config)
     rows = [f'{{"kind": "step", "step": {step}}}\n' for step in (1, 2, 3, 6, 9)]
     folder.metrics.with_name("metrics-00001.jsonl").write_text("".join(rows[:3]))
     folder.metrics.write_text("".join(rows[3:]) + '{"kind": "eval", "step": 5}\n{"kind": "step", "step": 8')
-    assert folder.unrecorded(3) == ""
-    assert folder.unrecorded(8) == f"{folder.metrics} has no rows of steps 4-5,7-8"
+    assert folder.unrecorded(3, 1) == ""
+    assert folder.unrecorded(8, 1) == f"{folder.metrics} has no rows of steps 7-8", "since the checkpoint"
+    shutil.rmtree(folder.checkpoints / "step-00000008")
+    assert folder.unrecorded(8, 1) == f"{folder.metrics} has no rows of steps 4-5,7-8"
     compressed = gzip.compress(folder.metrics.with_name("metrics-00001.jsonl").read_bytes())
     folder.metrics.with_name("metrics-00001.jsonl.gz").write_bytes(compressed[:-6])
     folder.metrics.with_name("metrics-00001.jsonl").unlink()
-    assert folder.unrecorded(3) == "", "it is read as far as it goes"
+    assert folder.unrecorded(3, 1) == "", "it is read as far as it goes"
     folder.metrics.with_name("metrics-00001.jsonl.gz").unlink()
     folder.metrics.unlink()
-    assert folder.unrecorded(8) == f"{folder.metrics} has no rows of steps 1-8"
+    assert folder.unrecorded(8, 1) == f"{folder.metrics} has no rows of steps 1-8"
 
 
 def test_the_first_evaluation_on_record(config: RunConfig) -> None:
@@ -302,9 +347,9 @@ def test_a_damaged_piece_of_the_metrics_is_a_warning_of_resume(config: RunConfig
     compressed[-8] ^= 1  # of the checksum
     folder.metrics.with_name("metrics-00001.jsonl.gz").write_bytes(compressed)
     folder.metrics.write_text('{"kind": "step", "step": 9}\n')
-    assert folder.unrecorded(9) == "", "what stands before the fault is read"
+    assert folder.unrecorded(9, 1) == "", "what stands before the fault is read"
     folder.metrics.with_name("metrics-00001.jsonl.gz").write_bytes(b"no gzip at all")
-    assert folder.unrecorded(9) == f"{folder.metrics} has no rows of steps 1-8"
+    assert folder.unrecorded(9, 1) == f"{folder.metrics} has no rows of steps 1-8"
 
 
 @pytest.mark.parametrize("name", [".metrics-00001.jsonl.gz.partial", ".rollouts-00001.jsonl.kept"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from llamarl.cli.export import main
 from llamarl.config import ConfigError
+from llamarl.controller import journal_reader
 from llamarl.controller.journal import Journal
 from llamarl.controller.journal_reader import segments
 from llamarl.observability.metrics import UpdateMetrics
@@ -178,26 +180,149 @@ def test_what_is_kept_for_resuming_says_so(tmp_path: Path, make_group: Any) -> N
     assert not live.refresh() and live.find({}, None)["said"].startswith(said)
 
 
-def test_an_exported_file_comes_first(run: Writer) -> None:
-    """And what was trained on later follows it."""
+def old(folder: Path, *lines: str, pieces: Sequence[Sequence[str]] = ()) -> Path:
+    """A run of before, whose rows are in `rollouts.jsonl`, perhaps in pieces, and nowhere else."""
+    for number, of_piece in enumerate(pieces, start=1):
+        with gzip.open(folder / f"rollouts-{number:05d}.jsonl.gz", "wt") as file:
+            file.writelines(f"{line}\n" for line in of_piece)
+    (folder / "rollouts.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder / "rollouts.jsonl"
+
+
+def shown(folder: Path) -> list[tuple[int, int, str]]:
+    """Step, index and reason of each rollout that a page finds."""
+    page = Rollouts(folder)
+    while page.refresh():
+        pass
+    return [(row["step"], row["index"], row["reason"]) for row in page.find({}, None)["rows"]]
+
+
+def by_hand(line: str) -> str:
+    return line.replace('"reason": ""', '"reason": "by hand"')
+
+
+def test_the_journal_comes_first(run: Writer) -> None:
+    """Whatever was exported, and changed, since; a file by itself is what it says."""
     run.step(1)
     run.step(2)
     assert main([str(run.folder), "--rollouts"]) == 0
     file = run.folder / "rollouts.jsonl"
     assert file.read_text().splitlines() == run.lines
-    file.write_text(file.read_text().replace('"reason": ""', '"reason": "by hand"'))
+    file.write_text(by_hand(file.read_text()))
     run.step(3)
-    found = list(rollout_rows(run.folder))
-    assert [(row["step"], row["reason"]) for row in found] == [
-        (step, "" if step == 3 else "by hand") for step in (1, 1, 2, 2, 3, 3)
-    ]
-    assert [row["step"] for row in rollout_rows(file)] == [1, 1, 2, 2]
-    page = Rollouts(run.folder)
+    assert derived(run.folder) == run.lines
+    assert [row["reason"] for row in rollout_rows(file)] == ["by hand"] * 4
+    assert shown(run.folder) == [(step, index, "") for step in (1, 2, 3) for index in (0, 1)]
+    assert main([str(run.folder), "--rollouts"]) == 0
+    assert file.read_text().splitlines() == run.lines
+    file.write_text("damaged")
+    assert derived(run.folder) == run.lines, "who has all in the journal reads no file"
+
+
+def test_a_file_is_read_for_steps_that_the_journal_lacks(run: Writer) -> None:
+    """Also between those that it has, and not for those that were taken back."""
+    for step in range(1, 7):
+        run.step(step)
+        if step % 2 == 0:
+            run.journal.next_segment()
+    old(run.folder, *(by_hand(line) for line in [*run.lines, run.lines[-1].replace('"step": 6', '"step": 7')]))
+    (run.folder / "journal/00000002.groups").unlink()
+    reasons = [(row["step"], row["index"], row["reason"]) for row in map(json.loads, derived(run.folder))]
+    assert reasons == [(n, index, "by hand" if n in (3, 4) else "") for n in range(1, 7) for index in (0, 1)]
+    page = shown(run.folder)
+    assert page[:12] == reasons and {step for step, *_ in page[12:]} <= {7}
+    assert {row["step"] for row in sample(run.folder, None, 1 << 20)["rows"]} >= set(range(1, 7))
+
+
+def test_steps_that_were_exported_and_taken_back_are_left_out(run: Writer) -> None:
+    for step in range(1, 6):
+        run.step(step)
+    assert main([str(run.folder), "--rollouts"]) == 0
+    run.resume(2)
+    for step in (3, 4):
+        run.step(step, salt=1.0)
+    assert derived(run.folder) == run.lines and len(run.lines) == 8
+
+
+def test_an_open_page_shows_no_rollout_twice(run: Writer) -> None:
+    """After an export, and when a step comes to the journal that a file had."""
+    page, all_of = Rollouts(run.folder), lambda: [row["step"] for row in page.find({}, None)["rows"]]
+    for step in (1, 2, 3):
+        run.step(step)
+        page.refresh()
+    assert main([str(run.folder), "--rollouts"]) == 0
     while page.refresh():
         pass
+    assert all_of() == [1, 1, 2, 2, 3, 3]
+    (run.folder / "journal/00000001.groups").rename(run.folder / "away")
+    page = Rollouts(run.folder)
     page.refresh()
-    assert [row["step"] for row in page.find({}, None)["rows"]] == [1, 1, 2, 2, 3, 3]
-    assert {row["step"] for row in sample(run.folder, None, 1 << 20)["rows"]} == {1, 2, 3}
+    assert all_of() == [1, 1, 2, 2, 3, 3]
+    (run.folder / "away").rename(run.folder / "journal/00000001.groups")
+    while page.refresh():
+        pass
+    assert all_of() == [1, 1, 2, 2, 3, 3]
+
+
+def test_the_only_record_is_not_replaced(run: Writer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2, 3):
+        run.step(step)
+    lines = run.lines
+    for path in (run.folder / "journal").iterdir():
+        path.unlink()
+    file = old(run.folder, *lines[3:], pieces=[lines[:3]])
+    before = {path.name: path.read_bytes() for path in run.folder.glob("rollouts*")}
+    for output in ((), ("--output", str(file)), ("--output", str(run.folder / "rollouts-00001.jsonl.gz"))):
+        with pytest.raises(
+            ConfigError, match=r"rollouts\S* is the only record of the rollouts of step 1; name another"
+        ):
+            main([str(run.folder), "--rollouts", *output])
+    assert {path.name: path.read_bytes() for path in run.folder.glob("rollouts*")} == before
+    assert main([str(run.folder), "--rollouts", "--output", str(tmp_path / "all.jsonl")]) == 0
+    assert [*map(json.loads, (tmp_path / "all.jsonl").read_text().splitlines())] == [*map(json.loads, lines)]
+    file.write_text(file.read_text() + '{"step"')
+    with pytest.raises(ConfigError) as refused:
+        derived(run.folder)
+    assert str(refused.value).startswith(f"{file}:4: malformed JSON")
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ConfigError, match="it may be the only record of its rollouts: put back what it was"):
+        derived(run.folder)
+
+
+def test_a_step_of_which_a_file_has_a_part_is_named(run: Writer) -> None:
+    """The process that wrote it died."""
+    config = run.folder / "config.toml"
+    config.write_text(config.read_text() + "rollout = {prompts_per_step = 1, group_size = 2}\n")
+    for step in (1, 2, 3):
+        run.step(step)
+    for cut, said in (
+        (5, "rollouts of steps 3 cannot be derived: {}/rollouts.jsonl has only 1 rows of step 3"),
+        (6, ""),
+    ):
+        old(run.folder, *run.lines[:cut])
+        for path in (run.folder / "journal").iterdir():
+            path.unlink()
+        lacks = list[str]()
+        assert len([*rollout_lines(run.folder, lacks.append)]) == cut
+        assert lacks == ([f"{run.folder}: {said.format(run.folder)}"] if said else [])
+
+
+def test_an_advantage_that_is_no_number(run: Writer) -> None:
+    """Of a run that went wrong: the row says null, as of other numbers that are none."""
+    run.step(1, salt=NAN)
+    first, second = map(json.loads, derived(run.folder))
+    assert (first["advantage"], second["advantage"]) == (None, -1 / 3)
+
+
+def test_files_of_another_version_are_told_once(run: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often somebody looks."""
+    run.step(1)
+    monkeypatch.setattr(journal_reader, "FORMAT", 99)
+    steps = TrainedSteps(run.folder)
+    for _ in range(5):
+        assert not [*steps.new()]
+    assert [*steps.faults] == [f"{run.folder}/journal/00000001.groups was written by another version of llamarl"]
 
 
 def test_the_page_finds_them(run: Writer) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llamarl.parts.page.follow import CHUNK_ROWS, RowOffset, RowReader
 from llamarl.parts.page.run_data import LARGEST
 from llamarl.run.rollouts import RecordOffset, TrainedSteps, what_lacks
@@ -35,8 +37,9 @@ class Rollouts:
         self._clear()
 
     def _clear(self) -> None:
-        self._file, self._last_of_file = RowReader(self._folder / "rollouts.jsonl"), 0
         self._steps, self._begins = TrainedSteps(self._folder), dict[int, RecordOffset]()
+        self._file, self._of_file = RowReader(self._folder / "rollouts.jsonl"), set[int]()
+        """The file, and the steps that are of it, as the journal lacks them."""
         self._places, self._groups, self._sizes = array("q"), array("q"), array("l")
         self._fields = {name: array("d") for name in _FIELDS}
         self._outcomes, self._known = array("b"), list[str]()
@@ -49,24 +52,26 @@ class Rollouts:
         if self._file.was_replaced() or self._steps.was_replaced():
             self._clear()
         num = 0
-        for place, row in self._file.rows():
+        for one in self._steps.new():
+            if one.step in self._of_file:  # the journal has it by now, and is believed
+                self._clear()
+                return True
+            self._begins[one.step], before = one.place, num
+            for group in one.groups:
+                for rollout, result, text in zip(group.rollouts, group.results, group.responses, strict=True):
+                    age = one.step - 1 - rollout.oldest_version if rollout.num_tokens else 0
+                    values, texts = (one.step, result.value, rollout.num_tokens, age), (group.prompt.text, text)
+                    place, num = RowOffset(-one.step, num - before), num + 1
+                    self._add(place, group.group_id, values, result.outcome.value, texts)
+            if num >= CHUNK_ROWS:
+                return True
+        for place, row in () if 0 < self._steps.step == len(self._begins) else self._file.rows():
             num += 1
-            if _is_rollout(row):
-                self._last_of_file = row["step"]
+            if _is_rollout(row) and row["step"] not in self._begins:
+                self._of_file.add(row["step"])
                 texts = row.get("prompt"), row.get("response")
                 values = row["step"], row["reward"], len(row["token_ids"]), row["staleness"]
                 self._add(place, row["group_id"], values, row.get("outcome", ""), texts)
-        for one in self._steps.new() if num < CHUNK_ROWS else ():
-            if one.step > self._last_of_file:
-                self._begins[one.step], before = one.place, num
-                for group in one.groups:
-                    for rollout, result, text in zip(group.rollouts, group.results, group.responses, strict=True):
-                        age = one.step - 1 - rollout.oldest_version if rollout.num_tokens else 0
-                        values, texts = (one.step, result.value, rollout.num_tokens, age), (group.prompt.text, text)
-                        place, num = RowOffset(-one.step, num - before), num + 1
-                        self._add(place, group.group_id, values, result.outcome.value, texts)
-            if num >= CHUNK_ROWS:
-                break
         return num >= CHUNK_ROWS
 
     def _add(
@@ -102,15 +107,17 @@ class Rollouts:
         """
         ranges = {name: bounds(wanted.get(name, "")) for name in _FIELDS if wanted.get(name)}
         outcome, text = wanted.get("outcome", ""), wanted.get("prompt", "").lower()
+        order = np.argsort(self._fields["step"], kind="stable")  # what the journal lacks was found after all of it
         found, looked, until, at = list[dict[str, Any]](), 0, time.monotonic() + SEARCH_S, len(self)
         while at and len(found) < NUM_FOUND and time.monotonic() < until:
             places = list[RowOffset]()
             while at and len(places) < NUM_FOUND:
-                at, looked = at - 1, looked + 1
-                fits = all(low <= self._fields[name][at] <= high for name, (low, high) in ranges.items())
-                if fits and (not outcome or self._known[self._outcomes[at]] == outcome):
-                    places.append(RowOffset(*self._places[2 * at : 2 * at + 2]))
-            rows = [row for row in self._read(places) if text in str(row.get("prompt", "")).lower()]
+                at, looked, n = at - 1, looked + 1, order[at - 1]
+                fits = all(low <= self._fields[name][n] <= high for name, (low, high) in ranges.items())
+                if fits and (not outcome or self._known[self._outcomes[n]] == outcome):
+                    places.append(RowOffset(*self._places[2 * n : 2 * n + 2]))
+            read = sorted(self._read(places), key=lambda row: row["step"])
+            rows = [row for row in read if text in str(row.get("prompt", "")).lower()]
             found = rows[-(NUM_FOUND - len(found)) :] + found
         said = f"the newest {len(found)} that fit, of {looked:,} looked at; there are {len(self):,}"
         said = said if len(self) else what_lacks(self._folder, (), self._steps.faults)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from heapq import merge
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from llamarl.config import load_config
@@ -35,19 +37,19 @@ class Divergence(NamedTuple):
         return f"step {self.step}, {self.place}: {self.one} and {self.other}. Why: {self.why}"
 
 
-def first_divergence(one: RunFolder, other: RunFolder) -> tuple[int, Divergence | None]:
-    """Steps that both have and that are equal, and what comes then; None: nothing. Raises ConfigError."""
+def first_divergence(one: RunFolder, other: RunFolder) -> tuple[list[int], Divergence | None]:
+    """Steps of which both have rollouts and that are equal, and what comes then; None: nothing. Raises ConfigError."""
     settings = [dict(flat_settings(load_config(run.config).model_dump(mode="json"))) for run in (one, other)]
     names = [name for name in settings[0] | settings[1] if name.split(".")[0] not in _FREE]
     others = [name for name in names if settings[0].get(name) != settings[1].get(name)]
-    weights, steps = (_fingerprints(one), _fingerprints(other)), 0
-    for (step, rows), (_, other_rows) in zip(_steps(one), _steps(other), strict=False):
-        found = _of_weights(step - 1, *weights) or _of_rows(step, rows, other_rows, *weights)
-        if found:
+    weights, steps = (_fingerprints(one), _fingerprints(other)), list[int]()
+    for step, of_both in groupby(merge(_steps(one), _steps(other), key=itemgetter(0)), key=itemgetter(0)):
+        (_, rows), *theirs = of_both
+        if theirs and (found := _of_weights(step - 1, *weights) or _of_rows(step, rows, theirs[0][1], *weights)):
             settings_differ = f"; also, settings differ: {', '.join(others)}" if others else ""
             return steps, found._replace(why=found.why + settings_differ)
-        steps = step
-    return steps, _of_weights(steps, *weights)
+        steps += [step] * len(theirs)
+    return steps, _of_weights(steps[-1] if steps else 0, *weights)
 
 
 def _steps(run: RunFolder) -> Iterator[tuple[int, list[dict[str, Any]]]]:

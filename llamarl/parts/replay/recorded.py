@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, groupby, repeat
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
 
+from llamarl.config import ConfigError
 from llamarl.observability.events import machine
 from llamarl.observability.files import code_fingerprint, read_run_rows
 from llamarl.observability.metrics import flat
 from llamarl.run.folder import RunFolder
-from llamarl.run.rollouts import TrainedStep, rollout_rows
+from llamarl.run.rollouts import TrainedStep, TrainedSteps, file_steps
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import RolloutGroup
 
@@ -42,45 +44,54 @@ class Recorded:
             cause: of all differences between what is computed; empty: it depends.
         """
         self._close, self._cause = close, cause
-        self._file = "rollouts.jsonl" if folder.rollouts.exists() else "the journal"
-        self._read, self._taken = (_by_step(folder) for _ in range(2))
+        self._journal, self._ahead = TrainedSteps(folder.path), _RowsByStep(file_steps(folder.path))
+        of_journal = ((one.step, map(json.loads, one.lines())) for one in self._journal.new())
+        self._files = {"rollouts.jsonl": _RowsByStep(file_steps(folder.path)), "the journal": _RowsByStep(of_journal)}
         metrics = (row for _, row in read_run_rows(folder.metrics, _FIX))
         self._metrics = {int(row["step"]): row for row in metrics if row.get("kind") == "step"}
 
     def check_journal(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Compares the journal's groups of a step, before it is taken. Raises Diverged: `rollouts.jsonl`, where there
         is one, has others."""
-        if self._file == "the journal":
-            return
-        rows = {(row["group_id"], row["index"]): row for row in _of(step, self._read)}
+        rows = {(row["group_id"], row["index"]): row for row in self._ahead.rows(step)}
         unknown = {group.group_id: np.zeros(len(group.rollouts)) for group in groups}
-        for now in _expected(step, groups, unknown, {}):
+        for now in _expected(step, groups, unknown, {}) if rows else ():
             was = rows.get((now["group_id"], now["index"]), now)
             for name in (*_FIRST, *(name for name in now if name != "advantage")):
                 cause = "rollouts.jsonl or the journal was changed after the run"
                 _check(step, now, name, first_difference(was.get(name), now[name]), cause)
 
     def check(self, step: int, groups: Sequence[RolloutGroup], result: PolicyStepResult) -> None:
-        """Compares a computed step. Raises Diverged: this is not what the run has on record of it."""
-        rows, expected = _of(step, self._taken), [*_expected(step, groups, result.advantages, result.columns)]
+        """Compares a computed step. Raises Diverged: this is not what the run has on record of it; ConfigError: it has
+        nothing."""
+        found = {file: rows for file, steps in self._files.items() if (rows := steps.rows(step))}
+        if not found and step in self._journal.bare:
+            cause = f"step {step} has nothing to compare training with, as record.kind was 'resume'"
+            raise ConfigError(f"--steps: {cause}; give --steps {self._files['the journal'].step}: or --only generate")
+        expected = [*_expected(step, groups, result.advantages, result.columns)]
+        for file, rows in (found or {"the journal": []}).items():
+            self._compare(step, file, rows, expected, result.columns)
+        known, now = self._metrics.get(step, {}), flat("step", result.update)
+        now |= {f"extra.{name}": value for name, value in result.metrics.items() if name in _EXACT}
+        for name, value in now.items():
+            if known.get(name, value) != value and not (self._close and name != "learning_rate"):
+                cause = "metrics.jsonl was changed after the run, or the step took its groups in another order"
+                raise Diverged(step, name, known[name], value, self._cause or cause)
+
+    def _compare(self, step: int, file: str, rows: list[Any], expected: list[Any], columns: Iterable[str]) -> None:
+        """Raises Diverged: what `file` has is not what is computed."""
         if len(rows) != len(expected):
-            raise Diverged(step, f"{self._file}, its rows", len(rows), len(expected), "a file that was cut or edited")
-        for name in ("group_id", "index", "advantage", *result.columns):
+            raise Diverged(step, f"{file}, its rows", len(rows), len(expected), "a file that was cut or edited")
+        for name in ("group_id", "index", "advantage", *columns):
             differ = [
                 first_difference(was.get(name), now.get(name), self._close)
                 for was, now in zip(rows, expected, strict=True)
             ]
             cause = "the step took other weights, or its groups in another order, than is on record"
-            cause = cause if len([*filter(None, differ)]) > 1 else f"{self._file} was changed after the run"
+            cause = cause if len([*filter(None, differ)]) > 1 else f"{file} was changed after the run"
             cause = "a reward, or a setting of advantages, was changed after the run" if name == "advantage" else cause
             for now, found in zip(expected, differ, strict=True):
                 _check(step, now, name, found, self._cause or cause)
-        known, found = self._metrics.get(step, {}), flat("step", result.update)
-        found |= {f"extra.{name}": value for name, value in result.metrics.items() if name in _EXACT}
-        for name, value in found.items():
-            if known.get(name, value) != value and not (self._close and name != "learning_rate"):
-                cause = "metrics.jsonl was changed after the run, or the step took its groups in another order"
-                raise Diverged(step, name, known[name], value, self._cause or cause)
 
 
 def _check(step: int, row: Mapping[str, Any], name: str, found: tuple[str, Any, Any] | None, cause: str) -> None:
@@ -90,20 +101,22 @@ def _check(step: int, row: Mapping[str, Any], name: str, found: tuple[str, Any, 
         raise Diverged(step, what, *found[1:], cause)
 
 
-def _by_step(folder: RunFolder) -> Iterator[tuple[int, Iterator[dict[str, Any]]]]:
-    return groupby(rollout_rows(folder.path), key=lambda row: int(row["step"]))
+class _RowsByStep:
+    """Rows of steps, which are asked for in their order."""
 
+    def __init__(self, steps: Iterator[tuple[int, Iterable[dict[str, Any]]]]) -> None:
+        self._steps, self._held, self.step = steps, list[dict[str, Any]](), 0
 
-def _of(step: int, steps: Iterator[tuple[int, Iterator[dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """Rows of a step, read from `steps`, which are asked for in their order."""
-    for at, rows in steps:
-        if at >= step:
-            return [row | {"policy_versions": [*versions_of(row)]} for row in rows] if at == step else []
-    return []
+    def rows(self, step: int) -> list[dict[str, Any]]:
+        """Rows of one step; empty: there are none."""
+        while self.step < step:
+            self.step, found = next(self._steps, (sys.maxsize, ()))
+            self._held = [row | {"policy_versions": [*versions_of(row)]} for row in found]
+        return self._held if self.step == step else []
 
 
 def _expected(step: int, *recorded: Any) -> Iterator[dict[str, Any]]:
-    """Rows of what a `TrainedStep` holds, in the shape of those that `_of` reads."""
+    """Rows of what a `TrainedStep` holds, in the shape of those of `_RowsByStep`."""
     for line in TrainedStep(step, *recorded).lines():
         read = json.loads(line)
         yield read | {"policy_versions": [*versions_of(read)]}

@@ -156,7 +156,7 @@ class SftRun:
             nothing_to_resume(self.resume, damaged, self.warn)
         if self.resume:
             log.drop_after(done)
-            if lack := self.folder.unrecorded(done):
+            if lack := self.folder.unrecorded(done, self.config.checkpoint.keep):
                 self.warn(f"--resume: {lack}")
             self.folder.write_config(config)
         supervisor.start(self.folder.check_loop(), "run folder")

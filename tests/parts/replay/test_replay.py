@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Several
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from llamarl.controller.journal_reader import JournalReader
-from llamarl.controller.records import records
+from llamarl.controller.records import encode, records
 from llamarl.executors.trainer import TrainerExecutor
 from llamarl.generation.rows import Rows
 from llamarl.generation.sequence import Sequence
@@ -419,7 +419,43 @@ def test_same_settings_learn_the_same(run: Path) -> None:
 def test_where_two_runs_part(run: Path, copy: Path, name: str, change: Callable[[Any], None], why: str) -> None:
     rewrite(copy / "rollouts.jsonl", lambda found: change(found[14]))
     done = llamarl_here("replay", run, "--against", copy)
+    assert done.stdout == "6 steps are equal\n", "what was exported is no record"
+    untrained(copy, range(1, 7))
+    done = llamarl_here("replay", run, "--against", copy)
     assert done.returncode == 1 and re.search(rf"2 steps are equal; the runs part at step 3, .*{why}", done.stdout)
+
+
+def untrained(run: Path, steps: Container[int]) -> None:
+    """The journal has of these steps what `record.kind = "resume"` keeps, or runs of before did."""
+    for path in (run / "journal").iterdir():
+        data = b""
+        for record in records(path.with_suffix("")):
+            if record.header.get("step") in steps and "trained" in record.header:
+                record.header["nothing"] = record.header.pop("trained")
+            data += encode(record.header, [(part.start, part.rollout) for part in record.parts], [record.rest])
+        path.unlink()
+        path.with_suffix("").write_bytes(data)
+
+
+def test_a_run_that_kept_all_later(run: Path, copy: Path) -> None:
+    """Of its first steps there is what it takes to go on: others are compared by their number, and nobody edited it."""
+    untrained(copy, (1, 2, 3))
+    for pair in ((run, copy), (copy, run)):
+        done = llamarl_here("replay", pair[0], "--against", pair[1])
+        assert done.returncode == 0 and done.stdout == "3 steps, from step 4 on, are equal\n"
+    done = llamarl_here("replay", copy, "--only", "train")
+    assert done.returncode == 2
+    assert "step 1 has nothing to compare training with, as record.kind was 'resume'; give --steps 4:" in done.stderr
+    for more in (("--steps", "4:"), ("--only", "generate")):
+        assert llamarl_here("replay", copy, *more).returncode == 0
+
+
+def test_what_was_exported_is_compared_too(copy: Path) -> None:
+    """Beside the journal, as far as it goes."""
+    rewrite(copy / "rollouts.jsonl", lambda found: found.__delitem__(slice(12, None)))
+    assert llamarl_here("replay", copy, "--only", "train").returncode == 0
+    rewrite(copy / "rollouts.jsonl", lambda found: found[7].update(advantage=9.0))
+    assert ", advantage: recorded 9.0, replayed" in differs(copy, "--only", "train")
 
 
 def test_two_runs_that_are_one(run: Path, copy: Path) -> None:

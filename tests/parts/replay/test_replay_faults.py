@@ -16,7 +16,7 @@ from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.controller.records import encode, records
 from llamarl.parts.replay import recorded
 from tests.end_to_end.tiny import llamarl_here, rows, write_toml
-from tests.parts.replay.test_replay import differs, rewrite, trained
+from tests.parts.replay.test_replay import differs, rewrite, trained, untrained
 
 ROW, TOKEN = 20, 9
 
@@ -252,6 +252,7 @@ def test_a_setting_as_it_was_and_one_step(run: Path) -> None:
     assert done.stdout.splitlines()[-1] == "replayed 1 step, 6 rollouts: all equal"
     other = Path(shutil.copytree(run, run.with_name("other")))
     rewrite(other / "rollouts.jsonl", lambda found: found[7].update(reward=0.125))
+    untrained(other, range(1, 7))
     assert llamarl_here("replay", run, "--against", other).stdout.startswith("1 step is equal; the runs part at step 2")
     shutil.rmtree(other)
     shutil.rmtree(run.with_name("tiny-replay"))

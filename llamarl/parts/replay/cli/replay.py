@@ -51,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if options.against:
             steps, found = first_divergence(_folder(options.run), _folder(options.against))
-            said = f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} equal"
+            num, gap = len(steps), f", from step {steps[0]} on," if steps and steps[0] > 1 else ""
+            said = f"{counted(num, 'step')}{gap} {'is' if num == 1 else 'are'} equal"
             print(said + (f"; the runs part at {found}" if found else ""))
             return FAILURE if found else 0
         first, last = _range(options.steps, _folder(options.run).done_steps())
