@@ -12,6 +12,7 @@ import tomllib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import IO, Any, TypeVar, get_args
 
@@ -48,6 +49,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
+def settled(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """A run of a command that needs no file: parsed TOML, with overrides as for `load_config`. Raises ConfigError."""
+    data = deepcopy(dict(data))
+    _override(data, overrides)
+    return validated(data, RunConfig)
+
+
 def given(path: str | Path, overrides: Sequence[str] = ()) -> tuple[set[str], set[str]]:
     """Dotted names of what stands in the file, and on the command line. Raises ConfigError."""
 
@@ -73,9 +81,7 @@ def _parsed(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
     text = read_text(path, "give the path of a TOML file")
     try:
         data = tomllib.loads(text)
-        for key, value in _pairs(overrides):
-            _set(data, key, value)
-        _check_values(data)
+        _override(data, overrides)
     except RecursionError:
         raise ConfigError(f"{path}: the settings are nested too deeply; none needs more than four levels") from None
     except ValueError as error:
@@ -83,6 +89,12 @@ def _parsed(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
             raise
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     return data
+
+
+def _override(data: dict[str, Any], overrides: Sequence[str]) -> None:
+    for key, value in _pairs(overrides):
+        _set(data, key, value)
+    _check_values(data)
 
 
 def _check_values(data: dict[str, Any] | list[Any], where: str = "") -> None:
@@ -234,7 +246,8 @@ def _explain(error: ValidationError, schema: type[Section]) -> str:
     if first["type"] == "missing":
         return f"`{where}` is missing; set it in the file or with --{where} VALUE"
     if first["type"] == "value_error":
-        return str(first["ctx"]["error"])
+        said = str(first["ctx"]["error"])
+        return said if where in said else f"`{where}`: {said}"
     hint = "; put quotes around it" if first["type"] == "string_type" and not isinstance(first["input"], dict) else ""
     return f"`{where} = {first['input']!r}`: {first['msg'][0].lower()}{first['msg'][1:]}{hint}"
 

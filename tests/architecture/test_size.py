@@ -13,7 +13,7 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_500
 BUDGETS = {
     "top": 230,  # goal: 250
-    "config": 920,  # goal: 820
+    "config": 930,  # goal: 820
     "net": 110,  # goal: 70
     "kernels": 1_360,  # goal: 1,200
     "distributed": 640,  # goal: 600
@@ -33,8 +33,8 @@ BUDGETS = {
     "executors": 980,  # goal: 920
     "controller": 3_020,  # goal: 2,450
     "run": 1_620,  # goal: 1,150
-    "cli": 775,  # goal: 600
-    "parts/forecast": 3_010,  # goal: 2,900
+    "cli": 750,  # goal: 600
+    "parts/forecast": 3_000,  # goal: 2,900
     "parts/page": 1_520,  # goal: 1,450
     "parts/episodes": 2_590,  # goal: 2,150
     "parts/hosts": 1_510,  # goal: 1,350

@@ -117,7 +117,7 @@ def _step_time(config: RunConfig, context: int) -> str:
         tokenizer, tools = Tokenizer(config.model.path), environment_of(config)[0]
         prompts = load_prompts(config.data, tokenizer, context, tools=tools, most=SAMPLED).prompts
         mean = round(fmean(len(prompt.token_ids_T) for prompt in prompts))
-        words = {"--gpus": count, "--gpu": kind, "--prompt-tokens": mean}
+        words = {"--gpus": count, "--gpu": kind, "--data.max_prompt_tokens": mean}
         words |= {"--profile": profile} if profile.exists() else {}
         request = plan.asked(plan.parser().parse_args([str(word) for pair in words.items() for word in pair]), config)
         if not profile.exists():
