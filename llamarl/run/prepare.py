@@ -22,7 +22,7 @@ from llamarl.models.folder import check_weights, load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.observability.usage import MIN_FILES, available_bytes
 from llamarl.rewards._build import build_reward
-from llamarl.run.placement import Placement, models_in_use, place
+from llamarl.run.placement import LocalPlacer, models_in_use
 from llamarl.training.cost import activation_bytes
 from llamarl.types import Prompt
 from llamarl.weight_sync.select import check_name
@@ -40,7 +40,7 @@ class Prepared:
 
     shape: ModelShape
     problems: Problems
-    placement: Placement | None
+    placer: LocalPlacer | None
     """None: several hosts have to call first."""
     warnings: tuple[str, ...]
     """Sentences for the user."""
@@ -98,9 +98,9 @@ def prepare(config: RunConfig) -> Prepared:
     if config.cluster.kind != "hosts":  # whose controller needs no weights
         for path in {config.model.path, *(one.path for one in models_in_use(config).values() if one.path)}:
             check_weights(path)
-    placement = None if config.cluster.kind == "hosts" else place(config)
-    if placement is not None:
-        placement.check()
+    placer = None if config.cluster.kind == "hosts" else LocalPlacer(config)
+    if placer is not None:
+        placer.check()
         check_host_memory(config, shape)
     tokenizer = Tokenizer(config.model.path)
     check_vocabulary(tokenizer, shape.vocab_size)
@@ -130,7 +130,7 @@ def prepare(config: RunConfig) -> Prepared:
     learnt = {prompt.token_ids_T.tobytes() for prompt in problems.train}
     if problems.eval and all(prompt.token_ids_T.tobytes() in learnt for prompt in problems.eval):
         warnings.append("data.eval: all of its prompts are in data.train too, so it does not tell learning from memory")
-    return Prepared(shape=shape, problems=problems, placement=placement, warnings=tuple(warnings))
+    return Prepared(shape=shape, problems=problems, placer=placer, warnings=tuple(warnings))
 
 
 def skipped_prompts(config: RunConfig, which: Literal["train", "eval"], num: int) -> str:

@@ -32,12 +32,12 @@ BUDGETS = {
     "training": 1_580,  # goal: 1,550
     "executors": 980,  # goal: 920
     "controller": 3_020,  # goal: 2,450
-    "run": 1_620,  # goal: 1,150
+    "run": 1_610,  # goal: 1,150
     "cli": 750,  # goal: 600
     "parts/forecast": 3_000,  # goal: 2,900
     "parts/page": 1_520,  # goal: 1,450
     "parts/episodes": 2_590,  # goal: 2,150
-    "parts/hosts": 1_510,  # goal: 1,350
+    "parts/hosts": 1_470,  # goal: 1,350
     "parts/replay": 825,  # goal: 720
     "parts/vllm": 620,  # goal: 600
     "parts/sft": 520,  # goal: 480
