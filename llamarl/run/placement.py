@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.cluster.api import HostShare
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.config.device import PLACED, named_devices
-from llamarl.config.schema import CriticConfig, ReferenceConfig, RewardModelConfig
+from llamarl.config.schema import CriticConfig, ReferenceConfig, RewardModelConfig, TrainerConfig
 
 COUNT_S = 120.0
 """Seconds for a process that imports torch and counts devices."""
@@ -37,6 +37,8 @@ class WantedExecutor(NamedTuple):
     num_ranks: int
     device: str
     """`cpu`, `cuda`, or with the numbers of some."""
+    threads: int = 0
+    """CPU threads of each rank; 0: no setting says it."""
     number: int = 0
     """Among the replicas."""
 
@@ -71,6 +73,10 @@ class Placer(ABC):
         self._config = config
         self._assigned = dict[str, Assignment]()
         self._wanted = [one for one in wanted_executors(config) if only in ("", one.role)]
+
+    @abstractmethod
+    def crowded(self) -> list[str]:
+        """Sentences about hosts whose executors on the CPU want more threads at once than there are cores."""
 
     @abstractmethod
     def _assign(self, wanted: WantedExecutor) -> Assignment:
@@ -113,6 +119,24 @@ class Placer(ABC):
     def free_generator_slots(self) -> int:
         """Number of further generators for which there is room."""
         return self._config.generator.replicas - len(self.of_role("generator"))
+
+    def _crowded(self, cores: Mapping[str, int]) -> list[str]:
+        """Answer to `crowded` where hosts have so many `cores`.
+
+        Two OpenMP threads that share a core wait for each other at every operation and can be 20 times slower than one.
+        """
+        said, at_once = list[str](), max if self._config.cluster.placement == "colocated" else sum
+        for host, num_cores in cores.items():
+            here = [one for one in self._assigned.values() if host in one.ranks and one.wanted.device == "cpu"]
+            used = [(one.wanted.role == "trainer", one.wanted.threads * one.ranks[host]) for one in here]
+            threads = at_once(sum(number for of, number in used if of is wanted) for wanted in (True, False))
+            if threads > num_cores:
+                where, other = (f"of host {host}", ", or name other hosts in cluster.place") if host else ("here", "")
+                said.append(
+                    f"{threads} CPU threads work at once on the {num_cores} cores {where}, which is slow; lower "
+                    f"trainer.threads, generator.threads or generator.replicas{other}"
+                )
+        return said
 
     def table(self) -> list[str]:
         """Ranks and devices of each executor, a line each."""
@@ -163,6 +187,9 @@ class LocalPlacer(Placer):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         return super()._env(devices if visible == [""] else (visible[int(str(device))] for device in devices))
 
+    def crowded(self) -> list[str]:
+        return self._crowded({"": os.cpu_count() or 1})
+
     @property
     def lack(self) -> str:
         """Text for people: how many devices are needed and how many there are; empty: there are enough."""
@@ -200,23 +227,23 @@ def models_in_use(config: RunConfig) -> dict[str, ReferenceConfig | CriticConfig
 def wanted_executors(config: RunConfig) -> Iterator[WantedExecutor]:
     """Executors that a config asks for, in the order in which devices go to them. Raises ConfigError."""
     models = models_in_use(config)
-    yield WantedExecutor("trainer", "trainer", config.trainer.parallelism.num_ranks, config.trainer.device)
     critic = models.pop("critic", None)
-    if isinstance(critic, CriticConfig):
-        yield WantedExecutor("critic", "critic", critic.parallelism.num_ranks, critic.device)
+    for name, one in (("trainer", config.trainer), ("critic", critic)):
+        if isinstance(one, TrainerConfig | CriticConfig):
+            yield WantedExecutor(name, name, one.parallelism.num_ranks, one.device, one.threads)
     for i in range(config.generator.replicas):
         yield wanted_generator(config, i)
     yield WantedExecutor("reward", "reward", 1, "cpu")
     if config.rollout.has_episodes:
         yield WantedExecutor("environment", "environment", 1, "cpu")
     for name, settings in models.items():
-        yield WantedExecutor(name, name.replace("-", "_"), 1, settings.device)
+        yield WantedExecutor(name, name.replace("-", "_"), 1, settings.device, settings.threads)
 
 
 def wanted_generator(config: RunConfig, number: int) -> WantedExecutor:
     """Generator of that number."""
-    generator = config.generator
-    return WantedExecutor(f"generator-{number}", "generator", generator.tensor_parallel, generator.device, number)
+    of = config.generator
+    return WantedExecutor(f"generator-{number}", "generator", of.tensor_parallel, of.device, of.threads, number)
 
 
 def _named(wanted: WantedExecutor, replicas: int) -> tuple[int, ...]:

@@ -157,6 +157,19 @@ def test_long_tables_are_cut() -> None:
     assert len(table) == 24 and table[-2].split() == ["..."] and table[-1].startswith("reward ")
 
 
+def test_threads_that_work_at_once_are_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    sections: dict[str, Any] = {"trainer": {"threads": 3}, "generator": {"replicas": 2}}
+    (said,) = LocalPlacer(config_of(**sections)).crowded()
+    assert said.startswith("5 CPU threads work at once on the 4 cores here, which is slow; lower trainer.threads")
+    in_turn = {"cluster": {"placement": "colocated"}, "rollout": {"max_staleness": 0}}
+    assert LocalPlacer(config_of(**sections, **in_turn)).crowded() == []
+    assert LocalPlacer(config_of(**sections | {"generator": {"device": "cuda"}}), 1).crowded() == []
+    sections["reward"] = {"model": {"path": "r", "threads": 4}}
+    (said,) = LocalPlacer(config_of(**sections, **in_turn)).crowded()
+    assert said.startswith("6 CPU threads"), "generators and the models that judge"
+
+
 @pytest.mark.parametrize(("text", "numbers"), [("cuda", ()), ("cuda:3", (3,)), ("cuda:0,2-4,9", (0, 2, 3, 4, 9))])
 def test_names_and_ranges(text: str, numbers: tuple[int, ...]) -> None:
     assert named_devices(text) == numbers

@@ -80,13 +80,7 @@ class HostPlacer(Placer):
         return len(taken)
 
     def crowded(self) -> list[str]:
-        """Hosts whose executors want more threads than they have cores, a sentence each."""
-        return [
-            f"{threads} CPU threads work at once on the {host.inventory.cores} cores of host {name}, which is slow; "
-            "lower trainer.threads or generator.threads, or name other hosts in cluster.place"
-            for name, host in dict(self._hosts).items()
-            if (threads := self._threads_at(name, "cpu", least=0)) > host.inventory.cores
-        ]
+        return self._crowded({name: host.inventory.cores for name, host in dict(self._hosts).items()})
 
     def _assign(self, wanted: WantedExecutor) -> Assignment:
         """Raises NoRoom."""
@@ -151,16 +145,9 @@ class HostPlacer(Placer):
 
     def _has_cores(self, name: str, num_ranks: int) -> bool:
         """Whether its cores hold one more generator on the CPU; a host without a generator takes one in any case."""
-        threads = self._threads_at(name) + self._config.generator.threads * num_ranks
+        used = sum(max(one.wanted.threads, 1) * one.ranks.get(name, 0) for one in self._assigned.values())
+        threads = used + self._config.generator.threads * num_ranks
         return not self._generators_at(name) or threads <= self._here[name].inventory.cores
-
-    def _threads_at(self, name: str, *devices: str, least: int = 1) -> int:
-        """CPU threads of executors there, of those on `devices` if there are any; one without a setting has `least`."""
-        return sum(
-            getattr(getattr(self._config, one.wanted.role, None), "threads", least) * one.ranks[name]
-            for one in self._assigned.values()
-            if name in one.ranks and (not devices or one.wanted.device in devices)
-        )
 
 
 def imagined(config: RunConfig, names: Sequence[str] = ()) -> tuple[HostPlacer, int]:

@@ -178,3 +178,7 @@ def test_threads_are_counted_on_each_host() -> None:
     place = {"trainer": ["b"], "generator": ["b"]}
     (said,) = HostPlacer(config_of(place, generator={"replicas": 2}), hosts).crowded()
     assert said.startswith("3 CPU threads work at once on the 2 cores of host b, which is slow; ")
+    assert said.endswith(", or name other hosts in cluster.place")
+    judged = {"generator": {"replicas": 1}, "reward": {"model": {"path": "r", "threads": 3}}}
+    (said,) = HostPlacer(config_of({"reward_model": ["c"]}, **judged), hosts).crowded()
+    assert said.startswith("4 CPU threads work at once on the 2 cores of host c")

@@ -87,8 +87,8 @@ def consequences(config: RunConfig) -> dict[str, list[str]]:
     else:
         placer = LocalPlacer(config)
         table = placer.table()
-        if placer.lack:
-            print(f"llamarl: {placer.lack}", file=sys.stderr)
+        for said in filter(None, (placer.lack, *placer.crowded())):
+            print(f"llamarl: {said}", file=sys.stderr)
     rollout, sync = config.rollout, config.weight_sync
     limit = rollout.staleness_limit
     folder = RunFolder(Path(config.output, config.name))
