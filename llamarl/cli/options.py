@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import socket
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -86,14 +85,6 @@ def add_settings(parser: argparse.ArgumentParser, base: Mapping[str, Any], *name
         for old in (last.replace("_", "-"), RENAMED.get(name)):
             if sections and old:
                 parser.add_argument(f"--{old}", dest=name, action=_Renamed, help=argparse.SUPPRESS)
-
-
-def address_towards(host: str, port: int) -> str:
-    """This machine's address as `host` sees it; nothing is sent. Raises OSError: there is no way there."""
-    family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
 
 
 def base_model(run: Path, path: str, output: str) -> str:
