@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import tokenizers
@@ -24,7 +24,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llamarl.config import ConfigError, read_json, read_text
-from llamarl.data.chat import ToolFormat, tool_format
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -33,7 +32,16 @@ _Dicts = Sequence[Mapping[str, Any]]
 SENTINEL = "\ufdd0turn\ufdd0"
 """Stands for what the policy wrote; no model's text holds it."""
 _MOST_RENDER_S = 5.0
+ToolFormat = Literal["qwen", "llama"]
+PYTHON_TAG = "<|python_tag|>"
 _FIX = "give a complete Hugging Face folder"
+
+
+def tool_format(template: str) -> ToolFormat | None:
+    """Format in which a chat template has tools called; None: in neither."""
+    if "<tool_call>" in template:
+        return "qwen"
+    return "llama" if PYTHON_TAG in template or '"parameters"' in template else None
 
 
 class Tokenizer:

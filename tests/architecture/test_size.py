@@ -24,8 +24,8 @@ BUDGETS = {
     "checkpoint": 630,  # goal: 630
     "recipes": 70,  # goal: 90
     "rewards": 670,  # goal: 690
-    "data": 610,  # goal: 630
-    "observability": 1_010,  # goal: 1,050
+    "data": 540,  # goal: 630
+    "observability": 990,  # goal: 1,050
     "sandbox": 340,  # goal: 300
     "cluster": 1_230,  # goal: 1,080
     "generation": 1_840,  # goal: 1,830
@@ -35,8 +35,8 @@ BUDGETS = {
     "run": 1_610,  # goal: 1,150
     "cli": 740,  # goal: 600
     "parts/forecast": 3_190,  # goal: 2,900
-    "parts/page": 1_570,  # goal: 1,450
-    "parts/episodes": 2_600,  # goal: 2,150
+    "parts/page": 1_600,  # goal: 1,450
+    "parts/episodes": 2_670,  # goal: 2,150
     "parts/hosts": 1_480,  # goal: 1,350
     "parts/replay": 825,  # goal: 720
     "parts/vllm": 620,  # goal: 600
