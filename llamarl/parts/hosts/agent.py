@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from llamarl.cluster.deaths import kill_group
 from llamarl.cluster.engine_files import log_env
 from llamarl.cluster.start_up import LIFELINE
 from llamarl.config.errors import ConfigError
@@ -297,8 +298,7 @@ async def _kill(pids: list[int]) -> dict[str, Any]:
     """Ends processes of executors and all that they have started, those alone that have come from this agent."""
     own = descendants(os.getpid())
     for pid in own.intersection(pids):
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+        kill_group(pid)
     return {}
 
 
