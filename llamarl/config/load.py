@@ -51,9 +51,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def settled(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """A run of a command that needs no file: parsed TOML, with overrides as for `load_config`. Raises ConfigError."""
-    data = deepcopy(dict(data))
-    _override(data, overrides)
-    return validated(data, RunConfig)
+    return validated(_overridden(deepcopy(dict(data)), overrides), RunConfig)
 
 
 def given(path: str | Path, overrides: Sequence[str] = ()) -> tuple[set[str], set[str]]:
@@ -80,21 +78,20 @@ def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig | Sft
 def _parsed(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
     text = read_text(path, "give the path of a TOML file")
     try:
-        data = tomllib.loads(text)
-        _override(data, overrides)
+        return _overridden(tomllib.loads(text), overrides)
     except RecursionError:
         raise ConfigError(f"{path}: the settings are nested too deeply; none needs more than four levels") from None
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    return data
 
 
-def _override(data: dict[str, Any], overrides: Sequence[str]) -> None:
+def _overridden(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     for key, value in _pairs(overrides):
         _set(data, key, value)
     _check_values(data)
+    return data
 
 
 def _check_values(data: dict[str, Any] | list[Any], where: str = "") -> None:

@@ -13,7 +13,7 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_500
 BUDGETS = {
     "top": 230,  # goal: 250
-    "config": 930,  # goal: 820
+    "config": 920,  # goal: 820
     "net": 100,  # goal: 70
     "kernels": 1_360,  # goal: 1,200
     "distributed": 640,  # goal: 600
