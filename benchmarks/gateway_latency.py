@@ -124,7 +124,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model, errors = make_model(Path(folder) / "model", context=options.context), Path(folder) / "errors"
         (model / "chat_template.jinja").write_text(TEMPLATE)
-        command = [sys.executable, "-c", SERVE, str(model), "--port", "0", "--threads", "1", "--max-running", "8"]
+        command = [sys.executable, "-c", SERVE, str(model), "--port", "0", "--generator.max_running", "8"]
         with (
             errors.open("w") as log,
             subprocess.Popen(

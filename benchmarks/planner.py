@@ -40,7 +40,7 @@ from llamarl.parts.forecast.solver import synchronous_plan
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = {"llama3-8b": "8b", "llama3-70b": "70b", "llama3-405b": "405b"}
-PLAN = ["--model", "llama3-405b", "--gpu", "h100-80g", "--prompt-tokens", "512", "--response-tokens", "4096", "--gpus"]
+PLAN = ["--model", "llama3-405b", "--gpu", "h100-80g", "--rollout.max_new_tokens", "4096", "--gpus"]
 OTHER_WORKLOADS = (
     replace(PAPER_WORKLOAD, mean_response_tokens=500),
     replace(PAPER_WORKLOAD, mean_response_tokens=1800),

@@ -37,11 +37,11 @@ from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config import load_sft_config
 from llamarl.config.schema import TrainerConfig
 from llamarl.data.sources.running_total import RunningTotal
-from llamarl.data.tokenizer import train_byte_bpe
 from llamarl.models.hf import new_model
 from llamarl.models.lora import add_adapters
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
+from llamarl.parts.sft.bpe import train_byte_bpe
 from llamarl.training import logprobs
 from llamarl.training.cost import step_cost
 from llamarl.training.meter import device_seconds, peak_flops

@@ -18,10 +18,11 @@ from _record import write_result
 
 from llamarl.parts.forecast.constants import Constants
 from llamarl.parts.forecast.hardware import GPUS
+from llamarl.parts.forecast.layouts import generator_layout, trainer_layout
 from llamarl.parts.forecast.shapes import MODELS
-from llamarl.sharding.parallel_layout import ShardLayout, generator_layout, trainer_layout
+from llamarl.parts.forecast.transfer_time import LinkSpeeds, estimate, fastest
+from llamarl.sharding.parallel_layout import ShardLayout
 from llamarl.sharding.reshard import ReshardPlan, plan_reshard
-from llamarl.sharding.transfer_time import LinkSpeeds, estimate, fastest
 
 H100 = GPUS["h100-80g"]
 LINKS = LinkSpeeds(network=H100.network_bandwidth, host=H100.node_bandwidth)

@@ -13,40 +13,37 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import checked, command_parser, told_of_delay, write_output
-from llamarl.config import ConfigError, Ref, RunConfig, load_config
-from llamarl.config.schema import (
-    ClusterConfig,
-    DataConfig,
-    EvalConfig,
-    GeneratorConfig,
-    ModelConfig,
-    RewardConfig,
-    RolloutConfig,
-)
+from llamarl.cli.options import add_settings, command_parser, told_of_delay, write_output
+from llamarl.config import ConfigError, RunConfig, load_config, settled
 
 if TYPE_CHECKING:
     from llamarl.controller.evaluation import EvalResult
+
+BASE: dict[str, Any] = {
+    "model": {"path": ""}, "data": {"train": "jsonl"}, "eval": {"max_prompts": 1 << 30}, "cluster": {"kind": "inline"},
+}  # fmt: skip
+SETTINGS = (
+    "data.template", "reward.parts", "rollout.max_new_tokens", "eval.samples", "eval.temperature", "eval.max_prompts",
+    "generator.threads", "seed",
+)  # fmt: skip
+OF_RUN: Any = {
+    "data": True, "reward": True, "rollout": {"max_new_tokens", "stop_strings", "environment", "agent"},
+}  # fmt: skip
+"""Sections, and settings of one, that --config gives."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "eval",
         "Score a checkpoint on held-out problems: pass@1, pass@k, mean length.",
-        "With --config, data, reward, template and limits come from that run's TOML; options here win.",
+        "With --config, data, reward, limits and turns are that run's; options here win. Several samples are drawn at "
+        "temperature 1 where nothing else is said.",
     )
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder")
     parser.add_argument("data", metavar="DATA.jsonl", nargs="?", help="problems; default: data.eval of --config")
     parser.add_argument("--config", metavar="RUN.toml", help="a run's settings, for example its config.toml")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="responses per problem (1)")
-    parser.add_argument("--temperature", type=float, default=None, help="0 is greedy (0; 1 with several samples)")
-    parser.add_argument("--max-prompts", type=int, default=1 << 30, metavar="N", help="take the first N (all)")
-    parser.add_argument("--max-new-tokens", type=int, default=None, metavar="N", help="longest response (256)")
-    parser.add_argument("--template", help="prompt text with {question}, or `chat` ({question} and a newline)")
-    parser.add_argument("--reward", help="what is right: gsm8k, math, exact, ... (gsm8k)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of the generator (1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling noise (0)")
     parser.add_argument("--output", metavar="FILE", help="write every response as JSON Lines")
+    add_settings(parser, BASE, *SETTINGS)
     return parser
 
 
@@ -58,18 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     from llamarl.observability.screen import eval_facts
     from llamarl.run.evaluate import evaluate_checkpoint
 
-    run = load_config(options.config) if options.config else None
-    temperature = options.temperature if options.temperature is not None else float(options.samples > 1)
-    config = RunConfig(
-        model=ModelConfig(path=options.model),
-        data=_data(options, run),
-        rollout=checked(RolloutConfig, max_new_tokens=_max_new_tokens(options, run), **_turns(run)),
-        eval=checked(EvalConfig, max_prompts=options.max_prompts, samples=options.samples, temperature=temperature),
-        reward=_reward(options, run),
-        generator=checked(GeneratorConfig, threads=options.threads),
-        cluster=ClusterConfig(kind="inline"),
-        seed=options.seed,
-    )
+    config = _config(options)
     columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as bar, ExitStack() as preparing:
         preparing.enter_context(told_of_delay("eval"))
@@ -109,33 +95,17 @@ def _write_responses(path: Path, result: EvalResult) -> None:
     write_output(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _reward(options: argparse.Namespace, run: RunConfig | None) -> RewardConfig:
-    if options.reward:
-        return RewardConfig(parts=[Ref(name=options.reward)])
-    return run.reward if run else RewardConfig()
-
-
-def _max_new_tokens(options: argparse.Namespace, run: RunConfig | None) -> int:
-    if options.max_new_tokens is not None:
-        return options.max_new_tokens
-    return run.rollout.max_new_tokens if run else 256
-
-
-def _turns(run: RunConfig | None) -> dict[str, Any]:
-    """Settings of the run that say how responses end, and what answers them; empty without a run."""
-    return {name: getattr(run.rollout, name) for name in ("stop_strings", "environment", "agent")} if run else {}
-
-
-def _data(options: argparse.Namespace, run: RunConfig | None) -> DataConfig:
-    source = Ref.model_validate({"name": "jsonl", "path": options.data}) if options.data else None
-    if run:
-        chosen = {"eval": source or run.data.eval, "template": options.template or run.data.template}
-        data = run.data.model_copy(update=chosen)
-    elif source:
-        template = options.template or DataConfig.model_fields["template"].default
-        data = DataConfig(train=source, eval=source, template=template)
-    else:
-        raise ConfigError("DATA.jsonl is missing: name a file of problems, or a run with --config")
-    if data.eval is None:
-        raise ConfigError(f"{options.config} has no data.eval; name a file of problems")
-    return data
+def _config(options: argparse.Namespace) -> RunConfig:
+    """Settings of the command line over those of the run. Raises ConfigError."""
+    settings = BASE | {"model": {"path": options.model}}
+    if options.config:
+        settings |= load_config(options.config).model_dump(exclude_none=True, include=OF_RUN)
+    if options.data:
+        settings["data"] = settings["data"] | {"eval": {"name": "jsonl", "path": options.data}}
+    config = settled(settings, options.overrides)
+    if config.data.eval is None:
+        cause = f"{options.config} has no data.eval" if options.config else "DATA.jsonl is missing"
+        raise ConfigError(f"{cause}; name a file of problems, or a run with --config that has some")
+    if config.eval.samples > 1:  # greedy ones are all the same
+        config = settled(settings | {"eval": BASE["eval"] | {"temperature": 1.0}}, options.overrides)
+    return config

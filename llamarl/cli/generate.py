@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from io import FileIO
 from itertools import chain
 from math import isfinite
@@ -20,15 +19,26 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import checked, command_parser, told_of_delay
-from llamarl.config import ConfigError, read_rows, read_text
-from llamarl.config.schema import EvalConfig, GeneratorConfig, RolloutConfig
+from llamarl.cli.options import add_settings, command_parser, told_of_delay
+from llamarl.config import ConfigError, RunConfig, read_rows, read_text, settled
+from llamarl.config.schema import GeneratorConfig
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 
 if TYPE_CHECKING:
     from llamarl.data.tokenizer import Tokenizer
     from llamarl.generation.backend import GenerationBackend
     from llamarl.generation.engine import Engine
+
+
+ENGINE = ("generator.dtype", "generator.device", "generator.threads", "generator.max_running")
+"""Settings that `open_engine` reads."""
+BASE = {
+    "model": {"path": ""}, "data": {"train": "jsonl"}, "eval": {"temperature": 1.0}, "cluster": {"kind": "inline"},
+}  # fmt: skip
+SETTINGS = (
+    "eval.samples", "eval.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.max_new_tokens",
+    "rollout.stop_strings", "seed", *ENGINE,
+)  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -42,23 +52,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--field", default="prompt", help="field of a JSON line that holds the prompt (prompt)")
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message in the chat template")
     parser.add_argument("--output", metavar="FILE", help="where the responses go (standard output)")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="responses per prompt (1)")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest response (256)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (1)")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling; 1 is off (1)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="the K most likely tokens; 0 is off (0)")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="share of the likeliest; 0 is off (0)")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a response; may be repeated")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling noise (0)")
-    add_engine_options(parser)
+    add_settings(parser, BASE, *SETTINGS)
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     options = _parser().parse_args(arguments)
-    generator = engine_settings(options)
-    samples, sampling = _sampling(options)
+    config = settled(BASE, options.overrides)
+    generator, samples = config.generator, config.eval.samples
     prompts = read_prompts(Path(options.prompts), options.field)
 
     from llamarl.data.tokenizer import Tokenizer, check_vocabulary
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     with told_of_delay("generate"):
         tokenizer = Tokenizer(options.model)
         check_vocabulary(tokenizer, load_shape(options.model).vocab_size)
-        sampling = replace(sampling, stop_token_ids=tokenizer.eos_token_ids)
+        sampling = _sampling(config, tokenizer.eos_token_ids)
         requests = _requests(prompts, tokenizer, options.chat, samples, sampling)
         first = next(requests)  # a template that cannot work fails before the weights are read
     with Responses(options.output, prompts, tokenizer) as responses:
@@ -77,18 +79,12 @@ def main(arguments: Sequence[str]) -> int:
         return _run(engine, chain([first], requests), generator.max_running, responses, len(prompts) * samples)
 
 
-def _sampling(options: argparse.Namespace) -> tuple[int, SamplingParams]:
-    """Responses per prompt, and how they are drawn."""
-    if "" in options.stop:
-        raise ConfigError("--stop '' would stop nothing; leave it out or name a text")
-    several = checked(EvalConfig, samples=options.samples, temperature=options.temperature)
-    limits = checked(
-        RolloutConfig, max_new_tokens=options.max_new_tokens, top_p=options.top_p, top_k=options.top_k,
-        min_p=options.min_p,
-    )  # fmt: skip
-    return several.samples, SamplingParams(
-        temperature=several.temperature, top_p=limits.top_p, top_k=limits.top_k, min_p=limits.min_p,
-        max_new_tokens=limits.max_new_tokens, stop_strings=tuple(options.stop), seed=options.seed,
+def _sampling(config: RunConfig, end_token_ids: tuple[int, ...]) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        temperature=config.eval.temperature, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p,
+        max_new_tokens=rollout.max_new_tokens, stop_strings=tuple(rollout.stop_strings), seed=config.seed,
+        stop_token_ids=end_token_ids,
     )  # fmt: skip
 
 
@@ -122,29 +118,13 @@ def _requests(
         yield GenerationRequest(group_id=number, prompt_token_ids_T=token_ids_T, group_size=samples, sampling=sampling)
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that `engine_settings` reads."""
-    parser.add_argument("--dtype", default="float32", help="of the weights: float32, bfloat16, int8, fp8 (float32)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
-    parser.add_argument("--max-running", type=int, default=128, metavar="N", help="responses at once (128)")
-
-
-def engine_settings(options: argparse.Namespace) -> GeneratorConfig:
-    """Settings that `open_engine` takes, from options of the command line. Raises ConfigError."""
-    return checked(
-        GeneratorConfig, dtype=options.dtype, device=options.device, threads=options.threads,
-        max_running=options.max_running,
-    )  # fmt: skip
-
-
 def open_engine(path: str, config: GeneratorConfig, tokenizer: Tokenizer) -> Engine:
     """Without a cluster. Raises ConfigError."""
     from llamarl.distributed.runtime import set_up_device
     from llamarl.generation.engine import Engine
     from llamarl.generation.model import load_generator_model
 
-    device = set_up_device(config.device, config.threads, "--device")
+    device = set_up_device(config.device, config.threads, "generator.device")
     model = load_generator_model(path, config.dtype, device)
     return Engine(
         model, max_running=config.max_running, prefill_tokens=config.prefill_tokens, kv_bytes=None,

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import socket
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from pydantic import ValidationError
-
-from llamarl.config import ConfigError
-from llamarl.config.section import Section
+from llamarl.config import ConfigError, settled
 from llamarl.observability.files import write_atomically
 
-S = TypeVar("S", bound=Section)
+RENAMED = {
+    "data.max_prompt_tokens": "prompt-tokens",
+    "reward.parts": "reward",
+    "rollout.max_new_tokens": "response-tokens",
+    "rollout.stop_strings": "stop",
+}
+"""Options of before that were not called as the setting is."""
 DELAY_S = 8.0
 """Nothing that a user has written keeps a command silent for longer."""
 
@@ -55,22 +58,33 @@ def command_parser(command: str, description: str, epilog: str = "") -> argparse
     )
 
 
-def checked(section: type[S], **values: object) -> S:
-    """A config section from options of the same names. Raises ConfigError, which names the option."""
-    try:
-        return section.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        option = str(first["loc"][0]).replace("_", "-")
-        raise ConfigError(f"--{option} {first['input']}: {first['msg'].lower()}") from None
+class _Renamed(argparse.Action):
+    """An option of before; its `dest` is the setting that it is now."""
+
+    def __call__(self, parser: object, namespace: object, values: object, option: str | None = None) -> None:
+        raise ConfigError(f"{option} is now --{self.dest}")
 
 
-def address_towards(host: str, port: int) -> str:
-    """This machine's address as `host` sees it; nothing is sent. Raises OSError: there is no way there."""
-    family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
+def add_settings(parser: argparse.ArgumentParser, base: Mapping[str, Any], *names: str) -> None:
+    """Adds `--section.key VALUE` for these settings of a run. Those that are given are in `overrides`, as `settled`
+    takes them.
+
+    Args:
+        base: settings of the command itself, as parsed TOML.
+        names: dotted.
+    """
+    config, group = settled(base), parser.add_argument_group("settings, as in the TOML of a run")
+    for name in names:
+        *sections, last = name.split(".")
+        section = reduce(getattr, sections, config)
+        meaning = " ".join((type(section).model_fields[last].description or "").split())
+        group.add_argument(
+            f"--{name}", dest="overrides", action="append", default=[], metavar="VALUE",
+            type=f"--{name}={{}}".format, help=f"{meaning} ({section.model_dump()[last]!r})".replace("%", "%%"),
+        )  # fmt: skip
+        for old in (last.replace("_", "-"), RENAMED.get(name)):
+            if sections and old:
+                parser.add_argument(f"--{old}", dest=name, action=_Renamed, help=argparse.SUPPRESS)
 
 
 def base_model(run: Path, path: str, output: str) -> str:

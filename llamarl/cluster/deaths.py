@@ -14,7 +14,7 @@ _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
 
 
 def kill_group(pid: int) -> None:
-    """Ends a rank, if it still runs, and the processes that it has started and left behind."""
+    """Ends a process that leads a group, if it still runs, and what it has started and left behind."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 

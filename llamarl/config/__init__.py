@@ -10,6 +10,7 @@ from llamarl.config.load import (
     read_json,
     read_rows,
     read_text,
+    settled,
     validated,
 )
 from llamarl.config.ref import Ref, build, make_record
@@ -32,5 +33,6 @@ __all__ = [
     "read_json",
     "read_rows",
     "read_text",
+    "settled",
     "validated",
 ]

@@ -12,6 +12,7 @@ import tomllib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import IO, Any, TypeVar, get_args
 
@@ -48,6 +49,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
+def settled(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """A run of a command that needs no file: parsed TOML, with overrides as for `load_config`. Raises ConfigError."""
+    return validated(_overridden(deepcopy(dict(data)), overrides), RunConfig)
+
+
 def given(path: str | Path, overrides: Sequence[str] = ()) -> tuple[set[str], set[str]]:
     """Dotted names of what stands in the file, and on the command line. Raises ConfigError."""
 
@@ -72,16 +78,19 @@ def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig | Sft
 def _parsed(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
     text = read_text(path, "give the path of a TOML file")
     try:
-        data = tomllib.loads(text)
-        for key, value in _pairs(overrides):
-            _set(data, key, value)
-        _check_values(data)
+        return _overridden(tomllib.loads(text), overrides)
     except RecursionError:
         raise ConfigError(f"{path}: the settings are nested too deeply; none needs more than four levels") from None
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _overridden(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    for key, value in _pairs(overrides):
+        _set(data, key, value)
+    _check_values(data)
     return data
 
 
@@ -234,7 +243,8 @@ def _explain(error: ValidationError, schema: type[Section]) -> str:
     if first["type"] == "missing":
         return f"`{where}` is missing; set it in the file or with --{where} VALUE"
     if first["type"] == "value_error":
-        return str(first["ctx"]["error"])
+        said = str(first["ctx"]["error"])
+        return said if where in said else f"`{where}`: {said}"
     hint = "; put quotes around it" if first["type"] == "string_type" and not isinstance(first["input"], dict) else ""
     return f"`{where} = {first['input']!r}`: {first['msg'][0].lower()}{first['msg'][1:]}{hint}"
 

@@ -9,11 +9,11 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import tokenizers
@@ -22,10 +22,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from llamarl.config import ConfigError, read_json, read_text
-from llamarl.data.chat import ToolFormat, tool_format
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -34,7 +32,16 @@ _Dicts = Sequence[Mapping[str, Any]]
 SENTINEL = "\ufdd0turn\ufdd0"
 """Stands for what the policy wrote; no model's text holds it."""
 _MOST_RENDER_S = 5.0
+ToolFormat = Literal["qwen", "llama"]
+PYTHON_TAG = "<|python_tag|>"
 _FIX = "give a complete Hugging Face folder"
+
+
+def tool_format(template: str) -> ToolFormat | None:
+    """Format in which a chat template has tools called; None: in neither."""
+    if "<tool_call>" in template:
+        return "qwen"
+    return "llama" if PYTHON_TAG in template or '"parameters"' in template else None
 
 
 class Tokenizer:
@@ -207,44 +214,6 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
             f"the tokenizer in {tokenizer.folder} has {tokenizer.vocab_size} tokens and the model's vocab_size is "
             f"{model_vocab_size}; use the tokenizer that the model was trained with"
         )
-
-
-def train_byte_bpe(
-    texts: Iterable[str], folder: str | Path, vocab_size: int, eos_token: str = "<|endoftext|>"
-) -> Tokenizer:
-    """Trains a byte-level BPE with single digits and writes it to `folder` as Hugging Face's classes load it.
-
-    Args:
-        texts: what to learn merges from; other text still encodes, by its bytes.
-        folder: gets `tokenizer.json` and `tokenizer_config.json`.
-        vocab_size: upper bound, at least 257: the bytes and `eos_token`.
-        eos_token: the one special token; it also pads.
-    """
-    if vocab_size < 257:
-        raise ConfigError(f"vocab_size = {vocab_size} cannot hold 256 bytes and the end-of-text token; use 257 or more")
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[eos_token],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / TOKENIZER_FILE))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": eos_token,
-        "pad_token": eos_token,
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return Tokenizer(folder)
 
 
 class _Generation(Extension):

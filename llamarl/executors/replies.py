@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, NotRequired, TypedDict
 import numpy as np
 
 from llamarl.executors.probes import Probe
-from llamarl.types import Prompt, RewardResult, Rollout
+from llamarl.types import RewardResult, Rollout
 from llamarl.weight_sync.layout import Address
 
 REPLY_INTERVAL_S = 0.02
@@ -152,18 +152,6 @@ class ScoredResponse:
     response: str
     """Decoded text without special tokens."""
     result: RewardResult
-
-
-class OpenTurn(NamedTuple):
-    """One whose last turn wants a reply."""
-
-    group_id: int
-    index: int
-    prompt: Prompt
-    turns: list[tuple[bool, np.ndarray]]
-    """`Rollout.turns`; the last one was sampled."""
-    spent_s: float = 0.0
-    """Seconds that its replies have taken."""
 
 
 class Replied(NamedTuple):

@@ -8,7 +8,6 @@ gone. Running out of descriptors, whoever took them, ends no entrance.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import itertools
 import resource
@@ -16,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -59,22 +58,6 @@ Proved = Callable[[], None]
 Serve = Callable[[socket.socket, Proved], object]
 """Gets a connection, which it must not wait for, and what to call once that has proved itself or is over, at the latest
 before its descriptor is closed by any other way than the socket's own."""
-
-
-def on_loop(
-    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter, Proved], Coroutine[None, None, None]],
-    limit: int = 1 << 16,
-) -> Serve:
-    """Connections go to coroutines on the event loop that runs now; `limit`: bytes that are read ahead."""
-    loop = asyncio.get_running_loop()
-
-    async def begin(accepted: socket.socket, proved: Proved) -> None:
-        try:
-            await serve(*await asyncio.open_connection(sock=accepted, limit=limit), proved)
-        finally:
-            proved()
-
-    return lambda accepted, proved: asyncio.run_coroutine_threadsafe(begin(accepted, proved), loop)
 
 
 class Entrance:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Sequence
-from itertools import pairwise
 
 ABSENT = "–"
-BLOCKS = " ▁▂▃▄▅▆▇█"
-"""Eighths of a cell, from the bottom."""
 
 
 def duration(seconds: float | None) -> str:
@@ -66,31 +62,3 @@ def plain(text: str) -> str:
     """One printable line: what a model wrote can neither move the cursor nor break the layout."""
     text = text.strip().replace("\r\n", "\n").replace("\n", " ↵ ").replace("\t", " ")
     return "".join("·" if unicodedata.category(letter)[0] == "C" else letter for letter in text)
-
-
-def chart(values: Sequence[float], width: int, height: int) -> list[str]:
-    """`height` lines of at most `width` cells, from the top: columns that grow from the least to the largest value. A
-    longer history is averaged into them; a value that is not finite leaves a gap."""
-    cells = resample(values, width)
-    known = [value for value in cells if math.isfinite(value)]
-    low, high = (min(known), max(known)) if known else (0.0, 0.0)
-    spread = (high - low) or 1.0
-    # The least value still shows one eighth: a column without ink would read as a gap.
-    eighths = [1 + round((value - low) / spread * (height * 8 - 1)) if math.isfinite(value) else 0 for value in cells]
-    floors = range((height - 1) * 8, -1, -8)
-    return ["".join(BLOCKS[min(max(full - floor, 0), 8)] for full in eighths) for floor in floors]
-
-
-def resample(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` means of neighboring values, those that are not finite left out."""
-    if len(values) <= width:
-        return list(values)
-    if width <= 0:
-        return []
-    edges = [round(cell * len(values) / width) for cell in range(width + 1)]
-    return [_mean(values[begin:end]) for begin, end in pairwise(edges)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else math.nan

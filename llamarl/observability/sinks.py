@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -118,7 +119,7 @@ class JsonlSink:
 
         Raises:
             ConfigError: a line is no row; nothing has changed.
-            OSError: a file cannot be rewritten; it is as it was.
+            OSError: a file cannot be rewritten; its rows up to `step` are there.
         """
         self._compressing.join()
         found = list[tuple[Path, Path, int, list[bytes]]]()
@@ -135,14 +136,7 @@ class JsonlSink:
             if is_enough:
                 break
         for file, plain, size, kept in found:  # the newest first: what is cut short here is done by the next call
-            with plain.open("r+b") as opened:
-                opened.seek(-size, os.SEEK_END)
-                opened.truncate()
-                opened.writelines(kept)
-                is_empty = not opened.tell()
-            if plain != file:
-                os.replace(plain, file.with_suffix(""))
-                file.unlink()
+            is_empty = _cut(file, plain, size, kept)
             if file != self._path and is_empty:
                 self._path.with_name(file.name.removesuffix(".gz")).unlink()
         self._file.close()
@@ -163,6 +157,25 @@ class JsonlSink:
     def _failure(self, error: OSError | None) -> SinkFailure:
         reason = error.strerror or str(error) if error else "see the first warning"
         return SinkFailure(sink=str(self._path), reason=reason, rows_lost=self._rows_lost)
+
+
+def _cut(file: Path, plain: Path, size: int, kept: list[bytes]) -> bool:
+    """Puts `kept` in the place of a file's last `size` bytes; whether nothing is left. `plain` is the file, or its text
+    unpacked."""
+    copy = file.with_name(f".{file.name}.kept")
+    if kept and plain == file:  # a crash must not cost rows that stay
+        shutil.copyfile(file, plain := copy)
+    with plain.open("r+b") as opened:
+        opened.seek(-size, os.SEEK_END)
+        opened.truncate()
+        opened.writelines(kept)
+        is_empty = not opened.tell()
+    if file.suffix == ".gz":
+        os.replace(plain, file.with_suffix(""))
+        file.unlink()
+    elif plain != file:
+        os.replace(plain, file)
+    return is_empty
 
 
 def _size_of_whole_lines(file: IO[bytes]) -> int:

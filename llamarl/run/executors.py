@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, RemoteError
+from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, HostShare, RemoteError
 from llamarl.cluster.engine_files import MEMORY, mirror_folder
 from llamarl.config import ConfigError
 from llamarl.config.ref import part
@@ -20,7 +20,7 @@ from llamarl.config.schema import RunConfig
 from llamarl.config.trainer import LoraConfig, TrainerConfig
 from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.run.folder import RunFolder
-from llamarl.run.placement import ANYWHERE, Place, Places, models_in_use
+from llamarl.run.placement import Placer, models_in_use
 
 TARGETS = {
     "trainer": "trainer:TrainerExecutor",
@@ -34,7 +34,7 @@ PROCESS = "starts its process"
 
 
 def executor_spec(
-    name: str, target: str, threads: int, num_ranks: int = 1, *, place: Place = ANYWHERE, **options: Any
+    name: str, target: str, threads: int, num_ranks: int = 1, *, place: Sequence[HostShare] = (), **options: Any
 ) -> ExecutorSpec:
     """`target` is `module:Class`, below `llamarl.executors` or from the top; `threads` are those of one rank."""
     env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
@@ -43,15 +43,15 @@ def executor_spec(
         target=target if target.startswith("llamarl.") else f"llamarl.executors.{target}",
         options=options,
         num_ranks=num_ranks,
-        env=env | dict(place.env),
-        hosts=place.hosts,
+        env=env | {name: value for share in place if not share.name for name, value in share.env.items()},
+        hosts=tuple(share for share in place if share.name),
     )
 
 
 class RunSpecs:
     """Executors of one run other than generators, by name: each time with a rendezvous of its own for its ranks."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, places: Places, *, resume: bool) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, places: Placer, *, resume: bool) -> None:
         self._config, self._places, self._checkpoints = config, places, str(folder.checkpoints)
         self._resume = resume
         self._mirror = secrets.token_hex(8) if config.checkpoint.mirror else ""
@@ -67,7 +67,7 @@ class RunSpecs:
         self._resume = False
         return self.spec(name, self._places.again(name))
 
-    def spec(self, name: str, place: Place) -> ExecutorSpec:
+    def spec(self, name: str, place: Sequence[HostShare]) -> ExecutorSpec:
         """Specification of one executor."""
         config = self._config
         if name == "reward":
@@ -103,7 +103,7 @@ class GeneratorSpecs:
     choices: Path | None = None
     """Folder of the run that keeps which kernels serve; None: nothing is kept."""
 
-    def __call__(self, number: int, place: Place = ANYWHERE) -> ExecutorSpec:
+    def __call__(self, number: int, place: Sequence[HostShare] = ()) -> ExecutorSpec:
         name, config = f"generator-{number}", self.config.generator
         is_native = config.backend == "native"
         backend = None if is_native else part(config.backend, "settings")(self.config, self.logs, number)

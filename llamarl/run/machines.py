@@ -13,7 +13,7 @@ from llamarl.config.ref import part
 from llamarl.controller.controller import Controller
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
-from llamarl.run.placement import LocalPlaces, Placement, Places, place
+from llamarl.run.placement import LocalPlacer, Placer
 
 
 class Machines(Protocol):
@@ -26,7 +26,7 @@ class Machines(Protocol):
         """Once. Raises ConfigError: something is missing that this kind needs."""
         ...
 
-    async def places(self, tell: Callable[[str], None]) -> Places:
+    async def places(self, tell: Callable[[str], None]) -> Placer:
         """Places where executors are started, once all machines are there. Raises ConfigError."""
         ...
 
@@ -42,14 +42,14 @@ class ThisMachine:
 
     hosts_may_join = False
 
-    def __init__(self, config: RunConfig, logs: Path, placement: Placement | None) -> None:
-        self._config, self._logs, self._placement = config, logs, placement
+    def __init__(self, config: RunConfig, logs: Path, placer: LocalPlacer) -> None:
+        self._config, self._logs, self._placer = config, logs, placer
 
     def open(self) -> Cluster:
         return open_cluster(self._config.cluster, self._logs)
 
-    async def places(self, tell: Callable[[str], None]) -> LocalPlaces:
-        return LocalPlaces(self._placement or place(self._config))
+    async def places(self, tell: Callable[[str], None]) -> LocalPlacer:
+        return self._placer
 
     def follow(self, controller: Controller, telemetry: Telemetry, supervisor: Supervisor) -> None:
         return
@@ -62,20 +62,20 @@ def open_machines(
     config: RunConfig,
     logs: Path,
     folder: Path,
-    placement: Placement | None,
+    placer: LocalPlacer | None,
     tell: Callable[[str], None],
     only: str = "",
 ) -> Machines:
     """
     Args:
         folder: of the run, which trainer and critic write checkpoints to.
-        placement: on this machine, if it is known.
+        placer: of this machine; None with several hosts.
         tell: gets a sentence for people: who came, was refused, left.
         only: the one role that there is; empty: all that the config asks for.
 
     Raises:
         ConfigError: hosts cannot call here.
     """
-    if config.cluster.kind == "hosts":
+    if placer is None:
         return part("hosts", "HostMachines")(config, logs, folder, tell, only)
-    return ThisMachine(config, logs, placement)
+    return ThisMachine(config, logs, placer)

@@ -1,4 +1,4 @@
-"""`place`: which devices each executor computes on, counted out from those of this host or named. No torch.
+"""`LocalPlacer`: which devices each executor computes on, counted out from those of this host or named. No torch.
 
 `device = "cuda"` takes the next free devices, one for each rank; `"cuda:0,2-3"` names them, and may name those of
 another executor, which then shares them. With `cluster.placement = "colocated"` and in one process every role counts
@@ -10,16 +10,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from itertools import count, islice
+from typing import NamedTuple
 
 from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.cluster.api import HostShare
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.config.device import PLACED, named_devices
-from llamarl.config.schema import CriticConfig, ReferenceConfig, RewardModelConfig
+from llamarl.config.schema import CriticConfig, ReferenceConfig, RewardModelConfig, TrainerConfig
 
 COUNT_S = 120.0
 """Seconds for a process that imports torch and counts devices."""
@@ -36,6 +37,8 @@ class WantedExecutor(NamedTuple):
     num_ranks: int
     device: str
     """`cpu`, `cuda`, or with the numbers of some."""
+    threads: int = 0
+    """CPU threads of each rank; 0: no setting says it."""
     number: int = 0
     """Among the replicas."""
 
@@ -45,63 +48,160 @@ class WantedExecutor(NamedTuple):
         return f"{'reward.model' if self.role == 'reward_model' else self.role}.device"
 
 
-class Place(NamedTuple):
-    """Place where an executor is started: devices and hosts."""
-
-    env: Mapping[str, str] = MappingProxyType({})
-    """Environment variables that show it its devices alone."""
-    hosts: tuple[HostShare, ...] = ()
-
-
-ANYWHERE = Place()
-"""Place on the one machine that there is, on its CPU."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """Devices that one executor computes on."""
+    """Ranks and devices of one executor on the hosts that have it. This machine is the host with the empty name."""
 
-    executor: str
-    option: str
-    """Option that names its device."""
-    num_ranks: int
-    devices: tuple[int, ...]
-    """Device of each rank, counted among those that this process sees; none: on the CPU."""
-
-    @property
-    def place(self) -> str:
-        """Text for people: its devices, or the CPU."""
-        return "cuda " + ranges(self.devices) if self.devices else "cpu"
+    wanted: WantedExecutor
+    ranks: dict[str, int]
+    """Number of ranks on each host, in the order of the ranks."""
+    devices: dict[str, tuple[int, ...]]
+    """Devices on each host, one for each rank there; none: on the CPU."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """All executors of a run."""
+class Placer(ABC):
+    """Hosts and devices of all executors of a run, now and later."""
 
-    assignments: tuple[Assignment, ...]
-    num_devices: int
-    """Devices that this host has."""
+    def __init__(self, config: RunConfig, only: str = "") -> None:
+        """
+        Args:
+            only: the one role that there is; empty: all that the config asks for.
 
-    @property
-    def num_needed(self) -> int:
-        """Devices, up to the last that is used."""
-        return 1 + max((device for one in self.assignments for device in one.devices), default=-1)
+        Raises:
+            ConfigError: an executor has no place.
+        """
+        self._config = config
+        self._assigned = dict[str, Assignment]()
+        self._wanted = [one for one in wanted_executors(config) if only in ("", one.role)]
+
+    @abstractmethod
+    def crowded(self) -> list[str]:
+        """Sentences about hosts whose executors on the CPU want more threads at once than there are cores."""
+
+    @abstractmethod
+    def _assign(self, wanted: WantedExecutor) -> Assignment:
+        """Place for one more executor. Raises ConfigError: there is no room."""
+
+    def take(self, wanted: WantedExecutor) -> tuple[HostShare, ...]:
+        """Assigns a place to an executor, and keeps it. Raises ConfigError: there is no room."""
+        self._assigned[wanted.executor] = self._assign(wanted)
+        return self.place(wanted.executor)
+
+    def place(self, executor: str) -> tuple[HostShare, ...]:
+        """Hosts, ranks and environment that the processes of an executor are started with."""
+        one = self._assigned[executor]
+        return tuple(HostShare(host, number, self._env(one.devices[host])) for host, number in one.ranks.items())
+
+    def _env(self, devices: Iterable[object]) -> dict[str, str]:
+        """Environment variables that show processes these devices alone; ranks count from 0 then."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), PLACED: "1"}
+
+    def again(self, executor: str) -> tuple[HostShare, ...]:
+        """Place for one that has died; elsewhere, if its host is lost. Raises ConfigError: there is no room."""
+        return self.place(executor)
+
+    def of_role(self, role: str) -> list[str]:
+        """Executors that have been placed."""
+        return [name for name, one in self._assigned.items() if one.wanted.role == role]
+
+    def take_generator(self, number: int) -> tuple[HostShare, ...]:
+        """Place for one more generator. Raises ConfigError: there is no room."""
+        return self.take(self._generator(number))
+
+    def _generator(self, number: int) -> WantedExecutor:
+        taken = {self._assigned[name].wanted.number for name in self.of_role("generator")}
+        return wanted_generator(self._config, number)._replace(number=min(set(range(len(taken) + 1)) - taken))
+
+    def leave(self, executor: str) -> None:
+        """Takes an executor from its place; its devices are free, and it may have none any more."""
+        self._assigned.pop(executor, None)
+
+    def free_generator_slots(self) -> int:
+        """Number of further generators for which there is room."""
+        return self._config.generator.replicas - len(self.of_role("generator"))
+
+    def _crowded(self, cores: Mapping[str, int]) -> list[str]:
+        """Answer to `crowded` where hosts have so many `cores`.
+
+        Two OpenMP threads that share a core wait for each other at every operation and can be 20 times slower than one.
+        """
+        said, at_once = list[str](), max if self._config.cluster.placement == "colocated" else sum
+        for host, num_cores in cores.items():
+            here = [one for one in self._assigned.values() if host in one.ranks and one.wanted.device == "cpu"]
+            used = [(one.wanted.role == "trainer", one.wanted.threads * one.ranks[host]) for one in here]
+            threads = at_once(sum(number for of, number in used if of is wanted) for wanted in (True, False))
+            if threads > num_cores:
+                where, other = (f"of host {host}", ", or name other hosts in cluster.place") if host else ("here", "")
+                said.append(
+                    f"{threads} CPU threads work at once on the {num_cores} cores {where}, which is slow; lower "
+                    f"trainer.threads, generator.threads or generator.replicas{other}"
+                )
+        return said
+
+    def table(self) -> list[str]:
+        """Ranks and devices of each executor, a line each."""
+        rows = [("executor", "ranks", "host", "devices")]
+        for name, one in self._assigned.items():
+            for host, number in one.ranks.items():
+                devices = f"cuda {ranges(one.devices[host])}" if one.devices[host] else "cpu"
+                rows.append((name, str(number), host, devices))
+        is_here = not any(host for _, _, host, _ in rows[1:])
+        return aligned([(name, number, devices) for name, number, _, devices in rows] if is_here else rows)
+
+
+class LocalPlacer(Placer):
+    """Executors on this machine, where there is room for as many generators as at the start."""
+
+    def __init__(self, config: RunConfig, num_devices: int | None = None, only: str = "") -> None:
+        """
+        Args:
+            num_devices: of this host; None: they are counted, if any executor wants one. Whether there are enough says
+                `check`.
+            only: as for `Placer`.
+
+        Raises:
+            ConfigError: named devices are not one for each rank.
+        """
+        super().__init__(config, only)
+        if num_devices is None:
+            num_devices = count_devices() if any(one.device != "cpu" for one in self._wanted) else 0
+        self._num_devices = num_devices
+        self._named = {device for one in self._wanted for device in named_devices(one.device)}
+        for wanted in self._wanted:
+            self.take(wanted)
+
+    def _assign(self, wanted: WantedExecutor) -> Assignment:
+        devices = _named(wanted, self._config.generator.replicas)
+        if wanted.device == "cuda" and self._config.cluster.kind == "inline":  # one process, which has one device
+            devices = (0,)
+        elif wanted.device == "cuda":
+            together = self._config.cluster.placement == "colocated"
+            beside = [one for one in self._assigned.values() if not together or one.wanted.role == wanted.role]
+            taken = {device for one in beside for device in one.devices[""]} | (set() if together else self._named)
+            devices = tuple(islice((device for device in count() if device not in taken), wanted.num_ranks))
+        return Assignment(wanted=wanted, ranks={"": wanted.num_ranks}, devices={"": devices})
+
+    def _env(self, devices: Iterable[object]) -> dict[str, str]:
+        if not self._num_devices:
+            return {}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        return super()._env(devices if visible == [""] else (visible[int(str(device))] for device in devices))
+
+    def crowded(self) -> list[str]:
+        return self._crowded({"": os.cpu_count() or 1})
 
     @property
     def lack(self) -> str:
         """Text for people: how many devices are needed and how many there are; empty: there are enough."""
-        needed, there = self.num_needed, self.num_devices
+        used = [device for one in self._assigned.values() for device in one.devices[""]]
+        needed, there = 1 + max(used, default=-1), self._num_devices
         return f"{needed} GPUs are needed and this host has {there}" if needed > there else ""
-
-    def table(self) -> list[str]:
-        """Who computes where, a line each."""
-        rows = [("executor", "ranks", "devices")]
-        return aligned(rows + [(one.executor, str(one.num_ranks), one.place) for one in self.assignments])
 
     def check(self) -> None:
         """Raises ConfigError when this host has fewer devices."""
-        if self.num_needed and not self.num_devices:
-            options = ", ".join(dict.fromkeys(f"{one.option} = 'cuda'" for one in self.assignments if one.devices))
+        if self.lack and not self._num_devices:
+            wanted = (one.wanted for one in self._assigned.values() if one.devices[""])
+            options = ", ".join(dict.fromkeys(f"{one.option} = 'cuda'" for one in wanted))
             raise ConfigError(f"{options}, but torch sees no GPU; use 'cpu' or install a CUDA build of torch")
         if self.lack:
             table = "\n".join(f"  {line}" for line in self.table())
@@ -109,64 +209,6 @@ class Placement:
                 f"{self.lack}; lower generator.replicas or trainer.parallelism, name devices to share as in "
                 f"generator.device = 'cuda:0', or use cluster.placement = 'colocated':\n{table}"
             )
-
-    def env(self, executor: str) -> dict[str, str]:
-        """Environment variables that show a process of this executor its devices alone; its ranks count from 0 then."""
-        devices = next((one.devices for one in self.assignments if one.executor == executor), ())
-        if not self.num_devices:
-            return {}
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        names = visible if visible != [""] else [str(i) for i in range(self.num_devices)]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in devices), PLACED: "1"}
-
-
-class Places(Protocol):
-    """Places where executors of a run are started, now and later."""
-
-    def place(self, executor: str) -> Place:
-        """Place of an executor that has been placed."""
-
-    def again(self, executor: str) -> Place:
-        """Place for one that has died; elsewhere, if its host is lost. Raises ConfigError: there is no room."""
-
-    def of_role(self, role: str) -> list[str]:
-        """Executors that have been placed."""
-
-    def take_generator(self, number: int) -> Place:
-        """Place for one more generator. Raises ConfigError: there is no room."""
-
-    def leave(self, executor: str) -> None:
-        """Its devices are free; it may have none any more."""
-
-    def free_generator_slots(self) -> int:
-        """Number of further generators for which there is room."""
-
-
-class LocalPlaces:
-    """Places on one machine, where there is room for as many generators as at the start."""
-
-    def __init__(self, placement: Placement) -> None:
-        self._assigned = {one.executor: Place(env=placement.env(one.executor)) for one in placement.assignments}
-        self._vacant = list[Place]()
-
-    def place(self, executor: str) -> Place:
-        return self._assigned[executor]
-
-    again = place
-
-    def of_role(self, role: str) -> list[str]:
-        return [name for name in self._assigned if name.split("-")[0] == role]
-
-    def take_generator(self, number: int) -> Place:
-        place = self._assigned[f"generator-{number}"] = self._vacant.pop()
-        return place
-
-    def leave(self, executor: str) -> None:
-        if place := self._assigned.pop(executor, None):
-            self._vacant.append(place)
-
-    def free_generator_slots(self) -> int:
-        return len(self._vacant)
 
 
 def models_in_use(config: RunConfig) -> dict[str, ReferenceConfig | CriticConfig | RewardModelConfig]:
@@ -182,66 +224,33 @@ def models_in_use(config: RunConfig) -> dict[str, ReferenceConfig | CriticConfig
     return found
 
 
-def place(config: RunConfig, num_devices: int | None = None) -> Placement:
-    """Devices of all executors; whether the host has so many devices says `Placement.check`.
-
-    Args:
-        num_devices: of this host; None: they are counted, if any executor wants one.
-
-    Raises:
-        ConfigError: named devices are not one for each rank.
-    """
-    wanted = list(wanted_executors(config))
-    if num_devices is None:
-        num_devices = count_devices() if any(one.device != "cpu" for one in wanted) else 0
-    together = config.cluster.placement == "colocated" or config.cluster.kind == "inline"
-    named = {device for one in wanted for device in named_devices(one.device)}
-    assignments, free, role = list[Assignment](), _counting(named), ""
-    for one in wanted:
-        if together and one.role != role:
-            role, free = one.role, _counting(set())
-        if one.device == "cpu":
-            devices = ()
-        elif one.device == "cuda":
-            devices = tuple(next(free) for _ in range(one.num_ranks))
-            if config.cluster.kind == "inline":  # one process, for which one device is enough
-                devices = (devices[0] % max(num_devices, 1),)
-        else:
-            devices = _named(one, config.generator.replicas)
-        assigned = Assignment(executor=one.executor, option=one.option, num_ranks=one.num_ranks, devices=devices)
-        assignments.append(assigned)
-    return Placement(assignments=tuple(assignments), num_devices=num_devices)
-
-
 def wanted_executors(config: RunConfig) -> Iterator[WantedExecutor]:
     """Executors that a config asks for, in the order in which devices go to them. Raises ConfigError."""
     models = models_in_use(config)
-    yield WantedExecutor("trainer", "trainer", config.trainer.parallelism.num_ranks, config.trainer.device)
     critic = models.pop("critic", None)
-    if isinstance(critic, CriticConfig):
-        yield WantedExecutor("critic", "critic", critic.parallelism.num_ranks, critic.device)
+    for name, one in (("trainer", config.trainer), ("critic", critic)):
+        if isinstance(one, TrainerConfig | CriticConfig):
+            yield WantedExecutor(name, name, one.parallelism.num_ranks, one.device, one.threads)
     for i in range(config.generator.replicas):
-        yield WantedExecutor(
-            f"generator-{i}", "generator", config.generator.tensor_parallel, config.generator.device, i
-        )
+        yield wanted_generator(config, i)
     yield WantedExecutor("reward", "reward", 1, "cpu")
     if config.rollout.has_episodes:
         yield WantedExecutor("environment", "environment", 1, "cpu")
     for name, settings in models.items():
-        yield WantedExecutor(name, name.replace("-", "_"), 1, settings.device)
+        yield WantedExecutor(name, name.replace("-", "_"), 1, settings.device, settings.threads)
 
 
-def _counting(taken: set[int]) -> Iterator[int]:
-    number = 0
-    while True:
-        if number not in taken:
-            yield number
-        number += 1
+def wanted_generator(config: RunConfig, number: int) -> WantedExecutor:
+    """Generator of that number."""
+    of = config.generator
+    return WantedExecutor(f"generator-{number}", "generator", of.tensor_parallel, of.device, of.threads, number)
 
 
 def _named(wanted: WantedExecutor, replicas: int) -> tuple[int, ...]:
-    """Devices named for one executor; replicas share a list that is as long as one of them needs."""
+    """Devices named for one executor, if any; replicas share a list that is as long as one of them needs."""
     devices, num_ranks, number = named_devices(wanted.device), wanted.num_ranks, wanted.number
+    if not devices:
+        return ()
     if wanted.role == "generator" and len(devices) == num_ranks * replicas:
         return devices[number * num_ranks : (number + 1) * num_ranks]
     if len(devices) != num_ranks:

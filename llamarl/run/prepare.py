@@ -22,7 +22,7 @@ from llamarl.models.folder import check_weights, load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.observability.usage import MIN_FILES, available_bytes
 from llamarl.rewards._build import build_reward
-from llamarl.run.placement import Placement, models_in_use, place
+from llamarl.run.placement import LocalPlacer, models_in_use
 from llamarl.training.cost import activation_bytes
 from llamarl.types import Prompt
 from llamarl.weight_sync.select import check_name
@@ -40,7 +40,7 @@ class Prepared:
 
     shape: ModelShape
     problems: Problems
-    placement: Placement | None
+    placer: LocalPlacer | None
     """None: several hosts have to call first."""
     warnings: tuple[str, ...]
     """Sentences for the user."""
@@ -98,9 +98,10 @@ def prepare(config: RunConfig) -> Prepared:
     if config.cluster.kind != "hosts":  # whose controller needs no weights
         for path in {config.model.path, *(one.path for one in models_in_use(config).values() if one.path)}:
             check_weights(path)
-    placement = None if config.cluster.kind == "hosts" else place(config)
-    if placement is not None:
-        placement.check()
+    placer = None if config.cluster.kind == "hosts" else LocalPlacer(config)
+    if placer is not None:
+        placer.check()
+        warnings += placer.crowded()
         check_host_memory(config, shape)
     tokenizer = Tokenizer(config.model.path)
     check_vocabulary(tokenizer, shape.vocab_size)
@@ -130,7 +131,7 @@ def prepare(config: RunConfig) -> Prepared:
     learnt = {prompt.token_ids_T.tobytes() for prompt in problems.train}
     if problems.eval and all(prompt.token_ids_T.tobytes() in learnt for prompt in problems.eval):
         warnings.append("data.eval: all of its prompts are in data.train too, so it does not tell learning from memory")
-    return Prepared(shape=shape, problems=problems, placement=placement, warnings=tuple(warnings))
+    return Prepared(shape=shape, problems=problems, placer=placer, warnings=tuple(warnings))
 
 
 def skipped_prompts(config: RunConfig, which: Literal["train", "eval"], num: int) -> str:
@@ -149,7 +150,7 @@ def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
     check_parallelism(shape, config.trainer.parallelism, config.model.path)
     check_models(config, shape)
     check_files(config)
-    warnings, rollout = _thread_warnings(config), config.rollout
+    warnings, rollout = list[str](), config.rollout
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     if cut := [f"rollout.{name} = {found:g}" for name in off if (found := getattr(rollout, name)) != off[name]]:
         warnings.append(
@@ -278,28 +279,3 @@ def check_parallelism(shape: ModelShape, parallelism: ParallelismConfig, path: s
             f"{executor}.parallelism.pp = {parallelism.pp} is more than the {shape.num_layers} layers of {path}; "
             f"use at most {shape.num_layers}"
         )
-
-
-def _thread_warnings(config: RunConfig) -> list[str]:
-    """Executors that work at the same time and want more threads than there are cores.
-
-    Two OpenMP threads that share a core wait for each other at every operation and can be 20 times slower than one.
-    Who shares a machine is not known before the hosts have called.
-    """
-    if config.cluster.kind == "hosts":
-        return []
-    trainer, generator = config.trainer, config.generator
-    processes = generator.replicas * generator.tensor_parallel
-    of_generators = processes * generator.threads if generator.device == "cpu" else 0
-    of_trainer = trainer.parallelism.num_ranks * trainer.threads if trainer.device == "cpu" else 0
-    of_models = sum(
-        settings.threads * (settings.parallelism.num_ranks if isinstance(settings, CriticConfig) else 1)
-        for settings in models_in_use(config).values()
-        if settings.device == "cpu"
-    )
-    together = max if config.cluster.placement == "colocated" else sum
-    wanted, cores = together((of_generators + of_models, of_trainer)), os.cpu_count() or 1
-    if wanted <= cores:
-        return []
-    fix = "lower trainer.threads, generator.threads or generator.replicas"
-    return [f"{wanted} CPU threads work at once on {cores} cores, which is slow; {fix}"]

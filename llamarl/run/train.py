@@ -80,7 +80,7 @@ class _TrainingRun:
         self._command_started_s = command_started_s
         self._problems = prepared.problems
         self._shape = prepared.shape
-        self._placement = prepared.placement
+        self._placer = prepared.placer
         self._specs: RunSpecs | None = None
         """Once executors are started."""
         self._outcome = _RunOutcome(warnings=list(prepared.warnings))
@@ -142,7 +142,7 @@ class _TrainingRun:
 
     async def _with_executors(self, screen: Screen, telemetry: Telemetry, journal: Journal) -> None:
         folder = self._folder
-        machines = open_machines(self._config, folder.logs, folder.path, self._placement, screen.phase)
+        machines = open_machines(self._config, folder.logs, folder.path, self._placer, screen.phase)
         cluster = machines.open()
         copying = CheckpointCopier(self._config, self._folder, telemetry.warn)
         async with assembled(

@@ -14,33 +14,33 @@ KERNEL_LINES = 1_500
 BUDGETS = {
     "top": 230,  # goal: 250
     "config": 920,  # goal: 820
-    "net": 110,  # goal: 70
+    "net": 100,  # goal: 70
     "kernels": 1_360,  # goal: 1,200
     "distributed": 640,  # goal: 600
-    "sharding": 530,  # goal: 530
+    "sharding": 340,  # goal: 530
     "algorithms": 460,  # goal: 500
     "models": 910,  # goal: 900
     "weight_sync": 1_600,  # goal: 1,580
     "checkpoint": 630,  # goal: 630
     "recipes": 70,  # goal: 90
     "rewards": 670,  # goal: 690
-    "data": 640,  # goal: 630
-    "observability": 1_080,  # goal: 1,050
+    "data": 540,  # goal: 630
+    "observability": 1_020,  # goal: 1,050
     "sandbox": 340,  # goal: 300
     "cluster": 1_230,  # goal: 1,080
     "generation": 1_840,  # goal: 1,830
     "training": 1_580,  # goal: 1,550
     "executors": 980,  # goal: 920
-    "controller": 3_200,  # goal: 2,450
-    "run": 1_620,  # goal: 1,150
-    "cli": 775,  # goal: 600
-    "parts/forecast": 3_010,  # goal: 2,900
-    "parts/page": 1_520,  # goal: 1,450
-    "parts/episodes": 2_590,  # goal: 2,150
-    "parts/hosts": 1_510,  # goal: 1,350
-    "parts/replay": 845,  # goal: 720
+    "controller": 3_190,  # goal: 2,450
+    "run": 1_610,  # goal: 1,150
+    "cli": 740,  # goal: 600
+    "parts/forecast": 3_190,  # goal: 2,900
+    "parts/page": 1_600,  # goal: 1,450
+    "parts/episodes": 2_630,  # goal: 2,150
+    "parts/hosts": 1_480,  # goal: 1,350
+    "parts/replay": 840,  # goal: 720
     "parts/vllm": 620,  # goal: 600
-    "parts/sft": 520,  # goal: 480
+    "parts/sft": 550,  # goal: 480
 }
 """Code lines of each room of the core, of the files at the top, and of each part. Over one: cut, or move, or raise that
 one alone and say what readers gain."""

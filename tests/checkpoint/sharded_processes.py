@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.sharding.parallel_layout import Shard as Cut
-from llamarl.sharding.parallel_layout import make_box, mesh_boxes
+from llamarl.parts.forecast.layouts import Shard as Cut
+from llamarl.parts.forecast.layouts import mesh_boxes
+from llamarl.sharding.parallel_layout import make_box
 from llamarl.weight_sync.layout import TensorSpec
 from tests.distributed.ranks import join
 

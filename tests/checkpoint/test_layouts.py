@@ -20,8 +20,9 @@ from torch import Tensor
 from llamarl.checkpoint.checkpoint import load_checkpoint
 from llamarl.checkpoint.folder import MANIFEST, CheckpointError, digest_of
 from llamarl.checkpoint.store import CheckpointStore
+from llamarl.parts.forecast.layouts import trainer_layout
 from llamarl.sharding.box import Box
-from llamarl.sharding.parallel_layout import LayoutError, ShardLayout, trainer_layout
+from llamarl.sharding.parallel_layout import LayoutError, ShardLayout
 from llamarl.weight_sync.base import Exchange
 from llamarl.weight_sync.layout import TensorSpec
 from tests.distributed.ranks import rendezvous

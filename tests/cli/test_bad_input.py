@@ -324,12 +324,16 @@ def test_eval_and_export(model: Path, tmp_path: Path) -> None:
     check(llamarl_here("eval", model), "DATA.jsonl is missing", command="eval")
     check(llamarl_here("eval", "/nowhere", "x.jsonl"), "/nowhere", command="eval")
     check(llamarl_here("eval", model, "/nowhere.jsonl"), "/nowhere.jsonl", command="eval")
-    check(llamarl_here("eval", model, "/nowhere.jsonl", "--samples", "0"), "--samples 0", command="eval")
-    check(llamarl_here("eval", model, "/nowhere.jsonl", "--max-new-tokens", "0"), "--max-new-tokens 0", command="eval")
+    check(llamarl_here("eval", model, "/nowhere.jsonl", "--eval.samples", "0"), "eval.samples = 0", command="eval")
+    check(
+        llamarl_here("eval", model, "/nowhere.jsonl", "--rollout.max_new_tokens", "0"),
+        "max_new_tokens = 0",
+        command="eval",
+    )
     weights = damaged(model, tmp_path, lambda copy: halve(copy / "model.safetensors"))
     file = tmp_path / "problems.jsonl"
     file.write_text('{"question": "a", "answer": "1"}\n')
-    check(llamarl_here("eval", model, file, "--reward", "gsm9k"), "gsm9k", "gsm8k", command="eval")
+    check(llamarl_here("eval", model, file, "--reward.parts", "['gsm9k']"), "gsm9k", "gsm8k", command="eval")
     check(llamarl_here("eval", weights, file), "no whole safetensors file", command="eval")
     check(
         llamarl_here("eval", model, file, "--output", "/nowhere/x"),

@@ -31,7 +31,8 @@ def prompts(tmp_path: Path) -> Path:
 def test_json_lines(model: Path, prompts: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     output.write_text("what was here\n")
-    arguments = ["--prompts", prompts, "--samples", "3", "--max-new-tokens", "9", "--max-running", "2", "--seed", "4"]
+    words = "--eval.samples 3 --rollout.max_new_tokens 9 --generator.max_running 2 --seed 4"
+    arguments = ["--prompts", prompts, *words.split()]
     done = llamarl_here("generate", model, *arguments, "--output", output)
     assert done.returncode == 0, done.stderr
     assert "9 of 9 responses" in done.stderr and "tokens/s" in done.stderr and "3 failed" in done.stderr
@@ -58,7 +59,7 @@ def test_text_in_another_process_to_standard_output(model: Path, tmp_path: Path)
     out.write_text("{}\n")
     with out.open("a") as stdout:
         done = subprocess.run(
-            [*LLAMARL, "generate", model, "--prompts", file, "--temperature", "0", "--max-new-tokens", "4"],
+            [*LLAMARL, "generate", model, "--prompts", file, "--eval.temperature=0", "--rollout.max_new_tokens=4"],
             cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=90, env=environment(),
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -68,19 +69,20 @@ def test_text_in_another_process_to_standard_output(model: Path, tmp_path: Path)
 def test_stop_text_and_chat_template(model: Path, tmp_path: Path) -> None:
     file, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     file.write_text("hello\n")
-    arguments = ["--prompts", file, "--output", output, "--temperature", "0", "--max-new-tokens", "30"]
+    arguments = ["--prompts", file, "--output", output, "--eval.temperature", "0", "--rollout.max_new_tokens", "30"]
     refused = llamarl_here("generate", model, *arguments, "--chat")
     assert refused.returncode == 2 and "has no chat template" in refused.stderr
     assert llamarl_here("generate", model, *arguments).returncode == 0
     (plain,) = rows(output)
     stop = plain["text"][8:10]
-    assert llamarl_here("generate", model, *arguments, "--stop", stop, "--stop", "never said").returncode == 0
+    arguments += ["--rollout.stop_strings", json.dumps([stop, "never said"])]
+    assert llamarl_here("generate", model, *arguments).returncode == 0
     (stopped,) = rows(output)
     assert stopped["finish_reason"] == "stop" and stop in stopped["text"]
     assert plain["text"].startswith(stopped["text"]) and stopped["num_tokens"] < plain["num_tokens"]
     chatty = Path(shutil.copytree(model, tmp_path / "chatty"))
     (chatty / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
-    assert llamarl_here("generate", chatty, *arguments, "--chat").returncode == 0
+    assert llamarl_here("generate", chatty, *arguments[:-2], "--chat").returncode == 0
     (chat,) = rows(output)
     assert (chat["prompt"], chat["text"] != plain["text"]) == ("hello", True)
 
@@ -88,7 +90,7 @@ def test_stop_text_and_chat_template(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_precisions(model: Path, prompts: Path, tmp_path: Path, dtype: str) -> None:
     output = tmp_path / "out.jsonl"
-    done = llamarl_here("generate", model, "--prompts", prompts, "--output", output, "--dtype", dtype)
+    done = llamarl_here("generate", model, "--prompts", prompts, "--output", output, "--generator.dtype", dtype)
     assert done.returncode == 0, done.stderr
     assert sum(row["num_tokens"] > 0 for row in rows(output)) == 2
 
@@ -99,20 +101,22 @@ def test_precisions(model: Path, prompts: Path, tmp_path: Path, dtype: str) -> N
         (["--prompts", "/nowhere.jsonl"], ["cannot read /nowhere.jsonl", "--prompts"]),
         (["--field", "question"], ["prompts.jsonl:1", "no `question`", "id, prompt"]),
         (["--field", "id"], ["prompts.jsonl:1", "`id` is 0, not text"]),
-        (["--samples", "0"], ["--samples 0"]),
-        (["--max-new-tokens", "0"], ["--max-new-tokens 0"]),
-        (["--temperature", "-1"], ["--temperature -1"]),
-        (["--top-p", "0"], ["--top-p 0"]),
-        (["--stop", ""], ["--stop ''"]),
-        (["--dtype", "int4"], ["--dtype int4", "int8"]),
-        (["--dtype", "fp8"], ["cannot be served in 'fp8' here", "use int8 or bfloat16"]),
-        (["--device", "tpu"], ["--device", "'tpu'", "cpu"]),
+        (["--eval.samples", "0"], ["eval.samples = 0"]),
+        (["--rollout.max_new_tokens", "0"], ["rollout.max_new_tokens = 0"]),
+        (["--eval.temperature", "-1"], ["eval.temperature = -1"]),
+        (["--rollout.top_p", "0"], ["rollout.top_p = 0"]),
+        (["--rollout.stop_strings", "['']"], ["rollout.stop_strings.0 = ''"]),
+        (["--max-new-tokens", "9"], ["--max-new-tokens is now --rollout.max_new_tokens"]),
+        (["--stop", "x"], ["--stop is now --rollout.stop_strings"]),
+        (["--generator.dtype", "int4"], ["generator.dtype = 'int4'", "int8"]),
+        (["--generator.dtype", "fp8"], ["generator.dtype = 'fp8' needs a GPU", "use 'int8'"]),
+        (["--generator.device", "tpu"], ["`generator.device`: 'tpu'", "use 'cpu'"]),
         (["--output", "/nowhere/x"], ["cannot write /nowhere/x", "--output"]),
         (["--output", "/dev/full"], ["cannot write /dev/full: No space left on device", "it holds 0 responses"]),
     ],
 )
 def test_one_sentence_says_what_is_wrong(model: Path, prompts: Path, overrides: list[str], parts: list[str]) -> None:
-    done = llamarl_here("generate", model, "--prompts", prompts, "--max-new-tokens", "2", *overrides)
+    done = llamarl_here("generate", model, "--prompts", prompts, "--rollout.max_new_tokens", "2", *overrides)
     lines = [line for line in done.stderr.splitlines() if line.startswith("llamarl generate: ")]
     assert done.returncode == 2 and len(lines) == 1, done.stderr
     assert all(part in lines[0] for part in parts), lines[0]
@@ -150,7 +154,9 @@ def test_damaged_weights_leave_the_old_responses(model: Path, prompts: Path, tmp
 def test_ctrl_c_keeps_what_is_done(model: Path, tmp_path: Path) -> None:
     file, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     file.write_text("tell me a story\n" * 20000)
-    command = Command.start(tmp_path, "generate", model, "--prompts", file, "--output", output, "--max-running", "8")
+    command = Command.start(
+        tmp_path, "generate", model, "--prompts", file, "--output", output, "--generator.max_running", "8"
+    )
     command.until(lambda: output.exists() and output.stat().st_size > 2000)
     code, said = command.end(signal.SIGINT)
     assert code == 130

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from llamarl.data.sources.running_total import RunningTotal
-from llamarl.data.tokenizer import CONFIG_FILE, Tokenizer, train_byte_bpe
+from llamarl.data.tokenizer import CONFIG_FILE, Tokenizer
+from llamarl.parts.sft.bpe import train_byte_bpe
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.config import ConfigError
-from llamarl.data.tokenizer import Tokenizer, check_vocabulary, train_byte_bpe
+from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+from llamarl.parts.sft.bpe import train_byte_bpe
 
 MakeTokenizer = Callable[..., Tokenizer]
 TEMPLATE = """{%- if not messages %}{{ raise_exception("no messages") }}{% endif %}

@@ -89,7 +89,7 @@ def test_the_core_trains_evaluates_saves_and_resumes(tmp_path: Path, toml: Path,
     assert {row["step"] for row in rows(folder / "metrics.jsonl") if row["kind"] == "eval"} >= {0, 6}
     done = run("export", folder, tmp_path / "exported")
     assert done.returncode == 0, done.stderr
-    done = run("eval", tmp_path / "exported", "--config", toml, "--max-prompts", 4)
+    done = run("eval", tmp_path / "exported", "--config", toml, "--eval.max_prompts", 4)
     assert done.returncode == 0, done.stderr
     assert "accuracy" in done.stdout
 

@@ -170,7 +170,9 @@ def test_eval_of_the_export(trained: Trained, exported: Path, tmp_path: Path) ->
     assert sum(row["right"] for row in said) / 60 == pytest.approx(trained.summary["accuracy_after"])
 
     file = trained.toml.parent / "held_out.jsonl"
-    sampled = llamarl_here("eval", exported, file, "--reward", "exact", "--max-new-tokens", 6, "--samples", 4)
+    sampled = llamarl_here(
+        "eval", exported, file, "--reward.parts", "['exact']", "--rollout.max_new_tokens", 6, "--eval.samples", 4
+    )
     assert sampled.returncode == 0, sampled.stderr
     one, four = (
         float(number)

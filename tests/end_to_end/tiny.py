@@ -48,9 +48,9 @@ kind = "lines"
 
 def make_model(folder: Path, context: int = 256, std: float = 0.1, head_dim: int = 8) -> Path:
     """A Hugging Face folder: random weights, and a tokenizer that knows the demo's words."""
-    from llamarl.data.tokenizer import train_byte_bpe
     from llamarl.models.hf import new_model, save_model
     from llamarl.models.shape import ModelShape
+    from llamarl.parts.sft.bpe import train_byte_bpe
 
     texts = [f"{row.question}\n{row.metadata['solution']}" for row in RunningTotal(count=100)]
     tokenizer = train_byte_bpe(texts, folder.with_name(folder.name + "-tokenizer"), 300)

@@ -18,11 +18,12 @@ import torch
 from llamarl.algorithms.advantages.gae import Gae
 from llamarl.algorithms.losses.ppo_clip import PpoClip
 from llamarl.config import ConfigError, RunConfig
-from llamarl.data.tokenizer import Tokenizer, train_byte_bpe
+from llamarl.data.tokenizer import Tokenizer
 from llamarl.executors.critic import CriticExecutor
 from llamarl.executors.reference import ReferenceExecutor
 from llamarl.executors.reward_model import RewardModelExecutor
 from llamarl.models.hf import load_model
+from llamarl.parts.sft.bpe import train_byte_bpe
 from llamarl.run.folder import RunFolder
 from llamarl.run.prepare import check_parts, prepare
 from llamarl.training.packing import pack, to_sample_group

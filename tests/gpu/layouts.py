@@ -27,7 +27,8 @@ from llamarl.distributed.mesh import AXES, CPU, Axis, RankMesh
 from llamarl.models.hf import new_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
-from llamarl.sharding.parallel_layout import ShardLayout, generator_layout, trainer_layout
+from llamarl.parts.forecast.layouts import generator_layout, trainer_layout
+from llamarl.sharding.parallel_layout import ShardLayout
 from llamarl.sharding.reshard import plan_reshard
 from llamarl.training import parallel
 from llamarl.training.optimization import finished

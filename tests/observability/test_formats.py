@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.observability.formats import chart, duration, number, percent, plain, remaining_s, resample
+from llamarl.observability.formats import duration, number, percent, plain, remaining_s
 
 NAN = math.nan
 
@@ -70,25 +70,3 @@ def test_percent_keeps_nan_visible():
 def test_plain_is_one_printable_line(text):
     assert all(unicodedata.category(letter)[0] != "C" for letter in plain(text))
     assert "\n" not in plain(text)
-
-
-def test_a_chart_of_one_line():
-    assert chart([0, 1, 2, 3, 4, 5, 6, 7], 8, 1)[0] == "▁▂▃▄▅▆▇█"
-    assert chart([1, NAN, 2], 8, 1)[0] == "▁ █"
-    assert chart([3, 3], 8, 1)[0] == "▁▁"
-    assert chart([NAN], 8, 1)[0] == " "
-    assert chart([], 8, 1)[0] == ""
-
-
-values = st.lists(st.floats(-1e6, 1e6) | st.just(NAN), max_size=50)
-
-
-@given(values, st.integers(-3, 30), st.integers(1, 6))
-def test_charts_fit(history, width, height):
-    rows = chart(history, width, height)
-    assert len(rows) == height
-    assert {len(row) for row in rows} == {min(len(history), max(width, 0))}
-
-
-def test_resample_averages_neighbors():
-    assert resample([0, 2, 4, NAN, 6, 6], 3) == [1, 4, 6]

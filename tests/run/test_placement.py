@@ -9,7 +9,7 @@ import pytest
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.device import named_devices
 from llamarl.distributed import runtime
-from llamarl.run.placement import Placement, place, ranges
+from llamarl.run.placement import LocalPlacer, ranges
 
 
 def config_of(**sections: dict[str, Any]) -> RunConfig:
@@ -19,8 +19,15 @@ def config_of(**sections: dict[str, Any]) -> RunConfig:
     )
 
 
-def devices(placement: Placement) -> dict[str, tuple[int, ...]]:
-    return {one.executor: one.devices for one in placement.assignments}
+def devices(placer: LocalPlacer) -> dict[str, tuple[int, ...]]:
+    rows = (line.split() for line in placer.table()[1:])
+    return {name: named_devices(f"cuda:{rest[-1]}") if rest[1] == "cuda" else () for name, *rest in rows}
+
+
+def env(placer: LocalPlacer, executor: str) -> dict[str, str]:
+    (share,) = placer.place(executor)
+    assert share.name == "", "this machine"
+    return share.env
 
 
 FOUR_AND_FOUR = {
@@ -30,11 +37,11 @@ FOUR_AND_FOUR = {
 
 
 def test_a_trainer_of_four_beside_four_replicas_fills_a_host_of_eight() -> None:
-    placement = place(config_of(**FOUR_AND_FOUR), 8)
-    placement.check()
+    placer = LocalPlacer(config_of(**FOUR_AND_FOUR), 8)
+    placer.check()
     replicas = {f"generator-{i}": (4 + i,) for i in range(4)}
-    assert devices(placement) == {"trainer": (0, 1, 2, 3), **replicas, "reward": ()}
-    assert placement.table() == [
+    assert devices(placer) == {"trainer": (0, 1, 2, 3), **replicas, "reward": ()}
+    assert placer.table() == [
         "executor     ranks  devices",
         "trainer          4  cuda 0-3",
         *(f"generator-{i}      1  cuda {4 + i}" for i in range(4)),
@@ -43,7 +50,7 @@ def test_a_trainer_of_four_beside_four_replicas_fills_a_host_of_eight() -> None:
 
 
 def test_all_roles_are_counted_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    placement = place(
+    placer = LocalPlacer(
         config_of(
             trainer={"device": "cuda", "advantage": "gae"},
             critic={"device": "cuda", "parallelism": {"tp": 2}},
@@ -53,34 +60,34 @@ def test_all_roles_are_counted_out(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         9,
     )
-    placement.check()
-    assert devices(placement) == {
+    placer.check()
+    assert devices(placer) == {
         "trainer": (0,), "critic": (1, 2), "generator-0": (3, 4), "generator-1": (5, 6), "reward-model": (7,),
         "reference": (8,), "reward": (),
     }  # fmt: skip
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert placement.env("generator-1") == {"CUDA_VISIBLE_DEVICES": "5,6", "LLAMARL_PLACED": "1"}
-    assert placement.env("reward")["CUDA_VISIBLE_DEVICES"] == "", "it makes no context on anybody's GPU"
+    assert env(placer, "generator-1") == {"CUDA_VISIBLE_DEVICES": "5,6", "LLAMARL_PLACED": "1"}
+    assert env(placer, "reward")["CUDA_VISIBLE_DEVICES"] == "", "it makes no context on anybody's GPU"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(f"GPU-{i}" for i in range(9)))
-    assert placement.env("critic")["CUDA_VISIBLE_DEVICES"] == "GPU-1,GPU-2"
+    assert env(placer, "critic")["CUDA_VISIBLE_DEVICES"] == "GPU-1,GPU-2"
 
 
 def test_too_few_are_refused_with_the_table() -> None:
-    placement = place(config_of(**FOUR_AND_FOUR), 7)
+    placer = LocalPlacer(config_of(**FOUR_AND_FOUR), 7)
     with pytest.raises(ConfigError, match=r"8 GPUs are needed and this host has 7; lower .*:\n  executor [^$]*cuda 7"):
-        placement.check()
+        placer.check()
 
 
 def test_without_gpus_there_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"^trainer.device = 'cuda', generator.device = 'cuda', but torch sees"):
-        place(config_of(**FOUR_AND_FOUR), 0).check()
+        LocalPlacer(config_of(**FOUR_AND_FOUR), 0).check()
 
 
 def test_named_devices_are_left_to_who_names_them_and_may_be_shared() -> None:
     sections = {"trainer": {"device": "cuda:0,2", "parallelism": {"tp": 2}}, "reference": {"kl_coefficient": 0.1}}
     sections["generator"] = {"device": "cuda", "replicas": 2}
     sections["reference"]["device"] = "cuda:2"
-    found = devices(place(config_of(**sections), 4))
+    found = devices(LocalPlacer(config_of(**sections), 4))
     assert found["trainer"] == (0, 2) and found["reference"] == (2,)
     assert (found["generator-0"], found["generator-1"]) == ((1,), (3,))
 
@@ -90,8 +97,23 @@ def test_named_devices_are_left_to_who_names_them_and_may_be_shared() -> None:
 )
 def test_named_devices_of_replicas(device: str, expected: list[tuple[int, ...]]) -> None:
     config = config_of(generator={"device": device, "tensor_parallel": 2, "replicas": 2})
-    found = devices(place(config, 8))
+    found = devices(LocalPlacer(config, 8))
     assert [found["generator-0"], found["generator-1"]] == expected
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:4-7", "cuda:1,0", "cpu"])
+def test_a_generator_that_comes_takes_what_one_that_went_had(device: str) -> None:
+    placer = LocalPlacer(config_of(generator={"device": device, "tensor_parallel": 2, "replicas": 2}), 8)
+    before = {name: placer.place(name) for name in placer.of_role("generator")}
+    assert placer.free_generator_slots() == 0
+    placer.leave("generator-0")
+    placer.leave("generator-0")
+    assert placer.of_role("generator") == ["generator-1"] and placer.free_generator_slots() == 1
+    assert placer.take_generator(7) == before["generator-0"] and placer.free_generator_slots() == 0
+    placer.leave("generator-7")
+    placer.leave("generator-1")
+    found = [placer.take_generator(number) for number in (8, 9)]
+    assert found == list(before.values()) and placer.again("generator-9") == before["generator-1"]
 
 
 @pytest.mark.parametrize(("device", "count"), [("cuda:4", 1), ("cuda:0-4", 5)])
@@ -99,7 +121,7 @@ def test_names_that_are_not_one_for_each_rank_are_refused(device: str, count: in
     config = config_of(trainer={"device": device, "parallelism": {"fsdp": 4}})
     said = f"trainer.device = '{device}' names {count} devices for 4 ranks; name one for each"
     with pytest.raises(ConfigError, match=said):
-        place(config, 8)
+        LocalPlacer(config, 8)
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:0,0", "cuda:3-1", "cuda:-1", "CPU"])
@@ -110,29 +132,42 @@ def test_what_is_no_device_is_refused(device: str) -> None:
 
 def test_colocated_roles_count_from_the_first_device() -> None:
     sections = FOUR_AND_FOUR | {"cluster": {"placement": "colocated"}, "rollout": {"max_staleness": 0}}
-    placement = place(config_of(**sections), 4)
-    placement.check()
-    found = devices(placement)
+    placer = LocalPlacer(config_of(**sections), 4)
+    placer.check()
+    found = devices(placer)
     assert found["trainer"] == (0, 1, 2, 3) and [found[f"generator-{i}"] for i in range(4)] == [(0,), (1,), (2,), (3,)]
 
 
 def test_one_process_needs_one_device() -> None:
     sections = {"trainer": {"device": "cuda"}, "generator": {"device": "cuda", "replicas": 3}}
-    placement = place(config_of(**sections, cluster={"kind": "inline"}), 1)
-    placement.check()
-    assert all(one.devices in {(), (0,)} for one in placement.assignments)
+    placer = LocalPlacer(config_of(**sections, cluster={"kind": "inline"}), 1)
+    placer.check()
+    assert set(devices(placer).values()) == {(), (0,)}
 
 
 def test_without_gpus_nothing_is_counted_or_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llamarl.run.placement.count_devices", lambda: pytest.fail("torch is not asked"))
-    placement = place(config_of())
-    placement.check()
-    assert placement.num_needed == 0 and placement.env("trainer") == {}
+    placer = LocalPlacer(config_of())
+    placer.check()
+    assert placer.lack == "" and env(placer, "trainer") == {}
 
 
 def test_long_tables_are_cut() -> None:
-    table = place(config_of(generator={"device": "cuda", "replicas": 100}), 100).table()
+    table = LocalPlacer(config_of(generator={"device": "cuda", "replicas": 100}), 100).table()
     assert len(table) == 24 and table[-2].split() == ["..."] and table[-1].startswith("reward ")
+
+
+def test_threads_that_work_at_once_are_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    sections: dict[str, Any] = {"trainer": {"threads": 3}, "generator": {"replicas": 2}}
+    (said,) = LocalPlacer(config_of(**sections)).crowded()
+    assert said.startswith("5 CPU threads work at once on the 4 cores here, which is slow; lower trainer.threads")
+    in_turn = {"cluster": {"placement": "colocated"}, "rollout": {"max_staleness": 0}}
+    assert LocalPlacer(config_of(**sections, **in_turn)).crowded() == []
+    assert LocalPlacer(config_of(**sections | {"generator": {"device": "cuda"}}), 1).crowded() == []
+    sections["reward"] = {"model": {"path": "r", "threads": 4}}
+    (said,) = LocalPlacer(config_of(**sections, **in_turn)).crowded()
+    assert said.startswith("6 CPU threads"), "generators and the models that judge"
 
 
 @pytest.mark.parametrize(("text", "numbers"), [("cuda", ()), ("cuda:3", (3,)), ("cuda:0,2-4,9", (0, 2, 3, 4, 9))])

@@ -165,10 +165,3 @@ def test_a_part_whose_import_does_not_end(tmp_path: Path, monkeypatch: pytest.Mo
         preparing.check_parts(config)
     left_s, _ = signal.setitimer(signal.ITIMER_REAL, *outer)
     assert 100.0 < left_s < 200.0  # a limit of whoever is around this still holds
-
-
-def test_threads_of_several_hosts_are_not_counted_together() -> None:
-    settings = {"generator": {"replicas": 4096}, "cluster": {"kind": "hosts", "listen": "a:1"}}
-    base = {"model": {"path": "m"}, "data": {"train": "d"}}
-    assert preparing._thread_warnings(RunConfig.model_validate(base | settings)) == []
-    assert preparing._thread_warnings(RunConfig.model_validate(base | {"generator": settings["generator"]}))

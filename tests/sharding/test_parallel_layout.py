@@ -20,17 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from llamarl.parts.forecast.layouts import Shard, generator_layout, mesh_boxes, trainer_layout
 from llamarl.sharding.box import Box
-from llamarl.sharding.parallel_layout import (
-    Held,
-    LayoutError,
-    Shard,
-    assemble_layout,
-    generator_layout,
-    mesh_boxes,
-    stage_layers,
-    trainer_layout,
-)
+from llamarl.sharding.parallel_layout import Held, LayoutError, assemble_layout, stage_layers
 from llamarl.sharding.tensor_parallel import tensor_parallel_box
 
 

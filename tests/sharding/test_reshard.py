@@ -11,21 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llamarl.parts.forecast.layouts import Shard, generator_layout, mesh_boxes, trainer_layout
 from llamarl.parts.forecast.shapes import MODELS
+from llamarl.parts.forecast.transfer_time import LinkSpeeds, Traffic, delta_share, estimate, fastest, traffic
 from llamarl.sharding.box import Box
-from llamarl.sharding.parallel_layout import (
-    DTYPE_BYTES,
-    Held,
-    LayoutError,
-    Shard,
-    ShardLayout,
-    assemble_layout,
-    generator_layout,
-    mesh_boxes,
-    trainer_layout,
-)
+from llamarl.sharding.parallel_layout import DTYPE_BYTES, Held, LayoutError, ShardLayout, assemble_layout
 from llamarl.sharding.reshard import Move, ReshardPlan, plan_reshard
-from llamarl.sharding.transfer_time import LinkSpeeds, Traffic, delta_share, estimate, fastest, traffic
 from llamarl.weight_sync.relays import Chains
 
 

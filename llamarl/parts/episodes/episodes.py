@@ -20,11 +20,11 @@ from llamarl.controller.ports import Executors
 from llamarl.controller.records import Key
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
-from llamarl.executors.replies import OpenTurn, Replied
+from llamarl.executors.replies import Replied
 from llamarl.parts.episodes.agents import Agents
 from llamarl.parts.episodes.environments._base import Environment
 from llamarl.parts.episodes.environments._worker import build_environment
-from llamarl.parts.episodes.ports import EnvironmentPort
+from llamarl.parts.episodes.ports import EnvironmentPort, OpenTurn
 from llamarl.types import FinishReason, GenerationRequest, Rollout, observed
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from llamarl.cluster.api import ExecutorSpec
+from collections.abc import Sequence
+
+from llamarl.cluster.api import ExecutorSpec, HostShare
 from llamarl.config import ConfigError, RunConfig
 from llamarl.parts.episodes.environments._worker import build_environment
 from llamarl.parts.episodes.episodes import open_turns
 from llamarl.parts.episodes.gateway._worker import find_agent
 from llamarl.run.executors import executor_spec
-from llamarl.run.placement import ANYWHERE, Place, models_in_use
+from llamarl.run.placement import models_in_use
 
 __all__ = ["build_environment", "check", "open_turns", "spec"]
 
@@ -30,7 +32,7 @@ def check(config: RunConfig) -> None:
         )
 
 
-def spec(config: RunConfig, place: Place = ANYWHERE) -> ExecutorSpec:
+def spec(config: RunConfig, place: Sequence[HostShare] = ()) -> ExecutorSpec:
     """Specification of the executor that answers turns, or runs the agents that ask for them."""
     path, rollout, folder = config.model.path, config.rollout, "llamarl.parts.episodes.executors"
     target, settings = f"{folder}.environment:EnvironmentExecutor", rollout.environment

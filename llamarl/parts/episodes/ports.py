@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from llamarl.executors.replies import OpenTurn, Replied
+import numpy as np
+
+from llamarl.executors.replies import Replied
 from llamarl.parts.episodes.gateway.news import AgentNews, AgentTask
-from llamarl.types import Rollout
+from llamarl.types import Prompt, Rollout
+
+
+class OpenTurn(NamedTuple):
+    """One whose last turn wants a reply."""
+
+    group_id: int
+    index: int
+    prompt: Prompt
+    turns: list[tuple[bool, np.ndarray]]
+    """`Rollout.turns`; the last one was sampled."""
+    spent_s: float = 0.0
+    """Seconds that its replies have taken."""
 
 
 class EnvironmentPort(Protocol):

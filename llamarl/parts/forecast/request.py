@@ -105,18 +105,6 @@ class PlanRequest:
         for pool in self.pools:
             if pool.count < 1:
                 raise ConfigError(f"{pool.count} GPUs of kind {pool.gpu.name} is no cluster; use --gpus 1 or more")
-        for option, value in (
-            ("prompt-tokens", self.prompt_tokens),
-            ("prompts-per-step", self.prompts_per_step),
-            ("group-size", self.group_size),
-        ):
-            if value < 1:
-                raise ConfigError(f"`--{option} {value}` asks for nothing; use 1 or more")
-        if self.max_staleness < 1:
-            raise ConfigError(
-                f"`--max-staleness {self.max_staleness}` leaves no asynchronous plan to compare with; use 1 or more "
-                "(staleness 0, the synchronous plan, is always part of the answer)"
-            )
         context = self.model.max_position_embeddings
         over = self.longest_tokens - context
         if over > 0:
@@ -127,7 +115,9 @@ class PlanRequest:
 
     def _shorter(self, context: int) -> str:
         room = context - self.prompt_tokens
-        return f"use --response-tokens {room}" if room > 0 else f"use --prompt-tokens {context // 2} or less"
+        if room > 0:
+            return f"use --rollout.max_new_tokens {room}"
+        return f"use --data.max_prompt_tokens {context // 2} or less"
 
 
 def precisions(pool: Pool, rules: Rules) -> tuple[int, ...]:

@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 from llamarl.parts.forecast.hardware import FP8
+from llamarl.parts.forecast.layouts import generator_layout, trainer_layout
 from llamarl.parts.forecast.plan import Plan
 from llamarl.parts.forecast.shapes import DecoderShape
-from llamarl.sharding.parallel_layout import generator_layout, trainer_layout
-from llamarl.sharding.transfer_time import LinkSpeeds, Transfer, fastest
+from llamarl.parts.forecast.transfer_time import LinkSpeeds, Transfer, fastest
 
 
 @lru_cache(maxsize=64)

@@ -24,13 +24,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from llamarl.cluster.deaths import kill_group
 from llamarl.cluster.engine_files import log_env
 from llamarl.cluster.start_up import LIFELINE
 from llamarl.config.errors import ConfigError
-from llamarl.net.entrance import Entrance, listen, on_loop
+from llamarl.net.entrance import Entrance, listen
 from llamarl.observability.files import code_fingerprint
 from llamarl.parts.hosts.certificates import client_context, monarch_env
-from llamarl.parts.hosts.home import BLAST_S, BROKEN, MAX_LINE_BYTES, SILENT_S, Line, own_inventory
+from llamarl.parts.hosts.home import BLAST_S, BROKEN, MAX_LINE_BYTES, SILENT_S, Line, on_loop, own_inventory
 from llamarl.run.placement import count_devices
 
 CONTROLLER_SILENT_S = 4.0
@@ -297,8 +298,7 @@ async def _kill(pids: list[int]) -> dict[str, Any]:
     """Ends processes of executors and all that they have started, those alone that have come from this agent."""
     own = descendants(os.getpid())
     for pid in own.intersection(pids):
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+        kill_group(pid)
     return {}
 
 

@@ -10,13 +10,15 @@ import importlib.metadata
 import json
 import os
 import platform
+import socket
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from llamarl.config.section import Section
+from llamarl.net.entrance import Proved, Serve
 from llamarl.observability.files import code_fingerprint
 
 BEAT_S = 0.5
@@ -153,3 +155,27 @@ def own_inventory(name: str, address: str, logs: str, gpus: int) -> Inventory:
         packages={package: importlib.metadata.version(package) for package in PACKAGES},
         pid=os.getpid(),
     )
+
+
+def on_loop(
+    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter, Proved], Coroutine[None, None, None]],
+    limit: int = 1 << 16,
+) -> Serve:
+    """Connections go to coroutines on the event loop that runs now; `limit`: bytes that are read ahead."""
+    loop = asyncio.get_running_loop()
+
+    async def begin(accepted: socket.socket, proved: Proved) -> None:
+        try:
+            await serve(*await asyncio.open_connection(sock=accepted, limit=limit), proved)
+        finally:
+            proved()
+
+    return lambda accepted, proved: asyncio.run_coroutine_threadsafe(begin(accepted, proved), loop)
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address as `host` sees it; nothing is sent. Raises OSError: there is no way there."""
+    family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

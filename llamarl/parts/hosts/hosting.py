@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import cast
 
 from llamarl.cluster.api import HostShare
 from llamarl.config import ConfigError, RunConfig
-from llamarl.config.device import PLACED
 from llamarl.parts.hosts.registry import Host
-from llamarl.run.placement import Place, WantedExecutor, aligned, ranges, wanted_executors
+from llamarl.run.placement import Assignment, Placer, WantedExecutor
 
 MAX_REPLICAS = 10_000
 
@@ -26,45 +24,23 @@ MAX_GPUS = 64
 """Most GPUs of an imagined host."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostAssignment:
-    """Ranks and devices of one executor on the hosts that have it."""
-
-    wanted: WantedExecutor
-    ranks: dict[str, int]
-    """Number of ranks on each host, in the order of the ranks."""
-    devices: dict[str, tuple[int, ...]]
-    """Devices on each host, one for each rank there; none: on the CPU."""
-
-    @property
-    def place(self) -> Place:
-        """Hosts, ranks and environment that the executor's processes are started with."""
-        shares = [
-            HostShare(host, number, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.devices[host])), PLACED: "1"})
-            for host, number in self.ranks.items()
-        ]
-        return Place(hosts=tuple(shares))
-
-
-class HostPlacer:
-    """All executors of a run."""
+class HostPlacer(Placer):
+    """All executors of a run on hosts that come and go."""
 
     def __init__(self, config: RunConfig, hosts: Mapping[str, Host], only: str = "") -> None:
         """
         Args:
             hosts: those that are here, by name; it changes as they come and go.
-            only: the one role that there is; empty: all that the config asks for.
+            only: as for `Placer`.
 
         Raises:
             ConfigError: an executor has no place.
         """
-        self._config, self._hosts = config, hosts
+        super().__init__(config, only)
+        self._hosts = hosts
         self._here = dict[str, Host]()
         """Hosts at one moment, by name: they come and go in another thread."""
-        self._assigned = dict[str, HostAssignment]()
-        for wanted in wanted_executors(config):
-            if only and wanted.role != only:
-                continue
+        for wanted in self._wanted:
             if wanted.device not in ("cpu", "cuda"):
                 raise ConfigError(
                     f"{wanted.option} = {wanted.device!r} names devices, which are counted out on several hosts; use "
@@ -76,21 +52,12 @@ class HostPlacer:
             for number in range(1, 1 + self.free_generator_slots()):
                 self.take_generator(number)
 
-    def place(self, executor: str) -> Place:
-        """Place of an executor that has been assigned."""
-        return self._assigned[executor].place
-
-    def again(self, executor: str) -> Place:
-        """Place for an executor that has died; elsewhere, if its host is lost. Raises NoRoom."""
+    def again(self, executor: str) -> tuple[HostShare, ...]:
         one = self._assigned[executor]
         if self._hosts.keys() >= one.ranks.keys():
-            return one.place
+            return self.place(executor)
         self.leave(executor)
-        return self.take(one.wanted).place
-
-    def of_role(self, role: str) -> list[str]:
-        """Executors that have been placed."""
-        return [name for name, one in self._assigned.items() if one.wanted.role == role]
+        return self.take(one.wanted)
 
     def on_host(self, name: str) -> list[str]:
         """Executors that are there."""
@@ -99,14 +66,6 @@ class HostPlacer:
     def hosts_of(self, *roles: str) -> set[str]:
         """Names of hosts that have executors of some roles."""
         return {host for one in self._assigned.values() if one.wanted.role in roles for host in one.ranks}
-
-    def take_generator(self, number: int) -> Place:
-        """Place for one more generator. Raises NoRoom."""
-        return self.take(self._generator(number)).place
-
-    def leave(self, executor: str) -> None:
-        """Takes an executor from its place; its devices are free, and it may have none any more."""
-        self._assigned.pop(executor, None)
 
     def free_generator_slots(self) -> int:
         """Number of generators that still have a place, up to `generator.replicas` in all."""
@@ -120,34 +79,10 @@ class HostPlacer:
         taken = [self._assigned.pop(executor) for executor in tried if executor in self._assigned]
         return len(taken)
 
-    def table(self) -> list[str]:
-        """Ranks and devices of each executor, a line each."""
-        rows = [("executor", "ranks", "host", "devices")]
-        for name, one in self._assigned.items():
-            for host, number in one.ranks.items():
-                devices = f"cuda {ranges(one.devices[host])}" if one.devices[host] else "cpu"
-                rows.append((name, str(number), host, devices))
-        return aligned(rows)
-
     def crowded(self) -> list[str]:
-        """Hosts whose executors want more threads than they have cores, a sentence each."""
-        return [
-            f"{threads} CPU threads work at once on the {host.inventory.cores} cores of host {name}, which is slow; "
-            "lower trainer.threads or generator.threads, or name other hosts in cluster.place"
-            for name, host in dict(self._hosts).items()
-            if (threads := self._threads_at(name, "cpu", least=0)) > host.inventory.cores
-        ]
+        return self._crowded({name: host.inventory.cores for name, host in dict(self._hosts).items()})
 
-    def take(self, wanted: WantedExecutor) -> HostAssignment:
-        """Assigns a place to an executor, and keeps it. Raises NoRoom."""
-        one = self._assigned[wanted.executor] = self._assign(wanted)
-        return one
-
-    def _generator(self, number: int) -> WantedExecutor:
-        generator = self._config.generator
-        return WantedExecutor(f"generator-{number}", "generator", generator.tensor_parallel, generator.device)
-
-    def _assign(self, wanted: WantedExecutor) -> HostAssignment:
+    def _assign(self, wanted: WantedExecutor) -> Assignment:
         """Raises NoRoom."""
         self._here = dict(self._hosts)
         names, num_ranks = list(self._candidates(wanted)), wanted.num_ranks
@@ -156,7 +91,7 @@ class HostPlacer:
             hosts = names if spreads and self._patterns("trainer", wanted.role) else names[:1]
             ends = [num_ranks * i // len(hosts) for i in range(len(hosts) + 1)]
             ranks = {host: end - start for host, start, end in zip(hosts, ends, ends[1:], strict=False) if end > start}
-            return HostAssignment(wanted=wanted, ranks=ranks, devices=dict.fromkeys(ranks, ()))
+            return Assignment(wanted=wanted, ranks=ranks, devices=dict.fromkeys(ranks, ()))
         free = {name: self._free_devices(name) for name in names}
         spreads |= num_ranks > max(self._here[name].inventory.gpus for name in names)
         able = [name for name in names if len(free[name]) >= num_ranks][:1]
@@ -169,7 +104,7 @@ class HostPlacer:
                 left -= len(devices[name])
         if not left:
             ranks = {name: len(own) for name, own in devices.items()}
-            return HostAssignment(wanted=wanted, ranks=ranks, devices=devices)
+            return Assignment(wanted=wanted, ranks=ranks, devices=devices)
         has = ", ".join(f"{name} has {len(own)}" for name, own in free.items())
         table = "".join(f"\n  {line}" for line in self.table())
         raise NoRoom(f"{wanted.executor} needs {num_ranks} GPUs, and of those that are free {has}:{table}")
@@ -201,7 +136,7 @@ class HostPlacer:
             raise NoRoom(f"{wanted.executor} finds no host{matching}; these are here: {', '.join(here) or 'none'}")
         yield from names
 
-    def _generators_at(self, name: str) -> list[HostAssignment]:
+    def _generators_at(self, name: str) -> list[Assignment]:
         return [one for one in self._assigned.values() if one.wanted.role == "generator" and name in one.ranks]
 
     def _free_devices(self, name: str) -> tuple[int, ...]:
@@ -210,16 +145,9 @@ class HostPlacer:
 
     def _has_cores(self, name: str, num_ranks: int) -> bool:
         """Whether its cores hold one more generator on the CPU; a host without a generator takes one in any case."""
-        threads = self._threads_at(name) + self._config.generator.threads * num_ranks
+        used = sum(max(one.wanted.threads, 1) * one.ranks.get(name, 0) for one in self._assigned.values())
+        threads = used + self._config.generator.threads * num_ranks
         return not self._generators_at(name) or threads <= self._here[name].inventory.cores
-
-    def _threads_at(self, name: str, *devices: str, least: int = 1) -> int:
-        """CPU threads of executors there, of those on `devices` if there are any; one without a setting has `least`."""
-        return sum(
-            getattr(getattr(self._config, one.wanted.role, None), "threads", least) * one.ranks[name]
-            for one in self._assigned.values()
-            if name in one.ranks and (not devices or one.wanted.device in devices)
-        )
 
 
 def imagined(config: RunConfig, names: Sequence[str] = ()) -> tuple[HostPlacer, int]:

@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from llamarl.config.errors import ConfigError
-from llamarl.net.entrance import Entrance, Proved, listen, on_loop
+from llamarl.net.entrance import Entrance, Proved, listen
 from llamarl.parts.hosts.certificates import CONTROLLER, mismatch, server_context
-from llamarl.parts.hosts.home import BEAT_S, BROKEN, SILENT_S, BadMessage, Inventory, Line, own_inventory
+from llamarl.parts.hosts.home import BEAT_S, BROKEN, SILENT_S, BadMessage, Inventory, Line, on_loop, own_inventory
 
 START_S = 40.0
 """Longest wait in seconds for an agent that was let in to start the engine on its host."""

@@ -11,10 +11,10 @@ from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
-from llamarl.observability.waits import waits
 from llamarl.parts.page.findings import accuracy_error, findings
 from llamarl.parts.page.rollouts import Decode, sample
 from llamarl.parts.page.run_data import KINDS, RunData
+from llamarl.parts.page.waits import waits
 
 SCRIPTS = ("uplot.js", "common.js", "curves.js", "forecast.js", "timeline.js", "rollouts.js", "page.js")
 STYLES = ("uplot.css", "page.css")

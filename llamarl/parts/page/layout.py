@@ -14,9 +14,10 @@ from textwrap import wrap
 from rich.cells import chop_cells
 from rich.text import Text
 
-from llamarl.observability.formats import chart, duration, number, percent, plain, remaining_s
+from llamarl.observability.formats import duration, number, percent, plain, remaining_s
 from llamarl.observability.metrics import EvalMetrics, StepMetrics
 from llamarl.observability.view import CompletionView, ExecutorView, RunInfo, RunView
+from llamarl.parts.page.chart import chart
 
 ACCENT, DIM, GOOD, WARN, BAD = "cyan", "dim", "green", "yellow", "red"
 LABEL_WIDTH = 13

@@ -36,7 +36,7 @@ from llamarl.parts.replay.replayed import Difference, Replayed
 from llamarl.run.executors import GeneratorSpecs, RunSpecs, spawn_all
 from llamarl.run.folder import RunFolder
 from llamarl.run.journal import open_journal
-from llamarl.run.placement import LocalPlaces, models_in_use, place
+from llamarl.run.placement import LocalPlacer, models_in_use
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import GenerationRequest, Rollout, RolloutGroup
 
@@ -187,7 +187,7 @@ class _Replay:
     def _specs(self) -> dict[str, ExecutorSpec]:
         """Specifications of the executors that the parts need, by name."""
         config, folder = self._config, self._request.folder
-        places, names = LocalPlaces(place(config)), list[str]()
+        places, names = LocalPlacer(config), list[str]()
         if "reward" in self._request.parts:
             names += ["reward", *(name for name in models_in_use(config) if name != "critic")]
         if self._trains:

@@ -6,14 +6,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.config import ConfigError, RunConfig
-from llamarl.config.schema import GeneratorConfig
 from llamarl.controller.clock import run_patiently
 from llamarl.controller.ports import SftPort
 from llamarl.controller.saving import NotSaved, refusals_named
@@ -30,7 +29,7 @@ from llamarl.run.copying import CheckpointCopier
 from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.run.folder import RunFolder
 from llamarl.run.machines import Machines, open_machines
-from llamarl.run.placement import Placement, place
+from llamarl.run.placement import LocalPlacer
 from llamarl.run.prepare import check_parallelism, skipped_prompts
 from llamarl.types import SampleGroup
 
@@ -69,14 +68,13 @@ def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[Sampl
     return fitting
 
 
-def place_trainer(config: RunConfig) -> Placement | None:
+def place_trainer(config: RunConfig) -> LocalPlacer | None:
     """Devices of the trainer; None: several hosts have to call first. Raises ConfigError: they are not here."""
     if config.cluster.kind == "hosts":
         return None
-    placement = place(config.model_copy(update={"generator": GeneratorConfig()}))  # which does not run
-    placement = replace(placement, assignments=placement.assignments[:1])
-    placement.check()
-    return placement
+    placer = LocalPlacer(config, only="trainer")
+    placer.check()
+    return placer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +83,7 @@ class SftRun:
 
     config: RunConfig
     documents: list[SampleGroup]
-    placement: Placement | None
+    placer: LocalPlacer | None
     folder: RunFolder
     resume: bool
     progress: Progress
@@ -106,7 +104,7 @@ class SftRun:
     async def _with_executor(self, log: MetricsLog) -> None:
         limits, supervisor = self.config.cluster, Supervisor()
         folder = self.folder
-        machines = open_machines(self.config, folder.logs, folder.path, self.placement, self.warn, "trainer")
+        machines = open_machines(self.config, folder.logs, folder.path, self.placer, self.warn, "trainer")
         cluster = machines.open()
         with interruptible(supervisor):
             try:

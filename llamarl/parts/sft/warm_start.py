@@ -20,10 +20,11 @@ from llamarl.config.sft import SftConfig
 from llamarl.config.trainer import TrainerConfig
 from llamarl.data.prompts import SOURCES, fill_template
 from llamarl.data.sources import ProblemSource
-from llamarl.data.tokenizer import Tokenizer, train_byte_bpe
+from llamarl.data.tokenizer import Tokenizer
 from llamarl.models.hf import new_model, save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
+from llamarl.parts.sft.bpe import train_byte_bpe
 from llamarl.parts.sft.documents import filled, num_tokens, solution_of, to_documents
 from llamarl.parts.sft.muon import Muon
 from llamarl.parts.sft.supervised import Supervised

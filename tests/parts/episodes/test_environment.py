@@ -13,8 +13,9 @@ import pytest
 
 from llamarl.config import Ref
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.executors.replies import OpenTurn, Replied
+from llamarl.executors.replies import Replied
 from llamarl.parts.episodes.executors.environment import EnvironmentExecutor
+from llamarl.parts.episodes.ports import OpenTurn
 from llamarl.types import Outcome, Prompt
 from tests.data.test_chat import TEMPLATES
 

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.controller.journal import Journal
-from llamarl.executors.replies import OpenTurn, Replied
+from llamarl.executors.replies import Replied
+from llamarl.parts.episodes.ports import OpenTurn
 from llamarl.rewards._base import invalid, right
 from llamarl.types import OBSERVED, RAISED
 from tests.controller.fakes import Generator, Run, Trainer, config, prompts

@@ -253,7 +253,7 @@ def test_mistakes_are_told(model: Path) -> None:
         ([model, "--host", "0.0.0.0"], "give a key by --api-key"),
         ([model, "--port", "99999"], "port 99999"),
         ([model / "none"], "none"),
-        ([model, "--max-running", "0"], "--max-running 0"),
+        ([model, "--max-running", "1"], "--max-running is now --generator.max_running"),
     ):
         done = llamarl_here("serve", *arguments)
         assert done.returncode == 2 and said in done.stderr, done.stderr

@@ -23,7 +23,7 @@ from llamarl.parts.forecast.shapes import MODELS
 from llamarl.parts.hosts.hosting import imagined
 from tests.parts.forecast.conftest import make_request
 
-SMALL = ["--model", "llama3-8b", "--gpus", "16", "--prompts-per-step", "32"]
+SMALL = ["--model", "llama3-8b", "--gpus", "16", "--rollout.prompts_per_step", "32"]
 PROBE = """
 import sys
 from llamarl.parts.forecast.cli.plan import main
@@ -35,7 +35,7 @@ sys.exit(code)
 
 @pytest.mark.parametrize(("gpus", "limit_s"), [(1024, 5.0), (16_384, 30.0)])
 def test_answers_in_time_without_torch(gpus: int, limit_s: float) -> None:
-    words = ["--model", "llama3-405b", "--gpus", str(gpus), "--prompt-tokens", "512", "--response-tokens", "4096"]
+    words = ["--model", "llama3-405b", "--gpus", str(gpus), "--rollout.max_new_tokens", "4096"]
     start_s = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", PROBE, *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -145,13 +145,13 @@ def test_takes_a_run_and_keeps_its_other_settings(tmp_path: Path) -> None:
         (["--gpus", "0"], r"0 GPUs .* use --gpus 1"),
         (["--gpus", "-3"], r"-3 GPUs"),
         (
-            ["--gpus", "8", "--response-tokens", "200000"],
-            r"exceed the context .* by 69440; use --response-tokens 130560",
+            ["--gpus", "8", "--rollout.max_new_tokens", "200000"],
+            r"exceed the context .* by 69440; use --rollout.max_new_tokens 130560",
         ),
-        (["--gpus", "8", "--prompt-tokens", "200000"], r"use --prompt-tokens 65536 or less"),
-        (["--gpus", "8", "--response-tokens", "0"], r"response-tokens 0"),
-        (["--gpus", "8", "--group-size", "0"], r"group-size 0"),
-        (["--gpus", "8", "--max-staleness", "0"], r"max-staleness 0"),
+        (["--gpus", "8", "--data.max_prompt_tokens", "200000"], r"use --data.max_prompt_tokens 65536 or less"),
+        (["--gpus", "8", "--rollout.max_new_tokens", "0"], r"rollout.max_new_tokens = 0"),
+        (["--gpus", "8", "--rollout.group_size", "0"], r"rollout.group_size = 0"),
+        (["--gpus", "8", "--response-tokens", "9"], r"--response-tokens is now --rollout.max_new_tokens"),
         (["--gpus", "8", "--gpu", "h100"], r"did you mean `h100-80g`"),
         (["--gpus", "8", "--mean-response-tokens", "9000"], r"limit of 4096"),
         (["--gpus", "8", "--output", "/nowhere/run.toml"], r"cannot write"),
@@ -165,7 +165,7 @@ def test_a_wrong_request_is_explained(words: list[str], message: str) -> None:
 
 
 def test_a_model_that_does_not_fit_gets_the_nearest_cluster_that_works() -> None:
-    words = ["--model", "llama3-405b", "--max-staleness", "1"]
+    words = ["--model", "llama3-405b", "--rollout.max_staleness", "1"]
     with pytest.raises(ConfigError, match=r"trainer needs at least .* GB more .* usable; use --gpus (\d+)") as caught:
         main([*words, "--gpus", "4"])
     fewest = int(str(caught.value).split("use --gpus ")[1].split(",")[0])

@@ -13,7 +13,7 @@ from llamarl.parts.forecast.request import ASYNCHRONOUS, BASELINE
 from llamarl.parts.forecast.shapes import MODELS
 from llamarl.parts.forecast.solver import asynchronous_plan, solve
 from llamarl.parts.forecast.sync import priced, weight_transfer
-from llamarl.sharding.transfer_time import LinkSpeeds
+from llamarl.parts.forecast.transfer_time import LinkSpeeds
 from tests.parts.forecast.conftest import SMALL, make_request
 
 LINKS = LinkSpeeds(network=50e9, host=450e9)

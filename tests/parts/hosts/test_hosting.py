@@ -36,9 +36,7 @@ def config_of(place: dict[str, list[str]] | None = None, **sections: dict[str, A
 
 def where(hosting: HostPlacer) -> dict[str, tuple[str, ...]]:
     return {
-        name: tuple(share.name for share in hosting.place(name).hosts)
-        for role in ROLES
-        for name in hosting.of_role(role)
+        name: tuple(share.name for share in hosting.place(name)) for role in ROLES for name in hosting.of_role(role)
     }
 
 
@@ -71,7 +69,7 @@ def test_patterns_name_hosts_and_trainer_ranks_share_them_evenly() -> None:
     ]
     place["trainer"] = ["n-*"]
     uneven = HostPlacer(config_of(place, **sections), hosts).place("trainer")  # pyrefly: ignore[bad-argument-type]
-    assert [(share.name, share.num_ranks) for share in uneven.hosts] == [("n-1", 1), ("n-2", 1), ("n-3", 2)]
+    assert [(share.name, share.num_ranks) for share in uneven] == [("n-1", 1), ("n-2", 1), ("n-3", 2)]
     with pytest.raises(NoRoom, match=r"trainer finds no host that match cluster.place.trainer = \['y'\]; .*: n-1"):
         HostPlacer(config_of({"trainer": ["y"]}), hosts)  # pyrefly: ignore[bad-argument-type]
 
@@ -79,12 +77,12 @@ def test_patterns_name_hosts_and_trainer_ranks_share_them_evenly() -> None:
 def test_devices_are_counted_out_per_host() -> None:
     hosting = HostPlacer(config_of(**GPUS), machines(a=8, b=8))
     assert where(hosting)["trainer"] == ("a",)
-    assert hosting.place("trainer").hosts == (("a", 4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "LLAMARL_PLACED": "1"}),)
+    assert hosting.place("trainer") == (("a", 4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "LLAMARL_PLACED": "1"}),)
     # b has no trainer and is filled first; what is left goes beside the trainer
     assert [where(hosting)[f"generator-{i}"] for i in range(6)] == [("b",)] * 4 + [("a",)] * 2
-    seen = [hosting.place(f"generator-{i}").hosts[0].env["CUDA_VISIBLE_DEVICES"] for i in range(6)]
+    seen = [hosting.place(f"generator-{i}")[0].env["CUDA_VISIBLE_DEVICES"] for i in range(6)]
     assert seen == ["0,1", "2,3", "4,5", "6,7", "4,5", "6,7"]
-    assert hosting.place("reward").hosts[0].env["CUDA_VISIBLE_DEVICES"] == ""
+    assert hosting.place("reward")[0].env["CUDA_VISIBLE_DEVICES"] == ""
     assert hosting.free_generator_slots() == 0
     with pytest.raises(NoRoom, match=r"generator-6 needs 2 GPUs, and of those that are free .*b has 0"):
         hosting.take_generator(6)
@@ -95,7 +93,7 @@ def test_a_trainer_takes_as_few_hosts_as_have_its_devices() -> None:
     hosting = HostPlacer(config_of(**sections), machines(a=8, b=4, c=8, d=1))
     assert where(hosting) == {"trainer": ("a", "c"), "generator-0": ("b",), "reward": ("a",)}
     uneven = HostPlacer(config_of(**sections), machines(a=8, b=6, d=3)).place("trainer")
-    assert [(share.name, share.num_ranks) for share in uneven.hosts] == [("a", 8), ("b", 6), ("d", 2)]
+    assert [(share.name, share.num_ranks) for share in uneven] == [("a", 8), ("b", 6), ("d", 2)]
     with pytest.raises(NoRoom, match="trainer needs 16 GPUs, and of those that are free a has 8, b has 4"):
         HostPlacer(config_of(**sections), machines(a=8, b=4))
 
@@ -112,7 +110,7 @@ def test_auto_fills_what_there_is_and_later_what_comes() -> None:
     assert hosting.free_generator_slots() == 0
     hosts["c"] = Machine("c", cores=1)  # too few cores for its threads, and still worth one
     assert hosting.free_generator_slots() == 1
-    assert hosting.take_generator(7).hosts[0].name == "c"
+    assert hosting.take_generator(7)[0].name == "c"
     del hosts["b"]
     hosting.leave("generator-0")
     assert hosting.free_generator_slots() == 0
@@ -132,9 +130,9 @@ def test_a_fixed_number_is_never_exceeded() -> None:
     for name in ("generator-0", "generator-1"):
         hosting.leave(name)
     assert hosting.free_generator_slots() == 2
-    assert hosting.take_generator(2).hosts[0].name == "a", "beside the trainer when nothing else is left"
+    assert hosting.take_generator(2)[0].name == "a", "beside the trainer when nothing else is left"
     hosts["c"] = Machine("c")
-    assert hosting.take_generator(3).hosts[0].name == "c"
+    assert hosting.take_generator(3)[0].name == "c"
     assert hosting.free_generator_slots() == 0
     assert hosting.on_host("a") == ["trainer", "reward", "generator-2"]
 
@@ -164,7 +162,7 @@ def test_no_device_is_given_twice(data: st.DataObject) -> None:
     used = list[tuple[str, str]]()
     for role in ROLES:
         for name in hosting.of_role(role):
-            for host, _, env in hosting.place(name).hosts:
+            for host, _, env in hosting.place(name):
                 numbers = [number for number in env["CUDA_VISIBLE_DEVICES"].split(",") if number]
                 used += [(host, number) for number in numbers]
                 assert all(int(number) < hosts[host].inventory.gpus for number in numbers)
@@ -180,3 +178,7 @@ def test_threads_are_counted_on_each_host() -> None:
     place = {"trainer": ["b"], "generator": ["b"]}
     (said,) = HostPlacer(config_of(place, generator={"replicas": 2}), hosts).crowded()
     assert said.startswith("3 CPU threads work at once on the 2 cores of host b, which is slow; ")
+    assert said.endswith(", or name other hosts in cluster.place")
+    judged = {"generator": {"replicas": 1}, "reward": {"model": {"path": "r", "threads": 3}}}
+    (said,) = HostPlacer(config_of({"reward_model": ["c"]}, **judged), hosts).crowded()
+    assert said.startswith("4 CPU threads work at once on the 2 cores of host c")

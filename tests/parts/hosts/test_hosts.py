@@ -57,7 +57,7 @@ class HostedRun(Run):
 
     async def spawn(self, number: int) -> ExecutorHandle:
         name, generator = f"generator-{number}", Generator()
-        host = self.hosting.take_generator(number).hosts[0].name
+        host = self.hosting.take_generator(number)[0].name
         handle = self._placed(name, host, FakeHandle(name, generator))
         generator.source = self.trainer
         await asyncio.wait((handle.failed,), timeout=START_S)
@@ -79,7 +79,7 @@ class HostedRun(Run):
 
     async def _main(self, telemetry: Any) -> None:
         for name in self.names:
-            self._placed(name, self.hosting.place(name).hosts[0].name, self.handles[name])
+            self._placed(name, self.hosting.place(name)[0].name, self.handles[name])
         registry: Any = self.registry
         Elastic(registry, self.hosting, self.controller, telemetry, self.supervisor, 5.0)
         await super()._main(telemetry)

@@ -28,7 +28,7 @@ WIDTHS = (1280, 390)
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plans") / "small"
-    words = ["--model", "llama3-8b", "--gpus", "16", "--prompts-per-step", "32", "--folder", str(folder)]
+    words = ["--model", "llama3-8b", "--gpus", "16", "--rollout.prompts_per_step", "32", "--folder", str(folder)]
     assert plan.main(words) == 0
     return folder
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from llamarl.config import ConfigError
-from llamarl.data.tokenizer import Tokenizer, train_byte_bpe
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.parts.sft.bpe import train_byte_bpe
 from llamarl.parts.sft.documents import filled, num_tokens, solution_of, to_documents
 from tests.parts.sft.supervised import make_documents
 

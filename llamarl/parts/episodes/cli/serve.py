@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llamarl.cli.generate import add_engine_options, engine_settings, open_engine
-from llamarl.cli.options import base_model, command_parser, told_of_delay
-from llamarl.config import ConfigError, load_config
+from llamarl.cli.generate import BASE, ENGINE, open_engine
+from llamarl.cli.options import add_settings, base_model, command_parser, told_of_delay
+from llamarl.config import ConfigError, load_config, settled
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
 
 if TYPE_CHECKING:
@@ -46,14 +46,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=8000, help="port to listen at; 0: any that is free (8000)")
     parser.add_argument("--api-key", metavar="KEY", help="that clients must give")
     parser.add_argument("--name", help="of the model, for clients (the folder's name)")
-    add_engine_options(parser)
+    add_settings(parser, BASE, *ENGINE)
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     options = _parser().parse_args(arguments)
-    generator = engine_settings(options)
+    generator = settled(BASE, options.overrides).generator
     key = options.api_key or os.environ.get(API_KEY, "")
     from llamarl.data.tokenizer import Tokenizer, check_vocabulary
     from llamarl.models.folder import load_shape

@@ -12,12 +12,13 @@ import numpy as np
 
 from llamarl.cluster.executor import Executor
 from llamarl.config import Ref
-from llamarl.data.chat import tool_calls
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.executors.replies import OpenTurn, Replied
+from llamarl.executors.replies import Replied
 from llamarl.parts.episodes.environments._base import Messages
 from llamarl.parts.episodes.environments._crew import Crew
 from llamarl.parts.episodes.environments._worker import build_environment
+from llamarl.parts.episodes.ports import OpenTurn
+from llamarl.parts.episodes.tool_calls import tool_calls
 from llamarl.rewards._base import invalid
 from llamarl.sandbox.pool import Failure
 from llamarl.types import Outcome, RewardResult, ToolCall

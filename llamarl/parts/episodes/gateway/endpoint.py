@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llamarl.config import ConfigError
-from llamarl.data.chat import tool_calls
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.parts.episodes.gateway import protocol
 from llamarl.parts.episodes.gateway.protocol import CallRefused, Json
 from llamarl.parts.episodes.gateway.session import Session, Written
 from llamarl.parts.episodes.gateway.stream import CUT, ChatStream
+from llamarl.parts.episodes.tool_calls import tool_calls
 from llamarl.types import FinishReason, Rollout, SamplingParams
 
 More = Callable[[Rollout], None]

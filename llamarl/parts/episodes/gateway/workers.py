@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
+from llamarl.cluster.deaths import kill_group
 from llamarl.config.roles import AgentConfig
 
 GRACE_S = 10.0
@@ -99,8 +99,7 @@ class _AgentProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
         process.wait(STOP_S)
         self._writer.close()
         for answer in self.waiting.values():

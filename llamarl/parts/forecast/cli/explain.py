@@ -22,7 +22,7 @@ from llamarl.parts.forecast.constants import OF_CORES
 from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.hardware import CPU
 from llamarl.run.folder import RunFolder
-from llamarl.run.placement import place
+from llamarl.run.placement import LocalPlacer
 from llamarl.run.prepare import check_layout, check_parts, environment_of, least_memory
 
 EPILOG = "Settings that do nothing beside the others are refused, as by `llamarl train`."
@@ -85,10 +85,10 @@ def consequences(config: RunConfig) -> dict[str, list[str]]:
         each = f"with {gpus} GPUs each" if gpus else "without GPUs"
         table = [f"on hosts {each}; `llamarl doctor --hosts` says it of those that call", *hosting.table()]
     else:
-        placement = place(config)
-        table = placement.table()
-        if placement.lack:
-            print(f"llamarl: {placement.lack}", file=sys.stderr)
+        placer = LocalPlacer(config)
+        table = placer.table()
+        for said in filter(None, (placer.lack, *placer.crowded())):
+            print(f"llamarl: {said}", file=sys.stderr)
     rollout, sync = config.rollout, config.weight_sync
     limit = rollout.staleness_limit
     folder = RunFolder(Path(config.output, config.name))
@@ -117,7 +117,7 @@ def _step_time(config: RunConfig, context: int) -> str:
         tokenizer, tools = Tokenizer(config.model.path), environment_of(config)[0]
         prompts = load_prompts(config.data, tokenizer, context, tools=tools, most=SAMPLED).prompts
         mean = round(fmean(len(prompt.token_ids_T) for prompt in prompts))
-        words = {"--gpus": count, "--gpu": kind, "--prompt-tokens": mean}
+        words = {"--gpus": count, "--gpu": kind, "--data.max_prompt_tokens": mean}
         words |= {"--profile": profile} if profile.exists() else {}
         request = plan.asked(plan.parser().parse_args([str(word) for pair in words.items() for word in pair]), config)
         if not profile.exists():

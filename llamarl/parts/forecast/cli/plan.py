@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from llamarl.cli.options import command_parser, write_output
-from llamarl.config import ConfigError, Ref, RunConfig, load_config
-from llamarl.config.schema import DataConfig, RolloutConfig
+from llamarl.cli.options import add_settings, command_parser, write_output
+from llamarl.config import ConfigError, RunConfig, load_config, settled
 from llamarl.parts.forecast.constants import load_profile
 from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.hardware import Pool, find_gpu
@@ -19,12 +19,17 @@ from llamarl.parts.forecast.request import PlanRequest
 from llamarl.parts.forecast.run_file import run_toml
 from llamarl.parts.forecast.shapes import find_model
 
-EXAMPLE = """Without --mean-response-tokens or --rollouts, responses are 30 % of the longest on average.
+EXAMPLE = """Staleness 0, the synchronous plan, is always part of the answer.
+Without --mean-response-tokens or --rollouts, responses are 30 % of the longest on average.
 A profile is a JSON file {"constants": {...}, "gpu": {...}} whose numbers replace the built-in ones."""
-DEFAULTS = RolloutConfig(prompts_per_step=256, group_size=8, max_staleness=4, max_new_tokens=4096)
+BASE = {
+    "model": {"path": ""}, "data": {"train": "jsonl", "max_prompt_tokens": 512},
+    "rollout": {"prompts_per_step": 256, "group_size": 8, "max_staleness": 4, "max_new_tokens": 4096},
+}  # fmt: skip
 """Work of a step without a run file."""
-WORK = ("prompt_tokens", "prompts_per_step", "group_size", "max_staleness")
-"""Options that replace what a run file says of a step's work."""
+SETTINGS = ("data.max_prompt_tokens", *(f"rollout.{name}" for name in BASE["rollout"]))
+OF_RUN: Any = {"data": {"train", "max_prompt_tokens"}, "rollout": set(BASE["rollout"])}
+"""Settings that --config gives."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,18 +51,14 @@ def parser() -> argparse.ArgumentParser:
     add("--second-gpu", default="l40s-48g", metavar="KIND", help="kind of the second pool (l40s-48g)")
     add("--price", type=float, metavar="USD", help="per GPU-hour (from the table)")
     add("--second-price", type=float, metavar="USD", help="per GPU-hour of the second pool (from the table)")
-    add("--prompt-tokens", type=int, metavar="N", help="prompt length (512)")
-    add("--response-tokens", type=int, metavar="N", help="longest response (4096)")
     add("--mean-response-tokens", type=float, metavar="N", help="mean response (30 %% of the longest)")
     add("--response-sigma", type=float, default=0.7, metavar="S", help="log-deviation of the response length (0.7)")
     add("--rollouts", metavar="RUN", help="take response lengths from a run's folder, or a file of its rollouts")
-    add("--prompts-per-step", type=int, metavar="P", help="groups per optimizer step (256)")
-    add("--group-size", type=int, metavar="G", help="responses per prompt (8)")
-    add("--max-staleness", type=int, metavar="S", help="largest staleness to consider (4)")
     add("--profile", metavar="FILE", help="measured constants of your machine, JSON")
     add("--output", metavar="RUN.toml", help="write the better plan as a run file")
     add("--data", default="train.jsonl", metavar="FILE", help="training prompts, for --output (train.jsonl)")
     add("--folder", metavar="FOLDER", help="write plans, split sweep and staleness curve there, for llamarl report")
+    add_settings(found, BASE, *SETTINGS)
     return found
 
 
@@ -97,17 +98,14 @@ def asked(options: argparse.Namespace, base: RunConfig | None) -> PlanRequest:
         if price is not None and not 0 <= price < float("inf"):
             raise ConfigError(f"{price} US dollars per GPU-hour is no price; use 0 or more")
         pools.append(Pool(gpu=gpu if price is None else replace(gpu, price=price), count=count))
-    rollout = base.rollout if base else DEFAULTS
-    given = {name: getattr(options, name) for name in WORK if getattr(options, name) is not None}
-    limit = options.response_tokens if options.response_tokens is not None else rollout.max_new_tokens
+    config = settled(BASE | (base.model_dump(include=OF_RUN) if base else {}), options.overrides)
     request = PlanRequest.of_run(
-        base.data if base else DataConfig(train=Ref(name="jsonl"), max_prompt_tokens=512),
-        rollout,
+        config.data,
+        config.rollout,
         model=find_model(model),
-        lengths=_lengths(options, limit),
+        lengths=_lengths(options, config.rollout.max_new_tokens),
         pools=tuple(pools),
         constants=profile.constants,
-        **given,
     )
     request.check()
     return request
@@ -116,8 +114,6 @@ def asked(options: argparse.Namespace, base: RunConfig | None) -> PlanRequest:
 def _lengths(options: argparse.Namespace, limit: int) -> Lengths:
     if options.rollouts:
         return Lengths.from_rollouts(options.rollouts)
-    if limit < 1:
-        raise ConfigError(f"`--response-tokens {limit}` asks for nothing; use 1 or more")
     if not 0 <= options.response_sigma < 10:
         raise ConfigError(f"`--response-sigma {options.response_sigma}` is no log-deviation; use 0 to 3")
     return Lengths.lognormal(mean_tokens=options.mean_response_tokens, sigma=options.response_sigma, limit_tokens=limit)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from llamarl.cli.options import address_towards, command_parser
+from llamarl.cli.options import command_parser
 from llamarl.config import ConfigError
 from llamarl.parts.hosts.certificates import AUTHORITY_DAYS, CONTROLLER, RESERVED, check_member, make_certificates
+from llamarl.parts.hosts.home import address_towards
 
 EPILOG = """The first call makes the folder and its authority; later calls add hosts, or renew those named again.
 Each host needs ca.crt and its own .crt and .key, the controller's machine controller.crt and .key; ca.key makes new

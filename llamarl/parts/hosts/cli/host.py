@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llamarl.cli.main import FAILURE
-from llamarl.cli.options import address_towards, command_parser
+from llamarl.cli.options import command_parser
 from llamarl.cluster.engine_files import own_temporary_folder
 from llamarl.config import ConfigError
 from llamarl.config.cluster import MAX_PORT
 from llamarl.parts.hosts.agent import HostAgent, ask_to_leave
 from llamarl.parts.hosts.certificates import check_member
-from llamarl.parts.hosts.home import BROKEN
+from llamarl.parts.hosts.home import BROKEN, address_towards
 
 EPILOG = """It calls until a run answers, and again when that run has ended. Executors inherit its environment.
 Ctrl-C or SIGTERM: what runs here goes on elsewhere, then it ends; a second one ends it at once.

@@ -66,12 +66,12 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
         check_run_folder(config, resume=resume, overwrite=overwrite)
     ensure_base_model(config)
     with told_of_delay("sft"):
-        documents, placement = load_documents(config, warn), place_trainer(config)
+        documents, placer = load_documents(config, warn), place_trainer(config)
     folder = prepare_run_folder(config, resume=resume, overwrite=overwrite)
     try:
         with _bar(config.name, config.steps) as show:
             SftRun(
-                config=config, documents=documents, placement=placement, folder=folder, resume=resume, progress=show,
+                config=config, documents=documents, placer=placer, folder=folder, resume=resume, progress=show,
                 warn=warn,
             ).run()  # fmt: skip
     except Interrupted as error:

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from llamarl.data.sources.running_total import RunningTotal
-from llamarl.data.tokenizer import Tokenizer, train_byte_bpe
+from llamarl.data.tokenizer import Tokenizer
 from llamarl.parts.episodes.gateway.endpoint import Endpoint
 from llamarl.parts.episodes.gateway.session import Session
+from llamarl.parts.sft.bpe import train_byte_bpe
 from llamarl.types import FinishReason, Rollout, SamplingParams
 
 TEMPLATE = (

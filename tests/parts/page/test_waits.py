@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llamarl.observability.spans import Span
-from llamarl.observability.waits import NOBODY, waits, without
+from llamarl.parts.page.waits import NOBODY, waits, without
 
 
 def test_a_wait_is_for_whoever_works() -> None:

@@ -14,23 +14,15 @@ from __future__ import annotations
 import ast
 import json
 import re
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
+from llamarl.data.tokenizer import PYTHON_TAG, ToolFormat
 from llamarl.types import ToolCall
 
-ToolFormat = Literal["qwen", "llama"]
-PYTHON_TAG = "<|python_tag|>"
 _TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _BARE = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
 _BUILT_IN = re.compile(r"\w+\.call\(")
 _MOST_DIGITS = 300
-
-
-def tool_format(template: str) -> ToolFormat | None:
-    """Format in which a chat template has tools called; None: in neither."""
-    if "<tool_call>" in template:
-        return "qwen"
-    return "llama" if PYTHON_TAG in template or '"parameters"' in template else None
 
 
 def tool_calls(text: str, written_in: ToolFormat) -> tuple[str, list[ToolCall]]:

@@ -1,0 +1,144 @@
+"""Layouts that trainers and generators would have: what each rank holds of each parameter, from sizes and names alone.
+
+Shape suffixes: R ranks, N dims of the parameter.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamarl.sharding.parallel_layout import QUANTIZED, Held, RankBoxes, ShardLayout, rank_boxes, stage_layers
+from llamarl.sharding.tensor_parallel import sharded_dim, tensor_parallel_box
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Cut along `dim` over one mesh axis like `torch.chunk`: ceil(n / size) each, the last ones less or nothing."""
+
+    dim: int
+    strided: bool = False
+    """Cut after the axes to its right, as FSDP2 does inside tensor parallelism (torch's `_StridedShard`)."""
+
+
+Placement = Shard | None
+"""Cut on one mesh axis; None: every rank along it holds the same."""
+
+
+def chunks(starts: np.ndarray, stops: np.ndarray, num: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bounds of `num` pieces of each range, as `torch.chunk` cuts; the pieces are a new last axis."""
+    size = (stops - starts)[..., None]
+    edges = np.minimum(np.arange(num + 1) * -(-size // num), size) + starts[..., None]
+    return edges[..., :-1], edges[..., 1:]
+
+
+def mesh_boxes(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement]) -> RankBoxes:
+    """The part of each rank of a mesh, ranks counted with the last axis fastest: what DTensor holds there."""
+    cuts = [(axis, placement) for axis, placement in enumerate(placements) if placement is not None]
+    ordered = [one for one in cuts if not one[1].strided] + [one for one in reversed(cuts) if one[1].strided]
+    num_dims = len(sizes := tuple(shape) or (1,))
+    starts = np.zeros((*[1] * len(mesh), num_dims), np.int64)
+    stops = starts + np.array(sizes)
+    for axis, placement in ordered:
+        # The axis had length 1; the pieces take its place.
+        begin, end = (
+            np.moveaxis(one, -1, axis).squeeze(axis + 1)
+            for one in chunks(starts[..., placement.dim], stops[..., placement.dim], mesh[axis])
+        )
+        starts, stops = np.repeat(starts, mesh[axis], axis), np.repeat(stops, mesh[axis], axis)
+        starts[..., placement.dim], stops[..., placement.dim] = begin, end
+    return RankBoxes(*(np.broadcast_to(one, (*mesh, num_dims)).reshape(-1, num_dims) for one in (starts, stops)))
+
+
+def trainer_layout(
+    parameters: Mapping[str, Sequence[int]],
+    *,
+    fsdp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    replicate: int = 1,
+    dtype: str = "bfloat16",
+    first_device: int = 0,
+    host_size: int = 8,
+) -> ShardLayout:
+    """Ranks of a mesh (pp, replicate, fsdp, tp): FSDP2 cuts the rows of what tensor parallelism leaves.
+
+    The embedding is on the first pipeline stage, what follows the layers on the last, a tied embedding on both.
+
+    Args:
+        parameters: name (Hugging Face) and shape.
+        dtype: what unquantized weights travel as.
+    """
+    mesh = (replicate, fsdp, tp)
+    each = math.prod(mesh)
+    num_layers = 1 + max((int(found[1]) for name in parameters if (found := _LAYER.search(name))), default=0)
+    stage_of = {layer: stage for stage, layers in enumerate(stage_layers(num_layers, pp)) for layer in layers}
+    is_tied = not any(name.endswith("lm_head.weight") for name in parameters)
+
+    def stages(name: str) -> tuple[int, ...]:
+        if layer := _LAYER.search(name):
+            return (stage_of[int(layer[1])],)
+        if "embed_tokens" in name:
+            return (0, pp - 1) if is_tied and pp > 1 else (0,)
+        return (pp - 1,)
+
+    made: dict[tuple[object, ...], RankBoxes] = {}
+    held: dict[str, Held] = {}
+    for name, sizes in parameters.items():
+        shape, dim, where = tuple(sizes), sharded_dim(name), stages(name)
+        key = (shape, dim, where)
+        if key not in made:
+            tensor = None if dim is None else Shard(dim)
+            boxes = mesh_boxes(shape, mesh, (None, Shard(0, strided=dim == 0), tensor))
+            made[key] = _on_stages(boxes, where, pp)
+        held[name] = Held(shape, dtype, made[key])
+    return ShardLayout(parameters=held, devices_R=first_device + np.arange(pp * each), host_size=host_size)
+
+
+def _on_stages(boxes: RankBoxes, where: tuple[int, ...], pp: int) -> RankBoxes:
+    """The same boxes on the ranks of some pipeline stages, nothing on the others."""
+    here = np.isin(np.arange(pp), where)[:, None, None]
+    return RankBoxes(*((here * one).reshape(-1, one.shape[1]) for one in (boxes.starts_R_N, boxes.stops_R_N)))
+
+
+def is_quantizable(name: str) -> bool:
+    """A projection of a layer; embedding, head, norms and biases stay floats."""
+    return name.endswith("_proj.weight")
+
+
+def generator_layout(
+    parameters: Mapping[str, Sequence[int]],
+    *,
+    num_kv_heads: int,
+    tp: int = 1,
+    replicas: int = 1,
+    dtype: str = "bfloat16",
+    first_device: int = 0,
+    host_size: int = 8,
+) -> ShardLayout:
+    """Replicas of tensor-parallel ranks, the ranks of a replica next to each other.
+
+    Args:
+        parameters: name (Hugging Face) and shape.
+        dtype: of what `is_quantizable`; if that is 8 bits wide the rest is bfloat16.
+
+    Raises:
+        ValueError: a parameter cannot be cut evenly.
+    """
+    made, alike = dict[tuple[object, ...], RankBoxes](), dict[tuple[object, ...], RankBoxes]()
+    held: dict[str, Held] = {}
+    for name, sizes in parameters.items():
+        shape = tuple(sizes)
+        key = (shape, *name.split(".")[-2:])
+        if key not in made:
+            boxes = [tensor_parallel_box(name, shape, tp, rank, num_kv_heads) for rank in range(tp)]
+            made[key] = alike.setdefault((shape, *boxes), rank_boxes(boxes * replicas, shape))
+        is_float = dtype in QUANTIZED and not is_quantizable(name)
+        held[name] = Held(shape, "bfloat16" if is_float else dtype, made[key])
+    return ShardLayout(parameters=held, devices_R=first_device + np.arange(replicas * tp), host_size=host_size)
