@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,9 @@ from llamarl.cluster.api import CallTimeout, MeshFailed, RemoteError
 from llamarl.controller.saving import NotSaved
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.data.sampler import PromptSampler
-from llamarl.executors.replies import Adoption
 from llamarl.parts.forecast.simulator.clock import run_virtual
-from tests.controller.fakes import Generator, Run, Trainer, config
-from tests.controller.test_models import Model
+from tests.controller.fakes import Run, config
+from tests.executors.ledger import Generator, Model, Trainer
 
 NUM_STEPS, NUM_TRAIN = 7, 23
 
@@ -39,7 +39,7 @@ def test_a_death_ends_the_run_and_is_what_it_reports(tmp_path: Path, name: str) 
         run = Run(config(tmp_path, steps=20), tmp_path, [Generator(), Generator(adopt_s=0.4)])
         with pytest.raises(MeshFailed) as caught:
             run.train(strike=kills(name, tenth / 10))
-        assert str(caught.value) == f"{name} (rank 0): pid 7 was killed by SIGKILL"
+        assert str(caught.value) == f"{name} (rank 0): was killed by SIGKILL"
         assert run.wall_s < tenth / 10 + 2.0
         assert not run.complaints, f"killed at {tenth / 10} s"
 
@@ -66,10 +66,10 @@ def test_an_exception_in_an_executor_is_what_the_run_reports(tmp_path: Path, nam
     async def strike(run: Run) -> None:
         await asyncio.sleep(5.0)
 
-        async def broken(*args: object) -> None:
+        def broken(*args: object) -> None:
             raise RemoteError(name, method, "Traceback: boom")
 
-        setattr(run.handles[name].role, method, broken)
+        setattr(run.handles[name], f"do_{method}", broken)
 
     with pytest.raises(RemoteError) as caught:
         run.train(strike=strike)
@@ -271,8 +271,8 @@ def test_supervisor_reports_the_first_failure_and_ends_the_others() -> None:
 class BreaksAtOnce(Generator):
     """Cannot take over weights."""
 
-    async def adopt(self, version: int, slot: int) -> Adoption:
-        raise RemoteError("late", "adopt", "Traceback: no memory left")
+    def do_adopt(self, version: int, slot: Any) -> tuple[float, Any]:
+        raise RemoteError("generator-9", "adopt", "Traceback: no memory left")
 
 
 @pytest.mark.parametrize("policy", ["stop", "drop"])
@@ -284,10 +284,10 @@ def test_a_generator_that_joins_and_fails_before_it_serves_costs_nothing(tmp_pat
     async def strike(run: Run) -> None:
         await asyncio.sleep(1.3)
         late = BreaksAtOnce() if how == "raises" else Generator(adopt_s=1e6)
-        joins = asyncio.ensure_future(run.add("late", late))
+        joins = asyncio.ensure_future(run.add("generator-9", late))
         await asyncio.sleep(0.5)
         if how == "dies":
-            run.handles["late"].die()
+            run.handles["generator-9"].die()
         with pytest.raises((RemoteError, MeshFailed)) as caught:
             await joins
         heard.append(type(caught.value).__name__)

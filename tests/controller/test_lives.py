@@ -17,8 +17,8 @@ from llamarl.controller.lives import Deaths, RestartableHandle, TooManyDeaths
 from llamarl.controller.optimized import StepsLost
 from llamarl.controller.supervision import Supervisor
 from llamarl.distributed.links import RanksLost
-from tests.controller.fakes import FakeHandle, Generator, Run, Trainer, config
-from tests.controller.test_models import Model, logprobs, values
+from tests.controller.fakes import Run, config
+from tests.executors.ledger import Generator, Ledgered, Model, Trainer, logprobs, values
 
 STEPS = 8
 Strike = Callable[[Run], Awaitable[None]]
@@ -35,7 +35,7 @@ def run_of(
         rollout={"max_staleness": staleness, "window": 1 + staleness}, cluster={"max_restarts": max_restarts},
     )  # fmt: skip
     models = {"critic": Model(values), "reference": Model(logprobs)}
-    generator = Generator(duration_s=lambda group_id, index: 0.3 + (group_id * 7 + index * 3) % 5 / 4)
+    generator = Generator(duration_s=lambda group_id, index: 0.3 + (group_id * 7 + index * 3) % 5 / 4, token_s=0.05)
     run = Run(wanted, tmp_path, [generator], trainer=Trainer(mirror={} if mirror else None), models=models)
     run.start_s = 1.0
     return run
@@ -82,7 +82,7 @@ def test_a_death_at_any_moment_changes_nothing_but_the_time(tmp_path: Path, name
         assert run.wall_s < whole.wall_s + 8.0
         num_lives += run.lives[name]
         if run.lives[name]:
-            assert run.warnings[0] == f"{name} (rank 0): pid 7 was killed by SIGKILL; it is started again"
+            assert run.warnings[0] == f"{name} (rank 0): was killed by SIGKILL; it is started again"
             assert run.warnings[1].startswith(f"{name} goes on")
     assert num_lives > 3
 
@@ -146,7 +146,7 @@ def hangs(name: str, at_s: float) -> Strike:
 
     async def strike(run: Run) -> None:
         await asyncio.sleep(at_s)
-        run.handles[name].thawed.clear()
+        run.handles[name].freeze()
 
     return strike
 
@@ -179,10 +179,10 @@ def test_lost_ranks_are_a_death_and_a_bug_is_none(tmp_path: Path) -> None:
         async def strike(run: Run) -> None:
             await asyncio.sleep(3.0)
 
-            async def broken(*args: object) -> None:
+            def broken(*args: object) -> None:
                 raise RemoteError("trainer", "step", "Traceback: boom") from cause
 
-            run.handles["trainer"].role.step = broken
+            run.handles["trainer"].do_step = broken
 
         return strike
 
@@ -204,7 +204,7 @@ def test_too_many_deaths_end_the_run_with_all_their_causes(tmp_path: Path, name:
         f"{name.removesuffix('-0')} died 3 times within 600 s and is not replaced again (cluster.max_restarts = 2)"
         in text
     )
-    assert text.count(f"{name}: pid 7 was killed by SIGKILL") == 3 and "critic: pid 7 was killed" in text
+    assert text.count(f"{name}: was killed by SIGKILL") == 3 and "critic: was killed" in text
     assert not run.complaints
 
 
@@ -223,7 +223,7 @@ def test_a_lost_host_takes_trainer_and_checkpoints_along(tmp_path: Path) -> None
     def loses(name: str) -> Strike:
         async def strike(run: Run) -> None:
             await asyncio.sleep(3.0)
-            run.handles[name].failed.set_result(HostFailed(name, (0,), "host a is lost"))
+            run.handles[name].die(HostFailed(name, (0,), "host a is lost"))
 
         return strike
 
@@ -246,23 +246,24 @@ def test_steps_that_are_nowhere_are_not_taken_as_if_they_were(tmp_path: Path) ->
         run_of(tmp_path).train(strike=strike)
 
 
-class Answers:
+class Hearing(Ledgered):
     """Keeps the order of its calls."""
 
-    def __init__(self) -> None:
-        self.heard = list[int]()
+    def do_hear(self, number: int) -> tuple[float, None]:
+        return 0.0, None
 
-    async def hear(self, number: int) -> None:
-        self.heard.append(number)
+    @property
+    def heard(self) -> list[int]:
+        return [one.args[0] for one in self.ledger]
 
 
-async def hearer(supervisor: Supervisor) -> tuple[RestartableHandle, list[FakeHandle]]:
+async def hearer(supervisor: Supervisor) -> tuple[RestartableHandle, list[Hearing]]:
     """An executor that comes back after a second, and its lives."""
-    lives = [FakeHandle("reward", Answers())]
+    lives = [Hearing().start("reward")]
 
-    async def again(name: str) -> FakeHandle:
+    async def again(name: str) -> Hearing:
         await asyncio.sleep(1.0)
-        lives.append(FakeHandle(name, Answers()))
+        lives.append(Hearing().start(name))
         return lives[-1]
 
     deaths = Deaths(ClusterConfig(), 1, lambda text: None)
@@ -282,7 +283,7 @@ def test_calls_are_asked_again_in_their_order_ahead_of_new_ones() -> None:
             await asyncio.sleep(0)
         await one.call("hear", 9, timeout_s=5.0)
         await asyncio.wait_for(asyncio.gather(*callers, return_exceptions=True), 5.0)
-        assert lives[1].role.heard == [0, 1, 3, 9]
+        assert lives[1].heard == [0, 1, 3, 9]
         await supervisor.stop()
 
     asyncio.run(main())
@@ -301,7 +302,7 @@ def test_a_caller_that_goes_as_the_executor_comes_back() -> None:
         lives[0].die()
         caller += [asyncio.create_task(one.call("hear", n, timeout_s=5.0)) for n in range(2)]
         await asyncio.wait_for(caller[1], 5.0)
-        assert lives[1].role.heard == [1]
+        assert lives[1].heard == [1]
         await supervisor.stop()
 
     asyncio.run(main())
