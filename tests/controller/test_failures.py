@@ -1,4 +1,4 @@
-"""Deaths, interruptions and resumed runs, over executors that are fakes."""
+"""Deaths, interruptions and resumed runs, over simulated executors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Executors that die at any moment and are started again, over fakes and a virtual clock."""
+"""Executors that die at any moment and are started again, simulated."""
 
 from __future__ import annotations
 

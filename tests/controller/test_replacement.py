@@ -1,4 +1,4 @@
-"""Dynamic sampling and greedy baselines through the controller. Executors are fakes; see `fakes`."""
+"""Dynamic sampling and greedy baselines through the controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight sync and partial rollouts under slow, dying, joining and leaving generators. Executors are fakes; see `fakes`.
+"""Weight sync and partial rollouts under slow, dying, joining and leaving generators.
 
 The fakes check by themselves that weights are not overwritten while somebody serves from them, that a generator has one
 request of a group at a time, and that the trainer publishes what it has.
