@@ -88,6 +88,22 @@ class RecordingJournal(Journal):
         super().step(group_ids, state, result)
 
 
+Strike = Callable[["Run"], Awaitable[None]]
+
+
+def kills(*deaths: tuple[str, float]) -> Strike:
+    """Who dies, and after how many seconds."""
+
+    async def one(run: Run, name: str, at_s: float) -> None:
+        await asyncio.sleep(at_s)
+        run.handles[name].die()
+
+    async def strike(run: Run) -> None:
+        await asyncio.gather(*(one(run, name, at_s) for name, at_s in deaths))
+
+    return strike
+
+
 class Run:
     """A controller, its executors, its files and what it did."""
 
@@ -124,9 +140,7 @@ class Run:
         self.lives = Counter[str]()
         """How often it was."""
 
-    def train(
-        self, state: dict[str, Any] | None = None, *, strike: Callable[[Run], Awaitable[None]] | None = None
-    ) -> Run:
+    def train(self, state: dict[str, Any] | None = None, *, strike: Strike | None = None) -> Run:
         """Runs to the end under a virtual clock; `strike` runs beside it. Raises what the run raises."""
         try:
             run_virtual(self._train(state, strike))
@@ -139,7 +153,7 @@ class Run:
             gc.collect()
         return self
 
-    async def _train(self, state: dict[str, Any] | None, strike: Callable[[Run], Awaitable[None]] | None) -> None:
+    async def _train(self, state: dict[str, Any] | None, strike: Strike | None) -> None:
         clock = asyncio.get_running_loop()
         clock.set_exception_handler(lambda _, context: self.complaints.append(str(context)))
         self._feed()

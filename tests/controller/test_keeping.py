@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from llamarl.controller.journal import Journal
-from tests.controller.fakes import Run, config, rows
+from tests.controller.fakes import Run, Strike, config, rows
 from tests.controller.test_failures import draws
 from tests.executors.ledger import Generator, Model, Reward, Trainer
 
@@ -25,7 +24,7 @@ class Killed(BaseException):
     """The process is gone."""
 
 
-def killed(at_s: float) -> Callable[[Run], Awaitable[None]]:
+def killed(at_s: float) -> Strike:
     async def strike(run: Run) -> None:
         await asyncio.sleep(at_s)
         run.supervisor.fail(Killed())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,10 @@ from llamarl.controller.lives import Deaths, RestartableHandle, TooManyDeaths
 from llamarl.controller.optimized import StepsLost
 from llamarl.controller.supervision import Supervisor
 from llamarl.distributed.links import RanksLost
-from tests.controller.fakes import Run, config
+from tests.controller.fakes import Run, Strike, config, kills
 from tests.executors.ledger import Generator, Ledgered, Model, Trainer, logprobs, values
 
 STEPS = 8
-Strike = Callable[[Run], Awaitable[None]]
 
 
 def run_of(
@@ -39,19 +37,6 @@ def run_of(
     run = Run(wanted, tmp_path, [generator], trainer=Trainer(mirror={} if mirror else None), models=models)
     run.start_s = 1.0
     return run
-
-
-def kills(*deaths: tuple[str, float]) -> Strike:
-    """Who dies, and when."""
-
-    async def one(run: Run, name: str, at_s: float) -> None:
-        await asyncio.sleep(at_s)
-        run.handles[name].die()
-
-    async def strike(run: Run) -> None:
-        await asyncio.gather(*(one(run, name, at_s) for name, at_s in deaths))
-
-    return strike
 
 
 def audit(run: Run) -> None:

@@ -33,8 +33,7 @@ from llamarl.training.compute import set_compute
 from llamarl.training.health import Health
 from llamarl.training.result import NonFiniteStep
 from llamarl.types import GenerationRequest, SamplingParams
-from tests.controller.fakes import Run, config
-from tests.controller.test_lives import kills
+from tests.controller.fakes import Run, config, kills
 from tests.end_to_end.tiny import llamarl_here, write_toml
 from tests.executors.ledger import RIGHT, Generator, Model, Trainer, logprobs, values
 from tests.parts.episodes.test_episodes import TURN, World

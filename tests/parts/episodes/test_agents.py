@@ -19,7 +19,7 @@ from llamarl.parts.episodes.gateway.episode import AgentEpisode
 from llamarl.parts.episodes.gateway.news import AgentCall, AgentEnd, AgentNews, AgentTask
 from llamarl.rewards._base import right
 from llamarl.types import OBSERVED, Rollout
-from tests.controller.fakes import Run, config
+from tests.controller.fakes import Run, config, kills
 from tests.executors.ledger import Generator, Ledgered
 
 STEPS, TURN = 5, 2
@@ -151,15 +151,7 @@ def test_episodes_survive_deaths(
     tmp_path_factory: pytest.TempPathFactory, staleness: int, think_s: float, deaths: list[tuple[str, float]]
 ) -> None:
     run = run_of(tmp_path_factory.mktemp("agents"), Gateway(think_s=think_s), staleness=staleness, generators=2)
-
-    async def strike(run: Run) -> None:
-        now_s = 0.0
-        for name, at_s in sorted(deaths, key=lambda one: one[1]):
-            await asyncio.sleep(at_s - now_s)
-            now_s = at_s
-            run.handles[name].die()
-
-    audit(run.train(strike=strike))
+    audit(run.train(strike=kills(*deaths)))
 
 
 def test_what_a_conversation_has_computed_is_held_until_it_ends(tmp_path: Path) -> None:
@@ -189,12 +181,7 @@ def test_calls_of_episodes_that_are_over_end_with_them(tmp_path: Path, leaves_s:
 
 def test_a_gateway_that_dies_costs_the_episodes_under_way(tmp_path: Path) -> None:
     run = run_of(tmp_path, Gateway(think_s=1.0))
-
-    async def strike(run: Run) -> None:
-        await asyncio.sleep(4.0)
-        run.handles["environment"].die()
-
-    audit(run.train(strike=strike))
+    audit(run.train(strike=kills(("environment", 4.0))))
     again = [key for key in run.models["environment"].begun if key[2]]
     assert again and len({key[:2] for key in again}) == len(again)
 

@@ -18,7 +18,7 @@ from llamarl.controller.journal import Journal
 from llamarl.executors.replies import OpenTurn, Replied
 from llamarl.rewards._base import invalid, right
 from llamarl.types import OBSERVED, RAISED
-from tests.controller.fakes import Run, config, prompts
+from tests.controller.fakes import Run, config, kills, prompts
 from tests.controller.test_keeping import Killed, killed, newest
 from tests.executors.ledger import Generator, Ledgered, Trainer
 
@@ -138,14 +138,7 @@ def test_whatever_dies(
     world = World(reply_s=lambda group_id, index: 0.05 + spread_s * ((group_id * 5 + index * 3) % 7) / 7)
     run = run_of(tmp_path_factory.getbasetemp(), world, staleness=staleness, segment=segment, generators=2)
 
-    async def strike(run: Run) -> None:
-        async def one(name: str, at_s: float) -> None:
-            await asyncio.sleep(at_s)
-            run.handles[name].die()
-
-        await asyncio.gather(*(one(*death) for death in deaths))
-
-    audit(run.train(strike=strike))
+    audit(run.train(strike=kills(*deaths)))
 
 
 def test_what_the_environment_did_is_on_record(tmp_path: Path) -> None:
@@ -183,12 +176,7 @@ def test_a_turn_that_is_asked_for_twice_is_answered_once(tmp_path: Path) -> None
     """Turns that came while the environment was dead; the second reply comes when the episode waits for the next."""
     for tenth in range(12, 60, 6):
         run = run_of(tmp_path, Queueing(reply_s=lambda *_: 0.4), staleness=2)
-
-        async def strike(run: Run, at_s: float = tenth / 10) -> None:
-            await asyncio.sleep(at_s)
-            run.handles["environment"].die()
-
-        audit(run.train(strike=strike))
+        audit(run.train(strike=kills(("environment", tenth / 10))))
 
 
 @pytest.mark.parametrize("segment", [0, 1])
