@@ -22,8 +22,8 @@ from llamarl.types import OBSERVED, Rollout
 from tests.controller.fakes import Run, config, kills
 from tests.executors.ledger import Generator, Ledgered
 
-STEPS, TURN = 5, 2
-"""Tokens that the policy writes per call."""
+STEPS, TURN, SEGMENT = 5, 4, 3
+"""Steps of a run, tokens that the policy writes per call, and those after which it is parked."""
 
 
 def _checked(task: asyncio.Task[None]) -> None:
@@ -80,7 +80,7 @@ class Gateway(Ledgered):
 
     async def _act(self, task: AgentTask) -> None:
         name = f"{task.group_id}/{task.index}/{task.attempt}"
-        episode = AgentEpisode(name=name, sampling=task.sampling, segment_tokens=1)
+        episode = AgentEpisode(name=name, sampling=task.sampling, segment_tokens=SEGMENT)
         history = [1, 2]
         for number in range(self.calls_of(task.group_id, task.index)):
             await asyncio.sleep(self.think_s)
@@ -110,14 +110,14 @@ class Gateway(Ledgered):
 def run_of(tmp_path: Path, gateway: Gateway, *, staleness: int = 1, generators: int = 1, **more: Any) -> Run:
     for file in tmp_path.glob("*.jsonl"):
         file.unlink()
-    rollout = {"max_staleness": staleness, "agent": "nowhere:run", "segment_tokens": 1}
+    rollout = {"max_staleness": staleness, "agent": "nowhere:run", "segment_tokens": SEGMENT}
     cluster = {"on_failure": {"generator": "drop"}, "max_restarts": 99}
     more = {"reward": {"parts": ["gsm8k"]}} | more
     wanted = config(tmp_path, steps=STEPS, rollout=rollout, cluster=cluster, **more)
     run = Run(
         wanted,
         tmp_path,
-        [Generator(turn_tokens=TURN, token_s=0.5) for _ in range(generators)],
+        [Generator(turn_tokens=TURN, token_s=0.25) for _ in range(generators)],
         models={"environment": gateway},
     )
     run.start_s = 1.0
@@ -175,7 +175,7 @@ def test_calls_of_episodes_that_are_over_end_with_them(tmp_path: Path, leaves_s:
     sampled = [key for generator in run.generators for key in generator.sampled if key[0] in gateway.left]
     assert len(gateway.left) >= 4 * STEPS and bool(sampled) == bool(leaves_s)
     if leaves_s < 1:
-        assert all(position == 0 for _, _, position in sampled), "a token takes 0.5 s"
+        assert all(position < 2 for _, _, position in sampled), "a token takes 0.25 s, and a segment three of them"
     assert not dropped[0], "nothing is remembered of what has come back"
 
 
