@@ -1,7 +1,7 @@
 """Weight sync and partial rollouts under slow, dying, joining and leaving generators.
 
-The fakes check by themselves that weights are not overwritten while somebody serves from them, that a generator has one
-request of a group at a time, and that the trainer publishes what it has.
+The executors check by themselves that weights are not overwritten while somebody serves from them (`Trainer.do_publish`
+of the ledger), and that a generator has each rollout once at a time.
 """
 
 from __future__ import annotations
