@@ -38,6 +38,7 @@ def chaotic(dice: random.Random) -> Generator:
 
     return Generator(
         token_s=token_s,
+        max_running=dice.choice([1, 3, 1 << 16]),
         num_tokens=lambda group_id, index: 2 + random.Random(f"{group_id}/{index}").randrange(30),
         adopt_s=lambda version: keyed(version).choice([5.0, 40.0]) if keyed("?", version).random() < stuck else 0.2,
         outcomes=[end for _ in range(4) for end in (dice.choice(["adopted", "mismatch", "failed"]), "adopted")],

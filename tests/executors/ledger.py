@@ -40,9 +40,7 @@ from llamarl.types import Columns, FinishReason, GenerationRequest, Outcome, Pro
 RIGHT = RewardResult(outcome=Outcome.SCORE, value=1.0)
 WRONG = RewardResult(outcome=Outcome.WRONG, value=0.0)
 UNJUDGED = RewardResult(outcome=Outcome.INVALID, value=0.0, reason="the grader is broken")
-CONFIG = RunConfig.model_validate(
-    {"model": {"path": "nowhere"}, "data": {"train": "jsonl"}, "generator": {"max_running": 1 << 16}}
-)
+CONFIG = RunConfig.model_validate({"model": {"path": "nowhere"}, "data": {"train": "jsonl"}})
 LENGTHS = ResponseLengths(Costs(), limit_tokens=1 << 60, seed=0)
 
 
@@ -68,11 +66,14 @@ class Ledgered(SimulatedHandle):
     ledger: list[Called] = field(default_factory=list, kw_only=True)
     """In the order of their turns, those of its other lives too."""
     token_s: ClassVar[float] = 1.0
+    max_running: ClassVar[int] = 1
 
     def start(self, name: str) -> Self:
         """Begins to live, on the event loop that runs."""
         costs = Costs(decode_base_s=self.token_s, decode_per_rollout_s=0.0, prefill_token_s=0.0, adopt_s=0.0)
-        world = World(config=CONFIG, costs=costs, faults=Faults(), trainer_gpus=1, lengths=LENGTHS)
+        generator = CONFIG.generator.model_copy(update={"max_running": self.max_running})
+        config = CONFIG.model_copy(update={"generator": generator})
+        world = World(config=config, costs=costs, faults=Faults(), trainer_gpus=1, lengths=LENGTHS)
         super().__init__(name, world)
         self._frozen_s = math.inf
         self._postponed = list[Callable[[], object]]()
@@ -159,7 +160,7 @@ def token(group_id: int, index: int, position: int) -> int:
 
 @dataclass(eq=False, repr=False)
 class Generator(Ledgered, SimulatedGenerator):
-    """Decodes any number of rollouts at once, and fetches weights meanwhile."""
+    """Decodes rollouts by the clock, and fetches weights meanwhile."""
 
     duration_s: Callable[[int, int], float] = lambda group_id, index: 1.0 + index
     """Seconds of a response, by group and index."""
@@ -167,6 +168,8 @@ class Generator(Ledgered, SimulatedGenerator):
     """Its tokens; None: as many as its seconds take."""
     token_s: float = 0.1  # pyrefly: ignore[bad-override]
     """Seconds of a decode step."""
+    max_running: int = 1 << 16  # pyrefly: ignore[bad-override]
+    """Rollouts at once; siblings of those that wait in line are parked before these."""
     turn_tokens: int = 0
     """Tokens of each turn, where an environment says what follows; 0: there is none."""
     adopt_s: float | Callable[[int], float] = 0.1
