@@ -121,13 +121,13 @@ def transport_s_per_group(response_tokens: int, group_size: int, repeats: int = 
 async def message_s(calls: int = 2000, at_once: int = 16) -> float:
     """Processor seconds of this process per call to an executor on Monarch, `at_once` under way at a time."""
     async with open_cluster(ClusterConfig(kind="monarch")) as cluster:
-        folder = str(Path(__file__).parents[1] / "tests" / "forecast" / "simulator")
-        spec = ExecutorSpec(name="reward", target="light_executors:LightReward", code_paths=(folder,))
+        folder = str(Path(__file__).parents[1] / "tests" / "cluster")
+        spec = ExecutorSpec(name="reward", target="executors:Echo", code_paths=(folder,))
         handle = await cluster.spawn(spec, timeout_s=60)
 
         async def call(count: int) -> None:
             for _ in range(count):
-                await handle.call("score", [], timeout_s=30)
+                await handle.call("echo", [], timeout_s=30)
 
         start_s = time.process_time()
         await asyncio.gather(*(call(calls // at_once) for _ in range(at_once)))

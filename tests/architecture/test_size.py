@@ -34,7 +34,7 @@ BUDGETS = {
     "controller": 3_190,  # goal: 2,450
     "run": 1_610,  # goal: 1,150
     "cli": 740,  # goal: 600
-    "parts/forecast": 3_190,  # goal: 2,900
+    "parts/forecast": 3_220,  # goal: 2,900
     "parts/page": 1_600,  # goal: 1,450
     "parts/episodes": 2_630,  # goal: 2,150
     "parts/hosts": 1_480,  # goal: 1,350

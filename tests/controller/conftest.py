@@ -1,4 +1,4 @@
-"""Runs of fakes look for forgotten errors at their end, which is quick where only their own objects are looked at."""
+"""Runs look for forgotten errors at their end, which is quick where only their own objects are looked at."""
 
 from __future__ import annotations
 

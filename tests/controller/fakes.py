@@ -1,25 +1,19 @@
-"""Executors that only take time, and a controller over them. No torch; time is virtual, so nothing sleeps.
-
-Unlike those of the simulator they keep a ledger: what each of them did, when, and under which weights.
-"""
+"""A controller over simulated executors that keep a ledger (`tests/executors/ledger.py`), under a virtual clock."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import gc
 import json
-import pickle
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
+from llamarl.cluster.api import MeshFailed
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
 from llamarl.controller.admission import Problems
@@ -29,20 +23,15 @@ from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.steps import retake
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
-from llamarl.executors.replies import ControllerState, ScoredResponse
+from llamarl.executors.replies import ControllerState
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.parts.forecast.simulator.clock import run_virtual
 from llamarl.run.rollouts import TrainedSteps
 from llamarl.training.result import PolicyStepResult
-from llamarl.types import Outcome, Prompt, RewardResult, Rollout, RolloutGroup
-from tests.controller.fake_generator import Generator
-from tests.controller.fake_trainer import Trainer
+from llamarl.types import Prompt, RolloutGroup
 from tests.controller.oracle import lines_of
-
-RIGHT = RewardResult(outcome=Outcome.SCORE, value=1.0)
-WRONG = RewardResult(outcome=Outcome.WRONG, value=0.0)
-UNJUDGED = RewardResult(outcome=Outcome.INVALID, value=0.0, reason="the grader is broken")
+from tests.executors.ledger import Generator, Ledgered, Reward, Trainer
 
 
 def config(tmp_path: Path, **changes: Any) -> RunConfig:
@@ -65,92 +54,6 @@ def config(tmp_path: Path, **changes: Any) -> RunConfig:
 def prompts(count: int, first: str = "p") -> tuple[Prompt, ...]:
     token_ids_T = np.array([1], np.int32)
     return tuple(Prompt(prompt_id=f"{first}-{n}", text="?", token_ids_T=token_ids_T, answer="") for n in range(count))
-
-
-class FakeHandle(ExecutorHandle):
-    """Calls one at a time, in their order; a caller that leaves does not stop the call. `role` has the methods."""
-
-    def __init__(self, name: str, role: Any) -> None:
-        self.name = name
-        self.pids = [7]
-        self.role = role
-        if isinstance(role, Generator):
-            self.hosts = role.hosts
-        self.failed: asyncio.Future[ExecutorError] = asyncio.get_running_loop().create_future()
-        self._turn = asyncio.Lock()
-        self.doing = "idle"
-        self.is_stopped = False
-        self.thawed = asyncio.Event()
-        """Cleared while the process stands still (SIGSTOP)."""
-        self.thawed.set()
-        if isinstance(role, Generator):
-            role.thawed = self.thawed
-
-    async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
-        if self.failed.done():
-            raise copy.copy(self.failed.result())
-        arguments = pickle.loads(pickle.dumps(args))
-        job = asyncio.ensure_future(self._run(method, arguments))
-        job.add_done_callback(lambda job: job.cancelled() or job.exception())
-        await asyncio.wait({job, self.failed}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if self.failed.done():
-            raise copy.copy(self.failed.result())
-        if not job.done():
-            raise CallTimeout(self.name, method, timeout_s, f"is in {self.doing}")
-        return job.result()
-
-    async def _run(self, method: str, args: tuple[Any, ...]) -> Any:
-        await self.thawed.wait()
-        if self.is_stopped or self.failed.done():
-            raise MeshFailed(self.name, (0,), "it is gone")
-        if method in ("collect", "adopt"):  # answered from between other calls
-            result = await getattr(self.role, method)(*args)
-        else:
-            async with self._turn:
-                self.doing = method
-                result = await getattr(self.role, method)(*args)
-                self.doing = "idle"
-        if isinstance(result, asyncio.Task):
-            result = await result
-        await self.thawed.wait()
-        return result
-
-    async def call_each(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
-        return [await self.call(method, *args, timeout_s=timeout_s, **kwargs)]
-
-    async def status(self, timeout_s: float) -> HostStatus:
-        if self.failed.done():
-            raise copy.copy(self.failed.result())
-        if not self.thawed.is_set():
-            await asyncio.sleep(timeout_s)
-            raise CallTimeout(self.name, "status", timeout_s, "has not said yet what it does")
-        return HostStatus(pid=7, doing=self.doing, doing_age_s=0, busy_s={}, queued_calls=0, spans=[])
-
-    async def status_each(self, timeout_s: float) -> list[HostStatus]:
-        return [await self.status(timeout_s)]
-
-    async def stop(self, timeout_s: float) -> None:
-        self.is_stopped = True
-        if isinstance(self.role, Generator):
-            self.role.kill()
-
-    def die(self) -> None:
-        if not self.failed.done():
-            self.failed.set_result(MeshFailed(self.name, (0,), "pid 7 was killed by SIGKILL"))
-            if isinstance(self.role, Generator):
-                self.role.kill()
-
-
-@dataclass
-class Reward:
-    judge: Callable[[Rollout], RewardResult] = lambda rollout: RIGHT if rollout.index else WRONG
-    score_s: float = 0.05
-
-    async def score(self, groups: list[tuple[Prompt, list[Rollout]]]) -> list[list[ScoredResponse]]:
-        await asyncio.sleep(self.score_s)
-        return [
-            [ScoredResponse(response="r", result=self.judge(rollout)) for rollout in rollouts] for _, rollouts in groups
-        ]
 
 
 class RecordingJournal(Journal):
@@ -185,8 +88,24 @@ class RecordingJournal(Journal):
         super().step(group_ids, state, result)
 
 
+Strike = Callable[["Run"], Awaitable[None]]
+
+
+def kills(*deaths: tuple[str, float]) -> Strike:
+    """Who dies, and after how many seconds."""
+
+    async def one(run: Run, name: str, at_s: float) -> None:
+        await asyncio.sleep(at_s)
+        run.handles[name].die()
+
+    async def strike(run: Run) -> None:
+        await asyncio.gather(*(one(run, name, at_s) for name, at_s in deaths))
+
+    return strike
+
+
 class Run:
-    """A controller over fakes, its files and what it did."""
+    """A controller, its executors, its files and what it did."""
 
     def __init__(
         self,
@@ -197,7 +116,7 @@ class Run:
         trainer: Trainer | None = None,
         num_train: int = 1000,
         num_eval: int = 0,
-        models: dict[str, Any] | None = None,
+        models: dict[str, Ledgered] | None = None,
         keeps_journal: bool = False,
     ) -> None:
         self.config = config
@@ -206,8 +125,6 @@ class Run:
         self.reward = reward or Reward()
         self.trainer = trainer or Trainer()
         self.models = models or {}
-        for generator in self.generators:
-            generator.source = self.trainer
         self.problems = Problems(train=prompts(num_train), eval=prompts(num_eval, "e"), stop_token_ids=(2,))
         self.metrics_file, self.rollouts_file = folder / "metrics.jsonl", folder / "oracle.jsonl"
         self.warnings: list[str] = []
@@ -223,9 +140,7 @@ class Run:
         self.lives = Counter[str]()
         """How often it was."""
 
-    def train(
-        self, state: dict[str, Any] | None = None, *, strike: Callable[[Run], Awaitable[None]] | None = None
-    ) -> Run:
+    def train(self, state: dict[str, Any] | None = None, *, strike: Strike | None = None) -> Run:
         """Runs to the end under a virtual clock; `strike` runs beside it. Raises what the run raises."""
         try:
             run_virtual(self._train(state, strike))
@@ -234,19 +149,19 @@ class Run:
             raise
         finally:  # a forgotten error is complained of when its task is deleted
             self.version = self.controller.version
-            self.left = self.handles
             del self.controller, self.supervisor, self.handles
             gc.collect()
         return self
 
-    async def _train(self, state: dict[str, Any] | None, strike: Callable[[Run], Awaitable[None]] | None) -> None:
+    async def _train(self, state: dict[str, Any] | None, strike: Strike | None) -> None:
         clock = asyncio.get_running_loop()
         clock.set_exception_handler(lambda _, context: self.complaints.append(str(context)))
-        self.handles = {f"generator-{n}": FakeHandle(f"generator-{n}", g) for n, g in enumerate(self.generators)}
-        self.handles |= {"reward": FakeHandle("reward", self.reward), "trainer": FakeHandle("trainer", self.trainer)}
-        *generators, reward, trainer = self.handles.values()
-        models = {name: FakeHandle(name, role) for name, role in self.models.items()}
-        self.handles |= models
+        self._feed()
+        self.handles: dict[str, Ledgered] = {f"generator-{n}": one for n, one in enumerate(self.generators)}
+        self.handles |= {"reward": self.reward, "trainer": self.trainer, **self.models}
+        for name, handle in self.handles.items():
+            handle.start(name)
+        generators, reward, trainer, models = list(self.generators), self.reward, self.trainer, dict(self.models)
         self.supervisor = supervisor = Supervisor()
         rollout = self.config.rollout
         limit = rollout.staleness_limit
@@ -310,22 +225,24 @@ class Run:
         """How `Executors` says that there may be more."""
         return {"spawn_again": self._again} if self.start_s is not None else {}
 
-    async def _again(self, name: str) -> FakeHandle:
+    async def _again(self, name: str) -> Ledgered:
         """Another life of an executor, in `start_s`."""
         assert self.start_s is not None
         await asyncio.sleep(self.start_s)
         self.lives[name] += 1
-        role = self.handles[name].role
-        if hasattr(role, "another"):
-            role = role.another()
-        if name == "trainer":
-            self.trainer = role
-            for generator in self.generators:
-                generator.source = role
+        handle = self.handles[name] = self.handles[name].another().start(name)
+        if isinstance(handle, Trainer):
+            self.trainer = handle
+            self._feed()
         elif name in self.models:
-            self.models[name] = role
-        self.handles[name] = FakeHandle(name, role)
-        return self.handles[name]
+            self.models[name] = handle
+        return handle
+
+    def _feed(self) -> None:
+        """Generators fetch from the trainer that there is."""
+        self.trainer.readers = self.generators
+        for generator in self.generators:
+            generator.source = self.trainer
 
     async def _main(self, telemetry: Telemetry) -> None:
         await self.controller.start()
@@ -335,9 +252,9 @@ class Run:
 
     async def add(self, name: str, generator: Generator) -> None:
         """One generator more."""
-        generator.source = self.trainer
         self.generators.append(generator)
-        self.handles[name] = FakeHandle(name, generator)
+        self._feed()
+        self.handles[name] = generator.start(name)
         await self.controller.recovery.add(self.handles[name])
 
     def _lost(self, failure: object) -> None:

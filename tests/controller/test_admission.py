@@ -11,7 +11,8 @@ import pytest
 from llamarl.controller.admission import Admission, Problems, StalenessViolated
 from llamarl.observability.events import Flow
 from llamarl.types import Rollout, RolloutGroup
-from tests.controller.fakes import RIGHT, config, prompts
+from tests.controller.fakes import config, prompts
+from tests.executors.ledger import RIGHT
 
 
 def group(group_id: int, oldest: int, newest: int) -> RolloutGroup:

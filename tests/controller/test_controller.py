@@ -1,4 +1,4 @@
-"""The loops of a run: order, staleness, evaluation. Executors are fakes that take virtual time; see `fakes`."""
+"""The loops of a run: order, staleness, evaluation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from llamarl.controller.admission import TooManyInvalid
 from llamarl.controller.supervision import Stalled
 from llamarl.data.sampler import PromptSampler
 from llamarl.types import RewardResult, Rollout
-from tests.controller.fakes import RIGHT, UNJUDGED, WRONG, Generator, Reward, Run, Trainer, config
+from tests.controller.fakes import Run, config
+from tests.executors.ledger import RIGHT, UNJUDGED, WRONG, Generator, Reward, Trainer
 
 
 def random_durations(seed: int) -> Generator:
@@ -91,9 +92,9 @@ def test_published_weights_carry_the_version_that_they_are_while_a_generator_joi
         late.adopt_s = 0.1
 
     quick = Generator(duration_s=lambda group_id, index: 0.3)
-    run = Run(config(tmp_path, steps=20, rollout={"max_staleness": 4}), tmp_path, [quick]).train(strike=join)
+    run = Run(config(tmp_path, steps=40, rollout={"max_staleness": 4}), tmp_path, [quick]).train(strike=join)
     assert [name for name, _ in run.trainer.published] == [steps for _, steps in run.trainer.published]
-    assert late.version == 20 and late.spans
+    assert late.version == 40 and late.spans
     assert min(version for _, version in late.adopted) > 0
     assert max(row["staleness"] for row in run.rollouts) <= 4
 
@@ -153,8 +154,8 @@ def test_a_stall_says_who_waits_for_whom(tmp_path: Path, who: str) -> None:
             "3 are ready",
             "group 5 with 0",
         ),
-        "reward": ("reward (pid 7): score", "owes 0 rollouts", "4 are in flight, the oldest is group 0 with 2 of 2"),
-        "trainer": ("trainer (pid 7): step", "generator-0 owes 0 rollouts", "none is in flight, 0 slots are free"),
+        "reward": ("reward (pid 0): score", "owes 0 rollouts", "4 are in flight, the oldest is group 0 with 2 of 2"),
+        "trainer": ("trainer (pid 0): step", "generator-0 owes 0 rollouts", "none is in flight, 0 slots are free"),
     }
     for part in busy[who]:
         assert part in text, text

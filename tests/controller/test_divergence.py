@@ -11,7 +11,8 @@ import pytest
 
 from llamarl.executors.replies import Published
 from llamarl.training.result import NonFiniteStep
-from tests.controller.fakes import Generator, Run, config
+from tests.controller.fakes import Run, config
+from tests.executors.ledger import Generator
 
 
 @pytest.mark.parametrize("damage", ["", "model.norm.weight holds 1.7e+37, as of damaged memory"])
@@ -19,15 +20,14 @@ from tests.controller.fakes import Generator, Run, config
 def test_a_policy_that_has_diverged_is_no_fault_of_the_sync(tmp_path: Path, size: float, damage: str) -> None:
     """As by a learning rate of 1e300, or one bit of the trainer's memory: the generator serves the very same."""
     run = Run(config(tmp_path), tmp_path, [Generator(bias=math.nan)])
-    publish = run.trainer.publish
+    publish = run.trainer.do_publish
 
-    async def diverged(version: int, in_use: tuple[int, ...]) -> Published:
-        published = await publish(version, in_use)
-        assert published.probe is not None
+    def diverged(version: int, in_use: tuple[int, ...]) -> tuple[float, Published]:
+        seconds, published = publish(version, in_use)
         logprobs = [np.full_like(logprobs_T, size) for logprobs_T in published.probe.logprobs]
-        return replace(published, probe=replace(published.probe, logprobs=logprobs))
+        return seconds, replace(published, probe=replace(published.probe, logprobs=logprobs))
 
-    run.trainer.publish, run.trainer.damage = diverged, damage
+    run.trainer.do_publish, run.trainer.damage = diverged, damage
     with pytest.raises(NonFiniteStep, match=r"training has diverged: after step 0 .* nats on average; (.*)") as failed:
         run.train()
     assert ("lower trainer.learning_rate" in str(failed.value)) == (not damage) and damage in str(failed.value)

@@ -15,7 +15,8 @@ from llamarl.controller.evaluation import Evaluation
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import eval_facts
 from llamarl.types import OBSERVED, RewardResult, SamplingParams
-from tests.controller.fakes import RIGHT, UNJUDGED, WRONG, prompts
+from tests.controller.fakes import prompts
+from tests.executors.ledger import RIGHT, UNJUDGED, WRONG
 
 
 def evaluated(*answers: tuple[RewardResult, ...]) -> EvalMetrics:

@@ -1,4 +1,4 @@
-"""Deaths, interruptions and resumed runs, over executors that are fakes."""
+"""Deaths, interruptions and resumed runs, over simulated executors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,20 +16,11 @@ from llamarl.cluster.api import CallTimeout, MeshFailed, RemoteError
 from llamarl.controller.saving import NotSaved
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.data.sampler import PromptSampler
-from llamarl.executors.replies import Adoption
 from llamarl.parts.forecast.simulator.clock import run_virtual
-from tests.controller.fakes import Generator, Run, Trainer, config
-from tests.controller.test_models import Model
+from tests.controller.fakes import Run, config, kills
+from tests.executors.ledger import Generator, Model, Trainer
 
 NUM_STEPS, NUM_TRAIN = 7, 23
-
-
-def kills(name: str, at_s: float) -> Callable[[Run], Awaitable[None]]:
-    async def strike(run: Run) -> None:
-        await asyncio.sleep(at_s)
-        run.handles[name].die()
-
-    return strike
 
 
 @pytest.mark.parametrize("name", ["generator-0", "generator-1", "reward", "trainer"])
@@ -38,8 +29,8 @@ def test_a_death_ends_the_run_and_is_what_it_reports(tmp_path: Path, name: str) 
     for tenth in range(0, 90, 13):
         run = Run(config(tmp_path, steps=20), tmp_path, [Generator(), Generator(adopt_s=0.4)])
         with pytest.raises(MeshFailed) as caught:
-            run.train(strike=kills(name, tenth / 10))
-        assert str(caught.value) == f"{name} (rank 0): pid 7 was killed by SIGKILL"
+            run.train(strike=kills((name, tenth / 10)))
+        assert str(caught.value) == f"{name} (rank 0): was killed by SIGKILL"
         assert run.wall_s < tenth / 10 + 2.0
         assert not run.complaints, f"killed at {tenth / 10} s"
 
@@ -54,7 +45,7 @@ def test_a_trainer_that_lives_saves_when_another_dies(tmp_path: Path, name: str)
         run = run_of(tmp_path, 1, 3, disk, tenth, every_steps=0)
         run.saves_on_death = True
         with pytest.raises(MeshFailed, match=name):
-            run.train(strike=kills(name, tenth / 10))
+            run.train(strike=kills((name, tenth / 10)))
         assert [version for version, _ in disk.saved] == [disk.version]
         audit(resumed(tmp_path, 1, 3, disk, tenth + 1000))
 
@@ -66,10 +57,10 @@ def test_an_exception_in_an_executor_is_what_the_run_reports(tmp_path: Path, nam
     async def strike(run: Run) -> None:
         await asyncio.sleep(5.0)
 
-        async def broken(*args: object) -> None:
+        def broken(*args: object) -> None:
             raise RemoteError(name, method, "Traceback: boom")
 
-        setattr(run.handles[name].role, method, broken)
+        setattr(run.handles[name], f"do_{method}", broken)
 
     with pytest.raises(RemoteError) as caught:
         run.train(strike=strike)
@@ -134,7 +125,7 @@ def test_after_a_crash_no_prompt_is_skipped_or_trained_twice(tmp_path: Path, sta
             file.unlink()
         disk = Trainer()
         try:
-            run_of(tmp_path, staleness, window, disk, moment).train(strike=kills("generator-0", moment / 1.3))
+            run_of(tmp_path, staleness, window, disk, moment).train(strike=kills(("generator-0", moment / 1.3)))
         except MeshFailed:
             audit(resumed(tmp_path, staleness, window, disk, moment + 1000))
 
@@ -232,7 +223,7 @@ def test_a_finished_run_can_be_resumed_and_extended(tmp_path: Path) -> None:
 def test_the_death_of_the_last_generator_ends_the_run(tmp_path: Path) -> None:
     run = Run(config(tmp_path, steps=50, cluster={"on_failure": {"generator": "drop"}}), tmp_path)
     with pytest.raises(MeshFailed, match="generator-0"):
-        run.train(strike=kills("generator-0", 5.0))
+        run.train(strike=kills(("generator-0", 5.0)))
     assert not run.complaints
 
 
@@ -271,8 +262,8 @@ def test_supervisor_reports_the_first_failure_and_ends_the_others() -> None:
 class BreaksAtOnce(Generator):
     """Cannot take over weights."""
 
-    async def adopt(self, version: int, slot: int) -> Adoption:
-        raise RemoteError("late", "adopt", "Traceback: no memory left")
+    def do_adopt(self, version: int, slot: Any) -> tuple[float, Any]:
+        raise RemoteError("generator-9", "adopt", "Traceback: no memory left")
 
 
 @pytest.mark.parametrize("policy", ["stop", "drop"])
@@ -284,10 +275,10 @@ def test_a_generator_that_joins_and_fails_before_it_serves_costs_nothing(tmp_pat
     async def strike(run: Run) -> None:
         await asyncio.sleep(1.3)
         late = BreaksAtOnce() if how == "raises" else Generator(adopt_s=1e6)
-        joins = asyncio.ensure_future(run.add("late", late))
+        joins = asyncio.ensure_future(run.add("generator-9", late))
         await asyncio.sleep(0.5)
         if how == "dies":
-            run.handles["late"].die()
+            run.handles["generator-9"].die()
         with pytest.raises((RemoteError, MeshFailed)) as caught:
             await joins
         heard.append(type(caught.value).__name__)

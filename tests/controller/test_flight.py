@@ -18,7 +18,8 @@ from llamarl.controller.journal import Journal
 from llamarl.controller.records import Key
 from llamarl.controller.replica import Replica
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
-from tests.controller.fakes import FakeHandle, Generator, config, prompts
+from tests.controller.fakes import config, prompts
+from tests.executors.ledger import Generator
 
 SIZE = 3
 FINAL = [FinishReason.STOP, FinishReason.LENGTH, FinishReason.FAILED]
@@ -65,7 +66,7 @@ class Life(RuleBasedStateMachine):
             reward={"parts": ["exact"]},
         )
         self.flight = Flight(wanted, self.journal)
-        self.replicas = [Replica(FakeHandle(f"generator-{n}", Generator()), 1.0) for n in range(3)]
+        self.replicas = [Replica(Generator().start(f"generator-{n}"), 1.0) for n in range(3)]
         self.told = {replica: Counter[Key]() for replica in self.replicas}
         """What each generator owes an answer for, as it knows it."""
         self.queue = list[GenerationRequest]()

@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import numpy as np
 import pytest
 
 from llamarl.controller.journal import Journal
-from tests.controller.fakes import Generator, Reward, Run, Trainer, config, rows
+from tests.controller.fakes import Run, Strike, config, rows
 from tests.controller.test_failures import draws
-from tests.controller.test_models import Model
+from tests.executors.ledger import Generator, Model, Reward, Trainer
 
 NUM_STEPS = 7
 
@@ -25,7 +24,7 @@ class Killed(BaseException):
     """The process is gone."""
 
 
-def killed(at_s: float) -> Callable[[Run], Awaitable[None]]:
+def killed(at_s: float) -> Strike:
     async def strike(run: Run) -> None:
         await asyncio.sleep(at_s)
         run.supervisor.fail(Killed())
@@ -34,10 +33,9 @@ def killed(at_s: float) -> Callable[[Run], Awaitable[None]]:
 
 
 def uneven(seed: int, length: int) -> Generator:
-    def duration_s(group_id: int, index: int) -> float:
-        return random.Random(f"{seed}/{group_id}/{index}").uniform(0.2, 4.0)
-
-    return Generator(duration_s=duration_s, num_tokens=lambda group_id, index: length + index)
+    """At its own speed."""
+    token_s = random.Random(seed).uniform(0.3, 0.7)
+    return Generator(num_tokens=lambda group_id, index: length + (group_id * 7 + index * 3) % 5, token_s=token_s)
 
 
 def run_of(folder: Path, trainer: Trainer, seed: int, every_steps: int, **rollout: Any) -> Run:
@@ -89,7 +87,7 @@ def test_killed_twice_at_any_moment(tmp_path: Path, rollout: dict[str, int], eve
             try:
                 run.train(
                     json.loads(newest(disk)[1]),
-                    strike=killed(moment / 1.7 if not num_kills else moment / 2.9) if num_kills < 2 else None,
+                    strike=killed(moment / 1.9 if not num_kills else moment / 2.9) if num_kills < 2 else None,
                 )
                 break
             except Killed:
@@ -160,13 +158,14 @@ def test_weights_that_come_out_otherwise_are_told(tmp_path: Path) -> None:
         run_of(tmp_path, Trainer(), 2, 0, max_staleness=1).train(strike=killed(12.0))
 
     class Other(Generator):
-        async def adopt(self, version: int, slot: int) -> Any:
-            adoption = await super().adopt(version, slot)
-            object.__setattr__(adoption, "fingerprint", "otherwise")
-            return adoption
+        def do_adopt(self, version: int, slot: Any) -> tuple[float, Any]:
+            """Gets others."""
+            seconds, fetched = super().do_adopt(version, slot)
+            fetched.add_done_callback(lambda done: object.__setattr__(done.result(), "fingerprint", "otherwise"))
+            return seconds, fetched
 
     run = run_of(tmp_path, Trainer(), 2, 0, max_staleness=1)
-    run.generators = [Other(source=run.trainer)]
+    run.generators = [Other()]
     run.train()
     (said,) = (text for text in run.warnings if "fingerprint" in text)
     assert "was trained again and has fingerprint otherwise instead of 0000" in said

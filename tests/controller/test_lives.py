@@ -1,10 +1,9 @@
-"""Executors that die at any moment and are started again, over fakes and a virtual clock."""
+"""Executors that die at any moment and are started again, simulated."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,10 @@ from llamarl.controller.lives import Deaths, RestartableHandle, TooManyDeaths
 from llamarl.controller.optimized import StepsLost
 from llamarl.controller.supervision import Supervisor
 from llamarl.distributed.links import RanksLost
-from tests.controller.fakes import FakeHandle, Generator, Run, Trainer, config
-from tests.controller.test_models import Model, logprobs, values
+from tests.controller.fakes import Run, Strike, config, kills
+from tests.executors.ledger import Generator, Ledgered, Model, Trainer, logprobs, values
 
 STEPS = 8
-Strike = Callable[[Run], Awaitable[None]]
 
 
 def run_of(
@@ -35,23 +33,10 @@ def run_of(
         rollout={"max_staleness": staleness, "window": 1 + staleness}, cluster={"max_restarts": max_restarts},
     )  # fmt: skip
     models = {"critic": Model(values), "reference": Model(logprobs)}
-    generator = Generator(duration_s=lambda group_id, index: 0.3 + (group_id * 7 + index * 3) % 5 / 4)
+    generator = Generator(duration_s=lambda group_id, index: 0.3 + (group_id * 7 + index * 3) % 5 / 4, token_s=0.05)
     run = Run(wanted, tmp_path, [generator], trainer=Trainer(mirror={} if mirror else None), models=models)
     run.start_s = 1.0
     return run
-
-
-def kills(*deaths: tuple[str, float]) -> Strike:
-    """Who dies, and when."""
-
-    async def one(run: Run, name: str, at_s: float) -> None:
-        await asyncio.sleep(at_s)
-        run.handles[name].die()
-
-    async def strike(run: Run) -> None:
-        await asyncio.gather(*(one(run, name, at_s) for name, at_s in deaths))
-
-    return strike
 
 
 def audit(run: Run) -> None:
@@ -82,7 +67,7 @@ def test_a_death_at_any_moment_changes_nothing_but_the_time(tmp_path: Path, name
         assert run.wall_s < whole.wall_s + 8.0
         num_lives += run.lives[name]
         if run.lives[name]:
-            assert run.warnings[0] == f"{name} (rank 0): pid 7 was killed by SIGKILL; it is started again"
+            assert run.warnings[0] == f"{name} (rank 0): was killed by SIGKILL; it is started again"
             assert run.warnings[1].startswith(f"{name} goes on")
     assert num_lives > 3
 
@@ -146,7 +131,7 @@ def hangs(name: str, at_s: float) -> Strike:
 
     async def strike(run: Run) -> None:
         await asyncio.sleep(at_s)
-        run.handles[name].thawed.clear()
+        run.handles[name].freeze()
 
     return strike
 
@@ -179,10 +164,10 @@ def test_lost_ranks_are_a_death_and_a_bug_is_none(tmp_path: Path) -> None:
         async def strike(run: Run) -> None:
             await asyncio.sleep(3.0)
 
-            async def broken(*args: object) -> None:
+            def broken(*args: object) -> None:
                 raise RemoteError("trainer", "step", "Traceback: boom") from cause
 
-            run.handles["trainer"].role.step = broken
+            run.handles["trainer"].do_step = broken
 
         return strike
 
@@ -204,7 +189,7 @@ def test_too_many_deaths_end_the_run_with_all_their_causes(tmp_path: Path, name:
         f"{name.removesuffix('-0')} died 3 times within 600 s and is not replaced again (cluster.max_restarts = 2)"
         in text
     )
-    assert text.count(f"{name}: pid 7 was killed by SIGKILL") == 3 and "critic: pid 7 was killed" in text
+    assert text.count(f"{name}: was killed by SIGKILL") == 3 and "critic: was killed" in text
     assert not run.complaints
 
 
@@ -223,7 +208,7 @@ def test_a_lost_host_takes_trainer_and_checkpoints_along(tmp_path: Path) -> None
     def loses(name: str) -> Strike:
         async def strike(run: Run) -> None:
             await asyncio.sleep(3.0)
-            run.handles[name].failed.set_result(HostFailed(name, (0,), "host a is lost"))
+            run.handles[name].die(HostFailed(name, (0,), "host a is lost"))
 
         return strike
 
@@ -246,43 +231,44 @@ def test_steps_that_are_nowhere_are_not_taken_as_if_they_were(tmp_path: Path) ->
         run_of(tmp_path).train(strike=strike)
 
 
-class Answers:
+class Hearing(Ledgered):
     """Keeps the order of its calls."""
 
-    def __init__(self) -> None:
-        self.heard = list[int]()
+    def do_hear(self, number: int) -> tuple[float, None]:
+        return 0.0, None
 
-    async def hear(self, number: int) -> None:
-        self.heard.append(number)
+    @property
+    def heard(self) -> list[int]:
+        return [one.args[0] for one in self.ledger]
 
 
-async def hearer(supervisor: Supervisor) -> tuple[RestartableHandle, list[FakeHandle]]:
-    """An executor that comes back after a second, and its lives."""
-    lives = [FakeHandle("reward", Answers())]
+async def hearer(supervisor: Supervisor) -> tuple[RestartableHandle, list[Hearing], list[str]]:
+    """An executor that comes back after a second, its lives, and what the user is told of them."""
+    lives, told = [Hearing().start("reward")], list[str]()
 
-    async def again(name: str) -> FakeHandle:
+    async def again(name: str) -> Hearing:
         await asyncio.sleep(1.0)
-        lives.append(FakeHandle(name, Answers()))
+        lives.append(Hearing().start(name))
         return lives[-1]
 
-    deaths = Deaths(ClusterConfig(), 1, lambda text: None)
-    return RestartableHandle(lives[0], again, supervisor, deaths), lives
+    deaths = Deaths(ClusterConfig(), 1, told.append)
+    return RestartableHandle(lives[0], again, supervisor, deaths), lives, told
 
 
 def test_calls_are_asked_again_in_their_order_ahead_of_new_ones() -> None:
     """Also where a caller has gone meanwhile."""
 
     async def main() -> None:
-        one, lives = await hearer(supervisor := Supervisor())
+        one, lives, told = await hearer(supervisor := Supervisor())
         lives[0].die()
         callers = [asyncio.create_task(one.call("hear", n, timeout_s=5.0)) for n in range(4)]
         await asyncio.sleep(0.5)
         callers[2].cancel()
-        while len(lives) < 2 or not one._is_up:  # beside the loop that brings it back
+        while "reward goes on" not in told:  # beside the loop that brings it back
             await asyncio.sleep(0)
         await one.call("hear", 9, timeout_s=5.0)
         await asyncio.wait_for(asyncio.gather(*callers, return_exceptions=True), 5.0)
-        assert lives[1].role.heard == [0, 1, 3, 9]
+        assert lives[1].heard == [0, 1, 3, 9]
         await supervisor.stop()
 
     asyncio.run(main())
@@ -290,7 +276,7 @@ def test_calls_are_asked_again_in_their_order_ahead_of_new_ones() -> None:
 
 def test_a_caller_that_goes_as_the_executor_comes_back() -> None:
     async def main() -> None:
-        one, lives = await hearer(supervisor := Supervisor())
+        one, lives, _ = await hearer(supervisor := Supervisor())
         caller = list[asyncio.Task[None]]()
 
         async def restore(life: ExecutorHandle) -> str:
@@ -301,7 +287,7 @@ def test_a_caller_that_goes_as_the_executor_comes_back() -> None:
         lives[0].die()
         caller += [asyncio.create_task(one.call("hear", n, timeout_s=5.0)) for n in range(2)]
         await asyncio.wait_for(caller[1], 5.0)
-        assert lives[1].role.heard == [1]
+        assert lives[1].heard == [1]
         await supervisor.stop()
 
     asyncio.run(main())
@@ -315,9 +301,11 @@ def test_a_critic_that_dies_before_it_saves_saves_the_step_that_is_due(tmp_path:
     generator.adopt_s = 1.0  # which step 3 waits for before it is saved
 
     async def strike(run: Run) -> None:
-        while run.controller._optimized._critic_version < 3 or run.controller._buffer.num_ready < 2:
+        critic, reference = run.handles["critic"], run.handles["reference"]
+        assert isinstance(critic, Model) and isinstance(reference, Model)
+        while len(critic.learnt) < 3 or min(len(critic.asked), len(reference.asked)) < 8:
             await asyncio.sleep(0.01)
-        run.handles["critic"].die()
+        critic.die()
 
     audit(run.train(strike=strike))
     assert run.lives["critic"] == 1 and 3 in run.models["critic"].weights

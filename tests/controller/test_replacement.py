@@ -1,4 +1,4 @@
-"""Dynamic sampling and greedy baselines through the controller. Executors are fakes; see `fakes`."""
+"""Dynamic sampling and greedy baselines through the controller."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from llamarl.controller.flight import FIRST_GREEDY_ID, FlyingRollout, PendingGro
 from llamarl.data.sampler import PromptSampler
 from llamarl.executors.replies import ScoredResponse
 from llamarl.types import FinishReason, GenerationRequest, Outcome, RewardResult, Rollout, SamplingParams
-from tests.controller.fakes import RIGHT, WRONG, Generator, Reward, Run, Trainer, config, prompts
+from tests.controller.fakes import Run, config, prompts
 from tests.controller.test_controller import random_durations
+from tests.executors.ledger import RIGHT, WRONG, Generator, Reward, Trainer
 
 P = 4
 
@@ -49,7 +50,8 @@ def test_flat_groups_are_replaced_and_no_rollout_is_older_than_the_bound(
     assert {row["extra.flat_groups"] for row in run.steps} == {0} and not run.warnings
     assert max(row["staleness"] for row in run.rollouts) <= run.steps[0]["staleness_limit"]
     assert sorted(one.group_id for one in run.trainer.consumed) == sorted(trained)
-    assert not run.trainer._groups, "what is dropped never reaches the trainer"
+    given = [one.args[-1] for one in run.trainer.ledger if one.method in ("add_groups", "step")]
+    assert {group.group_id for groups in given for group in groups} == set(trained), "what is dropped stays here"
     sampler = PromptSampler(1000, 0)
     prompts = [f"p-{sampler.next()}" for _ in range(max(trained) + 1)]
     assert all(row["prompt_id"] == prompts[row["group_id"]] for row in run.rollouts)
@@ -97,21 +99,9 @@ def test_a_resumed_run_drops_and_trains_on(tmp_path: Path) -> None:
     assert [row["step"] for row in again.steps] == list(range(1, 10))
 
 
-class Greedy(Generator):
-    """Keeps what it was asked for."""
-
-    async def submit(self, requests: list[GenerationRequest]) -> None:
-        asked.extend(requests)
-        await super().submit(requests)
-
-
-asked = list[GenerationRequest]()
-
-
 @pytest.mark.parametrize("segment_tokens", [0, 3])
 def test_a_group_comes_with_the_reward_of_one_greedy_response(tmp_path: Path, segment_tokens: int) -> None:
     """Neither trained on nor counted; evaluations have none."""
-    asked.clear()
     settings = config(
         tmp_path,
         trainer={"advantage": "remax"},
@@ -120,8 +110,9 @@ def test_a_group_comes_with_the_reward_of_one_greedy_response(tmp_path: Path, se
     )
     half = RewardResult(outcome=Outcome.SCORE, value=0.5)
     reward = Reward(lambda rollout: half if rollout.group_id >= FIRST_GREEDY_ID else RIGHT)
-    greedy = Greedy(num_tokens=lambda group_id, index: 5, duration_s=random_durations(0).duration_s)
+    greedy = Generator(num_tokens=lambda group_id, index: 3 + random.Random(f"{group_id}/{index}").randrange(20))
     run = Run(settings, tmp_path, [greedy], reward, num_eval=2).train()
+    asked = [request for one in greedy.calls("submit") for request in one.args[0]]
     assert [group.baseline for group in run.trainer.consumed] == [half] * 12
     for group in run.trainer.consumed:
         assert [rollout.index for rollout in group.rollouts] == [0, 1]

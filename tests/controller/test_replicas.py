@@ -1,4 +1,4 @@
-"""Generators that leave, stand still or come too late, one case each. Executors are fakes; see `fakes`."""
+"""Generators that leave, stand still or come too late, one case each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 import pytest
 
@@ -18,24 +18,18 @@ from llamarl.controller.ports import TrainerPort
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.sync import Transports
-from llamarl.executors.replies import Adoption, Published
 from llamarl.parts.forecast.simulator.clock import run_virtual
 from llamarl.weight_sync.layout import TensorSpec
 from llamarl.weight_sync.select import Selection
-from tests.controller.fake_trainer import Trainer
-from tests.controller.fakes import FakeHandle, Generator, Run, config
+from tests.controller.fakes import Run, config
+from tests.executors.ledger import Generator, Trainer
 
 
 def test_a_version_that_is_no_longer_there_is_not_asked_for_again(tmp_path: Path) -> None:
-    asked = list[int]()
-
-    class Late(Generator):
-        async def adopt(self, version: int, slot: int) -> Adoption:
-            asked.append(version)
-            return await super().adopt(version, slot)
-
-    late = Late(outcomes=["adopted", "superseded"])
+    late = Generator(outcomes=["adopted", "superseded"])
     run = Run(config(tmp_path, weight_sync={"patience_s": 1.0}), tmp_path, [Generator(), late]).train()
+    asked = [one.args[0] for one in late.calls("adopt")]
+    assert not any(row["extra.resyncs"] for row in run.steps), "nothing has failed"
     assert asked == sorted(set(asked)) and late.version == run.version == 6
 
 
@@ -47,10 +41,10 @@ def test_one_that_answers_again_ends_what_others_have_taken_over(tmp_path: Path)
     async def strike(run: Run) -> None:
         while not slow.sampled:
             await asyncio.sleep(0.1)
-        run.handles["generator-1"].thawed.clear()
+        slow.freeze()
         await asyncio.sleep(40.0)
         thawed_s.append(asyncio.get_running_loop().time())
-        run.handles["generator-1"].thawed.set()
+        slow.thaw()
 
     run = Run(config(tmp_path, steps=40), tmp_path, [Generator(), slow]).train(strike=strike)
     assert run.version == 40
@@ -61,9 +55,9 @@ def test_a_call_to_one_that_has_left_has_no_effect() -> None:
     """Also where a death ends the run: this is none."""
 
     async def main() -> None:
-        replicas = Replicas([FakeHandle("generator-0", Generator())], flight(), Supervisor(), 5.0)
+        replicas = Replicas([generator := Generator().start("generator-0")], flight(), Supervisor(), 5.0)
         (replica,) = replicas.alive
-        replica.handle.failed.set_result(MeshFailed("generator-0", (0,), "is gone"))
+        generator.die()
         with pytest.raises(MeshFailed):
             await replicas.unless_dead(replica, replica.port.collect(0))
         replicas.lose(replica)
@@ -101,48 +95,54 @@ def test_the_fetch_of_one_that_has_left_concerns_nobody(tmp_path: Path) -> None:
     assert run.version == 40 and run.wall_s > 2 * 20.0
 
 
+SECONDS = {"memory": 0.1, "pigeon": 0.5, "dove": 0.25}
+"""The transports, of which memory is the fastest."""
+
+
 def flight() -> Flight:
     return Flight(config(Path()), Journal())
 
 
-class SamplingTrainer:
-    """Has three transports; memory is the fastest."""
+class SamplingTrainer(Trainer):
+    """Has three transports, and notes which are chosen."""
 
-    SECONDS: ClassVar = {"memory": 0.1, "pigeon": 0.5, "dove": 0.25}
+    @property
+    def chosen(self) -> list[tuple[str, bool]]:
+        return [one.args for one in self.calls("choose")]
 
-    def __init__(self) -> None:
-        self.chosen = list[tuple[str, bool]]()
-        self.layouts = list[tuple[TensorSpec, ...]]()
+    def do_set_layout(self, rank: int, specs: tuple[TensorSpec, ...]) -> tuple[float, Any]:
+        return 0.0, None
 
-    async def set_layout(self, rank: int, specs: tuple[TensorSpec, ...]) -> None:
-        self.layouts.append(specs)
+    def do_transports(self, same_host: bool, same_process: bool) -> tuple[float, Any]:
+        return 0.0, ["memory", "pigeon"] if same_host else ["pigeon", "dove"]
 
-    async def transports(self, same_host: bool, same_process: bool) -> list[str]:
-        return ["memory", "pigeon"] if same_host else ["pigeon", "dove"]
+    def do_publish_sample(self, version: int, transport: str) -> tuple[float, Any]:
+        return 0.0, transport
 
-    async def publish_sample(self, version: int, transport: str) -> str:
-        return transport
+    def do_choose(self, transport: str, same_host: bool) -> tuple[float, Any]:
+        return 0.0, None
 
-    async def choose(self, transport: str, same_host: bool = True) -> None:
-        self.chosen.append((transport, same_host))
+    def do_publish(self, version: int, in_use: tuple[int, ...]) -> tuple[float, Any]:
+        seconds, found = super().do_publish(version, in_use)
+        return seconds, replace(found, addresses={name: found.addresses[""] for name, _ in self.chosen})
 
 
 class Fetching(Generator):
-    async def weight_specs(self) -> tuple[TensorSpec, ...]:
-        return (TensorSpec.whole("w", (2, 5), "float32"),)
+    """Has weights to fetch."""
 
-    async def try_sample(self, version: int, address: str) -> None:
-        await asyncio.sleep(SamplingTrainer.SECONDS[address])
+    def do_weight_specs(self) -> tuple[float, Any]:
+        return 0.0, (TensorSpec.whole("w", (2, 5), "float32"),)
+
+    def do_try_sample(self, version: int, address: str) -> tuple[float, Any]:
+        return SECONDS[address], None
 
 
 async def transports_for(
     trainer: SamplingTrainer, places: Sequence[tuple[str, ...]], trainer_hosts: tuple[str, ...]
 ) -> tuple[Transports, list[Selection], Replicas]:
-    handles = [FakeHandle(f"generator-{number}", Fetching()) for number in range(len(places))]
-    for handle, hosts in zip(handles, places, strict=True):
-        handle.hosts = hosts
+    handles = [Fetching(hosts=hosts).start(f"generator-{number}") for number, hosts in enumerate(places)]
     replicas, told = Replicas(handles, flight(), Supervisor(), 5.0), list[Selection]()
-    asked = port(TrainerPort, FakeHandle("trainer", trainer), 5.0)
+    asked = port(TrainerPort, trainer.start("trainer"), 5.0)
     made = Transports(config(Path(), cluster={"kind": "monarch"}), asked, trainer_hosts, told.append)
     await made.begin(replicas.alive)
     return made, told, replicas
@@ -185,11 +185,10 @@ def test_one_that_comes_later_gets_that_of_its_kind_which_is_tried_when_the_kind
         trainer = SamplingTrainer()
         made, told, replicas = await transports_for(trainer, [("a",)], ("a",))
         for number, (host, is_new) in enumerate([("a", False), ("b", True), ("c", False)], 1):
-            handle = FakeHandle(f"generator-{number}", Fetching())
-            handle.hosts = (host,)
+            handle = Fetching(hosts=(host,)).start(f"generator-{number}")
             assert await made.choose([replicas.add(handle)]) == is_new
         assert [one.transport for one in replicas.alive] == ["memory", "memory", "dove", "dove"]
-        assert len(told) == 2 and len(trainer.layouts) == 1
+        assert len(told) == 2 and len(trainer.calls("set_layout")) == 1
 
     run_virtual(main())
 
@@ -197,23 +196,14 @@ def test_one_that_comes_later_gets_that_of_its_kind_which_is_tried_when_the_kind
 def test_one_on_another_host_gets_the_weights_that_were_published_before_it_came(tmp_path: Path) -> None:
     """It goes on alone where no step, and so no new version, would come without it."""
 
-    class Publishing(SamplingTrainer, Trainer):
-        def __init__(self) -> None:
-            SamplingTrainer.__init__(self)
-            Trainer.__init__(self)
-
-        async def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
-            found = await super().publish(version, in_use)
-            return replace(found, addresses={name: found.addresses[""] for name, _ in self.chosen})
-
     async def strike(run: Run) -> None:
         while run.controller.version < 2:
             await run.controller.replicas.changed.wait()
         run.controller.replicas.alive[0].is_leaving = True  # no new requests, so no new steps
         await asyncio.sleep(10.0)
-        await run.add("elsewhere", Fetching(hosts=("b",)))
+        await run.add("generator-9", Fetching(hosts=("b",)))
 
-    trainer = Publishing()
+    trainer = SamplingTrainer()
     wanted = config(tmp_path, rollout={"prompts_per_step": 2, "group_size": 2, "max_staleness": 0})
     run = Run(wanted, tmp_path, [Fetching()], trainer=trainer).train(strike=strike)
     assert run.version == 6 and trainer.chosen == [("memory", True), ("dove", False)]
@@ -224,14 +214,17 @@ def test_one_on_another_host_gets_the_weights_that_were_published_before_it_came
 def test_a_slow_one_is_spared_and_is_back_soon_after_it_is_quick(tmp_path: Path) -> None:
     """One of three takes ten times as long from 20 to 200 s: meanwhile it holds up next to nothing."""
 
-    def now_s() -> float:
-        return asyncio.get_running_loop().time()
+    generators = [Generator(duration_s=lambda *_: 2.0) for _ in range(3)]
 
-    slow = Generator(duration_s=lambda *_: 20.0 if 20.0 < now_s() < 200.0 else 2.0)
-    generators = [slow, *(Generator(duration_s=lambda *_: 2.0) for _ in range(2))]
-    run = Run(config(tmp_path, steps=150, rollout={"max_staleness": 1}), tmp_path, generators).train()
-    begun_s = [begin for begin, _ in slow.spans]
+    async def strike(run: Run) -> None:
+        for seconds, token_s in ((20.0, 1.0), (180.0, 0.1)):
+            await asyncio.sleep(seconds)
+            generators[0].slow_down(token_s)
+
+    wanted = config(tmp_path, steps=200, rollout={"max_staleness": 1})
+    run = Run(wanted, tmp_path, generators).train(strike=strike)
+    begun_s = [begin for begin, _ in generators[0].spans]
     meanwhile, later = [n for n in begun_s if 25.0 < n < 200.0], [n for n in begun_s if n > 200.0]
-    assert run.version == 150
+    assert run.version == 200
     assert len(meanwhile) <= 6 < 100 < sum(25.0 < begin < 200.0 for begin, _ in generators[1].spans)
     assert len(later) >= 10, "quick again"

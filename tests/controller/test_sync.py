@@ -1,7 +1,7 @@
-"""Weight sync and partial rollouts under slow, dying, joining and leaving generators. Executors are fakes; see `fakes`.
+"""Weight sync and partial rollouts under slow, dying, joining and leaving generators.
 
-The fakes check by themselves that weights are not overwritten while somebody serves from them, that a generator has one
-request of a group at a time, and that the trainer publishes what it has.
+The executors check by themselves that weights are not overwritten while somebody serves from them (`Trainer.do_publish`
+of the ledger), and that a generator has each rollout once at a time.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import math
 import random
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,22 +22,23 @@ from hypothesis import strategies as st
 
 from llamarl.cluster.api import CallTimeout, MeshFailed
 from llamarl.controller.sync import WeightsWrong, mismatch_of
-from llamarl.executors.replies import Adoption, Collected, GeneratorStats, Probe, Published
-from tests.controller.fake_generator import token
-from tests.controller.fakes import RIGHT, WRONG, Generator, Reward, Run, Trainer, config
+from llamarl.executors.replies import GeneratorStats, Probe
+from tests.controller.fakes import Run, config
+from tests.executors.ledger import RIGHT, WRONG, Generator, Reward, Trainer, token
 
 P, NUM_STEPS = 3, 8
 
 
 def chaotic(dice: random.Random) -> Generator:
     """Responses of any length at any speed; most versions come quickly, some late, some not at the first attempt."""
-    key, stuck = dice.random(), dice.choice([0.0, 0.1, 0.5])
+    key, stuck, token_s = dice.random(), dice.choice([0.0, 0.1, 0.5]), dice.choice([0.02, 0.1, 0.3])
 
     def keyed(*parts: object) -> random.Random:
         return random.Random(f"{key}/{parts}")
 
     return Generator(
-        duration_s=lambda group_id, index: keyed(group_id, index).uniform(0.1, 8),
+        token_s=token_s,
+        max_running=dice.choice([1, 3, 1 << 16]),
         num_tokens=lambda group_id, index: 2 + random.Random(f"{group_id}/{index}").randrange(30),
         adopt_s=lambda version: keyed(version).choice([5.0, 40.0]) if keyed("?", version).random() < stuck else 0.2,
         outcomes=[end for _ in range(4) for end in (dice.choice(["adopted", "mismatch", "failed"]), "adopted")],
@@ -52,7 +53,7 @@ async def happen(run: Run, dice: random.Random, num_events: int) -> None:
         others = [name for name in present if name != "generator-0"]
         match dice.choice(["die", "leave", "join", "freeze"]):
             case "die" if others:
-                run.handles[dice.choice([*others, *(name for name in run.handles if name.startswith("late"))])].die()
+                run.handles[dice.choice([*others, *(name for name in run.handles if len(name) > 11)])].die()
             case "leave" if others:
                 name = dice.choice(others)
                 await run.controller.recovery.remove(name, timeout_s=5.0)
@@ -60,13 +61,13 @@ async def happen(run: Run, dice: random.Random, num_events: int) -> None:
             case "freeze" if others:
                 run.supervisor.start(freeze(run, dice.choice(others), dice.uniform(1, 60)), "freeze")
             case "join":
-                run.supervisor.start(come(run, f"late-{number}", chaotic(dice)), "join")
+                run.supervisor.start(come(run, f"generator-{100 + number}", chaotic(dice)), "join")
 
 
 async def freeze(run: Run, name: str, seconds: float) -> None:
-    run.handles[name].thawed.clear()
+    run.handles[name].freeze()
     await asyncio.sleep(seconds)
-    run.handles[name].thawed.set()
+    run.handles[name].thaw()
 
 
 async def come(run: Run, name: str, generator: Generator) -> None:
@@ -158,17 +159,17 @@ def test_a_generator_that_hangs_is_left_behind_until_it_has_the_newest_version(t
 @pytest.mark.parametrize("segment_tokens", [0, 3])
 def test_others_take_over_the_work_of_one_that_stands_still(tmp_path: Path, segment_tokens: int) -> None:
     """SIGSTOP for 60 s between two adoptions: others generate its rollouts, and what it says later is dropped."""
-    generators = [Generator(duration_s=lambda *_: 3.0, num_tokens=lambda *_: 8) for _ in range(2)]
+    generators = [Generator(num_tokens=lambda *_: 8, token_s=0.375) for _ in range(2)]
     rollout = {"max_staleness": 1, "segment_tokens": segment_tokens}
     run = Run(config(tmp_path, steps=40, rollout=rollout), tmp_path, generators)
     frozen_s = list[float]()
 
     async def strike(run: Run) -> None:
         await asyncio.sleep(20.3)
-        run.handles["generator-1"].thawed.clear()
+        generators[1].freeze()
         frozen_s.append(asyncio.get_running_loop().time())
         await asyncio.sleep(60.0)
-        run.handles["generator-1"].thawed.set()
+        generators[1].thaw()
         frozen_s.append(asyncio.get_running_loop().time())
 
     run.train(strike=strike)
@@ -196,53 +197,43 @@ def test_the_death_of_one_that_came_later_costs_nothing(tmp_path: Path) -> None:
 
     run.train(strike=strike)
     assert run.version == 6
-    assert any("generator-1 (rank 0): pid 7 was killed by SIGKILL" in text for text in run.warnings)
+    assert any("generator-1 (rank 0): was killed by SIGKILL" in text for text in run.warnings)
 
 
 def test_what_a_dead_generator_has_done_still_counts(tmp_path: Path) -> None:
-    class Counting(Generator):
-        async def collect(self, num_wanted: int = 0) -> Collected:
-            stats = GeneratorStats(num_running=1, num_waiting=2, generated_tokens=10)
-            return replace(await super().collect(num_wanted), stats=stats)
-
-    run = Run(config(tmp_path, cluster={"on_failure": {"generator": "drop"}}), tmp_path, [Counting(), Counting()])
-    found = list[GeneratorStats]()
+    run = Run(config(tmp_path, cluster={"on_failure": {"generator": "drop"}}), tmp_path, [Generator(), Generator()])
+    found, said = list[GeneratorStats](), list[GeneratorStats]()
 
     async def strike(run: Run) -> None:
         replicas = run.controller.replicas
-        while not all(one.stats.generated_tokens for one in replicas.alive):
+        while not all(one.stats.generated_tokens and one.stats.num_running for one in replicas.alive):
             await replicas.changed.wait()
         found.append(replicas.stats)
+        said.extend(one.calls("collect")[-1].result.stats for one in run.generators)
         run.handles["generator-1"].die()
         while len(replicas.alive) > 1:
             await replicas.changed.wait()
         found.append(replicas.stats)
 
     run.train(strike=strike)
-    before, after = found
-    assert (before.generated_tokens, before.num_running, before.num_waiting) == (20, 2, 4)
-    assert (after.generated_tokens, after.num_running, after.num_waiting) == (20, 1, 2), "it runs nothing any more"
+    (before, after), (stays, dies) = found, said
+    assert before.generated_tokens == after.generated_tokens == stays.generated_tokens + dies.generated_tokens
+    assert (before.num_running, after.num_running) == (stays.num_running + dies.num_running, stays.num_running)
 
 
 def test_nobody_begins_to_fetch_while_the_trainer_publishes(tmp_path: Path) -> None:
     """It may write over the newest version just then."""
-    publishing, begun = asyncio.Event(), list[bool]()
 
     class Slow(Trainer):
-        async def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
-            publishing.set()
-            await asyncio.sleep(3.0)
-            publishing.clear()
-            return await super().publish(version, in_use)
-
-    class Watched(Generator):
-        async def adopt(self, version: int, slot: int) -> Adoption:
-            begun.append(publishing.is_set())
-            return await super().adopt(version, slot)
+        def do_publish(self, version: int, in_use: tuple[int, ...]) -> tuple[float, Any]:
+            return 3.0, super().do_publish(version, in_use)[1]
 
     wanted = config(tmp_path, steps=20, rollout={"max_staleness": 2}, weight_sync={"patience_s": 1.0})
-    Run(wanted, tmp_path, [Generator(), Watched(adopt_s=7.3)], trainer=Slow()).train()
-    assert len(begun) > 5 and not any(begun)
+    trainer, watched = Slow(), Generator(adopt_s=7.3)
+    Run(wanted, tmp_path, [Generator(), watched], trainer=trainer).train()
+    begun_s, publishing_s = ([one.begin_s for one in watched.calls("adopt")], trainer.calls("publish"))
+    assert len(begun_s) > 5
+    assert not any(one.begin_s <= begin_s < one.end_s for begin_s in begun_s for one in publishing_s)
 
 
 def test_one_that_needs_longer_than_a_step_still_catches_up(tmp_path: Path) -> None:
@@ -260,7 +251,7 @@ def test_one_that_needs_longer_than_a_step_still_catches_up(tmp_path: Path) -> N
 
 def test_a_generator_works_on_until_the_new_version_is_released(tmp_path: Path) -> None:
     """While it fetches, one that serves the version before is in service: parked rollouts go on at once."""
-    generator = Generator(duration_s=lambda *_: 4.0, num_tokens=lambda *_: 9, adopt_s=2.0)
+    generator = Generator(num_tokens=lambda *_: 9, token_s=0.45, adopt_s=2.0)
     Run(config(tmp_path, rollout={"max_staleness": 1, "segment_tokens": 1}), tmp_path, [generator]).train()
     fetches_s = [(end - 2.0, end) for end, version in generator.adopted if version]
     resumed = [sum(start < begin < end for begin, _ in generator.spans) for start, end in fetches_s]
@@ -286,7 +277,7 @@ def test_nobody_waits_for_weights_of_a_generator_that_dies(tmp_path: Path) -> No
 @pytest.mark.parametrize("policy", ["drop", "stop"])
 def test_partial_rollouts_go_on_from_their_tokens(tmp_path: Path, policy: str) -> None:
     """After a death from the last parked segment, after a removal from the last token: few tokens are sampled twice."""
-    generators = [Generator(duration_s=lambda *_: 20.0, num_tokens=lambda *_: 100) for _ in range(2)]
+    generators = [Generator(num_tokens=lambda *_: 100, token_s=0.2) for _ in range(2)]
     rollout = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 0, "segment_tokens": 10}
     run = Run(
         config(tmp_path, steps=2, rollout=rollout, cluster={"on_failure": {"generator": policy}}), tmp_path, generators
@@ -300,14 +291,13 @@ def test_partial_rollouts_go_on_from_their_tokens(tmp_path: Path, policy: str) -
             await run.controller.recovery.remove("generator-1", timeout_s=5.0)
 
     run.train(strike=strike)
-    gone = run.left["generator-1"]
     sampled = Counter(place for generator in generators for place in generator.sampled)
     assert len(sampled) == 2 * 2 * 2 * 100
     assert sum(sampled.values()) - len(sampled) <= (2 * 10 if policy == "drop" else 0)
     moved = {(group_id, index) for group_id, index, _ in generators[1].sampled}
     assert moved & {(group_id, index) for group_id, index, place in generators[0].sampled if place > 50}
     assert sum(row["extra.resumed_segments"] for row in run.steps) >= 2 * 2 * 2 * 9
-    assert gone.is_stopped == (policy == "stop")
+    assert generators[1].is_stopped == (policy == "stop")
 
 
 def test_a_generator_leaves_as_soon_as_it_owes_nothing(tmp_path: Path) -> None:
@@ -338,11 +328,8 @@ def test_the_last_generator_cannot_be_removed(tmp_path: Path) -> None:
 
 
 def test_a_generator_that_keeps_its_rollouts_is_named(tmp_path: Path) -> None:
-    class Deaf(Generator):
-        async def abort(self, group_ids: list[int]) -> None:
-            return None
-
-    deaf = Deaf(duration_s=lambda group_id, index: 1e6 if index else 30.0)
+    deaf = Generator(duration_s=lambda group_id, index: 1e6 if index else 30.0)
+    deaf.do_abort = lambda group_ids: (0.0, None)
     run = Run(config(tmp_path, cluster={"call_timeout_s": 50.0}), tmp_path, [Generator(), deaf])
 
     async def strike(run: Run) -> None:

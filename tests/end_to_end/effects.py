@@ -33,10 +33,9 @@ from llamarl.training.compute import set_compute
 from llamarl.training.health import Health
 from llamarl.training.result import NonFiniteStep
 from llamarl.types import GenerationRequest, SamplingParams
-from tests.controller.fakes import RIGHT, Generator, Run, Trainer, config
-from tests.controller.test_lives import kills
-from tests.controller.test_models import Model, logprobs, values
+from tests.controller.fakes import Run, config, kills
 from tests.end_to_end.tiny import llamarl_here, write_toml
+from tests.executors.ledger import RIGHT, Generator, Model, Trainer, logprobs, values
 from tests.parts.episodes.test_episodes import TURN, World
 from tests.parts.forecast.simulator.conftest import run_config
 

@@ -171,6 +171,23 @@ def test_kill_of_an_executor(tmp_path: Path, toml: Path, model: Path, kill: str)
     assert f"{kill} (rank 0)" in (run.folder / "summary.json").read_text()
 
 
+@pytest.mark.parametrize("policy", ["drop", "respawn"])
+def test_a_run_survives_the_kill_of_a_generator(tmp_path: Path, toml: Path, policy: str) -> None:
+    """Others take over its work, or another one comes; each step and each rollout is on record once."""
+    on_failure = f"{{generator = '{policy}'}}"
+    run = Running(tmp_path / "runs", toml, "--generator.replicas", 2, "--cluster.on_failure", on_failure)
+    run.wait_for_steps(more=frozenset(["generator-1"]))
+    os.kill(run.executors["generator-1"], signal.SIGKILL)
+    run.command.until(lambda: "generator-1 (rank 0)" in run.command.err.read_text())
+    run.command.until(lambda: policy == "drop" or "generator-2" in run.command.children())
+    metrics = run.folder / "metrics.jsonl"
+    last = int(re.findall(r'"step": (\d+),', metrics.read_text())[-1])
+    run.command.until(lambda: f'"step": {last + 20},' in metrics.read_text())
+    code, said = run.command.end(signal.SIGINT, END_S)
+    assert code == 130 and "unfinished groups go to the others" in said, said
+    run.check_files()
+
+
 @pytest.mark.parametrize("kind", ["inline", *(["monarch"] if NIGHTLY else [])])
 def test_a_run_that_is_stopped_goes_on(tmp_path: Path, toml: Path, kind: str) -> None:
     """As by Ctrl-Z: for longer than it may stall; at night for longer than Monarch waits for an answer."""

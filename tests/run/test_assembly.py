@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.controller.admission import Problems
 from llamarl.controller.ports import Executors
 from llamarl.controller.supervision import Interrupted
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.run.assembly import assembled
-from tests.controller.fake_generator import Generator
-from tests.controller.fake_trainer import Trainer
-from tests.controller.fakes import FakeHandle, Problems, Reward, config, prompts
+from tests.controller.fakes import config, prompts
+from tests.executors.ledger import Generator, Reward, Trainer
 
 TWICE = """if True:
     import asyncio, os, signal
@@ -43,9 +43,9 @@ def run(folder: Path, number: int | None, at_stop: int | None) -> list[str]:
 
     async def spawn() -> Executors:
         return Executors(
-            trainer=FakeHandle("trainer", Trainer()),
-            reward=FakeHandle("reward", Reward()),
-            generators=[FakeHandle("generator-0", Generator())],
+            trainer=Trainer().start("trainer"),
+            reward=Reward().start("reward"),
+            generators=[Generator().start("generator-0")],
         )
 
     async def shutdown(timeout_s: float) -> None:

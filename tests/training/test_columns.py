@@ -17,8 +17,8 @@ from llamarl.config.schema import TrainerConfig
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.trainer import Trainer
 from llamarl.types import COLUMNS, Column, Rollout, RolloutGroup, add_column, continued, packed_columns
-from tests.controller.fakes import Generator, Run, config
-from tests.controller.test_models import Model
+from tests.controller.fakes import Run, config
+from tests.executors.ledger import Generator, Model
 from tests.training.conftest import MakeModel
 
 SURPRISE = Column(name="surprise", dtype=np.float32, filled_by="surprised", default=-1.0, is_recorded=True)

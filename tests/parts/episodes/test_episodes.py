@@ -1,4 +1,4 @@
-"""Episodes over fakes: rollouts of several turns, whatever their environment and the generators do."""
+"""Episodes over simulated executors: rollouts of several turns, whatever their environment and the generators do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -19,8 +19,9 @@ from llamarl.executors.replies import Replied
 from llamarl.parts.episodes.ports import OpenTurn
 from llamarl.rewards._base import invalid, right
 from llamarl.types import OBSERVED, RAISED
-from tests.controller.fakes import Generator, Run, Trainer, config, prompts
+from tests.controller.fakes import Run, config, kills, prompts
 from tests.controller.test_keeping import Killed, killed, newest
+from tests.executors.ledger import Generator, Ledgered, Trainer
 
 STEPS, TURN, TURNS = 6, 2, 3
 """Tokens that the policy writes per turn, and its turns per episode."""
@@ -31,47 +32,48 @@ def observation(group_id: int, index: int, turn: int) -> list[int]:
     return [50_000 + (group_id * 31 + index * 7 + turn) % 1000] * (1 + (group_id + index + turn) % 3)
 
 
-@dataclass
-class World:
+@dataclass(eq=False, repr=False)
+class World(Ledgered):
     """An environment that answers `TURNS - 1` times, each episode by itself."""
 
     reply_s: Callable[[int, int], float] = lambda group_id, index: 0.1
     ends: Callable[[int, int], Any] = lambda group_id, index: None
     """The result of an episode; None: the reward judges."""
-    calls: tuple[int, int] = (0, 0)
-    """Of tools in each turn, and errors."""
+    calls_of_tools: tuple[int, int] = (0, 0)
+    """In each turn, and errors."""
     asked: list[tuple[int, int, int]] = field(default_factory=list)
-    _replies: list[Replied] = field(default_factory=list)
-    _some: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def another(self) -> World:
-        """A new one in place of this one, which is dead, and whose caller waits no more."""
-        self._some.set()
-        return replace(self, _replies=[], _some=asyncio.Event())
+    def start(self, name: str) -> Self:
+        self._replies, self._collecting = list[Replied](), None
+        return super().start(name)
 
-    async def submit(self, episodes: list[OpenTurn]) -> None:
+    def do_submit(self, episodes: list[OpenTurn]) -> tuple[float, Any]:
         for episode in episodes:
-            asyncio.get_running_loop().create_task(self._reply(episode)).add_done_callback(lambda task: task.result())
+            self._loop.call_later(self.reply_s(episode.group_id, episode.index), self._reply, episode)
+        return 0.0, None
 
-    async def _reply(self, episode: OpenTurn) -> None:
+    def _reply(self, episode: OpenTurn) -> None:
         key = episode.group_id, episode.index
         turn = sum(is_sampled for is_sampled, _ in episode.turns)
         self.asked.append((*key, turn))
         assert all(len(part) == TURN for is_sampled, part in episode.turns if is_sampled)
         seen = [part.tolist() for is_sampled, part in episode.turns if not is_sampled]
         assert seen == [observation(*key, n + 1) for n in range(turn - 1)], "the history is not what was said"
-        await asyncio.sleep(self.reply_s(*key))
         goes_on = turn < TURNS
         observed_T = np.array(observation(*key, turn), np.int32) if goes_on else None
         result, num_tokens = None if goes_on else self.ends(*key), sum(len(part) for _, part in episode.turns)
-        self._replies.append(Replied(*key, num_tokens, observed_T, result, self.reply_s(*key), self.calls))
-        self._some.set()
+        self._replies.append(Replied(*key, num_tokens, observed_T, result, self.reply_s(*key), self.calls_of_tools))
+        self._hand_over()
 
-    async def collect(self) -> list[Replied]:
-        await self._some.wait()
-        self._some.clear()
-        replies, self._replies = self._replies, []
-        return replies
+    def do_collect(self) -> tuple[float, Any]:
+        self._collecting = collecting = self._loop.create_future()
+        self._hand_over()
+        return 0.0, collecting
+
+    def _hand_over(self) -> None:
+        if self._collecting and self._replies:
+            self._collecting.set_result(self._replies)
+            self._replies, self._collecting = [], None
 
 
 def run_of(
@@ -84,7 +86,12 @@ def run_of(
     rollout = {"max_staleness": staleness, "environment": environment, "segment_tokens": segment}
     cluster = {"on_failure": {"generator": "drop"}, "max_restarts": 99}
     wanted = config(tmp_path, steps=STEPS, rollout=rollout, cluster=cluster, checkpoint={"every_steps": 2}, **more)
-    run = Run(wanted, tmp_path, [Generator(turn_tokens=TURN) for _ in range(generators)], models={"environment": world})
+    run = Run(
+        wanted,
+        tmp_path,
+        [Generator(turn_tokens=TURN, token_s=0.5) for _ in range(generators)],
+        models={"environment": world},
+    )
     run.start_s = 1.0
     return run
 
@@ -132,19 +139,12 @@ def test_whatever_dies(
     world = World(reply_s=lambda group_id, index: 0.05 + spread_s * ((group_id * 5 + index * 3) % 7) / 7)
     run = run_of(tmp_path_factory.getbasetemp(), world, staleness=staleness, segment=segment, generators=2)
 
-    async def strike(run: Run) -> None:
-        async def one(name: str, at_s: float) -> None:
-            await asyncio.sleep(at_s)
-            run.handles[name].die()
-
-        await asyncio.gather(*(one(*death) for death in deaths))
-
-    audit(run.train(strike=strike))
+    audit(run.train(strike=kills(*deaths)))
 
 
 def test_what_the_environment_did_is_on_record(tmp_path: Path) -> None:
     """Seconds of each episode, calls of tools, and what those who do nothing wait for."""
-    run = run_of(tmp_path, World(reply_s=lambda group_id, index: 0.25, calls=(2, 1)), staleness=0).train()
+    run = run_of(tmp_path, World(reply_s=lambda group_id, index: 0.25, calls_of_tools=(2, 1)), staleness=0).train()
     audit(run)
     assert {row["environment_s"] for row in run.rollouts} == {0.25 * TURNS}
     for row in run.steps:
@@ -166,39 +166,32 @@ def test_an_episode_stays_where_it_was_computed(tmp_path: Path) -> None:
 class Queueing(World):
     """It answers one after the other."""
 
-    async def submit(self, episodes: list[OpenTurn]) -> None:
-        self._turn = getattr(self, "_turn", None) or asyncio.Lock()
-        await super().submit(episodes)
-
-    async def _reply(self, episode: OpenTurn) -> None:
-        async with self._turn:
-            await super()._reply(episode)
+    def do_submit(self, episodes: list[OpenTurn]) -> tuple[float, Any]:
+        for episode in episodes:
+            self._free_at_s = max(getattr(self, "_free_at_s", 0.0), self._loop.time()) + self.reply_s(0, 0)
+            self._loop.call_at(self._free_at_s, self._reply, episode)
+        return 0.0, None
 
 
 def test_a_turn_that_is_asked_for_twice_is_answered_once(tmp_path: Path) -> None:
     """Turns that came while the environment was dead; the second reply comes when the episode waits for the next."""
     for tenth in range(12, 60, 6):
         run = run_of(tmp_path, Queueing(reply_s=lambda *_: 0.4), staleness=2)
-
-        async def strike(run: Run, at_s: float = tenth / 10) -> None:
-            await asyncio.sleep(at_s)
-            run.handles["environment"].die()
-
-        audit(run.train(strike=strike))
+        audit(run.train(strike=kills(("environment", tenth / 10))))
 
 
 @pytest.mark.parametrize("segment", [0, 1])
 def test_a_controller_that_is_killed_goes_on_with_its_turns(tmp_path: Path, segment: int) -> None:
     """Those that wait for a reply are asked for again; those that go on after one keep it; none is sampled twice."""
     kept, states = 0, set[str]()
-    for tenth in range(5, 120, 16):
+    for tenth in range(8, 120, 16):
         folder, disk = tmp_path / f"{tenth}", Trainer()
         folder.mkdir()
 
         def begun(trainer: Trainer, folder: Path = folder) -> Run:
             world = World(reply_s=lambda group, index: 0.05 + (group * 5 + index * 3) % 7 / 4)
             run = run_of(folder, world, segment=segment, clean=False)
-            run.folder, run.trainer, run.generators[0].source = folder, trainer, trainer
+            run.folder, run.trainer = folder, trainer
             return run
 
         with pytest.raises(Killed):
@@ -234,7 +227,7 @@ def test_a_slow_episode_holds_up_nobody_else_s_group(tmp_path: Path) -> None:
 
     async def strike(run: Run) -> None:
         await asyncio.sleep(25.0)
-        running.append(len(run.generators[0]._tasks))
+        running.append(run.generators[0].num_running)
 
     audit(run.train(strike=strike))
     assert running == [0], "whoever waits for a reply does not decode"

@@ -1,4 +1,4 @@
-"""Generators come and go with their hosts. Executors are fakes on virtual time; places are counted by `HostPlacer`."""
+"""Generators come and go with their hosts. Time is virtual; places are counted by `HostPlacer`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.hosts import Elastic
 from llamarl.parts.hosts.machines import let_leave
-from tests.controller.fakes import FakeHandle, Generator, Run, config
+from tests.controller.fakes import Run, config
+from tests.executors.ledger import Generator
 from tests.parts.hosts.test_hosting import Machine, config_of
 
 START_S = 5.0
@@ -28,15 +29,14 @@ class Registry:
     def __init__(self, names: str) -> None:
         self.hosts: dict[str, Any] = {name: Machine(name) for name in names}
         self.dismissed = list[str]()
-        self.running: dict[str, tuple[str, FakeHandle]] = {}
+        self.running: dict[str, tuple[str, Generator]] = {}
         """Host and handle of each generator."""
 
     def lose(self, name: str, reason: str = "is lost") -> None:
         del self.hosts[name]
         for host, handle in self.running.values():
-            if host == name and not handle.failed.done() and not handle.is_stopped:
-                handle.failed.set_result(HostFailed(handle.name, (0,), f"host {name} {reason}"))
-                handle.role.kill()
+            if host == name:
+                handle.die(HostFailed(handle.name, (0,), f"host {name} {reason}"))
 
     def dismiss(self, host: Any, reason: str) -> None:
         self.dismissed.append(host.inventory.name)
@@ -58,14 +58,15 @@ class HostedRun(Run):
     async def spawn(self, number: int) -> ExecutorHandle:
         name, generator = f"generator-{number}", Generator()
         host = self.hosting.take_generator(number)[0].name
-        handle = self._placed(name, host, FakeHandle(name, generator))
-        generator.source = self.trainer
+        handle = self._placed(name, host, generator.start(name))
+        self.generators.append(generator)
+        self._feed()
         await asyncio.wait((handle.failed,), timeout=START_S)
         if handle.failed.done():
             raise handle.failed.result()
         return handle
 
-    def _placed(self, name: str, host: str, handle: FakeHandle) -> FakeHandle:
+    def _placed(self, name: str, host: str, handle: Generator) -> Generator:
         self.registry.running[name] = host, handle
         handle.failed.add_done_callback(lambda _: self.hosting.leave(name))
         return handle
@@ -78,8 +79,8 @@ class HostedRun(Run):
         }
 
     async def _main(self, telemetry: Any) -> None:
-        for name in self.names:
-            self._placed(name, self.hosting.place(name)[0].name, self.handles[name])
+        for name, generator in zip(self.names, self.generators, strict=True):
+            self._placed(name, self.hosting.place(name)[0].name, generator)
         registry: Any = self.registry
         Elastic(registry, self.hosting, self.controller, telemetry, self.supervisor, 5.0)
         await super()._main(telemetry)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
+from collections.abc import Container
 from typing import NamedTuple
 
 STEP_TOLERANCE = 1e-9
@@ -29,12 +30,16 @@ class Attempt(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """One rollout that has all its tokens."""
+    """One rollout that has all its tokens, or those that it had when it was withdrawn."""
 
     attempt: Attempt
     finished_s: float
     first_version: int
     last_version: int
+    end_step: int
+    """Decode step that gave its last token."""
+    is_last: bool
+    """Nothing of its group is left here."""
 
 
 class DecodeQueue:
@@ -42,7 +47,7 @@ class DecodeQueue:
 
     def __init__(self, *, base_s: float, per_rollout_s: float, max_running: int) -> None:
         """`base_s` (a) and `per_rollout_s` (b) make up a decode step; more than `max_running` rollouts wait in line."""
-        self._base_s = base_s
+        self.base_s = base_s
         self._per_rollout_s = per_rollout_s
         self._max_running = max_running
         self._boundary_s = 0.0
@@ -52,8 +57,6 @@ class DecodeQueue:
         self._waiting = deque[tuple[Attempt, float]]()  # with the seconds of prefill that it brings
         self.finished = deque[Decoded]()
         """Rollouts in the order of their ends; an end may lie less than one step in the future."""
-        self.num_whole = self.num_parked = 0
-        """Groups that have ended whole, and segments that others follow, since the last reply."""
         self._left = Counter[int]()
         """Attempts of each group that have not ended."""
         self.version = 0
@@ -68,18 +71,13 @@ class DecodeQueue:
         return len(self._waiting)
 
     @property
-    def unfinished(self) -> list[Attempt]:
-        """Attempts that wait or run."""
-        return [attempt for _, attempt, _ in self._running] + [attempt for attempt, _ in self._waiting]
-
-    @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 
     @property
     def step_s(self) -> float:
         """Seconds of one decode step now."""
-        return self._base_s + self._per_rollout_s * len(self._running)
+        return self.base_s + self._per_rollout_s * len(self._running)
 
     @property
     def next_finish_s(self) -> float:
@@ -121,16 +119,38 @@ class DecodeQueue:
             self._finish()
         self._boundary_s = max(self._boundary_s, now_s)
 
+    def so_far(self, now_s: float) -> list[Decoded]:
+        """Attempts that wait or run, with the tokens that they have by the first step boundary at or after `now_s`."""
+        self.advance(now_s)
+        left = [(attempt, attempt.num_tokens, self.version) for attempt, _ in self._waiting]
+        left += [(attempt, end_step - self.num_steps, first) for end_step, attempt, first in self._running]
+        return [
+            Decoded(attempt._replace(num_tokens=attempt.num_tokens - missing), self._boundary_s, first, self.version,
+                    self.num_steps, is_last=False)
+            for attempt, missing, first in left
+        ]  # fmt: skip
+
+    def withdraw(self, now_s: float, group_ids: Container[int]) -> list[Decoded]:
+        """Takes attempts of these groups away, with the tokens that they have."""
+        withdrawn = [one for one in self.so_far(now_s) if one.attempt.group_id in group_ids]
+        self._waiting = deque(one for one in self._waiting if one[0].group_id not in group_ids)
+        self._running = [one for one in self._running if one[1].group_id not in group_ids]
+        heapq.heapify(self._running)
+        for one in withdrawn:
+            self._left.pop(one.attempt.group_id, None)
+        self._admit()
+        return withdrawn
+
     def _finish(self) -> None:
         """Takes what ends at the boundary out of the batch and admits who waits."""
         while self._running and self._running[0][0] == self.num_steps:
             _, attempt, first_version = heapq.heappop(self._running)
-            self.finished.append(Decoded(attempt, self._boundary_s, first_version, self.version))
             self._left[attempt.group_id] -= 1
-            if not self._left[attempt.group_id]:
+            if is_last := not self._left[attempt.group_id]:
                 del self._left[attempt.group_id]
-                self.num_whole += 1
-            self.num_parked += attempt.later_tokens > 0
+            self.finished.append(
+                Decoded(attempt, self._boundary_s, first_version, self.version, self.num_steps, is_last)
+            )
         self._admit()
 
     def _admit(self) -> None:

@@ -1,6 +1,6 @@
 """Simulated executors: handles that answer as the real ones do, after the time that the real ones would take.
 
-They take calls in the order of their arrival and one at a time, as an `ExecutorRank` does; only `collect` waits aside.
+They take calls in the order of their arrival and one at a time, as an `ExecutorRank` does.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -35,7 +35,7 @@ from llamarl.parts.forecast.simulator.draws import ResponseLengths
 from llamarl.parts.forecast.simulator.faults import Faults
 from llamarl.parts.forecast.simulator.records import repeated
 from llamarl.training.result import PolicyStepResult
-from llamarl.types import FinishReason, GenerationRequest, Prompt, Rollout, RolloutGroup, continued
+from llamarl.types import Columns, FinishReason, GenerationRequest, Prompt, Rollout, RolloutGroup, continued
 from llamarl.weight_sync.layout import Address
 
 NOWHERE = Address(transport="simulated", publisher="", num_writers=0, places={})
@@ -66,7 +66,10 @@ class World:
 
 
 class SimulatedHandle(ExecutorHandle):
-    """One executor that only takes time: `do_METHOD` gives the seconds of a call and its result."""
+    """One executor that only takes time: `do_METHOD` gives the seconds of a call and its result when its turn comes.
+
+    A result that is a future is answered when that is done, beside later calls.
+    """
 
     SPANS: ClassVar[dict[str, str]] = {}
     """Span name of each method that is work."""
@@ -81,9 +84,11 @@ class SimulatedHandle(ExecutorHandle):
         self.alive_s = (self._loop.time(), math.inf)
         """Virtual seconds of its birth and of its death."""
         self._free_s = 0.0
-        """Time when the calls that were taken so far are done, in virtual seconds."""
+        """Time when the call that runs is done, in virtual seconds."""
         self._doing, self._doing_since_s = "idle", 0.0
-        self._calls = set[asyncio.Future[None]]()
+        self._line = deque[tuple[str, tuple[Any, ...], asyncio.Future[Any]]]()
+        """Calls that are not done, in the order of their arrival; the first one runs."""
+        self._unanswered = set[asyncio.Future[Any]]()
         self._spans = list[Span]()
 
     @property
@@ -94,41 +99,77 @@ class SimulatedHandle(ExecutorHandle):
         if self._ended:
             raise self._ended
         self.num_calls += 1
-        start_s = max(self._loop.time(), self._free_s)
         self._world.message(self._loop.time())
-        began_s = time.thread_time()
-        duration_s, result = getattr(self, f"do_{method}")(*args)
-        self._world.executors_cpu_s += time.thread_time() - began_s
-        await self._busy_until(start_s, start_s + duration_s, method, timeout_s)
-        await self._under_way()
-        return result
-
-    async def _under_way(self) -> None:
-        """Waits while a call and its answer are under way; the executor may do other work meanwhile."""
+        answer = self._loop.create_future()
+        self._line.append((method, args, answer))
+        if len(self._line) == 1:
+            self._begin()
+        if not answer.done():
+            await self._wait(answer, method, timeout_s)
         self._world.message(self._loop.time())
-        if self._costs.call_s:
+        if self._costs.call_s:  # call and answer are under way; the executor may do other work meanwhile
             await asyncio.sleep(self._costs.call_s)
+        return answer.result()
 
-    async def _busy_until(self, start_s: float, end_s: float, method: str, timeout_s: float) -> None:
-        """Waits until this call is done, no longer than `timeout_s`; the executor goes on in either case."""
-        now_s = self._loop.time()
-        if end_s > start_s:
-            self._free_s = end_s
-            self._doing, self._doing_since_s = method, start_s
-            if method in self.SPANS:
-                self._spans.append(Span(self.SPANS[method], start_s, end_s))
-        if end_s <= now_s or end_s == start_s:
-            return
-        done = self._loop.create_future()
-        timer = self._loop.call_at(min(end_s, now_s + timeout_s), _resolve, done)
-        self._calls.add(done)
+    async def _wait(self, answer: asyncio.Future[Any], method: str, timeout_s: float) -> None:
+        """Waits for an answer, no longer than `timeout_s`. The executor goes on in either case."""
+        timer = self._loop.call_later(timeout_s, self._expire, answer, method, timeout_s)
+        self._unanswered.add(answer)
         try:
-            await done
+            await answer
         finally:
             timer.cancel()
-            self._calls.discard(done)
-        if end_s > now_s + timeout_s:
-            raise CallTimeout(self.name, method, timeout_s, f"is in {self._doing}")
+            self._unanswered.discard(answer)
+
+    def _expire(self, answer: asyncio.Future[Any], method: str, timeout_s: float) -> None:
+        if not answer.done():
+            doing, _ = self._current(self._loop.time())
+            answer.set_exception(CallTimeout(self.name, method, timeout_s, f"is in {doing}"))
+
+    def _begin(self) -> None:
+        """Runs what is in line, up to the first call that takes time."""
+        while self._line:
+            method, args, answer = self._line[0]
+            if answer.done() and not answer.cancelled():  # too late, so it is dropped
+                self._line.popleft()
+                continue
+            seconds, result = self._run(method, args)
+            if seconds > 0:
+                self._doing, self._doing_since_s = method, self._loop.time()
+                self._free_s = self._doing_since_s + seconds
+                if method in self.SPANS:
+                    self._spans.append(Span(self.SPANS[method], self._doing_since_s, self._free_s))
+                self._loop.call_at(self._free_s, self._finish, answer, result)
+                return
+            self._line.popleft()
+            self._answer(answer, result)
+
+    def _run(self, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
+        """A call whose turn it is: its seconds and its result."""
+        began_s = time.thread_time()
+        seconds, result = getattr(self, f"do_{method}")(*args)
+        self._world.executors_cpu_s += time.thread_time() - began_s
+        return seconds, result
+
+    def _finish(self, answer: asyncio.Future[Any], result: Any) -> None:
+        """The call that runs is done, and the next one begins."""
+        if self._ended is None:
+            self._line.popleft()
+            self._answer(answer, result)
+            self._begin()
+
+    def _answer(self, answer: asyncio.Future[Any], result: Any) -> None:
+        """Answers a caller who still waits."""
+        if isinstance(result, asyncio.Future):
+            result.add_done_callback(lambda done: done.cancelled() or self._answer(answer, done.result()))
+        elif not answer.done():
+            answer.set_result(result)
+
+    def _later(self, seconds: float) -> asyncio.Future[None]:
+        """A future that is done after so many seconds."""
+        done = self._loop.create_future()
+        self._loop.call_later(seconds, done.set_result, None)
+        return done
 
     async def call_each(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
         return [await self.call(method, *args, timeout_s=timeout_s, **kwargs)]
@@ -149,25 +190,23 @@ class SimulatedHandle(ExecutorHandle):
         return [await self.status(timeout_s)]
 
     async def stop(self, timeout_s: float) -> None:
-        self._end(MeshFailed(self.name, (0,), "stopped by the controller"))
+        stopped = MeshFailed(self.name, (0,), "stopped by the controller")
+        self._end(self.failed.result() if self.failed.done() else stopped)
 
-    def die(self) -> None:
-        """The process is gone, as after `kill -9`."""
-        error = MeshFailed(self.name, (0,), "was killed by SIGKILL")
-        self._end(error)
-        self.failed.set_result(error)
+    def die(self, error: MeshFailed | None = None) -> None:
+        """The process is gone: as after `kill -9`, or as `error` says."""
+        if self._ended is None:
+            error = error or MeshFailed(self.name, (0,), "was killed by SIGKILL")
+            self._end(error)
+            self.failed.set_result(error)
 
     def _end(self, error: ExecutorError) -> None:
         if self._ended is None:
             self._ended, self.alive_s = error, (self.alive_s[0], self._loop.time())
-        for done in self._calls:
-            if not done.done():
-                done.set_exception(error)
-
-
-def _resolve(done: asyncio.Future[None]) -> None:
-    if not done.done():
-        done.set_result(None)
+        self._line.clear()
+        for answer in self._unanswered:
+            if not answer.done():
+                answer.set_exception(error)
 
 
 class SimulatedGenerator(SimulatedHandle):
@@ -187,10 +226,13 @@ class SimulatedGenerator(SimulatedHandle):
         self._begun = dict[tuple[int, int], Rollout]()
         """Rollouts as they were when generation began, for unfinished ones, by group and index."""
         self._reply: asyncio.Future[Collected] | None = None
-        self._reply_deadline_s = self._reply_timeout_s = 0.0
         self._replied_s, self._num_wanted = 0.0, 0
         self._early = list[GenerationRequest]()
         """Requests that wait for a version to come."""
+        self._ended_rollouts = list[Decoded]()
+        """Rollouts that have ended, to be handed over."""
+        self._num_whole = self._num_parked = 0
+        """Groups that are whole with them, and segments among them that others follow."""
         self._aborted = list[Rollout]()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
@@ -199,23 +241,13 @@ class SimulatedGenerator(SimulatedHandle):
     @property
     def num_unfinished(self) -> int:
         """Rollouts that would be lost with it."""
-        return len(self._queue.unfinished) + len(self._queue.finished)
+        queue = self._queue
+        return queue.num_running + queue.num_waiting + len(queue.finished) + len(self._ended_rollouts)
 
-    async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
-        if method != "collect":
-            return await super().call(method, *args, timeout_s=timeout_s, **kwargs)
-        if self._ended:
-            raise self._ended
-        assert self._reply is None, "one collect at a time"
-        self.num_calls += 1
-        (self._num_wanted,) = args
-        reply = self._reply = self._loop.create_future()
-        self._reply_timeout_s, self._reply_deadline_s = timeout_s, self._loop.time() + timeout_s
+    def do_collect(self, num_wanted: int) -> tuple[float, Any]:
+        self._num_wanted, self._reply = num_wanted, self._loop.create_future()
         self._schedule()
-        self._world.message(self._loop.time())
-        collected = await reply
-        await self._under_way()
-        return collected
+        return 0.0, self._reply
 
     def do_weight_specs(self) -> tuple[float, Any]:
         return 0.0, ()
@@ -237,10 +269,12 @@ class SimulatedGenerator(SimulatedHandle):
         return seconds, Adoption(version=version, stall_s=pause_s)
 
     def do_abort(self, group_ids: Sequence[int]) -> tuple[float, Any]:
-        """Takes back requests that wait for a version; no others are taken back."""
+        """Takes back all that has not ended; rollouts come with the tokens that they have."""
         for request in (one for one in self._early if one.group_id in group_ids):
             self._aborted += [replace(one, finish_reason=FinishReason.ABORTED) for one in request.starts()]
         self._early = [one for one in self._early if one.group_id not in group_ids]
+        for decoded in self._queue.withdraw(self._loop.time(), group_ids):
+            self._aborted.append(self._rollout(decoded, FinishReason.ABORTED))
         self._schedule()
         return 0.0, None
 
@@ -249,20 +283,24 @@ class SimulatedGenerator(SimulatedHandle):
 
     def _submit(self, now_s: float, request: GenerationRequest) -> None:
         if self._decoding_since_s is None:
-            self._decoding_since_s = max(now_s, self._free_s)
-        lengths = self._world.lengths.draw(request.group_id, request.group_size)
+            self._decoding_since_s = now_s
         attempts, prefilled = list[Attempt](), len(request.prompt_token_ids_T)
-        for partial in request.starts():
-            left, earlier = lengths[partial.index] - partial.num_tokens, partial.num_tokens
+        for partial, length in self._starts(request):
+            left, earlier = length - partial.num_tokens, partial.num_tokens
             now = min(left, request.segment_tokens or left)
             self._begun[request.group_id, partial.index] = partial
             attempts.append(Attempt(request.group_id, partial.index, now, earlier, left - now))
             prefilled += earlier
         self._queue.submit(now_s, attempts, self._costs.prefill_token_s * self._slowness * prefilled)
 
+    def _starts(self, request: GenerationRequest) -> Iterable[tuple[Rollout, int]]:
+        """Rollouts that are asked for, each as it begins, and the tokens that it will have."""
+        lengths = self._world.lengths.draw(request.group_id, request.group_size)
+        return ((partial, lengths[partial.index]) for partial in request.starts())
+
     def _pause(self, version: int, pause_s: float) -> float:
         """Seconds until decoding has stood still for `pause_s`."""
-        start_s = max(self._loop.time(), self._free_s)
+        start_s = self._loop.time()
         end_s = self._queue.adopt(start_s, version, pause_s)
         if self._decoding_since_s is not None:
             self._spans.append(Span("generate", self._decoding_since_s, end_s - pause_s))
@@ -271,16 +309,12 @@ class SimulatedGenerator(SimulatedHandle):
         return end_s - start_s
 
     def _schedule(self) -> None:
-        """Sets the timer to the next moment at which something can be handed over, or at which the reply is overdue."""
+        """Sets the timer to the next moment at which a rollout ends, or at which what has ended is handed over."""
         if self._reply is None:
             return
-        now_s, due_s = self._loop.time(), self._queue.next_finish_s
-        if due_s <= now_s < self._due_s():  # others may end, and the last one hands over at once
-            due_s = min(self._due_s(), self._queue.next_end_s)
-        if self._aborted:
-            due_s = now_s
-        due_s = max(min(due_s, self._reply_deadline_s), now_s)
-        if self._timer is None or due_s < self._timer_s:
+        due_s = min(self._queue.next_finish_s, self._due_s() if self._ended_rollouts else math.inf)
+        due_s = self._loop.time() if self._aborted else max(due_s, self._loop.time())
+        if due_s < math.inf and (self._timer is None or due_s < self._timer_s):
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = self._loop.call_at(due_s, self._wake)
@@ -288,12 +322,12 @@ class SimulatedGenerator(SimulatedHandle):
 
     def _due_s(self) -> float:
         """When what has ended is handed over, as a generator does."""
-        queue = self._queue
-        if (self._num_wanted and queue.num_whole >= self._num_wanted) or not queue.has_work:
+        is_all = not (self._queue.has_work or self._queue.finished)
+        if (self._num_wanted and self._num_whole >= self._num_wanted) or is_all:
             return -math.inf
-        if not self._num_wanted or queue.num_parked:
+        if not self._num_wanted or self._num_parked:
             return self._replied_s + REPLY_INTERVAL_S
-        return self._replied_s + (GROUPS_INTERVAL_S if queue.num_whole else LATEST_S)
+        return self._replied_s + (GROUPS_INTERVAL_S if self._num_whole else LATEST_S)
 
     def _wake(self) -> None:
         began_s = time.thread_time()
@@ -303,40 +337,38 @@ class SimulatedGenerator(SimulatedHandle):
         self._world.executors_cpu_s += time.thread_time() - began_s
 
     def _hand_over(self, reply: asyncio.Future[Collected], now_s: float) -> None:
-        """Answers the waiting `collect` with what has finished."""
-        self._queue.advance(now_s)
-        finished = self._queue.finished
-        rollouts, self._aborted = self._aborted, []
-        is_due = now_s >= self._due_s()
-        while is_due and finished and finished[0].finished_s <= now_s:
-            rollouts.append(self._rollout(finished.popleft()))
-        if not self._queue.has_work and not finished and self._decoding_since_s is not None:
+        """Answers the waiting `collect` with what has ended, when that is due."""
+        queue = self._queue
+        queue.advance(now_s)
+        while queue.finished and queue.finished[0].finished_s <= now_s:
+            self._ended_rollouts.append(decoded := queue.finished.popleft())
+            self._num_whole += decoded.is_last
+            self._num_parked += decoded.attempt.later_tokens > 0
+        if not queue.has_work and not queue.finished and self._decoding_since_s is not None:
             self._spans.append(Span("generate", self._decoding_since_s, now_s))
             self._decoding_since_s = None
+        rollouts, self._aborted = self._aborted, []
+        if self._ended_rollouts and now_s >= self._due_s():
+            rollouts += [self._rollout(one, _finish_reason(one.attempt, self._world.lengths.limit_tokens))
+                         for one in self._ended_rollouts]  # fmt: skip
+            self._ended_rollouts, self._num_whole, self._num_parked = [], 0, 0
         if rollouts:
             self._reply, self._replied_s = None, now_s
-            queue = self._queue
-            queue.num_whole = queue.num_parked = 0
             stats = GeneratorStats(queue.num_running, queue.num_waiting, queue.generated_tokens)
             reply.set_result(Collected(rollouts=rollouts, stats=stats))
-        elif now_s >= self._reply_deadline_s:
-            self._reply = None
-            reply.set_exception(CallTimeout(self.name, "collect", self._reply_timeout_s, "is in work"))
         else:
             self._schedule()
 
-    def _rollout(self, decoded: Decoded) -> Rollout:
+    def _rollout(self, decoded: Decoded, reason: FinishReason) -> Rollout:
         attempt = decoded.attempt
         before = self._begun.pop((attempt.group_id, attempt.index))
         self._world.counts["resumed_rollouts"] += decoded.last_version > decoded.first_version
-        # Of the tokens only their number and the oldest version matter to the controller: one array stands for all.
-        versions_T = repeated(decoded.first_version, attempt.num_tokens)
-        return Rollout(
-            group_id=attempt.group_id,
-            index=attempt.index,
-            columns=continued(before.columns, dict.fromkeys(before.columns, versions_T)),
-            finish_reason=_finish_reason(attempt, self._world.lengths.limit_tokens),
-        )
+        columns = continued(before.columns, self._sampled(decoded, before)) if attempt.num_tokens else before.columns
+        return replace(before, columns=columns, finish_reason=reason)
+
+    def _sampled(self, decoded: Decoded, before: Rollout) -> Columns:
+        """The columns of its tokens; only their number and the oldest version matter, so one array stands for all."""
+        return dict.fromkeys(before.columns, repeated(decoded.first_version, decoded.attempt.num_tokens))
 
     def _current(self, now_s: float) -> tuple[str, float]:
         if now_s >= self._free_s and self._decoding_since_s is not None:
@@ -348,9 +380,7 @@ class SimulatedGenerator(SimulatedHandle):
         if self._decoding_since_s is not None:
             self._spans.append(Span("generate", self._decoding_since_s, self._loop.time()))
             self._decoding_since_s = None
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(error)
-            self._reply = None
+        self._reply = None
 
 
 def _finish_reason(attempt: Attempt, limit_tokens: int) -> FinishReason:
@@ -368,13 +398,7 @@ class SimulatedTrainer(SimulatedHandle):
         super().__init__(name, world)
         self._groups = dict[int, tuple[int, int, int]]()
         """Rollouts, response tokens and computed tokens of each group that was sent ahead."""
-        self._version = 0
-
-    async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
-        result = await super().call(method, *args, timeout_s=timeout_s, **kwargs)
-        if method == "save":  # copied; the answer comes when it is written
-            await asyncio.sleep(self._costs.save_s(self._world.trainer_gpus)[1])
-        return result
+        self.version = 0
 
     def do_add_groups(self, groups: Sequence[RolloutGroup]) -> tuple[float, Any]:
         skips = self._costs.skips_equal_rewards
@@ -390,7 +414,8 @@ class SimulatedTrainer(SimulatedHandle):
         return self._costs.publish_s, Published(version=version, addresses={"": NOWHERE}, probe=probe)
 
     def do_save(self, *_: Any) -> tuple[float, Any]:
-        return self._costs.save_s(self._world.trainer_gpus)[0], None
+        copied_s, written_s = self._costs.save_s(self._world.trainer_gpus)
+        return copied_s, self._later(copied_s + written_s)
 
     def do_commit(self) -> tuple[float, Any]:
         return 0.0, ""
@@ -400,9 +425,9 @@ class SimulatedTrainer(SimulatedHandle):
         sizes = [self._groups.pop(group_id) for group_id in group_ids]
         loss_tokens = sum(tokens for _, tokens, _ in sizes)
         tokens = sum(computed for _, _, computed in sizes)
-        self._version += 1
+        self.version += 1
         result = PolicyStepResult(
-            policy_version=self._version,
+            policy_version=self.version,
             skipped=False,
             update=UpdateMetrics(num_loss_tokens=loss_tokens),
             advantages={group_id: np.zeros(size[0]) for group_id, size in zip(group_ids, sizes, strict=True)},

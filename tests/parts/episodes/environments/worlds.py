@@ -49,6 +49,8 @@ class Counting(Environment):
     def reply(self, task: Task, turns: Sequence[Turn]) -> Any:
         what = turns[-1].response
         self.said.append(what)
+        if what == "nap":
+            time.sleep(0.5)
         if what == "exit":
             os._exit(3)
         if what == "raise":
