@@ -18,7 +18,7 @@ DROPPED until its holder has said so.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -181,16 +181,29 @@ class Flight:
         """Groups by the ids of their requests."""
         self._rows = dict[int, dict[int, FlyingRollout]]()
         """The table: rows by request and index."""
-        self._owed = defaultdict[Replica, dict[Key, FlyingRollout]](dict)
+        self._owed = dict[Replica, dict[Key, FlyingRollout]]()
         """Index of the rows that are ASKED or DROPPED, by holder."""
+        self._asked = dict[Replica, Counter[int]]()
+        """Numbers of these, by holder and request."""
 
     def _move(self, row: FlyingRollout, state: RolloutState, holder: Replica | None = None) -> None:
         assert state in _NEXT[row.state], f"rollout {row.key} is {row.state}, and cannot be {state}"
-        if row.holder is not None:
-            self._owed[row.holder].pop(row.key, None)
+        self._unindex(row)
         if holder is not None and state in _OWED:
-            self._owed[holder][row.key] = row
+            self._owed.setdefault(holder, {})[row.key] = row
+            self._asked.setdefault(holder, Counter())[row.request.group_id] += 1
         row.state, row.holder, row.since_s = state, holder, asyncio.get_running_loop().time()
+
+    def _unindex(self, row: FlyingRollout) -> None:
+        if row.holder is None or row.state not in _OWED:
+            return
+        del self._owed[row.holder][row.key]
+        asked = self._asked[row.holder]
+        asked[row.request.group_id] -= 1
+        if not asked[row.request.group_id]:
+            del asked[row.request.group_id]
+        if not asked:
+            del self._owed[row.holder], self._asked[row.holder]
 
     # Views
 
@@ -265,6 +278,10 @@ class Flight:
                 self._move(row, RolloutState.QUEUED, row.holder)
                 row.request, row.rollout = replace(request, partials=()), start
 
+    def is_dropped(self, request_id: int) -> bool:
+        """Whether nobody wants a request any more, and its generator has not said yet that it has stopped."""
+        return any(row.state is RolloutState.DROPPED for row in self.of_request(request_id))
+
     def queued(self, requests: Iterable[GenerationRequest]) -> list[GenerationRequest]:
         """Requests among these that somebody still waits for."""
         return [one for one in requests if all((one.group_id, start.index) in self for start in one.starts())]
@@ -287,7 +304,8 @@ class Flight:
 
     def may_answer(self, replica: Replica) -> bool:
         """Whether a generator owes something that does not wait for a version to come, or is gone."""
-        is_free = any(row.request.from_version <= max(replica.version, 0) for row in self.owed(replica).values())
+        requests = (next(iter(self._rows[one].values())).request for one in self._asked.get(replica, ()))
+        is_free = any(request.from_version <= max(replica.version, 0) for request in requests)
         return is_free or bool(replica.withdrawn) or replica.is_gone
 
     def answer(self, replica: Replica, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[GenerationRequest]]:
@@ -312,7 +330,7 @@ class Flight:
             if is_final:
                 finished.append(one)
         replica.answered(seconds, num_tokens, is_idle=not self.owed(replica))
-        busy = {row.request.group_id for row in self.owed(replica).values()}
+        busy = self._asked.get(replica, {})
         idle = [row.request.group_id for row, _ in own if row.request.group_id not in busy]
         return finished, self._requeued(replica, idle)
 
@@ -361,8 +379,7 @@ class Flight:
             self._remove(row)
 
     def _remove(self, row: FlyingRollout) -> None:
-        if row.holder is not None:
-            self._owed[row.holder].pop(row.key, None)
+        self._unindex(row)
         rows = self._rows[row.request.group_id]
         del rows[row.rollout.index]
         if not rows:

@@ -184,7 +184,7 @@ class OptimizedExecutors:
         held, ready = dict(self._steps), list(self._ready.values())
         start = await one.restore(version)
         steps = self._since(name, held, start, version)
-        await retake(steps, **who, last=version, told=lambda *_: self._watch.progress())
+        await retake(steps, **who, last=version, progress=self._watch.progress)
         await one.add_groups(ready)
         return f"step {start}, {version - start} steps were taken again"
 

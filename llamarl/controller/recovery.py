@@ -144,12 +144,12 @@ class Recovery:
             silent = [one for one in self._replicas.alive if self._telemetry.silent_s(one.handle) > SILENT_S]
             answers = any(self._replicas.serves(one) for one in self._replicas.alive if one not in silent)
             for replica in (one for one in silent if self._replicas.owes(one) and answers):
-                requests = self._replicas.withdraw(replica)
-                self._telemetry.warn(
-                    f"{replica.name} does not answer for {SILENT_S:g} s; "
-                    f"{len(requests)} unfinished groups go to the others until it does"
-                )
-                self._replicas.resume(requests)
+                if requests := self._replicas.withdraw(replica):
+                    self._telemetry.warn(
+                        f"{replica.name} does not answer for {SILENT_S:g} s; "
+                        f"{len(requests)} unfinished groups go to the others until it does"
+                    )
+                    self._replicas.resume(requests)
 
     def _died(self, replica: Replica, error: ExecutorError) -> None:
         if replica.is_gone:  # it was removed, and ends

@@ -74,6 +74,7 @@ async def retake(
     last: float = math.inf,
     begun: float = -math.inf,
     told: Callable[[int, list[RolloutGroup], PolicyStepResult | None], None] = lambda step, groups, result: None,
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Takes steps again that were completed after a checkpoint, on the same groups, with those who came back to it.
 
@@ -82,6 +83,7 @@ async def retake(
         last: steps after it are not taken; their groups are there for the calls that ask for them.
         begun: step that the critic has to have under way, which nobody tells it again.
         told: hears of each step that is taken.
+        progress: hears of each call of a step that has ended.
     """
     for step, groups in steps:
         ids = [group.group_id for group in groups]
@@ -94,10 +96,12 @@ async def retake(
                 await trainer.add_groups(groups)
             continue
         result = await trainer.step(ids, groups) if trainer else None
+        progress()
         assert result is None or result.policy_version == step, f"step {step} became {result.policy_version}"
         learnt = None
         while critic and learnt is None:
             learnt = await critic.learn_on(step)
+            progress()
         if result and learnt:
             result = replace(result, metrics=result.metrics | learnt.metrics)
         told(step, groups, result)

@@ -65,7 +65,7 @@ class Agents:
         tasks, now_s = list[AgentTask](), asyncio.get_running_loop().time()
         for request in requests:
             prompt = self._flight.groups[request.group_id].prompt
-            for row in self._flight.of_request(request.group_id):
+            for row in [self._flight[request.group_id, start.index] for start in request.starts()]:
                 task = AgentTask(*row.key, prompt, request.sampling, 0)
                 self._flight.turn(row)
                 self._episodes[row.key] = _RunningEpisode(task=task, row=row, since_s=now_s)
@@ -88,7 +88,8 @@ class Agents:
             news = await self._port.collect()
             to_ask = list[GenerationRequest]()
             for group_id, index, request in news.calls:
-                if (episode := self._episodes.get((group_id, index))) is None:
+                episode = self._episodes.get((group_id, index))
+                if episode is None or self._flight.is_dropped(request.group_id):
                     continue  # a gateway's last word
                 self._waited(clock.time() - episode.since_s)
                 episode.calls.add(request.group_id)
