@@ -106,11 +106,15 @@ def test_no_error_grows_with_the_context(tokens: int) -> None:
 
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(
-    ("heads", "head_dim"), [((32, 8), 64), ((32, 8), 128), ((8, 1), 128), ((16, 8), 128), ((2, 2), 256)], ids=str
+    ("heads", "head_dim"), [((8, 2), 64), ((8, 2), 128), ((8, 1), 128), ((4, 2), 128), ((2, 2), 256)], ids=str
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU takes this branch in all tests")
 def test_the_branch_that_gpus_take(heads: tuple[int, int], head_dim: int, cached: torch.dtype) -> None:
-    """Products of bfloat16 tiles; weights as two bfloat16 numbers; the result is rounded once."""
+    """Products of bfloat16 tiles; weights as two bfloat16 numbers; the result is rounded once.
+
+    Each kv head has as many query heads as in models of today. Two of them show whose keys are read: a program knows
+    no more of the others.
+    """
     with computing_as_a_gpu():
         for lengths, spread in (([(15, 16), (0, 1), (300, 1), (5, 259)], 1.0), ([(33, 700)], 3.0)):
             out, exact = attended(lengths, heads, head_dim, torch.bfloat16, spread, cached)
