@@ -222,7 +222,7 @@ class JournalReader:
         self._forget_after(reached)
         walk = self._walk(self._firsts.get(reached, 0))
         for _ in walk.new(reached):
-            pass
+            self._begins[position["segment"]] = _NOTHING
         self._pending = walk.pending
         self._pending.forget_after(_NOTHING if name else reached)
         if reached < last:
@@ -288,6 +288,10 @@ class JournalReader:
             self._begins[number] = header["version"] if is_next and not other else _NOTHING
             was, self._segment = header["settings"], number
             expected += [before] if number > (first or numbers[0]) else []
+        if position and position["segment"] > self._segment:
+            # From which version the run went on in the checkpoint's file is not known: older ones may be of a life that
+            # was taken back.
+            self._begins[position["segment"]] = _NOTHING
         expected += [position] if position and position["segment"] >= self._segment else []
         for record, groups, _ in walk.new():
             header, step = record.header, record.header["step"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import re
 import shutil
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -127,7 +129,11 @@ class JsonlSink:
             plain = file.with_name(f".{file.name}.kept") if file.suffix == ".gz" else file
             if plain != file:
                 with plain.open("wb") as target:
-                    target.writelines(lines(file))
+                    _unpack(file, target)
+            if file != self._path and not plain.stat().st_size:  # its rows were taken back before a crash
+                for one in {file, plain, file.with_name(f"{file.name}.gz")}:
+                    one.unlink(missing_ok=True)
+                continue
             size, kept, is_enough = _tail(plain, step, file)
             if size:
                 found.append((file, plain, size, kept))
@@ -170,12 +176,22 @@ def _cut(file: Path, plain: Path, size: int, kept: list[bytes]) -> bool:
         opened.truncate()
         opened.writelines(kept)
         is_empty = not opened.tell()
+        if plain != file:
+            os.fsync(opened.fileno())
     if file.suffix == ".gz":
         os.replace(plain, file.with_suffix(""))
         file.unlink()
     elif plain != file:
         os.replace(plain, file)
     return is_empty
+
+
+def _unpack(file: Path, target: IO[bytes]) -> None:
+    """Raises ConfigError: a compressed piece is damaged."""
+    try:
+        target.writelines(lines(file))
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError(f"{file} is damaged ({error}); move it away, which costs its rows and no more") from None
 
 
 def _size_of_whole_lines(file: IO[bytes]) -> int:
@@ -191,7 +207,8 @@ def _size_of_whole_lines(file: IO[bytes]) -> int:
 
 def _tail(plain: Path, step: int, file: Path) -> tuple[int, list[bytes], bool]:
     """The end of a file from the first row of a later step on: its bytes, those of its rows that stay, and whether no
-    such row can be before it. Raises ConfigError: a line of `file`, which is the same or compressed, is no row."""
+    such row can be before it, in this file or the one before. Raises ConfigError: a line of `file`, which is the same
+    or compressed, is no row."""
     size = looked = num_kept = 0
     kept = list[bytes]()
     for number, row in enumerate(last_lines(plain)):
@@ -207,7 +224,7 @@ def _tail(plain: Path, step: int, file: Path) -> tuple[int, list[bytes], bool]:
             size, num_kept = looked, len(kept)
         elif looked - size > BLOCK_BYTES:
             return size, kept[:num_kept][::-1], True
-    return size, kept[:num_kept][::-1], not size and bool(kept)
+    return size, kept[:num_kept][::-1], False
 
 
 class RowLog:

@@ -207,6 +207,7 @@ def rollout_lines(
     """JSON of each rollout that a run was trained on, in the order of the steps. `tell` hears, at the end, of which
     steps there is nothing, and why. Raises ConfigError: there is nothing at all, a file is damaged, or these lines
     would replace, as the file `output`, the only record of a step."""
+    done = RunFolder(folder).done_steps()  # what is done meanwhile comes the next time
     journal, found, rows = TrainedSteps(folder), set[int](), list[dict[str, Any]]()
     for step, lines, of_file in _merged(folder, journal):
         if of_file and output and output.resolve() in [path.resolve() for path in pieces(folder / "rollouts.jsonl")]:
@@ -219,7 +220,7 @@ def rollout_lines(
         if rows and len(rows) < of_step.prompts_per_step * of_step.group_size:  # its writer died
             journal.faults[f"{folder}/rollouts.jsonl has only {len(rows)} rows of step {rows[0]['step']}"] = None
             found -= {rows[0]["step"]}
-    if said := what_lacks(folder, found, journal.faults):
+    if said := what_lacks(folder, done, found, journal.faults):
         if not found and not rows:
             raise ConfigError(said)
         tell(said)
@@ -233,9 +234,8 @@ def rollout_rows(path: Path, fix: str = "give the folder of a run") -> Iterator[
         yield from (row for _, row in read_run_rows(path, fix))
 
 
-def what_lacks(folder: Path, found: Collection[int], faults: Iterable[str]) -> str:
-    """Names the completed steps without rollouts, and says why; empty: there are none."""
-    done = RunFolder(folder).done_steps()
+def what_lacks(folder: Path, done: int, found: Collection[int], faults: Iterable[str]) -> str:
+    """Names those of the `done` steps without rollouts, and says why; empty: there are none."""
     lacking = tuple(step for step in range(1, done + 1) if step not in found)
     if not lacking and found:
         return ""

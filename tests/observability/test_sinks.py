@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import resource
@@ -193,6 +194,37 @@ class TestPieces:
         again.drop_after(7)
         again.close()
         assert steps_of(path) == list(range(1, 8))
+
+    def test_an_evaluation_alone_in_the_newest_piece_hides_no_later_step(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        (tmp_path / "metrics-00001.jsonl").write_text(
+            "".join(f'{{"kind": "step", "step": {n}}}\n' for n in range(1, 9))
+        )
+        path.write_text('{"kind": "eval", "step": 5}\n')
+        sink = JsonlSink(path, 2000)
+        sink.drop_after(6)
+        sink.close()
+        assert steps_of(path) == [1, 2, 3, 4, 5, 6, 5]
+
+    @pytest.mark.parametrize("twin", [False, True])
+    def test_a_piece_that_a_crash_has_left_empty_goes(self, tmp_path, twin):
+        path = tmp_path / "metrics.jsonl"
+        (tmp_path / "metrics-00001.jsonl").write_text('{"kind": "step", "step": 1}\n')
+        (tmp_path / "metrics-00002.jsonl").write_text("")
+        if twin:
+            (tmp_path / "metrics-00002.jsonl.gz").write_bytes(gzip.compress(b'{"kind": "step", "step": 2}\n'))
+        sink = JsonlSink(path, 2000)
+        sink.drop_after(1)
+        sink.write({"kind": "step", "step": 2})
+        sink.close()
+        assert steps_of(path) == [1, 2]
+        assert not [*tmp_path.glob("*00002*")]
+
+    def test_a_damaged_piece_is_named(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        (tmp_path / "metrics-00001.jsonl.gz").write_bytes(gzip.compress(b'{"kind": "step", "step": 1}\n')[:-9])
+        with pytest.raises(ConfigError, match=r"metrics-00001\.jsonl\.gz is damaged .* move it away"):
+            JsonlSink(path, 2000).drop_after(1)
 
     def test_a_bad_line_changes_nothing(self, tmp_path):
         path = tmp_path / "metrics.jsonl"

@@ -14,6 +14,7 @@ import numpy as np
 
 from llamarl.parts.page.follow import CHUNK_ROWS, RowOffset, RowReader
 from llamarl.parts.page.run_data import LARGEST
+from llamarl.run.folder import RunFolder
 from llamarl.run.rollouts import RecordOffset, TrainedSteps, what_lacks
 
 Decode = Callable[[int], str]
@@ -43,6 +44,8 @@ class Rollouts:
         self._places, self._groups, self._sizes = array("q"), array("q"), array("l")
         self._fields = {name: array("d") for name in _FIELDS}
         self._outcomes, self._known = array("b"), list[str]()
+        self._done = 0
+        """Steps that were done before the last look at all that was new."""
 
     def __len__(self) -> int:
         return len(self._outcomes)
@@ -51,7 +54,7 @@ class Rollouts:
         """Looks at what is new, or at a part of it; whether there may be more."""
         if self._file.was_replaced() or self._steps.was_replaced():
             self._clear()
-        num = 0
+        num, done = 0, RunFolder(self._folder).done_steps()
         for one in self._steps.new():
             if one.step in self._of_file:  # the journal has it by now, and is believed
                 self._clear()
@@ -72,6 +75,7 @@ class Rollouts:
                 texts = row.get("prompt"), row.get("response")
                 values = row["step"], row["reward"], len(row["token_ids"]), row["staleness"]
                 self._add(place, row["group_id"], values, row.get("outcome", ""), texts)
+        self._done = self._done if num >= CHUNK_ROWS else done
         return num >= CHUNK_ROWS
 
     def _add(
@@ -120,7 +124,7 @@ class Rollouts:
             rows = [row for row in read if text in str(row.get("prompt", "")).lower()]
             found = rows[-(NUM_FOUND - len(found)) :] + found
         said = f"the newest {len(found)} that fit, of {looked:,} looked at; there are {len(self):,}"
-        said = said if len(self) else what_lacks(self._folder, (), self._steps.faults)
+        said = said if len(self) else what_lacks(self._folder, self._done, (), self._steps.faults)
         return {"rows": _slim(found), "said": said} | _words(found, decode)
 
     def sample(self, decode: Decode | None, max_bytes: int) -> dict[str, Any]:
@@ -140,7 +144,8 @@ class Rollouts:
         places = [RowOffset(*self._places[2 * at : 2 * at + 2]) for members in chosen for at in members]
         rows = sorted(self._read(places), key=lambda row: (row["step"], row["group_id"], row["index"]))
         said = f"{len(rows):,} of {len(self):,} rollouts: {len(chosen)} whole groups of steps that are evenly spread"
-        lacks = what_lacks(self._folder, found, self._steps.faults)
+        done = self._done if len(self) < MAX_ROLLOUTS else max(found)  # later ones are there, and not shown
+        lacks = what_lacks(self._folder, done, found, self._steps.faults)
         said = "; ".join(filter(None, (said if len(self) else "", lacks)))
         return {"rows": _slim(rows), "said": said} | _words(rows, decode)
 
