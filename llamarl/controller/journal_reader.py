@@ -222,7 +222,7 @@ class JournalReader:
         self._forget_after(reached)
         walk = self._walk(self._firsts.get(reached, 0))
         for _ in walk.new(reached):
-            self._begins[position["segment"]] = _NOTHING
+            pass
         self._pending = walk.pending
         self._pending.forget_after(_NOTHING if name else reached)
         if reached < last:
@@ -289,9 +289,10 @@ class JournalReader:
             was, self._segment = header["settings"], number
             expected += [before] if number > (first or numbers[0]) else []
         if position and position["segment"] > self._segment:
-            # From which version the run went on in the checkpoint's file is not known: older ones may be of a life that
-            # was taken back.
-            self._begins[position["segment"]] = _NOTHING
+            # From which version the run went on in the checkpoint's file is not known: what stands before may be of a
+            # life that was taken back.
+            self._begins.clear()
+            expected.clear()
         expected += [position] if position and position["segment"] >= self._segment else []
         for record, groups, _ in walk.new():
             header, step = record.header, record.header["step"]
