@@ -167,7 +167,9 @@ def test_kill_of_an_executor(tmp_path: Path, toml: Path, model: Path, kill: str)
     assert gone(run.pids, 2.0) == []
     last = [row["step"] for row in rows(run.folder / "metrics.jsonl") if row["kind"] == "step"][-1]
     saved = run.check_files()
-    assert int(found[2]) == last and (saved == last or kill == "trainer"), "if the trainer lives it saves"
+    # The journal, from which it goes on, may have a step whose weights had not arrived yet.
+    assert int(found[2]) in (last, last + (kill == "trainer"))
+    assert saved == last or kill == "trainer", "if the trainer lives it saves"
     assert f"{kill} (rank 0)" in (run.folder / "summary.json").read_text()
 
 

@@ -257,6 +257,12 @@ def test_a_page_that_does_not_begin_is_said(folder: Path, monkeypatch: pytest.Mo
     assert time.monotonic() - start_s < END_S
 
 
+def processor_s(pid: int) -> float:
+    """Processor time of a process, in seconds: other than waits, it does not depend on what else runs."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 @nightly("160,000 rollouts are written and read")
 def test_a_long_run_takes_little_memory(tmp_path: Path) -> None:
     """10,000 steps of 16 rollouts and a run that goes on, in a process of its own that two pages ask."""
@@ -272,24 +278,24 @@ def test_a_long_run_takes_little_memory(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "NO_PROXY": "*"}) as process:
         try:
             assert process.stdout is not None
-            address, taken_s, changes = process.stdout.readline().split()[-1], list[float](), ["-1", "-1"]
+            address, changes = process.stdout.readline().split()[-1], ["-1", "-1"]
             until_s = time.monotonic() + 180
             while "there are 160,000" not in ask(address, "rollouts?run=0&step=1")["said"]:
                 assert time.monotonic() < until_s, "it does not catch up"
                 time.sleep(0.5)
+            start_s = processor_s(process.pid)
             for step in range(10_001, 10_021):
                 write_rows(folder / "metrics.jsonl", [step_row(step, **many)])
                 for page, change in enumerate(changes):
-                    start_s = time.monotonic()
                     changes[page] = ask(address, f"news?run=0&change={change}&after={step - 1}")["change"]
-                    taken_s.append(time.monotonic() - start_s)
                 time.sleep(0.2)
+            taken_s = processor_s(process.pid) - start_s
             status = Path(f"/proc/{process.pid}/status").read_text()
         finally:
             process.kill()
     (peak_kib,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
     assert int(peak_kib) < MAX_MIB << 10
-    assert sorted(taken_s)[len(taken_s) // 2] < ANSWER_S
+    assert taken_s < 40 * ANSWER_S, f"{taken_s:.1f} s"
 
 
 def ask(address: str, path: str) -> Any:
