@@ -9,10 +9,10 @@
                    |                                                                                       |
                    +--- slots freed when a version is made;    [6 adopt, one per generator] <- [5 sync] <- publish
 
-Every loop's docstring says what it consumes, waits for, produces, and what unblocks it; docs/index.md lists those of
-other files, too. With S = 0 all slots are taken until the weights trained on them are made, and what follows waits for
-these at its generator, so generation and training take turns: the synchronous mode is this same code. Without a trainer
-it evaluates.
+Loops 5 and 6 are in `weights.py`. Every loop's docstring says what it consumes, waits for, produces, and what unblocks
+it; docs/index.md lists those of other files, too. With S = 0 all slots are taken until the weights trained on them are
+made, and what follows waits for these at its generator, so generation and training take turns: the synchronous mode is
+this same code. Without a trainer it evaluates.
 """
 
 from __future__ import annotations
