@@ -402,7 +402,7 @@ class Flight:
 
 
 def _after(row: FlyingRollout) -> RolloutState:
-    """RolloutState of a rollout that a generator has finished."""
+    """State of a rollout that a generator has finished."""
     has_ended_a_turn = row.request.has_turns and row.rollout.finish_reason is FinishReason.STOP
     return RolloutState.TURN if has_ended_a_turn else RolloutState.ENDED
 
