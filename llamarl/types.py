@@ -9,7 +9,7 @@ Life of a record::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -330,6 +330,8 @@ class RewardResult:
     """Short and for people: `no #### line`, `grader timed out after 3 s CPU`."""
     first_part: RewardResult | None = None
     """Result of a weighted sum's first part, which alone decides whether the response is right."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Values of a weighted sum's parts by name, before their weights; not on record."""
 
     @property
     def is_right(self) -> bool:

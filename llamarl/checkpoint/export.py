@@ -49,5 +49,5 @@ def export_checkpoint(
         for name, _ in adapted_weights(load_shape(base_model), lora):
             model[name].copy_(merged(model[name], *adapter_of(weights, name), lora.scale))
         weights = model
-    save_tensors(weights, load_shape(base_model), folder, Path(base_model))
+    save_tensors(weights, load_shape(base_model), folder, base_model)
     return checkpoint.step

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 from llamarl.cli.options import command_parser
 
-PACKAGES = ("torch", "torchmonarch", "numpy", "pydantic", "tokenizers", "safetensors", "math-verify")
+PACKAGES = (
+    "torch", "torchmonarch", "numpy", "pydantic", "tokenizers", "safetensors", "huggingface_hub", "math-verify",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llamarl.cli.options import base_model, command_parser, write_output
-from llamarl.config import ConfigError, load_config
+from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.hub.names import HubName
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,8 +28,16 @@ def main(arguments: Sequence[str]) -> int:
         "--rollouts", action="store_true", help="write instead every rollout that was trained on, a line of JSON each"
     )
     parser.add_argument("--output", metavar="FILE", help="of --rollouts (RUN/rollouts.jsonl)")
+    parser.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        help="put what was written on the Hugging Face Hub, with a model card (HF_TOKEN)",
+    )
+    parser.add_argument(
+        "--public", action="store_true", help="--push makes a public repository, if it makes one (private)"
+    )
     options = parser.parse_args(arguments)
-    run = Path(options.run)
+    run, name = Path(options.run), _name(options)
     if not (run / "config.toml").exists():
         raise ConfigError(f"RUN = {options.run!r} is no run folder (no config.toml in it); name one, such as runs/demo")
     if options.rollouts:
@@ -38,15 +47,47 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(options.folder) if options.folder else run / ("merged" if options.merge else "export")
 
     from llamarl.checkpoint.export import export_checkpoint
+    from llamarl.run.names import resolved_path
 
     config = load_config(run / "config.toml")
     lora = config.trainer.lora
     if options.merge and not lora:
         raise ConfigError("--merge is for adapters, and this run trained all weights; leave it out")
-    base = base_model(run, config.model.path, config.output)
+    path = base_model(run, config.model.path, config.output)
+    base = resolved_path(path, "model.path", weights=options.merge, command="llamarl export")
     step = export_checkpoint(run / "checkpoints", base, folder, options.step, lora, options.merge)
     print(f"step {step}: {folder}")
+    if name is not None:
+        _push(run, config, folder, step, name, options)
     return 0
+
+
+def _name(options: argparse.Namespace) -> HubName | None:
+    """Repository for --push; None: nothing is pushed. Raises ConfigError."""
+    if options.push is None:
+        if options.public:
+            raise ConfigError("--public is for --push; leave it out, or say where to push")
+        return None
+    name = HubName.of(options.push)
+    if name is None or name.revision or options.rollouts:
+        why = "rollouts are no model" if options.rollouts else "it names no repository"
+        raise ConfigError(f"--push {options.push}: {why}; give OWNER/NAME, and a model to push")
+    return name
+
+
+def _push(run: Path, config: RunConfig, folder: Path, step: int, name: HubName, options: argparse.Namespace) -> None:
+    from llamarl.hub.push import pushed
+    from llamarl.run.card import model_card
+
+    adapters = config.trainer.lora is not None and not options.merge
+    card = model_card(run, config, step, name.repo.partition("/")[2], adapters=adapters)
+    files = {path.name: path for path in sorted(folder.iterdir())}
+    try:
+        found = pushed(name, files, card, private=not options.public)
+    except ConfigError as error:
+        raise ConfigError(f"--push {name}: {error} (it is written to {folder})") from None
+    kept = "" if found.card else "; its README.md is somebody's own and stays"
+    print(f"pushed: {found.url} at commit {found.commit} ({'private' if found.is_private else 'public'}{kept})")
 
 
 def _export_rollouts(run: Path, options: argparse.Namespace) -> int:

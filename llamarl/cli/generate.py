@@ -6,38 +6,27 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from io import FileIO
-from itertools import chain
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import add_settings, command_parser, told_of_delay
-from llamarl.config import ConfigError, RunConfig, read_rows, read_text, settled
-from llamarl.config.schema import GeneratorConfig
-from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
+from llamarl.cli.options import MODEL_HELP, add_settings, command_parser, told_of_delay
+from llamarl.config import ConfigError, read_rows, read_text, settled
+from llamarl.run.answering import BASE, ENGINE, PromptRun, row_of
+from llamarl.types import FinishReason, Rollout
 
 if TYPE_CHECKING:
     from llamarl.data.tokenizer import Tokenizer
-    from llamarl.generation.backend import GenerationBackend
-    from llamarl.generation.engine import Engine
 
-
-ENGINE = ("generator.dtype", "generator.device", "generator.threads", "generator.max_running")
-"""Settings that `open_engine` reads."""
-BASE = {
-    "model": {"path": ""}, "data": {"train": "jsonl"}, "eval": {"temperature": 1.0}, "cluster": {"kind": "inline"},
-}  # fmt: skip
 SETTINGS = (
     "eval.samples", "eval.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.max_new_tokens",
-    "rollout.stop_strings", "seed", *ENGINE,
+    "rollout.stop_strings", "data.system", "data.examples", "data.template_arguments", "data.date", "seed", *ENGINE,
 )  # fmt: skip
 
 
@@ -47,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         "Answer the prompts of a file: one JSON line per response, in the order in which they finish.",
         "FILE is JSON Lines when its name ends in .jsonl, else text with a prompt in each line.",
     )
-    parser.add_argument("model", metavar="MODEL", help="Hugging Face folder")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--prompts", metavar="FILE", required=True, help="what to answer")
     parser.add_argument("--field", default="prompt", help="field of a JSON line that holds the prompt (prompt)")
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message in the chat template")
@@ -59,33 +48,21 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     options = _parser().parse_args(arguments)
-    config = settled(BASE, options.overrides)
-    generator, samples = config.generator, config.eval.samples
+    settled(BASE, options.overrides)  # a mistake is told at once
     prompts = read_prompts(Path(options.prompts), options.field)
 
-    from llamarl.data.tokenizer import Tokenizer, check_vocabulary
-    from llamarl.models.folder import load_shape
+    from llamarl.run.names import resolved_path
 
-    with told_of_delay("generate"):
-        tokenizer = Tokenizer(options.model)
-        check_vocabulary(tokenizer, load_shape(options.model).vocab_size)
-        sampling = _sampling(config, tokenizer.eos_token_ids)
-        requests = _requests(prompts, tokenizer, options.chat, samples, sampling)
-        first = next(requests)  # a template that cannot work fails before the weights are read
-    with Responses(options.output, prompts, tokenizer) as responses:
+    model = resolved_path(options.model, "MODEL", command="llamarl generate")
+    config = settled(BASE | {"model": {"path": model}}, options.overrides)
+    with ExitStack() as opened:
         with told_of_delay("generate"):
-            engine = open_engine(options.model, generator, tokenizer)
+            answers = PromptRun(config, prompts, chat=options.chat)
+        responses = opened.enter_context(Responses(options.output, prompts, answers.tokenizer))
+        with told_of_delay("generate"):
+            opened.enter_context(answers)
         responses.begin()
-        return _run(engine, chain([first], requests), generator.max_running, responses, len(prompts) * samples)
-
-
-def _sampling(config: RunConfig, end_token_ids: tuple[int, ...]) -> SamplingParams:
-    rollout = config.rollout
-    return SamplingParams(
-        temperature=config.eval.temperature, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p,
-        max_new_tokens=rollout.max_new_tokens, stop_strings=tuple(rollout.stop_strings), seed=config.seed,
-        stop_token_ids=end_token_ids,
-    )  # fmt: skip
+        return _run(answers, responses, len(prompts) * config.eval.samples)
 
 
 def read_prompts(path: Path, field: str) -> list[str]:
@@ -105,31 +82,6 @@ def _prompt(row: dict[str, Any], place: str, field: str) -> str:
     if not isinstance(row[field], str):
         raise ConfigError(f"{place}: `{field}` is {row[field]!r:.60}, not text; name the prompt's --field")
     return row[field]
-
-
-def _requests(
-    prompts: Sequence[str], tokenizer: Tokenizer, chat: bool, samples: int, sampling: SamplingParams
-) -> Iterator[GenerationRequest]:
-    """Tokenized one by one, as the engine has room: group id = number of the prompt, from 0."""
-    for number, prompt in enumerate(prompts):
-        text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if chat else prompt
-        # A chat template writes its own BOS; a plain text gets the one that the model saw in pretraining.
-        token_ids_T = tokenizer.encode(text, add_special_tokens=not chat)
-        yield GenerationRequest(group_id=number, prompt_token_ids_T=token_ids_T, group_size=samples, sampling=sampling)
-
-
-def open_engine(path: str, config: GeneratorConfig, tokenizer: Tokenizer) -> Engine:
-    """Without a cluster. Raises ConfigError."""
-    from llamarl.distributed.runtime import set_up_device
-    from llamarl.generation.engine import Engine
-    from llamarl.generation.model import load_generator_model
-
-    device = set_up_device(config.device, config.threads, "generator.device")
-    model = load_generator_model(path, config.dtype, device)
-    return Engine(
-        model, max_running=config.max_running, prefill_tokens=config.prefill_tokens, kv_bytes=None,
-        decode=tokenizer.decode,
-    )  # fmt: skip
 
 
 class Responses:
@@ -156,7 +108,10 @@ class Responses:
 
     def write(self, rollouts: Sequence[Rollout]) -> None:
         """Raises ConfigError when the disk is full, BrokenPipeError when the reader has gone."""
-        data = "".join(json.dumps(self._row(rollout), ensure_ascii=False) + "\n" for rollout in rollouts).encode()
+        data = "".join(
+            json.dumps(row_of(rollout, self._prompts, self._tokenizer), ensure_ascii=False) + "\n"
+            for rollout in rollouts
+        ).encode()
         left = memoryview(data)
         try:
             while left:
@@ -176,33 +131,20 @@ class Responses:
             with suppress(OSError):  # pipes and devices have no length
                 self._file.truncate(self._whole_bytes)
 
-    def _row(self, rollout: Rollout) -> dict[str, Any]:
-        logprob = float(rollout.behavior_logprobs_T.sum(dtype=np.float64))
-        return {
-            "prompt": self._prompts[rollout.group_id],
-            "number": rollout.group_id,
-            "index": rollout.index,
-            "text": self._tokenizer.decode(rollout.token_ids_T),
-            "num_tokens": rollout.num_tokens,
-            "logprob": logprob if isfinite(logprob) else None,
-            "finish_reason": rollout.finish_reason.value,
-            "error": rollout.error,
-        }
 
-
-def _run(engine: Engine, requests: Iterator[GenerationRequest], ahead: int, responses: Responses, total: int) -> int:
+def _run(answers: PromptRun, responses: Responses, total: int) -> int:
     """Generates and reports; the exit code."""
     start_s, interrupted = time.monotonic(), False
     columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)
         try:
-            for rollouts in generate(engine, requests, ahead):
+            for rollouts in answers.rollouts():
                 responses.write(rollouts)
                 bar.update(task, completed=responses.count)
         except KeyboardInterrupt:
             interrupted = True
-    elapsed_s, stats = time.monotonic() - start_s, engine.stats()
+    elapsed_s, stats = time.monotonic() - start_s, answers.engine.stats()
     facts = [
         f"{'interrupted: ' * interrupted}{responses.count} of {total} responses",
         f"{stats.decode_tokens} tokens in {elapsed_s:.1f} s",
@@ -216,16 +158,3 @@ def _run(engine: Engine, requests: Iterator[GenerationRequest], ahead: int, resp
     if interrupted:
         return INTERRUPTED
     return FAILURE if responses.num_failed == total else 0
-
-
-def generate(engine: GenerationBackend, requests: Iterator[GenerationRequest], ahead: int) -> Iterator[list[Rollout]]:
-    """Rollouts in the order in which they finish. At most `ahead` wait in the engine, and one request more."""
-    while True:
-        waiting = engine.stats().waiting
-        while waiting < ahead and (request := next(requests, None)):
-            engine.submit([request])
-            waiting += request.group_size
-        if not engine.has_work:
-            return
-        if rollouts := engine.step():
-            yield rollouts

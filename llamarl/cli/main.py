@@ -14,6 +14,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
+from llamarl import __version__
 from llamarl.config import ConfigError
 from llamarl.config.ref import part_module
 from llamarl.observability.usage import MIN_FILES
@@ -90,6 +91,9 @@ def main() -> None:
     if name in ("-h", "--help"):
         _print_help()
         return
+    if name in ("-V", "--version"):
+        print(f"llamarl {__version__}")
+        return
     if name not in COMMANDS:
         print(f"llamarl: unknown command `{name}`; known: {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(USER_ERROR)
@@ -161,7 +165,7 @@ def _print_help() -> None:
     print("usage: llamarl COMMAND [-h] ...\n\ncommands:")
     for name, meaning in COMMANDS.items():
         print(f"  {name:<10}{meaning}")
-    print("\n`llamarl COMMAND -h` tells more.")
+    print("\n`llamarl COMMAND -h` tells more, `llamarl --version` which one this is.")
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError, settled
+from llamarl.hub.names import hub_name
 from llamarl.observability.files import write_atomically
 
 RENAMED = {
@@ -21,13 +22,15 @@ RENAMED = {
     "rollout.stop_strings": "stop",
 }
 """Options of before that were not called as the setting is."""
+MODEL_HELP = "Hugging Face folder, or a name of the Hub: owner/name, owner/name@revision"
 DELAY_S = 8.0
 """Nothing that a user has written keeps a command silent for longer."""
 
 
 @contextmanager
-def told_of_delay(command: str) -> Iterator[None]:
-    """While a command prepares, a line on stderr says from time to time where it is."""
+def told_of_delay(command: str) -> Iterator[Callable[[], None]]:
+    """While a command prepares, a line on stderr says from time to time where it is; until the end of the block, or the
+    call that it gives."""
     thread, is_over = threading.get_ident(), threading.Event()
 
     def tell() -> None:
@@ -41,7 +44,7 @@ def told_of_delay(command: str) -> Iterator[None]:
 
     threading.Thread(target=tell, name="delay", daemon=True).start()
     try:
-        yield
+        yield is_over.set
     finally:
         is_over.set()
 
@@ -89,10 +92,15 @@ def add_settings(parser: argparse.ArgumentParser, base: Mapping[str, Any], *name
 
 def base_model(run: Path, path: str, output: str) -> str:
     """`model.path` of a run, wherever the command is given: a relative one begins where the run was started, which is
-    as far above its folder as `output` says."""
+    as far above its folder as `output` says, and a name of the Hub means the commit that the run began with."""
+    from llamarl.run.names import commits_of
+
     parents, depth = run.resolve().parents, len(Path(output).parts)
     is_known = not Path(output).is_absolute() and depth < len(parents)
-    return str(found) if is_known and (found := parents[depth] / path).exists() else path
+    if is_known and (found := parents[depth] / path).exists():
+        return str(found)
+    commit, name = commits_of(run).get(path, ""), hub_name(path)
+    return str(name.at(commit)) if name and commit else path
 
 
 def write_output(path: Path, text: str | Iterable[str]) -> None:

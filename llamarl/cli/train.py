@@ -9,12 +9,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import command_parser, told_of_delay
 from llamarl.cli.restarts import WOULD_FAIL_AGAIN, run_with_restarts
-from llamarl.config import ConfigError, RunConfig, dump_toml, load_config, load_sft_config
+from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
 from llamarl.config.ref import part
+from llamarl.observability.screen import print_to
 from llamarl.observability.spans import now_s
 
 EPILOG = """Every setting of the file can be overridden: --steps 10 --trainer.learning_rate 1e-5
@@ -52,32 +54,26 @@ def main(arguments: Sequence[str]) -> int:
 def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> int:
     """Runs the training in this process; the exit code."""
     from llamarl.cluster.api import ExecutorError, MeshFailed
-    from llamarl.cluster.open import check_cluster
     from llamarl.controller.admission import TooManyInvalid
     from llamarl.controller.saving import NotSaved
     from llamarl.controller.supervision import Interrupted, Stalled
     from llamarl.controller.sync import WeightsWrong
     from llamarl.observability.report import render_summary
-    from llamarl.run.folder import FolderLost, check_run_folder, prepare_run_folder
-    from llamarl.run.prepare import check_parts, prepare
+    from llamarl.run.begin import begin
+    from llamarl.run.folder import FolderLost
     from llamarl.run.train import run
-    from llamarl.training.base_model import is_made
     from llamarl.training.result import NonFiniteStep
 
-    with told_of_delay("train"):
-        check_parts(config)
-        check_cluster(config.cluster)
-        check_run_folder(config, resume=options.resume, overwrite=options.overwrite)
-    if config.model.warm_start and not is_made(config.model.path, load_sft_config(config.model.warm_start)):
-        part("sft", "ensure_base_model")(config)
-    with told_of_delay("train"):
-        prepared = prepare(config)
-    folder = prepare_run_folder(config, resume=options.resume, overwrite=options.overwrite)
+    begun = begin(
+        config, resume=options.resume, overwrite=options.overwrite, command="llamarl train",
+        tell=lambda text: print_to(sys.stdout, text), delays=lambda: told_of_delay("train"),
+    )  # fmt: skip
+    folder = begun.folder
     try:
         with part("page", "watching")(folder.path) if options.watch else nullcontext("") as address:
             if address:
                 print(f"llamarl train: {address}", file=sys.stderr)
-            summary = run(config, prepared, folder, resume=options.resume, command_started_s=started_s)
+            summary = run(begun.config, begun.prepared, folder, resume=options.resume, command_started_s=started_s)
     except Interrupted as error:
         _say_last("".join(error.__notes__), f"the summary is in {folder.summary}")
         print(f"llamarl train: {error}; go on with --resume. Files: {folder.path}", file=sys.stderr)
@@ -103,22 +99,35 @@ def _say_last(text: str, instead: str) -> None:
 
 
 def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Prints what follows from the settings, as comments, and all settings; the exit code."""
-    from llamarl.run.prepare import check_parts
-
+    """Prints what follows from the settings and what the run would begin with, as comments, and all settings; the exit
+    code. Raises ConfigError: the run cannot start."""
     with told_of_delay("train"):
+        beginning = _beginning(config, options)  # fetches what it needs, and the forecast finds it
         try:
             explained = part("forecast", "explained")
         except ConfigError as error:
             if options.json:
                 raise
-            check_parts(config)
-            print(f"# what follows is not known: {error}", dump_toml(config), sep="\n\n", end="")
-            return 0
-        found = explained(config, options.config, overrides)
+            found: dict[str, Any] = {"consequences": {"forecast": [f"not known: {error}"]}}
+        else:
+            found = explained(config, options.config, overrides)
+        found["consequences"] |= beginning
     if options.json:
         print(json.dumps(found, indent=2))
         return 0
     lines = [line for name, said in found["consequences"].items() for line in (f"{name}:", *said)]
     print("".join(f"# {line}\n" for line in lines), dump_toml(config), sep="\n", end="")
     return 0
+
+
+def _beginning(config: RunConfig, options: argparse.Namespace) -> dict[str, list[str]]:
+    """First prompt and answers of a run, as lines by topic. Raises ConfigError: it cannot start."""
+    from llamarl.run.begin import check_start, has_base_model, looked_ahead
+    from llamarl.run.preview import answers, first_prompt
+
+    run = check_start(config, resume=options.resume, overwrite=options.overwrite)
+    if not has_base_model(config):
+        return {"first prompt": [f"not known before the start has made {config.model.path}"]}
+    _, pinned, prepared = looked_ahead(config, run, command="llamarl train", weights=False)
+    train = prepared.problems.train
+    return {"first prompt": first_prompt(train[0]), "answers": [*answers(pinned, train)]}

@@ -49,7 +49,7 @@ try:
     from monarch.job import new_service_proc_id, service_proc_addr
 except ImportError as error:
     raise ConfigError(
-        f"cluster.kind = 'monarch' needs Monarch ({error}); pip install 'torchmonarch>=0.7,<0.8', "
+        f"cluster.kind = 'monarch' needs Monarch ({error}); pip install 'llamarl[monarch]', "
         "or set cluster.kind = 'inline'"
     ) from error
 

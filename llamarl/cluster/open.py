@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 
 from llamarl.cluster.api import Cluster
 from llamarl.cluster.engine_files import log_env, own_temporary_folder
-from llamarl.config.cluster import ClusterConfig
+from llamarl.config.cluster import ClusterConfig, lack_of_monarch
 from llamarl.config.errors import ConfigError
 from llamarl.config.ref import part
 
 
 def check_cluster(settings: ClusterConfig) -> None:
     """Whether this machine has what `settings` ask for, before anything is started. Raises ConfigError."""
-    if settings.kind != "inline" and importlib.util.find_spec("monarch") is None:
-        raise ConfigError(
-            f"cluster.kind = {settings.kind!r} needs Monarch, which is not installed; pip install "
-            "'torchmonarch>=0.7,<0.8', or set cluster.kind = 'inline'"
-        )
+    if settings.kind != "inline" and (lack := lack_of_monarch()):
+        raise ConfigError(f"cluster.kind = {settings.kind!r}: {lack}, or set cluster.kind = 'inline'")
     if settings.kind == "hosts":
         part("hosts", "check")(settings)
 

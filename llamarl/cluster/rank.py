@@ -126,7 +126,7 @@ class ExecutorRank:
 
     def _run(self) -> None:
         try:
-            self._live()
+            reply = self._live()
         except BaseException as error:  # no memory was left to say so where it happened
             reply = Reply(method=self._doing[0], remote_traceback=f"{type(error).__name__}: {error}")
             if not self._failure.done():
@@ -134,8 +134,12 @@ class ExecutorRank:
             for promise in (self._ready, self._closed):
                 if not promise.done():
                     promise.set_result(reply)
+        else:  # what the executor held is freed: a process that ended meanwhile would be torn apart
+            self._begin("closed")
+            self._closed.set_result(reply)
 
-    def _live(self) -> None:
+    def _live(self) -> Reply:
+        """Builds the executor, has it serve, closes it; the answer to that."""
         executor = self._build()
         if executor is not None:
             self._serve(executor)
@@ -150,8 +154,7 @@ class ExecutorRank:
             except BaseException as error:
                 reply = error_reply(error, "close")
             self._end()
-        self._begin("closed")
-        self._closed.set_result(reply)
+        return reply
 
     def _build(self) -> Executor | None:
         """The executor, or None when its constructor (or the import of its module) raised."""

@@ -11,6 +11,7 @@ from llamarl.config.load import (
     read_rows,
     read_text,
     settled,
+    tables,
     validated,
 )
 from llamarl.config.ref import Ref, build, make_record
@@ -34,5 +35,6 @@ __all__ = [
     "read_rows",
     "read_text",
     "settled",
+    "tables",
     "validated",
 ]

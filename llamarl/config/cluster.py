@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from importlib import metadata, util
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from llamarl.config.section import Section
 
 OF_HOSTS = ("kind", "listen", "pki", "num_hosts", "host_timeout_s", "place")
 """Settings of several hosts."""
 MAX_PORT = 65_535
+MONARCH = ("0.7", "0.8")
+"""First version of Monarch that runs this, and the first that may not."""
+
+
+def lack_of_monarch() -> str:
+    """Text: why Monarch cannot be used here, and what mends it; empty: it can. Imports nothing of it."""
+    cause = "is not installed"
+    if util.find_spec("monarch") is not None:
+        try:
+            found = metadata.version("torchmonarch")
+        except metadata.PackageNotFoundError:  # built by somebody, who knows
+            return ""
+        first, end = (tuple(map(int, one.split("."))) for one in MONARCH)
+        if first <= tuple(map(int, re.findall(r"\d+", found)[:2])) < end:
+            return ""
+        cause = f"is here in version {found}, and {MONARCH[0]} is needed"
+    return f"Monarch {cause}: pip install 'llamarl[monarch]'"
+
+
+def use_processes() -> str:
+    """Text of how executors get processes of their own."""
+    lack = lack_of_monarch()
+    return "use cluster.kind = 'monarch'" + f" ({lack})" * bool(lack)
+
+
+def _settled(kind: str) -> str:
+    return ("inline" if lack_of_monarch() else "monarch") if kind == "auto" else kind
+
+
+Kind = Annotated[Literal["auto", "monarch", "hosts", "inline"], AfterValidator(_settled)]
+"""Kind of cluster; `auto` becomes what this installation has, so that records say what was used."""
 
 
 class PlaceConfig(Section):
@@ -71,8 +103,9 @@ class OnFailureConfig(Section):
 
 
 class ClusterConfig(Section):
-    kind: Literal["monarch", "hosts", "inline"] = "monarch"
-    """Place of executors: processes on this machine, processes on the hosts that call, or all in this process."""
+    kind: Kind = Field(default="auto", validate_default=True)
+    """Place of executors: `monarch`, processes on this machine; `hosts`, processes on those that call; `inline`, all in
+    this process; `auto`: `monarch` where it is installed, else `inline`."""
     listen: str = ""
     """Address, `address:port`, of this machine that `llamarl host` calls on the others; only with `hosts`."""
     pki: str = "pki"

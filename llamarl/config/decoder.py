@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,7 @@ MAX_COUNT = 1 << 27
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderSizes:
+class DecoderSizes(ABC):
     """Sizes of a decoder-only transformer with gated feed-forward layers."""
 
     hidden_size: int
@@ -29,6 +31,16 @@ class DecoderSizes:
     """Longest context, prompt and response together, in tokens."""
     tie_embeddings: bool = False
     """The output head is the embedding matrix."""
+
+    @property
+    @abstractmethod
+    def layer_parameters(self) -> int:
+        """Scalars in all weights of one layer."""
+
+    @property
+    @abstractmethod
+    def num_parameters(self) -> int:
+        """Scalars in all weights; a tied head counts once."""
 
 
 def sizes_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,9 +58,46 @@ def sizes_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": count(config, "head_dim", default=head_dim),
         "intermediate_size": count(config, "intermediate_size"),
         "vocab_size": count(config, "vocab_size"),
-        "max_position_embeddings": count(config, "max_position_embeddings"),
+        "max_position_embeddings": _context(config),
         "tie_embeddings": tied,
     }
+
+
+def rope_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Key and value of what a config says of its rotation: transformers 5 writes `rope_parameters`, 4
+    `rope_scaling`. Raises ConfigError."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    if not isinstance(rope := config.get(key) or {}, dict):
+        raise ConfigError(f"config.json: `{key}` = {rope!r}; a table of names and values is needed")
+    return key, rope
+
+
+def original_context(config: Mapping[str, Any]) -> int:
+    """Tokens of the context before it was stretched. A key beside the rope's goes before one in it, as transformers
+    reads them; without either it is the context that is stated."""
+    name = "original_max_position_embeddings"
+    return count(
+        {**rope_of(config)[1], **({name: config[name]} if config.get(name) else {})},
+        name,
+        default=count(config, "max_position_embeddings"),
+    )
+
+
+def _context(config: Mapping[str, Any]) -> int:
+    """Longest context. YaRN makes it `factor` times the original one, which released configs do not always say: Qwen's
+    model cards add the scaling and leave `max_position_embeddings`."""
+    stated, (key, rope) = count(config, "max_position_embeddings"), rope_of(config)
+    if rope.get("rope_type", rope.get("type")) != "yarn" or rope.get("factor") is None:
+        return stated
+    stretched = int(positive(f"{key}.factor", rope["factor"]) * original_context(config))
+    return count({"max_position_embeddings": max(stated, stretched)}, "max_position_embeddings")
+
+
+def positive(key: str, value: object) -> float:
+    """The number that `value` is. Raises ConfigError: it is none, or not over 0."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigError(f"config.json: `{key}` = {value!r}; a positive number is needed")
+    return value
 
 
 def count(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:

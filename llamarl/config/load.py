@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -27,16 +28,27 @@ from llamarl.config.sft import SftConfig
 S = TypeVar("S", bound=Section)
 MAX_ROW_BYTES = 1 << 20
 """Longest line of a data file, in bytes: a prompt that long fits no context, and rows travel in messages."""
+PACKAGED = Path(__file__).parents[1] / "configs"
+"""Files of runs that come with the package, each of which `llamarl train` takes by its name: `demo`."""
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that `path` describes, with overrides such as `["--trainer.learning_rate", "1e-5", "--steps=10"]`.
+def load_config(
+    path: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> RunConfig:
+    """The run that a file describes, with overrides such as `["--trainer.learning_rate", "1e-5", "--steps=10"]`.
+
+    Args:
+        path: of a TOML file, the name of one that comes with the package, or what such a file holds.
+        settings: win over the file; a section is a table, or its names stand behind dots.
 
     Raises:
         ConfigError: file, key, type or combination is wrong.
     """
-    config = validated(_parsed(path, overrides), RunConfig)
+    data = _with(deepcopy(dict(path)) if isinstance(path, Mapping) else tables(path), settings)
+    config = validated(_overridden(data, overrides), RunConfig)
     if config.recipe:
         recipe = find(config.recipe, "llamarl.recipes", "recipe", config.recipe)
         try:
@@ -44,9 +56,32 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         except ValidationError as error:
             raise ConfigError(f"recipe = {config.recipe!r}: {_explain(error, RunConfig)}") from None
     if config.model.warm_start:  # written relative to the TOML that names it
-        warm_start = (Path(path).parent / config.model.warm_start).resolve()
-        config = config.model_copy(update={"model": config.model.model_copy(update={"warm_start": str(warm_start)})})
+        folder = Path() if isinstance(path, Mapping) else _place(path).parent
+        warm_start = str((folder / config.model.warm_start).resolve())
+        config = config.model_copy(update={"model": config.model.model_copy(update={"warm_start": warm_start})})
     return config
+
+
+def tables(path: str | Path) -> dict[str, Any]:
+    """Tables of the file of a run; its warm start is found from any folder. Raises ConfigError."""
+    path = _place(path)
+    data = _parsed(path, ())
+    model = data.get("model")
+    if isinstance(model, dict) and isinstance(warm_start := model.get("warm_start"), str) and warm_start:
+        data["model"] = model | {"warm_start": str((path.parent / warm_start).resolve())}
+    return data
+
+
+def _with(data: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`data` with other settings, tables within tables. Raises ConfigError."""
+    for name, value in settings.items():
+        first, _, rest = name.partition(".")
+        if rest or (isinstance(value, Mapping) and "name" not in value):
+            below = data.get(first) or {}
+            data[first] = _with(below if isinstance(below, dict) else {"name": below}, {rest: value} if rest else value)
+        else:  # a part that is named brings its own options
+            data[first] = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return data
 
 
 def settled(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
@@ -75,8 +110,15 @@ def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig | Sft
     return load_config(path, overrides) if is_run else load_sft_config(path, overrides)
 
 
+def _place(path: str | Path) -> Path:
+    """The file that a command is given, or the one of that name that comes with the package."""
+    own = PACKAGED / f"{path}.toml"
+    return own if "/" not in str(path) and not Path(path).is_file() and own.is_file() else Path(path)
+
+
 def _parsed(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
-    text = read_text(path, "give the path of a TOML file")
+    names = ", ".join(sorted(one.stem for one in PACKAGED.glob("*.toml")))
+    text = read_text(path := _place(path), f"give the path of a TOML file, or one of {names}")
     try:
         return _overridden(tomllib.loads(text), overrides)
     except RecursionError:
@@ -88,9 +130,12 @@ def _parsed(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _overridden(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    for key, value in _pairs(overrides):
-        _set(data, key, value)
-    _check_values(data)
+    try:
+        for key, value in _pairs(overrides):
+            _set(data, key, value)
+        _check_values(data)
+    except RecursionError:
+        raise ConfigError("the settings are nested too deeply; none needs more than four levels") from None
     return data
 
 
@@ -166,6 +211,11 @@ def read_rows(path: str | Path, fix: str, most_bytes: int = MAX_ROW_BYTES) -> It
         raise ConfigError(f"{path}:1: the file is empty; it needs one JSON object per line")
 
 
+def parse_json(text: str) -> Any:
+    """The value of a JSON text that is JSON to the letter: no NaN, no key twice. Raises ValueError, RecursionError."""
+    return json.loads(text, parse_constant=_no_number, object_pairs_hook=_object)
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -180,7 +230,7 @@ def _no_number(name: str) -> Any:
 
 def _parse_row(line: bytes, place: str) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8"), parse_constant=_no_number, object_pairs_hook=_object)
+        row = parse_json(line.decode("utf-8"))
         json.dumps(row, ensure_ascii=False).encode("utf-8") if b"\\u" in line else None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{place}: is not UTF-8 (byte {error.start} of the line); save the file as UTF-8") from None

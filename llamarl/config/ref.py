@@ -95,10 +95,15 @@ def build(ref: Ref, family: str, option: str) -> Any:
     Raises:
         ConfigError: unknown name, unknown option, or an option of the wrong type.
     """
-    cls = find(ref.name, family, option, "".join(part.capitalize() for part in ref.name.split("_")))
+    cls = class_of(ref, family, option)
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ConfigError(f"`{option} = {ref.name!r}` must be a dataclass: its fields are its options")
     return make_record(cls, ref.options, option, ref.name)
+
+
+def class_of(ref: Ref, family: str, option: str) -> Any:
+    """The class that `ref` names. Raises ConfigError."""
+    return find(ref.name, family, option, "".join(part.capitalize() for part in ref.name.split("_")))
 
 
 def make_record(cls: type[T], values: Mapping[str, Any], where: str, owner: str) -> T:

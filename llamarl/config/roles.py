@@ -19,7 +19,7 @@ class ReferenceConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the divergence, see `algorithms/kl.py`; with `kl_in = "reward"` k1 is usual."""
     path: str = ""
-    """Hugging Face folder with the policy's tokens; empty: `model.path`, the policy as it was before the first step."""
+    """Hugging Face folder or name with the policy's tokens; empty: `model.path`, the policy before the first step."""
     dtype: Literal["float32", "bfloat16", "int8", "fp8"] = "float32"
     """Weights, as `generator.dtype`."""
     threads: int = Field(default=1, ge=1)
@@ -32,7 +32,7 @@ class CriticConfig(Section):
     """Used when `trainer.advantage` needs values (`gae`); other settings of its optimizer are the trainer's."""
 
     path: str = ""
-    """Hugging Face folder with the policy's tokens, of a causal or a one-label classification model; empty:
+    """Hugging Face folder or name with the policy's tokens, of a causal or a one-label classification model; empty:
     `model.path`. Without `score.weight` its values begin at 0."""
     learning_rate_scale: float = Field(default=10.0, gt=0)
     """Its learning rate over the trainer's: values may move faster than policies."""
@@ -48,7 +48,7 @@ class CriticConfig(Section):
 
 class RewardModelConfig(Section):
     path: str
-    """Hugging Face folder of a sequence classification model with one label (`score.weight`)."""
+    """Hugging Face folder or name of a sequence classification model with one label (`score.weight`)."""
     weight: float = 1.0
     """Factor of its score in the reward; the rule-based parts keep theirs."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from llamarl.config.cluster import ClusterConfig
+from llamarl.config.cluster import ClusterConfig, use_processes
 from llamarl.config.device import Device
 from llamarl.config.launch import LaunchConfig
 from llamarl.config.metrics import MetricsConfig, RecordConfig
@@ -21,9 +22,17 @@ MIN_TEMPERATURE = 1e-3
 
 class ModelConfig(Section):
     path: str
-    """Hugging Face folder: `config.json`, `model.safetensors`, `tokenizer.json`."""
+    """Hugging Face folder (`config.json`, `model.safetensors`, `tokenizer.json`), or a name of the Hub: `owner/name`,
+    `owner/name@revision`."""
     warm_start: str = ""
     """An SFT TOML that makes `path` when it is missing (relative to this file); empty: `path` must exist."""
+
+
+def _day(value: object) -> object:
+    """Text of a day, which TOML knows without quotes too."""
+    if isinstance(value, str) and value and date.fromisoformat(value).isoformat() != value:
+        raise ValueError(f"{value!r} is no day as in 2026-07-26")
+    return value.isoformat() if type(value) is date else value
 
 
 class DataConfig(Section):
@@ -31,10 +40,20 @@ class DataConfig(Section):
     """Prompt source, for example `{name = "jsonl", path = "train.jsonl"}`."""
     eval: Ref | None = None
     """Held-out prompt source; without it there is no evaluation."""
-    template: str = "{question}\n"
-    """Prompt text with `{field}` places, or `chat` for the tokenizer's own chat template."""
+    template: str = "auto"
+    """Prompt text with `{field}` places, or `chat` for the tokenizer's own chat template; `auto`: that where there is
+    one, else `{question}` and a line break."""
+    system: str = ""
+    """Message of the role `system` that begins each conversation of a chat template."""
+    examples: list[dict[str, str]] = Field(default_factory=list)
+    """Problems with answers that stand in each prompt before its own: `[{question = "1+1?", answer = "2"}]`."""
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the chat template, for example `{enable_thinking = false}`."""
+    date: Annotated[str, BeforeValidator(_day)] = ""
+    """Day that chat templates take for today, such as `2026-07-26`; empty: when the run begins, which is then kept."""
     solution: str = "solution"
-    """Field of a row that `llamarl sft` learns as the response; `answer` where that shows the way to it."""
+    """Field of a row that `llamarl sft` learns as the response; `answer` where that shows the way to it. Of rows that
+    are conversations it learns what the assistant says."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longest prompt, in tokens."""
     overlong_prompts: Literal["skip", "refuse"] = "skip"
@@ -298,7 +317,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     record: RecordConfig = RecordConfig()
     metrics: MetricsConfig = MetricsConfig()
-    cluster: ClusterConfig = ClusterConfig()
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     launch: LaunchConfig = LaunchConfig()
     screen: ScreenConfig = ScreenConfig()
 
@@ -313,7 +332,7 @@ class RunConfig(Section):
         if self.checkpoint.mirror and self.cluster.kind == "inline":
             raise ValueError(
                 "checkpoint.mirror = true with cluster.kind = 'inline': all executors die with the one process, and no "
-                "copy in memory helps; use cluster.kind = 'monarch', or leave it out"
+                f"copy in memory helps; {use_processes()}, or leave it out"
             )
         if self.reward.weights and len(self.reward.weights) != len(self.reward.parts):
             raise ValueError(
@@ -367,7 +386,7 @@ class RunConfig(Section):
         if self.weight_sync.delta and (transport in ("shared_memory", "nixl") or self.cluster.kind == "inline"):
             raise ValueError(
                 "weight_sync.delta = true saves nothing where generators serve or read what lies in the trainer's "
-                "memory; leave it out, or use weight_sync.transport = 'p2p' with cluster.kind = 'monarch'"
+                f"memory; leave it out, or with weight_sync.transport = 'p2p' {use_processes()}"
             )
         if generator.dtype == "fp8" and generator.device == "cpu":
             raise ValueError("generator.dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'int8'")
@@ -378,17 +397,17 @@ class RunConfig(Section):
                 if (num_ranks := settings.parallelism.num_ranks) > 1:
                     raise ValueError(
                         f"{name}.parallelism asks for {num_ranks} processes, and cluster.kind = 'inline' has only one; "
-                        "use cluster.kind = 'monarch'"
+                        f"{use_processes()}"
                     )
             if generator.tensor_parallel > 1:
                 raise ValueError(
                     f"generator.tensor_parallel = {generator.tensor_parallel} needs a process for each rank; "
-                    "use cluster.kind = 'monarch'"
+                    + use_processes()
                 )
             if transport not in ("auto", "shared_memory", "file"):
                 raise ValueError(
                     f"weight_sync.transport = {transport!r} goes from process to process, and cluster.kind = 'inline' "
-                    "has only one; use 'auto'"
+                    f"has only one; use 'auto', or {use_processes()}"
                 )
         return self
 
@@ -430,5 +449,5 @@ class RunConfig(Section):
                 "generator.backend = 'native'"
             )
         if self.cluster.kind == "inline":
-            raise ValueError(f"{chosen} runs processes of its own; use cluster.kind = 'monarch' instead of 'inline'")
+            raise ValueError(f"{chosen} runs processes of its own; {use_processes()} instead of 'inline'")
         return self

@@ -13,7 +13,7 @@ from llamarl.config.section import Section
 class ShapeConfig(Section):
     """Shape of a model made from scratch."""
 
-    family: Literal["llama", "qwen2", "qwen3"] = "llama"
+    family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     """Architecture."""
     hidden_size: int = Field(default=128, ge=1)
     """Width, D."""

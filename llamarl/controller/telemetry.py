@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -326,6 +326,7 @@ class Telemetry:
                 "entropy_mean": entropy_mean(rollouts),
                 "resumed_segments": mark.resumed_segments - previous.resumed_segments,
                 **(of_episodes(groups, mark, previous) if self._config.rollout.has_episodes else {}),
+                **_parts_of_reward(groups),
                 "dropped_groups": mark.dropped_groups - previous.dropped_groups,
                 "flat_groups": sum(is_flat(group, mask_truncated=mask_truncated) for group in groups),
                 "controller_cpu_s": mark.controller_cpu_s - previous.controller_cpu_s,
@@ -384,3 +385,12 @@ class Telemetry:
         )
         self._view = replace(self._view, **changes)
         self._screen.show(self._view)
+
+
+def _parts_of_reward(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Mean of each part of the reward, by `reward.NAME`; nothing where it has one."""
+    values = defaultdict[str, list[float]](list)
+    for result in (one for group in groups for one in group.results):
+        for name, value in result.parts.items():
+            values[f"reward.{name}"].append(value)
+    return {name: float(np.mean(found)) for name, found in values.items()}

@@ -5,6 +5,7 @@ Shape suffix: T tokens of one prompt.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
@@ -16,11 +17,14 @@ from llamarl.config.errors import ConfigError
 from llamarl.config.ref import build
 from llamarl.config.schema import DataConfig
 from llamarl.data.sources import ProblemRow, ProblemSource
+from llamarl.data.sources._table import Table
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.types import Prompt
 
 SOURCES = "llamarl.data.sources"
-CHAT = "chat"
+AUTO, CHAT, PLAIN = "auto", "chat", "{question}\n"
+_SHOWN = 300
+"""Characters of a prompt that are shown of a longer one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +33,32 @@ class PromptSet:
 
     prompts: tuple[Prompt, ...]
     """Prompts of the set, at least one."""
+    rows: tuple[ProblemRow, ...]
+    """Row of each prompt."""
     num_overlong: int
     """Rows skipped because their prompt has more tokens than allowed."""
+    warnings: tuple[str, ...]
+    """Sentences about rows and columns that are left out."""
+
+
+def open_tokenizer(path: str, config: DataConfig) -> Tokenizer:
+    """The tokenizer of a folder, whose chat template gets what the settings give it. Raises ConfigError."""
+    return Tokenizer(path, config.template_arguments, config.date)
+
+
+def settled(
+    config: DataConfig, tokenizer: Tokenizer, before: DataConfig | None = None, *, for_agent: bool = False
+) -> DataConfig:
+    """Settings that make the same prompts on another day, too: those of `before`, where a run goes on. An agent writes
+    chats itself, so `auto` gives it the question alone."""
+    template, day = config.template, config.date
+    if template == AUTO:
+        template = before.template if before else AUTO
+    if template == AUTO:
+        template = CHAT if tokenizer.has_chat_template and not for_agent else PLAIN
+    if not day and (template == CHAT or for_agent) and tokenizer.tells_date:
+        day = (before.date if before else "") or time.strftime("%Y-%m-%d")
+    return config.model_copy(update={"template": template, "date": day})
 
 
 def load_prompts(
@@ -40,6 +68,7 @@ def load_prompts(
     which: Literal["train", "eval"] = "train",
     tools: Sequence[Mapping[str, Any]] = (),
     most: int | None = None,
+    for_agent: bool = False,
 ) -> PromptSet:
     """Prompts of `config.train` or `config.eval`.
 
@@ -50,6 +79,7 @@ def load_prompts(
         which: the source to load.
         tools: JSON schemas of what the policy may call, for the chat template.
         most: rows that are read, the first; None: all.
+        for_agent: prompts are what an agent is told, who then writes chats.
 
     Raises:
         ConfigError: the source or the template is wrong, a prompt is overlong under `refuse`, or every prompt is.
@@ -61,17 +91,19 @@ def load_prompts(
         )
     source: ProblemSource = build(ref, SOURCES, f"data.{which}")
     rows = [source[i] for i in range(len(source))[:most]]
-    if tools:
-        _check_tools(config, tokenizer)
-    texts = [render(row, config.template, tokenizer, tools) for row in rows]
-    # A chat template writes its own BOS; a plain text gets the one that the model saw in pretraining.
-    token_ids = tokenizer.encode_batch(texts, add_special_tokens=config.template != CHAT)
+    config = settled(config, tokenizer, for_agent=for_agent)
+    check_template(config, tokenizer, tools, for_agent=for_agent)
+    texts = [render(row, config, tokenizer, tools) for row in rows]
+    if texts and config.system.strip() not in texts[0]:
+        raise ConfigError("data.system is not in the prompts: the chat template drops it; say it in the question")
+    token_ids = tokenizer.encode_prompts(texts, is_chat=config.template == CHAT)
     limit = min(config.max_prompt_tokens, context_tokens - 1)
-    prompts = []
+    kept, prompts = list[ProblemRow](), list[Prompt]()
     for row, text, token_ids_T in zip(rows, texts, token_ids, strict=True):
         if len(token_ids_T) == 0:
             raise ConfigError(f"data.{which}: the prompt of row {row.problem_id!r} has no tokens; check data.template")
         if len(token_ids_T) <= limit:
+            kept.append(row)
             prompts.append(_prompt(row, text, token_ids_T))
         elif config.overlong_prompts == "refuse":
             raise ConfigError(
@@ -83,23 +115,93 @@ def load_prompts(
             f"data.{which}: each of the {len(rows)} prompts has more than {limit} tokens; raise data.max_prompt_tokens "
             f"(it is {config.max_prompt_tokens}, the model's context {context_tokens})"
         )
-    return PromptSet(prompts=tuple(prompts), num_overlong=len(rows) - len(prompts))
+    warnings = left_out(source, f"data.{which}")
+    if num_overlong := len(rows) - len(prompts):
+        fix = f"data.max_prompt_tokens = {config.max_prompt_tokens}"
+        warnings.append(f"data.{which}: {num_overlong} prompts are too long and were skipped ({fix})")
+    return PromptSet(prompts=tuple(prompts), rows=tuple(kept), num_overlong=num_overlong, warnings=tuple(warnings))
 
 
-def _check_tools(config: DataConfig, tokenizer: Tokenizer) -> None:
-    if config.template != CHAT:
+def left_out(source: ProblemSource, option: str) -> list[str]:
+    """Sentences about columns that no row has."""
+    if not isinstance(source, Table) or not source.left_out:
+        return []
+    names = ", ".join(f"`{name}` ({kind})" for name, kind in source.left_out.items())
+    return [f"{option}: columns that hold what is no JSON value are left out: {names}"]
+
+
+def first_prompt(config: DataConfig, tokenizer: Tokenizer, prompt: Prompt, *, for_agent: bool = False) -> str:
+    """Sentence that shows a prompt as the model sees it, and who wrote it."""
+    template = settled(config, tokenizer, for_agent=for_agent).template
+    text = tokenizer.decode(prompt.token_ids_T, skip_special=False)
+    if len(text) > _SHOWN:
+        text = f"{text[: _SHOWN * 2 // 3]} ... {text[-_SHOWN // 3 :]}"
+    found = f"data.template = {config.template!r}" + (f" is {template!r}" if config.template == AUTO else "")
+    return f"{found}; the first prompt: {text!r}"
+
+
+def check_template(
+    config: DataConfig, tokenizer: Tokenizer, tools: Sequence[object] = (), *, for_agent: bool = False
+) -> None:
+    """Raises ConfigError when settings or tools are meant for another kind of template."""
+    of_chats = ("system",) if for_agent else ("system", "template_arguments", "date")
+    for name in of_chats if config.template != CHAT else ():
+        if value := getattr(config, name):
+            raise ConfigError(
+                f"data.{name} = {value!r} is for chat templates, and data.template = {config.template!r} is none; use "
+                "'chat', or leave it out"
+            )
+    if config.date and not tokenizer.tells_date:
+        cause = f"the chat template of {tokenizer.folder} writes no date"
+        raise ConfigError(f"data.date = {config.date!r}: {cause}; leave it out")
+    if tools and config.template != CHAT:
         raise ConfigError(f"data.template = {config.template!r} cannot tell the policy of its tools; use 'chat'")
-    if not tokenizer.tool_format:
+    if tools and not tokenizer.tool_format:
         raise ConfigError(
             f"the chat template of {tokenizer.folder} writes tools neither as Qwen's nor as Llama's; use such a model"
         )
+    for number, example in enumerate(config.examples):
+        if not {"question", "answer"} <= example.keys():
+            raise ConfigError(f"data.examples: number {number + 1} needs `question` and `answer`; it has {[*example]}")
 
 
-def render(row: ProblemRow, template: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The prompt text of `row`: `fill_template`, or one user message under the `chat` template. Raises ConfigError."""
-    if template == CHAT:
-        return tokenizer.apply_chat_template([{"role": "user", "content": row.question}], tools=tools)
+def render(row: ProblemRow, config: DataConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The prompt text of `row`, of settings that are `settled`. Raises ConfigError."""
+    if config.template == CHAT:
+        head, own = conversation(row, config)
+        return tokenizer.apply_chat_template(head + own, tools=tools)
+    before = ""
+    for one in config.examples:
+        shown = ProblemRow(
+            problem_id="of data.examples", question=one["question"], answer=one["answer"], metadata=dict(one)
+        )
+        before += f"{fill_template(shown, config.template)}{shown.answer}\n\n"
+    return before + render_text(row, config.template)
+
+
+def render_text(row: ProblemRow, template: str) -> str:
+    """`fill_template`, of a row that is one question. Raises ConfigError."""
+    if len(row.messages) > 1:
+        raise ConfigError(
+            f"row {row.problem_id!r} is a conversation of {len(row.messages)} messages, and data.template = "
+            f"{template!r} writes one question; use 'chat' with a model that has a chat template"
+        )
     return fill_template(row, template)
+
+
+def conversation(row: ProblemRow, config: DataConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Messages of a row's prompt: those that stand before it, of the system and of examples, and its own. Raises
+    ConfigError."""
+    messages = list(row.messages) or [{"role": "user", "content": row.question}]
+    head = [{"role": "system", "content": config.system}] if config.system else []
+    if messages[0]["role"] == "system":
+        if head:
+            raise ConfigError(f"row {row.problem_id!r} has a message of role system of its own; leave data.system out")
+        head = [messages.pop(0)]
+    for example in config.examples:
+        head.append({"role": "user", "content": example["question"]})
+        head.append({"role": "assistant", "content": example["answer"]})
+    return head, messages
 
 
 def fill_template(row: ProblemRow, template: str) -> str:

@@ -6,14 +6,16 @@ Shape suffix: T tokens of one text.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import date
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import tokenizers
@@ -24,6 +26,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llamarl.config import ConfigError, read_json, read_text
+from llamarl.hub.names import folder_of
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -34,6 +37,7 @@ SENTINEL = "\ufdd0turn\ufdd0"
 _MOST_RENDER_S = 5.0
 ToolFormat = Literal["qwen", "llama"]
 PYTHON_TAG = "<|python_tag|>"
+_LAST_TAG = re.compile(r"(<[^<>]+>|\[[^][]+])(\s*)$")
 _FIX = "give a complete Hugging Face folder"
 
 
@@ -44,16 +48,39 @@ def tool_format(template: str) -> ToolFormat | None:
     return "llama" if PYTHON_TAG in template or '"parameters"' in template else None
 
 
+class WrittenTurn(NamedTuple):
+    """A turn of the assistant in a conversation, as a chat template writes it."""
+
+    given: str
+    """Text since the turn before, which asks for this one."""
+    said: str
+    """Text of the turn."""
+    end_id: int
+    """Token that ends it: the template's, or `eos_token_id`, where the text has none there."""
+    after: int
+    """Index in the conversation's text after that token."""
+
+
 class Tokenizer:
     """The tokenizer of one Hugging Face folder. Thread-safe; texts never change it."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, arguments: Mapping[str, Any] | None = None, today: str = "") -> None:
         """Reads `tokenizer.json`, `tokenizer_config.json` and, where present, `generation_config.json`.
+
+        Args:
+            folder: of Hugging Face.
+            arguments: of the chat template, as `data.template_arguments`.
+            today: date that the chat template takes for it, `2026-07-26`; empty: what it is.
 
         Raises:
             ConfigError: a file is missing or damaged, or no end-of-text token is named.
         """
-        self.folder = Path(folder)
+        self.folder = folder_of(folder)
+        if not self.folder.is_dir():
+            raise ConfigError(
+                f"there is no folder {folder}; name a Hugging Face model folder, or OWNER/NAME of the Hub"
+            )
+        self._arguments, self._today = dict(arguments or {}), today
         if "model" not in read_json(self.folder / TOKENIZER_FILE, _FIX):
             raise ConfigError(f"{self.folder / TOKENIZER_FILE} holds no tokenizer `model`; save the tokenizer anew")
         try:
@@ -61,6 +88,7 @@ class Tokenizer:
         except Exception as error:  # that library raises no other
             raise ConfigError(f"{self.folder / TOKENIZER_FILE} cannot be read: {error}; {_FIX}") from None
         self._config = read_json(self.folder / CONFIG_FILE, _FIX)
+        self._template_text = self._read_template()  # now: `serve` removes the folder that it has exported
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
 
@@ -73,6 +101,26 @@ class Tokenizer:
         # Of the library's ways this one alone lets other threads work meanwhile.
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def encode_prompts(self, texts: Sequence[str], *, is_chat: bool) -> list[np.ndarray]:
+        """Tokens of each prompt, int32 [T]. What the folder's post-processor puts in front, such as BOS, is there once,
+        whether the text has it already, as most chat templates write it, or not."""
+        first, rows_T = self._first_ids, self.encode_batch(texts, add_special_tokens=not is_chat)
+        if not len(first):
+            return rows_T
+
+        def begins(row_T: np.ndarray) -> bool:
+            return row_T[: len(first)].tolist() == first.tolist()
+
+        if is_chat:
+            return [row_T if begins(row_T) else np.append(first, row_T) for row_T in rows_T]
+        return [row_T[len(first) :] if begins(row_T[len(first) :]) else row_T for row_T in rows_T]
+
+    @cached_property
+    def _first_ids(self) -> np.ndarray:
+        plain_T, whole_T = self.encode("a"), self.encode("a", add_special_tokens=True)
+        where = next(at for at in range(len(whole_T)) if np.array_equal(whole_T[at : at + len(plain_T)], plain_T))
+        return whole_T[:where]
 
     def decode(self, token_ids_T: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
         """Text of tokens; bytes that are no UTF-8 (a character cut in half) become U+FFFD."""
@@ -137,13 +185,22 @@ class Tokenizer:
                     tools=list(tools) or None,
                     documents=None,
                     add_generation_prompt=add_generation_prompt,
-                    **self._special_tokens,
+                    **self._special_tokens | self._arguments,
                 )
         except ConfigError:
             raise
         except Exception as error:  # the template is code of somebody else, in a sandbox
             cause = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-            raise ConfigError(f"{self.folder}: the chat template refuses these messages: {cause}{error}") from None
+            said = f"{self.folder}: the chat template refuses these messages: {cause}{error}"
+            raise ConfigError(said + self._without_system(messages, add_generation_prompt, tools)) from None
+
+    def _without_system(self, messages: _Dicts, *options: Any) -> str:
+        """Text that mends a refusal which is due to the role `system`; empty: something else is the cause."""
+        if messages and messages[0].get("role") == "system":
+            with suppress(ConfigError):
+                self.apply_chat_template(messages[1:], *options)
+                return "; it takes them without that of role 'system', which belongs into the question then"
+        return ""
 
     def after_turn(self, messages: _Dicts, *, without_stop: bool, tools: _Dicts = ()) -> str:
         """Text that the chat template writes between a turn of the assistant and the next one, with `messages` in
@@ -165,6 +222,48 @@ class Tokenizer:
             rest = rest.removeprefix(stop)
         return rest
 
+    def turn(self, messages: _Dicts, number: int, whole: str, place: int = 0) -> WrittenTurn:
+        """The assistant's turn that is message `number`.
+
+        The reply that ends a conversation is whole: where the template drops its reasoning, as from earlier turns, its
+        content follows the text that asks for it.
+
+        Args:
+            messages: the conversation.
+            number: index of the message.
+            whole: text of the conversation, as the template writes it.
+            place: index in `whole` after the turn before.
+
+        Raises:
+            ConfigError: as `apply_chat_template`, or the template does not write the turn as it is.
+        """
+        asking, content = self.apply_chat_template(messages[:number]), messages[number]["content"]
+        has_calls = bool(messages[number].get("tool_calls"))
+        if has_calls and not content:  # where there is content, some write a line break, too
+            first = last = len(asking) if whole.startswith(asking) else -1
+        else:
+            marked = [{**one, "content": SENTINEL} if at == number else one for at, one in enumerate(messages)]
+            head, found, tail = self.apply_chat_template(marked, add_generation_prompt=False).partition(SENTINEL)
+            # Some leave out of earlier turns what they write in front of the last one.
+            first = next((len(text) for text in (asking, head) if whole.startswith(text)), -1)
+            last = len(whole) - len(tail) if found and whole.endswith(tail) else -1
+            is_whole = number + 1 < len(messages) or _dense(content) in _dense(whole[first:last])
+            if 0 <= first <= last and not is_whole:
+                first = len(asking) if asking.startswith(whole[:place]) else -1
+                whole = asking + _unsaid(asking, content) + tail
+                last = len(whole) - len(tail)
+        stops = {self._text_of(one): one for one in self.eos_token_ids}
+        places = {at: text for text in stops if (at := whole.find(text, last)) >= 0}
+        at = min(places, default=-1)
+        if not place <= first <= last or (has_calls and at < 0):
+            raise ConfigError(
+                f"{self.folder}: the chat template does not write message {number + 1}, an assistant's, as it is, so "
+                "what is to be learnt cannot be told from the rest; use another template"
+            )
+        if at == last or has_calls:  # calls follow the content
+            return WrittenTurn(whole[place:first], whole[first:at], stops[places[at]], at + len(places[at]))
+        return WrittenTurn(whole[place:first], whole[first:last], self.eos_token_id, last)
+
     def _text_of(self, token_id: int) -> str:
         return self._tokenizer.id_to_token(token_id) or "\0"
 
@@ -180,12 +279,21 @@ class Tokenizer:
         return tokens
 
     @property
+    def has_chat_template(self) -> bool:
+        """There is one in the folder."""
+        return bool(self._template_text)
+
+    @property
+    def tells_date(self) -> bool:
+        """The chat template writes today's date, and so other prompts on another day."""
+        return "strftime_now" in (self._template_text or "")
+
+    @property
     def tool_format(self) -> ToolFormat | None:
         """Format in which the chat template has tools called; None: it knows of none, or there is no template."""
         return tool_format(self._template_text or "")
 
-    @cached_property
-    def _template_text(self) -> str | None:
+    def _read_template(self) -> str | None:
         file = self.folder / "chat_template.jinja"
         template = read_text(file, _FIX) if file.exists() else self._config.get("chat_template")
         if isinstance(template, list):
@@ -199,8 +307,15 @@ class Tokenizer:
                 f"{self.folder} has no chat template; set data.template to a text such as '{{question}}\\n' "
                 "or use an instruction-tuned checkpoint"
             )
+        for name in self._arguments:
+            if name in {"messages", "tools", "documents", "add_generation_prompt", *SPECIAL_TOKEN_NAMES}:
+                raise ConfigError(f"data.template_arguments: {name!r} is given to each chat template; leave it out")
+            if not re.search(rf"\b{re.escape(name)}\b", self._template_text):
+                raise ConfigError(
+                    f"data.template_arguments: the chat template of {self.folder} does not know {name!r}; leave it out"
+                )
         try:
-            return _chat_environment().from_string(self._template_text)
+            return _chat_environment(self._today).from_string(self._template_text)
         except TemplateSyntaxError as error:
             raise ConfigError(
                 f"{self.folder}: line {error.lineno} of the chat template is malformed: {error}"
@@ -226,14 +341,15 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _chat_environment() -> ImmutableSandboxedEnvironment:
+def _chat_environment(today: str) -> ImmutableSandboxedEnvironment:
     """The environment that Hugging Face chat templates are written for: templates are untrusted, hence the sandbox."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     # Jinja's own `tojson` escapes HTML, which chat templates do not want.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    helpers: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": time.strftime}
+    now = date.fromisoformat(today).strftime if today else time.strftime
+    helpers: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": now}
     environment.globals.update(helpers)
     return environment
 
@@ -256,6 +372,19 @@ def ended_after(limit_s: float, error: Exception) -> Iterator[None]:
         left_s = max(outer_s - (time.monotonic() - start_s), 1e-3) if outer_s else 0.0
         signal.signal(signal.SIGALRM, before)
         signal.setitimer(signal.ITIMER_REAL, left_s)
+
+
+def _dense(text: str) -> str:
+    """Without white space, which templates change."""
+    return "".join(text.split())
+
+
+def _unsaid(asking: str, content: str) -> str:
+    """Content without the tag that opens it, such as `<think>`, where the text that asks for it ends with that."""
+    written = _LAST_TAG.search(asking)
+    if written is None or not content.lstrip().startswith(written[1]):
+        return content
+    return content.lstrip().removeprefix(written[1]).removeprefix(written[2])
 
 
 def _raise_exception(message: str) -> NoReturn:

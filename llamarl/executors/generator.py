@@ -105,6 +105,10 @@ class GeneratorExecutor(Executor):
         self._take(self._engine.abort(group_ids))
         self._hand_over()
 
+    def so_far(self, group_ids: Sequence[int]) -> list[Rollout]:
+        """Rollouts of these groups that decode now, as they are."""
+        return self._engine.so_far(group_ids)
+
     def _begin(self, may_begin: Callable[[GenerationRequest], bool]) -> None:
         """Early requests that wait for no version any more go to the engine."""
         if requests := list(filter(may_begin, self._early)):
@@ -218,6 +222,10 @@ class GeneratorFollower(GeneratorExecutor):
 
     def release(self, rollouts: Sequence[tuple[int, int]]) -> None:
         """Rank 0 tells."""
+
+    def so_far(self, group_ids: Sequence[int]) -> list[Rollout]:
+        """Rank 0 answers."""
+        return []
 
     def collect(self, num_wanted: int) -> None:
         """Rank 0 answers."""

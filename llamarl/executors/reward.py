@@ -37,14 +37,14 @@ class RewardExecutor(Executor):
             for (prompt, _), texts in zip(groups, responses, strict=True)
             for response in texts
         ]
-        results = iter(_checked(self._reward.score(items), len(items)))
+        results = iter(checked(self._reward.score(items), len(items)))
         return [[ScoredResponse(response=response, result=next(results)) for response in texts] for texts in responses]
 
     def close(self) -> None:
         self._reward.close()
 
 
-def _checked(results: Sequence[Any], num_items: int) -> list[RewardResult]:
+def checked(results: Sequence[Any], num_items: int) -> list[RewardResult]:
     """Results that a reward answered; an answer that is none, as a user's own reward may give, judges nothing."""
     if not isinstance(results, Sequence) or len(results) != num_items:
         number = f"{len(results)} results" if isinstance(results, Sequence) else f"a {type(results).__name__}"

@@ -61,7 +61,7 @@ class TrainerExecutor(OptimizingExecutor):
             device=self._device,
             read=read,
         )
-        check_memory(self._trainer, model.shape, config)
+        check_memory(model.shape, config, self._device)
         self._built(self._trainer)
         self._peak_flops = peak_flops(settings, self._device)
         self._weights = self._trainer.sharding.weights

@@ -74,13 +74,8 @@ class EngineStats:
     """Sum over the same steps of those that did."""
 
 
-class GenerationBackend(Protocol):
-    """An engine. Not thread-safe; `step` is called again and again while `has_work`."""
-
-    @property
-    def keyed_sampling(self) -> bool:
-        """A sampled rollout depends only on its seed, group id, index and the weights, not on what runs beside it."""
-        ...
+class RolloutEngine(Protocol):
+    """Turns requests into rollouts. Not thread-safe; `step` is called again and again while `has_work`."""
 
     @property
     def has_work(self) -> bool:
@@ -100,7 +95,25 @@ class GenerationBackend(Protocol):
         ...
 
     def abort(self, group_ids: Iterable[int]) -> list[Rollout]:
-        """Take groups back: their unfinished rollouts, with the tokens so far. Ids not in the engine are ignored."""
+        """Take groups back: their unfinished rollouts, with the tokens so far, come now or from `step`. Ids not in the
+        engine are ignored."""
+        ...
+
+    def so_far(self, group_ids: Iterable[int]) -> list[Rollout]:
+        """Rollouts of these groups that decode now, as they are; none where the engine cannot tell."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """State of the engine now, in numbers."""
+        ...
+
+
+class GenerationBackend(RolloutEngine, Protocol):
+    """An engine whose weights change, and which says how likely tokens are by them."""
+
+    @property
+    def keyed_sampling(self) -> bool:
+        """A sampled rollout depends only on its seed, group id, index and the weights, not on what runs beside it."""
         ...
 
     def release(self, rollouts: Iterable[tuple[int, int]]) -> None:
@@ -128,8 +141,4 @@ class GenerationBackend(Protocol):
         Raises:
             ValueError: a sequence is empty, longer than the context, or has unknown ids.
         """
-        ...
-
-    def stats(self) -> EngineStats:
-        """State of the engine now, in numbers."""
         ...

@@ -100,6 +100,9 @@ class TensorParallelEngine:
         self._tell("abort", group_ids)
         return self._engine.abort(group_ids)
 
+    def so_far(self, group_ids: Iterable[int]) -> list[Rollout]:
+        return self._engine.so_far(group_ids)
+
     def release(self, rollouts: Iterable[tuple[int, int]]) -> None:
         rollouts = list(rollouts)
         self._tell("release", rollouts)

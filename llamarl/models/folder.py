@@ -9,6 +9,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from llamarl.config import ConfigError, open_file, read_json
+from llamarl.hub.names import folder_of
 from llamarl.models.shape import ModelShape, stop_ids
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -25,7 +26,7 @@ def fingerprints(folder: str | Path) -> dict[str, str]:
     4 MiB it does not tell a few bytes that somebody changed. Raises ConfigError: a file cannot be read.
     """
     found = dict[str, str]()
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    for path in sorted(folder_of(folder).glob("*.safetensors")):
         size, digest = path.stat().st_size, xxhash.xxh3_128()
         try:
             with open_file(path) as file:
@@ -40,7 +41,7 @@ def fingerprints(folder: str | Path) -> dict[str, str]:
 
 def check_weights(folder: str | Path) -> None:
     """Checks each file by its header, which says how long it is. Raises ConfigError: one is missing, or not whole."""
-    for path in weight_files(Path(folder)):
+    for path in weight_files(folder_of(folder)):
         opened(path, "np")
 
 
@@ -74,7 +75,7 @@ def load_shape(folder: str | Path) -> ModelShape:
     Raises:
         ConfigError: no such folder or file, or a feature that the decoder does not have.
     """
-    folder = Path(folder)
+    folder = folder_of(folder)
     config = read_model_file(folder, CONFIG)
     if (folder / GENERATION_CONFIG).is_file():
         stops = stop_ids(read_model_file(folder, GENERATION_CONFIG))
@@ -91,7 +92,7 @@ def load_shape(folder: str | Path) -> ModelShape:
 def read_model_file(folder: Path, name: str) -> dict[str, Any]:
     """The JSON object in `folder`/`name`. Raises ConfigError when there is none."""
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}; name a local Hugging Face model folder")
+        raise ConfigError(f"there is no folder {folder}; name a Hugging Face model folder, or OWNER/NAME of the Hub")
     if not (folder / name).is_file():
         raise ConfigError(f"{folder} has no {name}; name a Hugging Face model folder")
     return read_json(folder / name, "copy the file again")

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llamarl.config import ConfigError
+from llamarl.hub.names import folder_of
 from llamarl.models.folder import CONFIG, GENERATION_CONFIG, WEIGHTS, load_shape, opened, weight_files
 from llamarl.models.shape import ModelShape, hf_eos
 from llamarl.models.transformer import Transformer
@@ -140,7 +141,7 @@ def open_model(folder: str | Path) -> tuple[Transformer, Weights]:
     with torch.device("meta"):
         model = Transformer(load_shape(folder))
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    return model, Weights(Path(folder), expected, is_tied=model.lm_head is None)
+    return model, Weights(folder_of(folder), expected, is_tied=model.lm_head is None)
 
 
 def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device | str) -> Transformer:
@@ -172,7 +173,7 @@ def save_tensors(
     Raises:
         ConfigError: `folder` holds other files, which replacing it would delete, or there is no tokenizer to copy.
     """
-    if tokenizer_folder and not Path(tokenizer_folder, TOKENIZER_FILES[0]).is_file():
+    if tokenizer_folder and not (folder_of(tokenizer_folder) / TOKENIZER_FILES[0]).is_file():
         raise ConfigError(f"{tokenizer_folder} has no {TOKENIZER_FILES[0]}; name the folder of the tokenizer")
     with replaced_folder(Path(folder), _WRITTEN) as new:
         copy_tokenizer(tokenizer_folder or new, new)
@@ -244,7 +245,7 @@ def _check_replaceable(folder: Path, names: Collection[str]) -> None:
 
 def copy_tokenizer(source: str | Path, to: Path) -> None:
     """The files of a tokenizer that are there."""
-    for file in (Path(source, name) for name in TOKENIZER_FILES):
+    for file in (folder_of(source) / name for name in TOKENIZER_FILES):
         if file.is_file():
             shutil.copyfile(file, to / file.name)
 

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from llamarl.config.trainer import LoraConfig
+from llamarl.hub.names import hub_name
 from llamarl.models.hf import TOKENIZER_FILES, copy_tokenizer, replaced_folder, write_json
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Projection, Transformer
@@ -108,10 +109,12 @@ def save_adapters(adapters: Mapping[str, Tensor], config: LoraConfig, base: str,
     Raises:
         ConfigError: `folder` holds other files.
     """
+    name = hub_name(base)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": name.repo if name else base,
+        "revision": name.revision if name else None,
         "r": config.rank,
         "lora_alpha": config.alpha,
         "target_modules": config.targets,

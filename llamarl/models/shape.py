@@ -9,9 +9,15 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from llamarl.config import ConfigError
-from llamarl.config.decoder import DecoderSizes, sizes_from_hf
+from llamarl.config.decoder import DecoderSizes, original_context, positive, rope_of, sizes_from_hf
+from llamarl.models.refused import refusal
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 """Family (`model_type` of config.json) -> class in transformers."""
 _FIXED = {
     "hidden_act": "silu",
@@ -24,13 +30,14 @@ _FIXED = {
     "num_local_experts": None,
 }
 """Keys that may be absent, and the only value of each that the decoder computes."""
-
+_ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+"""Keys that a rope's dictionary has beside those of its kind."""
 
 MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RopeScaling:
+class Llama3Scaling:
     """Llama 3 stretch of the rotary wavelengths (`rope_type = "llama3"`)."""
 
     factor: float
@@ -44,11 +51,54 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class YarnScaling:
+    """YaRN stretch of the rotary wavelengths (`rope_type = "yarn"`, arXiv 2309.00071), as in transformers 5."""
+
+    factor: float
+    """Divides the frequencies of long wavelengths."""
+    original_max_position_embeddings: int
+    """Context of pretraining, in tokens."""
+    beta_fast: float = 32.0
+    """Wavelengths that turn more often than this in the context of pretraining stay."""
+    beta_slow: float = 1.0
+    """Wavelengths that turn less often than this in it are divided; those between are blended."""
+    attention_factor: float | None = None
+    """Multiplies sine and cosine; None: as `magnitude` computes it."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    """Both together: weights of the logarithm in the magnitude's numerator and denominator."""
+    truncate: bool = True
+    """The bounds of the blended channels are whole numbers."""
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of sine and cosine, hence its square of every score (section 3.4 of the paper)."""
+        if self.attention_factor is not None:
+            return float(self.attention_factor)
+        log = math.log(max(1.0, self.factor))
+        if self.mscale and self.mscale_all_dim:
+            return (0.1 * self.mscale * log + 1.0) / (0.1 * self.mscale_all_dim * log + 1.0)
+        return 0.1 * log + 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearScaling:
+    """All rotary frequencies divided (`rope_type = "linear"`, arXiv 2306.15595)."""
+
+    factor: float
+
+
+RopeScaling = Llama3Scaling | YarnScaling | LinearScaling
+SCALINGS: dict[str, type[RopeScaling]] = {"llama3": Llama3Scaling, "yarn": YarnScaling, "linear": LinearScaling}
+"""Records by the `rope_type` of config.json."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape(DecoderSizes):
     """Sizes and switches of one dense decoder. Heads divide evenly among key/value heads; `head_dim` is even."""
 
     family: str
-    """`llama`, `qwen2` or `qwen3`."""
+    """`llama`, `mistral`, `qwen2` or `qwen3`."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -71,6 +121,8 @@ class ModelShape(DecoderSizes):
         for name, value in (("rms_norm_eps", self.rms_norm_eps), ("rope_theta", self.rope_theta)):
             if not 0 < value < math.inf:  # NaN neither
                 raise ConfigError(f"{name} = {value!r}; a positive number is needed, copy config.json again")
+        if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
+            raise ConfigError(f"rope_theta = {self.rope_theta!r} with YaRN; over 1 is needed, copy config.json again")
         for token in self.stop_token_ids:
             if not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 raise ConfigError(f"eos_token_id = {token!r} is none of the {self.vocab_size} tokens of the model")
@@ -86,12 +138,17 @@ class ModelShape(DecoderSizes):
         return self.family == "qwen3"
 
     @property
-    def num_parameters(self) -> int:
-        """Scalars in all weights; a tied head counts once."""
+    def layer_parameters(self) -> int:
+        """Scalars in all weights of one layer."""
         d, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = 2 * d * q + 2 * d * kv + self.qkv_bias * (q + 2 * kv) + self.qk_norm * 2 * self.head_dim
-        layer = attention + 3 * d * self.intermediate_size + 2 * d
-        return self.num_layers * layer + d + (2 - self.tie_embeddings) * self.vocab_size * d
+        return attention + 3 * d * self.intermediate_size + 2 * d
+
+    @property
+    def num_parameters(self) -> int:
+        """Scalars in all weights; a tied head counts once."""
+        ends = (2 - self.tie_embeddings) * self.vocab_size * self.hidden_size
+        return self.num_layers * self.layer_parameters + self.hidden_size + ends
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -101,8 +158,8 @@ class ModelShape(DecoderSizes):
             ConfigError: the architecture or a feature in use is not supported, or a key is missing.
         """
         family = config.get("model_type")
-        if family not in ARCHITECTURES:
-            _refuse("model_type", family, f"one of {', '.join(ARCHITECTURES)} is supported")
+        if not isinstance(family, str) or family not in ARCHITECTURES:
+            raise ConfigError(f"config.json: `model_type` = {family!r} {refusal(family)}")
         for key, value in _FIXED.items():
             if config.get(key) is not None and config[key] != value:
                 _refuse(key, config[key], f"only {value!r} is supported")
@@ -110,7 +167,7 @@ class ModelShape(DecoderSizes):
         if ARCHITECTURES[family] not in named and any(str(name).endswith("ForCausalLM") for name in named):
             _refuse("architectures", named, f"model_type {family} is a {ARCHITECTURES[family]}")
         sizes = sizes_from_hf(config)
-        _check_full_attention(config, sizes["num_layers"])
+        _check_full_attention(config, sizes["num_layers"], sizes["max_position_embeddings"])
         if config.get("head_dim") is None and family != "qwen3" and sizes["hidden_size"] % sizes["num_heads"]:
             divides = f"without head_dim, num_attention_heads = {sizes['num_heads']} must divide it"
             _refuse("hidden_size", sizes["hidden_size"], divides)
@@ -127,7 +184,7 @@ class ModelShape(DecoderSizes):
 
     def to_hf(self) -> dict[str, Any]:
         """A `config.json` that transformers 4 and 5 load: 5 still reads the older rope keys, 4 knows no others."""
-        scaling = self.rope_scaling
+        window = {"sliding_window": None} if self.family == "mistral" else {}  # absent, it would be 4096
         return {
             "architectures": [ARCHITECTURES[self.family]],
             "model_type": self.family,
@@ -141,11 +198,12 @@ class ModelShape(DecoderSizes):
             "max_position_embeddings": self.max_position_embeddings,
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
-            "rope_scaling": {"rope_type": "llama3", **dataclasses.asdict(scaling)} if scaling else None,
+            "rope_scaling": _hf_scaling(self.rope_scaling),
             "tie_word_embeddings": self.tie_embeddings,
             "hidden_act": "silu",
             "bos_token_id": self.bos_token_id,
             "eos_token_id": hf_eos(self.stop_token_ids),
+            **window,
         }
 
 
@@ -166,32 +224,61 @@ def hf_eos(stop_token_ids: tuple[int, ...]) -> int | list[int] | None:
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(key) or {}
+    key, rope = rope_of(config)
     theta = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1) != 1:
         _refuse(f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "only 1 is supported")
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        _refuse(f"{key}.rope_type", kind, "default and llama3 are supported")
-    values: dict[str, Any] = {"original_max_position_embeddings": config.get("max_position_embeddings"), **rope}
-    fields = [field.name for field in dataclasses.fields(RopeScaling)]
-    missing = [field for field in fields if values.get(field) is None]
-    if missing:
-        raise ConfigError(f"config.json: `{key}.{missing[0]}` is missing; rope_type llama3 needs it")
-    return theta, RopeScaling(**{field: values[field] for field in fields})
+    if kind not in SCALINGS:
+        _refuse(f"{key}.rope_type", kind, f"default, {', '.join(SCALINGS)} are supported")
+    fields = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(SCALINGS[kind])}
+    values = {name: value for name, value in rope.items() if value is not None and name not in _ROPE_KEYS}
+    if unknown := sorted(values.keys() - fields):
+        _refuse(f"{key}.{unknown[0]}", values[unknown[0]], f"transformers reads no such key with {kind}; take it out")
+    if "original_max_position_embeddings" in fields:
+        values["original_max_position_embeddings"] = original_context(config)
+    if missing := [name for name, is_needed in fields.items() if is_needed and name not in values]:
+        raise ConfigError(f"config.json: `{key}.{missing[0]}` is missing; rope_type {kind} needs it")
+    for name, value in values.items():
+        if name != "truncate":
+            positive(f"{key}.{name}", value)
+        elif not isinstance(value, bool):
+            _refuse(f"{key}.truncate", value, "true or false is needed")
+    return theta, SCALINGS[kind](**values)
 
 
-def _check_full_attention(config: Mapping[str, Any], num_layers: int) -> None:
-    """Refuse a sliding window that some layer uses; released Qwen configs name one and leave it off."""
+def _hf_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """`rope_scaling` of config.json: what is not the default, as older readers know fewer keys."""
+    if scaling is None:
+        return None
+    kind = next(kind for kind, cls in SCALINGS.items() if isinstance(scaling, cls))
+    fields = dataclasses.fields(scaling)
+    values = {field.name: getattr(scaling, field.name) for field in fields}
+    return {"rope_type": kind} | {one.name: values[one.name] for one in fields if values[one.name] != one.default}
+
+
+def _check_full_attention(config: Mapping[str, Any], num_layers: int, context: int) -> None:
+    """Refuse a sliding window that hides a token of the context from some layer; released Qwen configs name one and
+    leave it off, and Ministral's is as long as its context."""
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     if kinds:
         _refuse("layer_types", sorted(kinds), "only full_attention is supported")
+    family = config["model_type"]
+    if family == "mistral":
+        window = config.get("sliding_window", 4096)  # absent from a config, it is what MistralConfig assumes
+        if window is not None and positive("sliding_window", window) < context:
+            _refuse(
+                "sliding_window",
+                window if "sliding_window" in config else "absent, which means 4096",
+                f"only full attention is supported, so null or at least the {context} tokens of the context; "
+                "of the Mistral 7B models those from v0.2 on have none",
+            )
+        return
     windowed = config.get("use_sliding_window") and config.get("sliding_window") is not None
     # Absent from a config, 28 is what Qwen2Config and Qwen3Config assume.
-    first = config.get("max_window_layers", 28) if config["model_type"] != "llama" else 0
+    first = config.get("max_window_layers", 28) if family != "llama" else 0
     if windowed and not config.get("layer_types") and first < num_layers:
         _refuse("use_sliding_window", True, "only full attention is supported; set it to false")
 

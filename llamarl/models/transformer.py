@@ -1,4 +1,5 @@
-"""The decoder of the Llama 3, Qwen 2.5 and Qwen 3 dense families, on packed tokens, with Hugging Face parameter names.
+"""The decoder of the dense Llama 3, Mistral, Qwen 2.5 and Qwen 3 families, on packed tokens, with Hugging Face
+parameter names.
 
 Tokens of many sequences lie in one dimension; the caller's `attend` decides which token sees which, so one definition
 serves training (packed documents) and generation (paged KV cache).
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llamarl.models.shape import ModelShape
+from llamarl.models.shape import LinearScaling, Llama3Scaling, ModelShape, YarnScaling
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer_index, q_N_H_K, k_N_J_K, v_N_J_K) -> out_N_H_K; it scales the scores by head_dim ** -0.5."""
@@ -48,27 +49,56 @@ class Rope:
     def _table(self) -> Tensor:
         positions_M = torch.arange(self._shape.max_position_embeddings, dtype=torch.float32, device="cpu")
         angles_M_half = positions_M[:, None] * rope_frequencies(self._shape)
-        cos, sin = angles_M_half.cos(), angles_M_half.sin()
+        scaling = self._shape.rope_scaling
+        magnitude = scaling.magnitude if isinstance(scaling, YarnScaling) else 1.0
+        cos, sin = angles_M_half.cos() * magnitude, angles_M_half.sin() * magnitude
         return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
 
 
 def rope_frequencies(shape: ModelShape) -> Tensor:
     """Radians per position of each pair of channels, float32 [head_dim / 2].
 
-    Plain: theta ** (-2i / head_dim) (RoFormer, arXiv 2104.09864, section 3.2.2). Llama 3 then divides long wavelengths
-    by `factor`, keeps short ones and blends those between (arXiv 2407.21783, section 3.2, and its reference code).
+    Plain: theta ** (-2i / head_dim) (RoFormer, arXiv 2104.09864, section 3.2.2). Linear scaling divides all of them
+    (arXiv 2306.15595); Llama 3 and YaRN divide long wavelengths by `factor`, keep short ones and blend those between.
     """
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device="cpu") / shape.head_dim
-    frequencies = 1.0 / (shape.rope_theta**exponents)
-    scaling = shape.rope_scaling
-    if scaling is None:
-        return frequencies
+    wavelengths = shape.rope_theta**exponents
+    match shape.rope_scaling:
+        case None:
+            return 1.0 / wavelengths
+        case LinearScaling(factor=factor):
+            return 1.0 / wavelengths / factor
+        case Llama3Scaling() as scaling:
+            return _llama3(1.0 / wavelengths, scaling)
+        case YarnScaling() as scaling:
+            kept = 1 - _yarn_ramp(scaling, shape.head_dim, shape.rope_theta)
+            return 1.0 / (scaling.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+
+
+def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Blended in the share of a context that a wavelength is (arXiv 2407.21783, section 3.2, and its code)."""
     context, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
     wavelengths = 2 * math.pi / frequencies
     kept = (context / wavelengths - low) / (high - low)
     blended = (1 - kept) * frequencies / scaling.factor + kept * frequencies
     scaled = torch.where(wavelengths > context / low, frequencies / scaling.factor, blended)
     return torch.where(wavelengths < context / high, frequencies, scaled)
+
+
+def _yarn_ramp(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
+    """0 for channels that stay, 1 for those that are divided, linear in the channel between (arXiv 2309.00071, section
+    3.2; bounds as in its reference code, whose `dim - 1` counts channels where the ramp counts pairs)."""
+
+    def channel(turns: float) -> float:  # that turns so often in the context of pretraining
+        context = scaling.original_max_position_embeddings
+        return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001
+    return ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / width).clamp(0, 1)
 
 
 def rotate(x_N_H_K: Tensor, rotation: Rotation) -> Tensor:

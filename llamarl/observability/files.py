@@ -22,7 +22,7 @@ PIECE_NAME = r"(metrics|rollouts|events)-\d{5}\.jsonl(\.gz)?"
 """Regular expression of full pieces."""
 
 
-def write_atomically(path: Path, text: str | Iterable[str]) -> None:
+def write_atomically(path: Path, text: str | bytes | Iterable[str]) -> None:
     """Replace `path` by `text`, or by pieces of it, once all of it is on disk.
 
     Raises:
@@ -30,8 +30,9 @@ def write_atomically(path: Path, text: str | Iterable[str]) -> None:
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may write the same
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines([text] if isinstance(text, str) else text)
+        is_binary = isinstance(text, bytes)
+        with partial.open("wb" if is_binary else "w", encoding=None if is_binary else "utf-8") as file:
+            file.writelines([text] if isinstance(text, str | bytes) else text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import Self, TextIO
 
 from llamarl.config import ConfigError
@@ -40,13 +41,16 @@ class Screen:
 
 
 def open_screen(config: ScreenConfig, info: RunInfo) -> Screen:
-    """The screen that the user asked for; `auto` draws on a terminal and prints lines elsewhere.
+    """The screen that the user asked for; `auto` draws on a terminal and in a notebook, and prints lines elsewhere.
 
     Raises:
         ConfigError: `live` where nothing can be drawn.
     """
     if config.kind == "none":
         return NullScreen()
+    if config.kind == "auto" and _is_notebook():  # whose cell keeps every line
+        with suppress(ConfigError):
+            return part("page", "NotebookScreen")(info)
     drawable = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and sys.stdout.encoding.lower() == "utf-8"
     if config.kind == "live" and not drawable:
         raise ConfigError("`screen.kind = 'live'` needs a terminal with UTF-8; use `auto` or `lines`")
@@ -59,6 +63,12 @@ def open_screen(config: ScreenConfig, info: RunInfo) -> Screen:
             raise
         return LineScreen(info, sys.stdout, sys.stderr)
     return live(info)
+
+
+def _is_notebook() -> bool:
+    """A kernel runs in this process."""
+    find = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    return getattr(find(), "kernel", None) is not None
 
 
 class NullScreen(Screen):

@@ -1,7 +1,7 @@
 """Rewards: what a response is worth. One file per reward; graders run in killable processes. Imports no torch."""
 
-from llamarl.rewards._base import Reward
+from llamarl.rewards._base import Reward, invalid, right, wrong
 from llamarl.rewards._build import build_reward
 from llamarl.rewards._weighted import WeightedSum
 
-__all__ = ["Reward", "WeightedSum", "build_reward"]
+__all__ = ["Reward", "WeightedSum", "build_reward", "invalid", "right", "wrong"]

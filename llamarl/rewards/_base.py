@@ -11,13 +11,28 @@ from llamarl.types import Outcome, RewardItem, RewardResult
 class Reward(ABC):
     """Scores responses. Members are dataclasses whose fields are their options."""
 
+    @property
+    def asks_others(self) -> bool:
+        """Whether scoring asks somebody else, who may take money for it."""
+        return False
+
     @abstractmethod
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """One result per item, in order. A bad response is WRONG or INVALID; it never raises."""
 
+    def written(self, answer: str) -> str | None:
+        """A response that gives the data's answer in the form that this reward reads; None: it has no such form."""
+        return None
+
     # Most rewards hold nothing, so the empty body is their implementation.
     def close(self) -> None:  # noqa: B027
         """Ends worker processes. May be called twice; no scoring afterwards."""
+
+
+def written(reward: object, answer: str) -> str | None:
+    """`Reward.written` of whatever has a `score`, as a user's own reward may have no more."""
+    write = getattr(reward, "written", None)
+    return write(answer) if callable(write) else None
 
 
 def right(value: float) -> RewardResult:

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from llamarl.config import ConfigError, build
+from llamarl.config import ConfigError, Ref, build
+from llamarl.config.ref import find
 from llamarl.config.schema import RewardConfig
 from llamarl.rewards._base import Reward
+from llamarl.rewards._function_worker import is_coroutine
 from llamarl.rewards._weighted import WeightedSum
+
+
+def as_part(ref: Ref) -> Ref:
+    """A plain function in the place of a reward, as the part that calls it. Raises ConfigError."""
+    if ":" not in ref.name:
+        return ref
+    found = find(ref.name, "llamarl.rewards", "reward.parts", "")
+    if isinstance(found, type) or not callable(found):
+        return ref
+    name = getattr(found, "__name__", ref.name.rpartition(":")[2])
+    own = {"call": ref.name, "curve": name, "is_async": is_coroutine(found)}
+    return Ref.model_validate({"name": "function"} | own | ref.options)
 
 
 def build_reward(config: RewardConfig) -> Reward:
@@ -19,16 +33,17 @@ def build_reward(config: RewardConfig) -> Reward:
     weights = config.weights or [1.0] * len(config.parts)
     if not any(weights) and not config.model:
         raise ConfigError("reward.weights are all 0, so every reward would be 0; give at least one part a weight")
+    names = [str(ref.options.get("curve") or ref.name.rpartition(":")[2]) for ref in map(as_part, config.parts)]
     with ExitStack() as made:  # a later part that cannot be built must not leave workers of an earlier one
         parts: list[Reward] = []
         for ref in config.parts:
-            part = build(ref, "llamarl.rewards", "reward.parts")
+            part = build(as_part(ref), "llamarl.rewards", "reward.parts")
             if missing := [name for name in ("score", "close") if not callable(getattr(part, name, None))]:
                 raise ConfigError(
                     f"`reward.parts = {ref.name!r}` has no method `{missing[0]}`; derive it from llamarl.rewards.Reward"
                 )
             made.callback(part.close)
             parts.append(part)
-        reward = parts[0] if len(parts) == 1 and weights == [1.0] else WeightedSum(parts, weights)
+        reward = parts[0] if len(parts) == 1 and weights == [1.0] else WeightedSum(parts, weights, names)
         made.pop_all()
     return reward

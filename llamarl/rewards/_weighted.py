@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llamarl.config import ConfigError
-from llamarl.rewards._base import Reward, invalid
+from llamarl.rewards._base import Reward, invalid, written
 from llamarl.types import Outcome, RewardItem, RewardResult
 
 
@@ -19,19 +19,29 @@ class WeightedSum(Reward):
     parts: list[Reward]
     weights: list[float]
     """One per part, finite."""
+    names: list[str] = field(default_factory=list)
+    """Names of the parts' curves; default: those of their classes."""
 
     def __post_init__(self) -> None:
         if len(self.parts) != len(self.weights):
             raise ConfigError(
                 f"reward.weights has {len(self.weights)} numbers for {len(self.parts)} parts; give one each"
             )
+        found = self.names or [type(part).__name__ for part in self.parts]
+        self.names = [f"{name}-{n}" if (n := found[:i].count(name)) else name for i, name in enumerate(found)]
         if not all(map(math.isfinite, self.weights)):
             raise ConfigError(f"reward.weights = {self.weights} must be finite numbers")
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         columns = [part.score(items) for part in self.parts]
-        names = [type(part).__name__ for part in self.parts]
-        return [weighted_sum(names, self.weights, results) for results in zip(*columns, strict=True)]
+        return [weighted_sum(self.names, self.weights, results) for results in zip(*columns, strict=True)]
+
+    @property
+    def asks_others(self) -> bool:
+        return any(getattr(part, "asks_others", False) for part in self.parts)
+
+    def written(self, answer: str) -> str | None:
+        return written(self.parts[0], answer)
 
     def close(self) -> None:
         with ExitStack() as stack:  # every part is closed, even when one of them raises
@@ -53,4 +63,6 @@ def weighted_sum(names: Sequence[str], weights: Sequence[float], results: Sequen
         value=float(value),
         reason="; ".join(reasons),
         first_part=results[0].first_part or results[0],
+        parts={**results[0].parts}
+        | {name: one.value for name, one in zip(names, results, strict=True) if not one.parts},
     )

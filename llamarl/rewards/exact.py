@@ -28,5 +28,8 @@ class Exact(Reward):
             for item in items
         ]
 
+    def written(self, answer: str) -> str:
+        return answer
+
     def _tidy(self, text: str) -> str:
         return text.strip().casefold() if self.ignore_case else text.strip()

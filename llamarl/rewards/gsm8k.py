@@ -26,6 +26,9 @@ class Gsm8k(Reward):
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         return [self._score(item) for item in items]
 
+    def written(self, answer: str) -> str:
+        return answer if after_hashes(answer) else f"#### {answer}"
+
     def _score(self, item: RewardItem) -> RewardResult:
         gold = parse_number(after_hashes(item.answer) or item.answer)
         if gold is None:

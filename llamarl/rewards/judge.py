@@ -68,6 +68,10 @@ class Judge(Reward):
     cache: Annotated[int, Field(ge=0)] = 65536
     """Grades that are kept."""
 
+    @property
+    def asks_others(self) -> bool:
+        return True
+
     def __post_init__(self) -> None:
         try:
             groups = re.compile(self.pattern).groups

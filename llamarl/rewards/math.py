@@ -79,6 +79,9 @@ class Math(Reward):
             graded = self._grade(jobs)
         return [result or graded[key] for result, key in zip(results, keys, strict=True)]
 
+    def written(self, answer: str) -> str:
+        return answer if _final(answer) is not None else rf"\boxed{{{answer}}}"
+
     def close(self) -> None:
         self._pool.close()
 

@@ -51,6 +51,9 @@ class ReasoningGym(Reward):
             for job in jobs
         ]  # fmt: skip
 
+    def written(self, answer: str) -> str:
+        return f"<answer>{answer}</answer>"
+
     def close(self) -> None:
         self._pool.close()
 

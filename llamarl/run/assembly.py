@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from types import FrameType
@@ -12,6 +13,7 @@ from typing import Any
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.admission import Problems
+from llamarl.controller.clock import PatientLoop
 from llamarl.controller.controller import Controller
 from llamarl.controller.journal import Journal
 from llamarl.controller.ports import Executors
@@ -86,6 +88,11 @@ def interruptible(supervisor: Supervisor, leave: Callable[[], None] = lambda: No
     """Ctrl-C, SIGTERM and the end of the terminal (unless `nohup` has it ignored) end the run in order; a second one
     ends this process at once, after `leave`, and the executors with it."""
     loop = asyncio.get_running_loop()
+    if threading.current_thread() is not threading.main_thread():  # where signals do not come
+        if isinstance(loop, PatientLoop):
+            loop.listen(lambda: supervisor.fail(Interrupted("ended by SIGINT")))
+        yield
+        return
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     numbers = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hangs_up else ()))
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
-from llamarl.cluster.open import open_cluster
+from llamarl.cluster.open import check_cluster, open_cluster
 from llamarl.config import RunConfig
 from llamarl.config.ref import part
 from llamarl.controller.admission import Problems
@@ -12,13 +15,14 @@ from llamarl.controller.clock import run_patiently
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.ports import Executors
 from llamarl.controller.telemetry import Telemetry
-from llamarl.data.prompts import load_prompts
-from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+from llamarl.data.prompts import first_prompt, load_prompts, open_tokenizer
+from llamarl.data.tokenizer import check_vocabulary
 from llamarl.models.folder import load_shape
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.run.assembly import assembled
 from llamarl.run.executors import GeneratorSpecs, executor_spec, spawn_all
+from llamarl.run.placement import LocalPlacer
 from llamarl.run.prepare import environment_of
 
 
@@ -33,34 +37,64 @@ class _EvalProgress(NullScreen):
             self._progress(done, total)
 
 
-def evaluate_checkpoint(config: RunConfig, progress: Callable[[int, int], None]) -> EvalResult:
-    """Answers and scores the problems of `data.eval`; `progress` hears of (done, total) prompts.
+def evaluate_checkpoint(
+    config: RunConfig, progress: Callable[[int, int], None], tell: Callable[[str], None]
+) -> EvalResult:
+    """Answers and scores the problems of `data.eval`; `progress` hears of (done, total) prompts, and `tell` sentences
+    for the user.
 
     Raises:
         ConfigError: model, data or a combination of them cannot work.
         ExecutorError, Interrupted, Stalled: it failed, or was ended.
     """
-    return run_patiently(_evaluate(config, progress))
+    with tempfile.TemporaryDirectory(prefix="llamarl-", ignore_cleanup_errors=True) as logs:
+        return run_patiently(_evaluate(config, progress, tell, Path(logs)))
 
 
-async def _evaluate(config: RunConfig, progress: Callable[[int, int], None]) -> EvalResult:
+async def _evaluate(
+    config: RunConfig, progress: Callable[[int, int], None], tell: Callable[[str], None], logs: Path
+) -> EvalResult:
     path = config.model.path
-    shape, tokenizer = load_shape(path), Tokenizer(path)
+    shape, tokenizer = load_shape(path), open_tokenizer(path, config.data)
     check_vocabulary(tokenizer, shape.vocab_size)
     tools, stop_strings = environment_of(config)
-    prompts = load_prompts(config.data, tokenizer, shape.max_position_embeddings, "eval", tools).prompts
+    context, for_agent = shape.max_position_embeddings, config.rollout.agent is not None
+    loaded = load_prompts(config.data, tokenizer, context, "eval", tools, for_agent=for_agent)
+    prompts = loaded.prompts
     problems = Problems(train=(), eval=prompts, stop_token_ids=tokenizer.eos_token_ids, stop_strings=stop_strings)
-    cluster = open_cluster(config.cluster)
+    check_cluster(config.cluster)
+    placer = LocalPlacer(config, only="generator")
+    placer.check()
+    cluster = open_cluster(config.cluster, logs)
 
     async def spawn() -> Executors:
         reward = executor_spec("reward", "reward:RewardExecutor", 1, model_path=path, config=config.reward)
         models = [part("episodes", "spec")(config)] if config.rollout.has_episodes else []
-        specs = [reward, *models, *map(GeneratorSpecs(config=config), range(config.generator.replicas))]
+        generator, names = GeneratorSpecs(config=config), placer.of_role("generator")
+        specs = [reward, *models, *(generator(number, placer.place(name)) for number, name in enumerate(names))]
         first, *others = await spawn_all(cluster, specs, config.cluster.start_timeout_s)
         beside, generators = others[: len(models)], others[len(models) :]
         return Executors(reward=first, models={handle.name: handle for handle in beside}, generators=generators)
 
     telemetry = Telemetry(config, _EvalProgress(progress), MetricsLog(None, print), 0)
     async with assembled(config, problems, telemetry, cluster.shutdown, spawn) as (controller, supervisor):
+        for said in (*loaded.warnings, first_prompt(config.data, tokenizer, prompts[0], for_agent=for_agent)):
+            tell(said)
         await supervisor.run(controller.start())
         return await supervisor.run(controller.evaluate())
+
+
+def response_rows(result: EvalResult) -> Iterator[dict[str, Any]]:
+    """A row for each response of an evaluation: what was asked and answered, and what the reward says."""
+    for group in result.groups:
+        for response, judged in zip(group.responses, group.results, strict=True):
+            yield {
+                "prompt_id": group.prompt.prompt_id,
+                "prompt": group.prompt.text,
+                "response": response,
+                "answer": group.prompt.answer,
+                "outcome": judged.outcome.value,
+                "right": judged.is_right,
+                "reward": judged.value,
+                "reason": judged.reason,
+            }

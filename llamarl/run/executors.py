@@ -20,6 +20,7 @@ from llamarl.config.schema import RunConfig
 from llamarl.config.trainer import LoraConfig, TrainerConfig
 from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.run.folder import RunFolder
+from llamarl.run.given import with_content
 from llamarl.run.placement import Placer, models_in_use
 
 TARGETS = {
@@ -72,7 +73,12 @@ class RunSpecs:
         config = self._config
         if name == "reward":
             return executor_spec(
-                name, "reward:RewardExecutor", 1, place=place, model_path=config.model.path, config=config.reward
+                name,
+                "reward:RewardExecutor",
+                1,
+                place=place,
+                model_path=config.model.path,
+                config=with_content(config.reward),
             )
         if name == "environment":
             return part("episodes", "spec")(config, place)

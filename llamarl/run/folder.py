@@ -21,10 +21,10 @@ from typing import IO, Self
 from llamarl.checkpoint.copies import CopyFailed, RemoteCopies
 from llamarl.checkpoint.folder import saved_steps
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config, read_json
-from llamarl.models.folder import fingerprints
 from llamarl.observability.files import PIECE_NAME, last_lines, lines, pieces, read_run_rows, write_atomically
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.sinks import RowLog
+from llamarl.run.names import WEIGHTS_FILE, record_of
 from llamarl.run.placement import models_in_use, ranges
 
 _EMPTY_BYTES = 1 << 14
@@ -56,8 +56,9 @@ class RunFolder:
         """Rows of rollouts: of runs of before, and where somebody has exported them."""
         self.events = path / "events.jsonl"
         self.journal, self.journals = path / "journal.jsonl", path / "journal"
-        self.weights = path / "weights.json"
-        """File that says what the models' files were when the run began."""
+        self.weights = path / WEIGHTS_FILE
+        self.settings: RunConfig | None = None
+        """Settings as the user wrote them, without commits for names of the Hub; None: the folder is only read."""
         self.summary = path / "summary.json"
         self.trace = path / "trace.json"
         self.logs = path / "logs"
@@ -110,9 +111,10 @@ class RunFolder:
             self.check()
             await asyncio.sleep(LOOK_S)
 
-    def write_config(self, config: RunConfig) -> None:
-        """Raises OSError."""
-        write_atomically(self.config, dump_toml(config))
+    def write_config(self) -> None:
+        """From here on the run is that of its settings. Raises OSError."""
+        assert self.settings is not None
+        write_atomically(self.config, dump_toml(self.settings))
 
     def drop_rollouts_after(self, step: int) -> None:
         """Takes back rows of later steps, where rows of rollouts are beside the journal. Raises OSError."""
@@ -170,11 +172,11 @@ class RunFolder:
         lacking = tuple(step for step in range(first, done + 1) if step not in found)
         return f"{self.metrics} has no rows of steps {ranges(lacking)}{fault}" if lacking else ""
 
-    def other_file(self, config: RunConfig) -> str:
-        """A file of a model that is not what it was when the run began; empty: all are, or their model is about to be
-        made. Raises ConfigError."""
+    def other_file(self, config: RunConfig, pinned: RunConfig) -> str:
+        """A file of a model, or a name of the Hub, that is not what it was when the run began; empty: all are, or their
+        model is about to be made. `pinned` has commits for names. Raises ConfigError."""
         before = read_json(self.weights, "remove it") if self.weights.exists() else {}
-        for folder, files in _weight_files(config).items():
+        for folder, files in record_of(config, pinned).items():
             was = before.get(folder, files)
             for name in sorted(was.keys() | files.keys()) if files else ():
                 if was.get(name) != files.get(name):
@@ -188,9 +190,11 @@ class RunFolder:
         return "no step was completed yet, so --resume begins again"
 
 
-def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Path:
+def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool, pinned: RunConfig | None = None) -> Path:
     """The path of the run's folder, which nothing has touched yet, but that `resume` brings a checkpoint back where
     only copies are left.
+
+    `pinned` are the settings with commits for names of the Hub, once those are known.
 
     Raises:
         ConfigError: a run has begun there, or others have files there, and neither `resume` nor `overwrite` was asked
@@ -210,7 +214,7 @@ def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> Pat
     if (path / _LOCK).exists():
         _locked(path).close()
     if resume:
-        _check_resumable(RunFolder(path), config)
+        _check_resumable(RunFolder(path), config, pinned or config)
         for other in _not_of_a_run(path):
             sys.stderr.write(f"--resume: {path} also holds {other!r}, which no run wrote; it stays as it is\n")
     elif others := list(_not_of_a_run(path)):
@@ -281,13 +285,13 @@ def _not_of_a_run(path: Path) -> Iterator[str]:
             yield name
 
 
-def _check_resumable(folder: RunFolder, config: RunConfig) -> None:
+def _check_resumable(folder: RunFolder, config: RunConfig, pinned: RunConfig) -> None:
     """Raises ConfigError when the run cannot go on from here, which `--overwrite` need not mend."""
     if folder.config.exists():
         _check_same_weights(before := load_config(folder.config), config)
         if (before.record.kind, config.record.kind) == ("all", "resume") and folder.journals.exists():
             raise ConfigError("--resume: record.kind = 'resume' would delete the rollouts of this run; leave it 'all'")
-    if file := folder.other_file(config):
+    if file := folder.other_file(config, pinned):
         raise ConfigError(
             f"--resume: {file} is not what it was when the run began, so its checkpoints and this model do not belong "
             "together; put it back, or start another run with another --name"
@@ -338,20 +342,18 @@ def _check_same_weights(before: RunConfig, now: RunConfig) -> None:
             )
 
 
-def _weight_files(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Fingerprints of all models, by folder and file."""
-    folders = {config.model.path, *(settings.path for settings in models_in_use(config).values() if settings.path)}
-    return {path: fingerprints(path) for path in sorted(folders)}
-
-
-def prepare_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> RunFolder:
-    """Creates the run's folder, or takes it over, locked. The resolved config is in it, unless it is resumed: that
-    counts once what it holds has been read.
+def prepare_run_folder(
+    config: RunConfig, *, resume: bool, overwrite: bool, pinned: RunConfig | None = None
+) -> RunFolder:
+    """Creates the run's folder, or takes it over, locked. The config is in it, unless it is resumed: that counts once
+    what it holds has been read. `pinned` has commits for the names of the Hub in `config`.
 
     Raises:
         ConfigError: as `check_run_folder`, or it cannot be written.
     """
-    folder = RunFolder(check_run_folder(config, resume=resume, overwrite=overwrite))
+    pinned = pinned or config
+    folder = RunFolder(check_run_folder(config, resume=resume, overwrite=overwrite, pinned=pinned))
+    folder.settings = config
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.lock()
@@ -364,12 +366,13 @@ def prepare_run_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> R
         if overwrite and config.checkpoint.copy_to:
             RemoteCopies(config.checkpoint, config.name).clear()
         if not resume:
-            folder.write_config(config)  # first: by it others know whose folder this is
+            folder.write_config()  # first: by it others know whose folder this is
         for made in (folder.logs, folder.checkpoints):
             made.mkdir(exist_ok=True)
         (folder.checkpoints / _MARK).touch()
-        if not folder.weights.exists():
-            folder.weights.write_text(json.dumps(_weight_files(config), indent=2) + "\n", encoding="utf-8")
+        before = read_json(folder.weights, "remove it") if folder.weights.exists() else {}
+        if (record := record_of(config, pinned) | before) != before:  # a run that goes on may name more
+            write_atomically(folder.weights, json.dumps(record, indent=2, sort_keys=True) + "\n")
     except (OSError, ConfigError) as error:
         folder.__exit__()
         if isinstance(error, ConfigError):

@@ -13,6 +13,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import count, islice
 from typing import NamedTuple
 
@@ -95,6 +96,10 @@ class Placer(ABC):
     def _env(self, devices: Iterable[object]) -> dict[str, str]:
         """Environment variables that show processes these devices alone; ranks count from 0 then."""
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), PLACED: "1"}
+
+    def devices(self, executor: str) -> list[tuple[str, int]]:
+        """Host and GPU of each of its ranks; none: on CPUs."""
+        return [(host, device) for host, used in self._assigned[executor].devices.items() for device in used]
 
     def again(self, executor: str) -> tuple[HostShare, ...]:
         """Place for one that has died; elsewhere, if its host is lost. Raises ConfigError: there is no room."""
@@ -285,9 +290,19 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def count_devices() -> int:
     """GPUs that an executor would see. Raises ConfigError."""
-    code = "import torch; print(torch.cuda.device_count())"
+    return len(device_bytes())
+
+
+@cache
+def device_bytes() -> tuple[int, ...]:
+    """Memory of each GPU that an executor would see. Raises ConfigError."""
+    code = (
+        "import torch.cuda as cuda; "
+        "print(*(cuda.get_device_properties(i).total_memory for i in range(cuda.device_count())))"
+    )
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=COUNT_S, check=True)
     except (subprocess.SubprocessError, OSError) as error:
         raise ConfigError(f"torch cannot count the GPUs of this host: {error}; use device = 'cpu'") from None
-    return int(done.stdout.split()[-1])
+    lines = done.stdout.splitlines()
+    return tuple(int(size) for size in lines[-1].split()) if lines else ()

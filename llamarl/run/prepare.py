@@ -7,28 +7,30 @@ import resource
 import shutil
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from llamarl.algorithms.advantages._base import GroupAdvantage
-from llamarl.config import ConfigError, RunConfig, build
+from llamarl.config import ConfigError, RunConfig, build, load_config
+from llamarl.config.cluster import lack_of_monarch
 from llamarl.config.decoder import uneven_parts
 from llamarl.config.ref import part
 from llamarl.config.roles import CriticConfig
 from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.admission import Problems
-from llamarl.data.prompts import load_prompts
-from llamarl.data.tokenizer import Tokenizer, check_vocabulary, ended_after
+from llamarl.data.prompts import first_prompt, load_prompts, open_tokenizer, settled
+from llamarl.data.tokenizer import check_vocabulary, ended_after
+from llamarl.hub.names import hub_name
+from llamarl.models.fit import CACHE_BLOCK_TOKENS, kv_width, trainer_load
 from llamarl.models.folder import check_weights, load_shape
+from llamarl.models.memory import kv_token_bytes, trainer_bytes
 from llamarl.models.shape import ModelShape
-from llamarl.observability.usage import MIN_FILES, available_bytes
+from llamarl.observability.usage import MIN_FILES
 from llamarl.rewards._build import build_reward
+from llamarl.run.memory import check_memory
 from llamarl.run.placement import LocalPlacer, models_in_use
-from llamarl.training.cost import activation_bytes
 from llamarl.types import Prompt
 from llamarl.weight_sync.select import check_name
-
-CACHE_BLOCK_TOKENS = 16
-"""Tokens for which keys and values are kept at a time, by all kernels."""
 
 RANK_FILES, GENERATOR_FILES = 8, 3
 """Files that a rank of the trainer has open for each of its other ranks, and for each rank of the generators."""
@@ -44,6 +46,8 @@ class Prepared:
     """None: several hosts have to call first."""
     warnings: tuple[str, ...]
     """Sentences for the user."""
+    first_prompt: str
+    """Sentence that shows it as the model sees it."""
 
 
 def check_parts(config: RunConfig) -> None:
@@ -88,22 +92,52 @@ def environment_of(config: RunConfig) -> tuple[list[dict[str, Any]], tuple[str, 
     return environment.tools(), tuple(environment.stop)
 
 
-def prepare(config: RunConfig) -> Prepared:
+def settle(
+    config: RunConfig, pinned: RunConfig, *, resume: bool, for_agent: bool = False
+) -> tuple[RunConfig, RunConfig]:
+    """The settings as they are recorded, and as they are used, both with what makes the same prompts when the run goes
+    on. The model exists.
+
+    Args:
+        config: settings as they are given.
+        pinned: the same with a commit for each name of the Hub.
+        resume: the run goes on, with the template and the date on its record.
+        for_agent: prompts are what an agent is told, who then writes chats.
+
+    Raises:
+        ConfigError: the tokenizer or the record cannot be read.
+    """
+    recorded = Path(config.output, config.name, "config.toml")
+    before = load_config(recorded).data if resume and recorded.exists() else None
+    tokenizer = open_tokenizer(pinned.model.path, pinned.data)
+    found = settled(pinned.data, tokenizer, before, for_agent=for_agent)
+    same = {"template": found.template, "date": found.date}
+    of_record, of_run = (one.model_copy(update={"data": one.data.model_copy(update=same)}) for one in (config, pinned))
+    return of_record, of_run
+
+
+def prepare(config: RunConfig, *, weights: bool = True) -> Prepared:
     """Reads model shape, headers of weights, tokenizer and prompts; the model exists.
+
+    Args:
+        weights: those of models that the Hub has are here.
 
     Raises:
         ConfigError: the model, the data or a combination of them cannot work.
     """
     shape, warnings = check_layout(config)
+    if config.cluster.kind == "inline" and (lack := lack_of_monarch()):
+        warnings.append(f"cluster.kind = 'inline': executors share this process and take turns; {lack}")
     if config.cluster.kind != "hosts":  # whose controller needs no weights
         for path in {config.model.path, *(one.path for one in models_in_use(config).values() if one.path)}:
-            check_weights(path)
+            if weights or hub_name(path) is None:
+                check_weights(path)
     placer = None if config.cluster.kind == "hosts" else LocalPlacer(config)
     if placer is not None:
         placer.check()
         warnings += placer.crowded()
-        check_host_memory(config, shape)
-    tokenizer = Tokenizer(config.model.path)
+        check_memory(config, shape)
+    tokenizer = open_tokenizer(config.model.path, config.data)
     check_vocabulary(tokenizer, shape.vocab_size)
     compiler = os.environ.get("CXX", "g++")
     if config.trainer.compile and config.trainer.device == "cpu" and shutil.which(compiler) is None:
@@ -112,11 +146,11 @@ def prepare(config: RunConfig) -> Prepared:
         )
 
     tools, stop_strings = environment_of(config)
+    for_agent = config.rollout.agent is not None
 
     def load(which: Literal["train", "eval"]) -> tuple[Prompt, ...]:
-        loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings, which, tools)
-        if loaded.num_overlong:
-            warnings.append(skipped_prompts(config, which, loaded.num_overlong))
+        loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings, which, tools, for_agent=for_agent)
+        warnings.extend(loaded.warnings)
         return loaded.prompts
 
     problems = Problems(
@@ -131,13 +165,10 @@ def prepare(config: RunConfig) -> Prepared:
     learnt = {prompt.token_ids_T.tobytes() for prompt in problems.train}
     if problems.eval and all(prompt.token_ids_T.tobytes() in learnt for prompt in problems.eval):
         warnings.append("data.eval: all of its prompts are in data.train too, so it does not tell learning from memory")
-    return Prepared(shape=shape, problems=problems, placer=placer, warnings=tuple(warnings))
-
-
-def skipped_prompts(config: RunConfig, which: Literal["train", "eval"], num: int) -> str:
-    """Warning for the user about prompts that are too long."""
-    limit = config.data.max_prompt_tokens
-    return f"data.{which}: {num} prompts are too long and were skipped (data.max_prompt_tokens = {limit})"
+    return Prepared(
+        shape=shape, problems=problems, placer=placer, warnings=tuple(warnings),
+        first_prompt=first_prompt(config.data, tokenizer, problems.train[0], for_agent=for_agent),
+    )  # fmt: skip
 
 
 def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
@@ -183,40 +214,11 @@ def check_microbatch(config: RunConfig, shape: ModelShape, longest_prompt: int) 
     trainer, longest = config.trainer, longest_prompt + config.rollout.max_new_tokens
     longest = min(longest, shape.max_position_embeddings)
     if longest > trainer.microbatch_tokens:
-        gib = activation_bytes(shape, trainer, longest, 2 * longest) / 2**30
+        gib = trainer_bytes(shape, trainer_load(config, shape, tokens=longest))["activations"] / 2**30
         raise ConfigError(
             f"trainer.microbatch_tokens = {trainer.microbatch_tokens} is less than the {longest} tokens that prompt "
             f"and response (rollout.max_new_tokens = {config.rollout.max_new_tokens}) can have together; raise it to "
             f"{longest}, which takes about {gib:.2g} GiB for activations, or lower rollout.max_new_tokens"
-        )
-
-
-def least_memory(config: RunConfig, shape: ModelShape) -> dict[str, float]:
-    """Bytes that what computes on this host's processors takes at least: weights, gradients and moments, and caches
-    whose size is given. GPUs say it when they start."""
-    trainer, generator, sizes = config.trainer, config.generator, {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
-    taken = dict[str, float]()
-    if trainer.device == "cpu":
-        taken["the trainer"] = shape.num_parameters * (4 if trainer.lora else 16)
-    if generator.device == "cpu":
-        each = shape.num_parameters * sizes[generator.dtype] + (generator.kv_cache_bytes or 0)
-        taken[f"{generator.replicas} generator{'s' * (generator.replicas > 1)}"] = generator.replicas * each
-    for name, settings in models_in_use(config).items():
-        if settings.device == "cpu":
-            other = load_shape(settings.path) if settings.path else shape
-            taken[f"the {name}"] = other.num_parameters * (16 if isinstance(settings, CriticConfig) else 1)
-    return taken
-
-
-def check_host_memory(config: RunConfig, shape: ModelShape) -> None:
-    """Raises ConfigError when there is less than `least_memory`."""
-    taken = least_memory(config, shape)
-    if sum(taken.values()) > (free := available_bytes()):
-        parts = ", ".join(f"{size / 2**30:.1f} for {name}" for name, size in taken.items())
-        raise ConfigError(
-            f"this run takes at least {sum(taken.values()) / 2**30:.1f} GiB of this host's memory ({parts}) and "
-            f"{free / 2**30:.1f} are free; lower generator.replicas, use generator.dtype = 'bfloat16' or trainer.lora, "
-            "or a smaller model"
         )
 
 
@@ -229,9 +231,7 @@ def check_cache(config: RunConfig, shape: ModelShape, longest_prompt: int) -> No
             " the model's context; lower it"
         )
     generator, longest = config.generator, longest_prompt + config.rollout.max_new_tokens
-    value_bytes = {"auto": 4 if generator.dtype == "float32" else 2, "bfloat16": 2, "fp8": 1}[generator.kv_dtype]
-    heads = -(-shape.num_kv_heads // generator.tensor_parallel)
-    per_token = 2 * shape.num_layers * heads * shape.head_dim * value_bytes
+    per_token = int(kv_token_bytes(shape, generator.tensor_parallel, kv_width(config)))
     needed = per_token * -(-min(longest, shape.max_position_embeddings) // CACHE_BLOCK_TOKENS) * CACHE_BLOCK_TOKENS
     if generator.kv_cache_bytes is not None and generator.kv_cache_bytes < needed and generator.backend == "native":
         raise ConfigError(

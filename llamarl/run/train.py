@@ -183,7 +183,7 @@ class _TrainingRun:
                 telemetry.trained_again(groups, result)
             if lack := self._folder.unrecorded(step, self._config.checkpoint.keep):
                 telemetry.warn(f"--resume: {lack}; curves and reports go without them")
-            self._folder.write_config(self._config)
+            self._folder.write_config()
         except OSError as error:
             raise ConfigError(
                 f"--resume: cannot write to {self._folder.path}: {error.strerror}; make room on the disk"

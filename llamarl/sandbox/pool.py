@@ -53,6 +53,7 @@ class WorkerPool:
         recycle_after: int = 500,
         memory_bytes: int = 2**30,
         warm_up: Sequence[Any] = (),
+        keeps_environment: bool = False,
     ) -> None:
         """
         Args:
@@ -63,6 +64,7 @@ class WorkerPool:
             recycle_after: answers after which a worker is replaced, which bounds leaks.
             memory_bytes: address space per worker.
             warm_up: items that the fork server itself runs once, so that workers begin with warm caches; trusted.
+            keeps_environment: workers have all of this process's environment variables, as a user's own code expects.
 
         Raises:
             ConfigError: a number that is not positive.
@@ -74,6 +76,7 @@ class WorkerPool:
         limits = Limits(
             num_workers=num_workers, cpu_s=cpu_s, wall_s=wall_s, recycle_after=recycle_after, memory_bytes=memory_bytes
         )
+        self._keeps_environment = keeps_environment
         self._options = {"function": function, "warm_up": list(warm_up), "limits": asdict(limits)}
         self._lock = threading.Lock()
         self._server: subprocess.Popen[bytes] | None = None
@@ -138,7 +141,8 @@ class WorkerPool:
         self._control.settimeout(_START_TIMEOUT_S)
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         # Little is inherited: graders need no secrets. With a fixed hash seed, verdicts that hang on set order repeat.
-        environment = {name: value for name, value in os.environ.items() if name.startswith(_KEPT_ENVIRONMENT)}
+        kept = ("",) if self._keeps_environment else _KEPT_ENVIRONMENT
+        environment = {name: value for name, value in os.environ.items() if name.startswith(kept)}
         environment |= {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         options = json.dumps(self._options | {"parent": os.getpid()})
         with theirs:

@@ -1,11 +1,11 @@
-"""Costs of training on some tokens: arithmetic and memory, from the shape of the model. Imports no torch."""
+"""Costs of training on some tokens: arithmetic, from the shape of the model. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.config.trainer import LoraConfig
 from llamarl.models.shape import ModelShape
 from llamarl.types import SampleGroup
 
@@ -43,23 +43,3 @@ def step_cost(shape: ModelShape, groups: Sequence[SampleGroup], lora: LoraConfig
     matrices = 2 * (shape.num_layers * layer * tokens + hidden * shape.vocab_size * targets)
     flops = (2 if lora else 3) * matrices + 3 * shape.num_layers * (2 * adapters * tokens + 4 * query * pairs)
     return StepCost(flops=float(flops), padding_share=1 - (targets - num_responses) / padded if padded else 0.0)
-
-
-def activation_bytes(shape: ModelShape, config: TrainerConfig, num_tokens: int, num_keys: int) -> float:
-    """Bytes that one microbatch keeps from forward to backward in one process, within a quarter; all ranks share it.
-
-    Args:
-        num_tokens: of the microbatch.
-        num_keys: keys that attention copies for its calls: each prompt once, and per response the prompt and as many
-            as the longest response of the group has.
-    """
-    query, scalar_bytes = shape.num_heads * shape.head_dim, 2 if config.dtype == "bfloat16" else 4
-    # Two norms with input, normed and scaled; gate, its activation, up and their product; queries and outputs, both
-    # also in attention's own order; keys and values. Norms of heads keep two more of each query and key.
-    layer = (6 * shape.hidden_size + 4 * shape.intermediate_size + 4 * query) * num_tokens + 2 * query * num_keys
-    if shape.qk_norm:
-        layer += 2 * (query + shape.num_kv_heads * shape.head_dim) * num_tokens
-    kept = shape.num_layers * layer
-    if config.activation_checkpointing:
-        kept = shape.num_layers * shape.hidden_size * num_tokens + layer
-    return scalar_bytes * (kept + 4 * shape.hidden_size * num_tokens)

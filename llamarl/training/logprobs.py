@@ -15,9 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from llamarl.distributed.mesh import ALONE, Axis
 from llamarl.kernels.products import INPUT, OUTPUT, WEIGHT, multiply
-
-TILE_LOGITS = 1 << 23
-"""Logits held at once, in elements: 32 MiB of float32. Larger tiles are no faster (`benchmarks/training.py`)."""
+from llamarl.models.memory import TILE_LOGITS
 
 
 def target_logprobs(

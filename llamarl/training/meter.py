@@ -11,11 +11,9 @@ import torch
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import TrainerConfig
 from llamarl.kernels.products import PRODUCTS, multiply
+from llamarl.models import fit, memory
 from llamarl.models.shape import ModelShape
 from llamarl.observability.usage import available_bytes
-from llamarl.training.cost import activation_bytes
-from llamarl.training.logprobs import TILE_LOGITS
-from llamarl.training.trainer import Trainer
 
 REPEATS = 5
 
@@ -67,34 +65,30 @@ def free_memory_bytes(device: torch.device) -> float:
     return available_bytes()
 
 
-def check_memory(trainer: Trainer, shape: ModelShape, config: RunConfig) -> None:
-    """Before the first step: whether the largest microbatch fits, with all responses of a group at their longest.
+def check_memory(shape: ModelShape, config: RunConfig, device: torch.device) -> None:
+    """Before the first step, when weights and gradients lie on the device: whether all that the trainer takes fits.
 
     Raises:
-        ConfigError: by estimate it does not; says how much it takes, and there is.
+        ConfigError: it does not; says how much it takes, and there is, and the cheapest setting that makes it fit.
     """
-    settings, parallelism, rollout = config.trainer, config.trainer.parallelism, config.rollout
-    prompt, responses = config.data.max_prompt_tokens, rollout.group_size * rollout.max_new_tokens
-    num_tokens = min(settings.microbatch_tokens, rollout.prompts_per_step * (prompt + responses))
-    keys_per_token = (prompt + rollout.group_size * (prompt + rollout.max_new_tokens)) / (prompt + responses)
-    # A pipeline's first stage holds its part of the layers for as many microbatches as there are stages.
-    num_sharing = parallelism.tp * parallelism.cp
-    activations, thrifty = (
-        activation_bytes(shape, recomputing, num_tokens, int(num_tokens * keys_per_token)) / num_sharing
-        for recomputing in (settings, settings.model_copy(update={"activation_checkpointing": True}))
+    parts, free, on_cpu = _taken(config, shape), free_memory_bytes(device), device.type == "cpu"
+    # Memory of gradients on a CPU is taken when they are first written.
+    own = float(parts["weights"] + (0 if on_cpu else parts["gradients"]))
+
+    def there(other: RunConfig) -> float:  # ranks on CPUs share the machine's
+        return own + free / (other.trainer.parallelism.num_ranks if on_cpu else 1)
+
+    def lacking(other: RunConfig) -> float:
+        return float(memory.total(_taken(other, shape))) - there(other)
+
+    if lacking(config) <= 0:
+        return
+    raise ConfigError(
+        f"the trainer takes {fit.taken(parts)} of {device}, and {fit.taken({'': there(config)})} are free or its own; "
+        f"{fit.way_out(config, shape, lacking)}"
     )
-    # Moments. On GPUs also the copy that autocast computes with, and two slots of weight sync; on CPUs gradients, whose
-    # memory is taken when they are first written, and the copies that checkpoints write.
-    bytes_per_weight = 8.0 + (2.0 + 4.0 if trainer.device.type != "cpu" else 4.0 + 12.0)
-    moments = bytes_per_weight * sum(weight.numel() for weight in trainer.sharding.weights.values())
-    logits = 3 * 4.0 * TILE_LOGITS + 4.0 * shape.vocab_size * shape.hidden_size / parallelism.tp
-    free, gib = free_memory_bytes(trainer.device), 2.0**30
-    if trainer.device.type == "cpu":
-        free /= parallelism.num_ranks  # they share the machine's
-    if activations + moments + logits > free:
-        raise ConfigError(
-            f"trainer.microbatch_tokens = {settings.microbatch_tokens} takes about {activations / gib:.1f} GiB, beside "
-            f"{(moments + logits) / gib:.1f} GiB for optimizer, checkpoint and logits, and {free / gib:.1f} GiB are "
-            f"free on {trainer.device}; lower it, set trainer.activation_checkpointing = true "
-            f"({thrifty / gib:.1f} GiB), or share the model by trainer.parallelism"
-        )
+
+
+def _taken(config: RunConfig, shape: ModelShape) -> memory.Parts:
+    """Bytes by kind of one rank of the trainer, which is the first of all executors."""
+    return next(fit.holdings(config, shape, {})).parts

@@ -143,10 +143,10 @@ def rewritten(file: str, text: str) -> Callable[[Path], object]:
         (config_with(rope_theta=0), "rope_theta = 0"),
         (config_with(rope_theta="x"), "a value of the wrong kind"),
         (config_with(rope_theta=float("nan")), "rope_theta = nan"),
-        (config_with(rope_scaling="llama3"), "a value of the wrong kind"),
+        (config_with(rope_scaling="llama3"), "a table of names and values is needed"),
         (config_with(rms_norm_eps=-1), "rms_norm_eps = -1"),
         (config_with(rms_norm_eps=None), "a value of the wrong kind"),
-        (config_with(model_type=["llama"]), "a value of the wrong kind"),
+        (config_with(model_type=["llama"]), "is none of the dense families"),
         (rewritten("generation_config.json", '{"eos_token_id": 999999}'), "eos_token_id = 999999 is none of the 300"),
         (config_with(num_hidden_layers=10**6), "1000000 layers"),
         (config_with(use_sliding_window=True, sliding_window=8), "use_sliding_window"),
@@ -321,7 +321,7 @@ def test_unknown_commands() -> None:
 
 
 def test_eval_and_export(model: Path, tmp_path: Path) -> None:
-    check(llamarl_here("eval", model), "DATA.jsonl is missing", command="eval")
+    check(llamarl_here("eval", model), "DATA is missing", command="eval")
     check(llamarl_here("eval", "/nowhere", "x.jsonl"), "/nowhere", command="eval")
     check(llamarl_here("eval", model, "/nowhere.jsonl"), "/nowhere.jsonl", command="eval")
     check(llamarl_here("eval", model, "/nowhere.jsonl", "--eval.samples", "0"), "eval.samples = 0", command="eval")

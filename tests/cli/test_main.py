@@ -7,11 +7,14 @@ import shlex
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import llamarl
 from llamarl.cli import doctor
 from llamarl.cli.main import main
+from llamarl.config import load_config
 from tests.end_to_end.tiny import ROOT, environment, llamarl_here
 
 
@@ -54,3 +57,19 @@ def test_as_many_files_as_the_system_allows() -> None:
     )
     command = f"ulimit -Sn 600; ulimit -Hn 3000; {shlex.quote(sys.executable)} -c {shlex.quote(code)}"
     assert subprocess.run(["bash", "-c", command], env=environment(), cwd=ROOT).returncode == 0
+
+
+def test_the_version() -> None:
+    for option in ("--version", "-V"):
+        assert llamarl_here(option).stdout == f"llamarl {llamarl.__version__}\n"
+
+
+def test_a_run_that_comes_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any folder; a file of the user's own comes first, and a name that nobody knows is answered with those."""
+    monkeypatch.chdir(tmp_path)
+    assert load_config("demo") == load_config(ROOT / "configs/demo.toml")
+    assert Path(load_config("demo").model.warm_start).is_file()
+    done = llamarl_here("train", "demoo")
+    assert done.returncode == 2 and "or one of calculator, " in done.stderr and " demo, " in done.stderr
+    (tmp_path / "demo").write_text("name = 'mine'\n[model]\npath = 'm'\n[data]\ntrain = 'running_total'\n")
+    assert load_config("demo").name == "mine"

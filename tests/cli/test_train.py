@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import socket
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from llamarl.config import load_config
+from llamarl.config.cluster import lack_of_monarch
 from tests.cli.test_bad_input import check, damaged, halve
 from tests.end_to_end.tiny import llamarl, llamarl_here
 from tests.nightly import NIGHTLY
@@ -57,6 +60,21 @@ def test_a_port_that_another_listens_at(toml: Path, tmp_path: Path) -> None:
 def test_monarch_that_is_missing(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "monarch" else found(name))
+    lack, alone = "Monarch is not installed: pip install 'llamarl[monarch]'", ("--cluster.kind", "monarch")
     for command in ("train", "sft"):
-        check(llamarl_here(command, toml), "'monarch' needs Monarch", "pip install", "'inline'", command=command)
+        check(llamarl_here(command, toml, *alone), lack, "or set cluster.kind = 'inline'", command=command)
     assert not (toml.parent / "runs").exists()
+    for asked in ("--trainer.parallelism.fsdp=2", "--weight_sync.transport=nixl", "--checkpoint.mirror=true"):
+        check(llamarl_here("train", toml, asked), "cluster.kind = 'inline'", lack)
+    done = llamarl_here("train", toml)  # `auto`: nobody asked for Monarch
+    assert done.returncode == 0, done.stderr
+    assert f"executors share this process and take turns; {lack}" in done.stdout
+    assert 'kind = "inline"' in (toml.parent / "runs/tiny/config.toml").read_text()
+
+
+def test_monarch_of_another_version(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"0.6.9": False, "0.7.0": True, "0.7.12rc1": True, "0.8": False, "1.7.0": False}
+    for version, is_right in versions.items():
+        monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
+        assert load_config(toml).cluster.kind == ("monarch" if is_right else "inline")
+        assert ("pip install" in lack_of_monarch()) is not is_right

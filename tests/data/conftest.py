@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from llamarl.data.sources.running_total import RunningTotal
 from llamarl.data.tokenizer import CONFIG_FILE, Tokenizer
 from llamarl.parts.sft.bpe import train_byte_bpe
+from tests.hub.server import HubServer
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +34,14 @@ def make_tokenizer(base_tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., T
         return Tokenizer(folder)
 
     return make
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A Hub without repositories; the cache is of this test."""
+    with HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+        yield server

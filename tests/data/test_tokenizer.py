@@ -117,6 +117,7 @@ def test_chat_template_renders_as_in_transformers(make_tokenizer: MakeTokenizer,
     ours = make_tokenizer(bos_token="<|endoftext|>", eos_token=eos, chat_template=in_config)
     if place == "file":
         (ours.folder / "chat_template.jinja").write_text(TEMPLATE)
+        ours = Tokenizer(ours.folder)
     theirs = AutoTokenizer.from_pretrained(str(ours.folder))
     for add in (True, False):
         text = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=add)

@@ -13,10 +13,11 @@ import torch
 
 from llamarl.cluster.api import CallTimeout, MeshFailed
 from llamarl.config import RunConfig
-from llamarl.config.schema import GeneratorConfig
+from llamarl.config.schema import DataConfig, GeneratorConfig
 from llamarl.controller.lives import TooManyDeaths
 from llamarl.controller.supervision import Stalled
 from llamarl.controller.sync import WeightsWrong
+from llamarl.data.prompts import load_prompts, open_tokenizer
 from llamarl.distributed.mesh import ALONE
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.models.attention import causal_attend
@@ -189,6 +190,15 @@ def what_sft_learns(folder: Path, given: dict[str, Any]) -> str:
     return llamarl_here("sft", write_toml(folder, folder / "model"), *options, "--cluster.kind", "inline").stderr
 
 
+def what_a_chat_says(folder: Path, given: dict[str, Any]) -> str:
+    """The prompt of a template that tells a date, and knows an argument."""
+    (folder / "model" / "chat_template.jinja").write_text(
+        "{{ strftime_now('%F') }}{{ tone }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    )
+    data = DataConfig.model_validate({"train": {"name": "running_total", "count": 1}} | given["data"])
+    return load_prompts(data, open_tokenizer(str(folder / "model"), data), 4096).prompts[0].text
+
+
 def for_slurm(folder: Path, given: dict[str, Any]) -> str:
     return script.slurm_script(_several(folder, given), "run.toml", ())
 
@@ -216,6 +226,10 @@ EFFECTS: dict[str, tuple[object, Effect]] = {
     "cluster.call_timeout_s": (30.0, slow_step),
     "cluster.stall_timeout_s": (60.0, slow_rollouts),
     "data.solution": ("way", what_sft_learns),
+    "data.system": ("Be brief.", what_a_chat_says),
+    "data.examples": ([{"question": "1+1?", "answer": "2"}], what_a_chat_says),
+    "data.template_arguments": ({"tone": "kind"}, what_a_chat_says),
+    "data.date": ("2024-07-06", what_a_chat_says),
     "weight_sync.patience_s": (0.5, late_generators),
     "weight_sync.on_mismatch": ("resync", weights_that_differ),
     "trainer.on_nonfinite": ("stop", not_finite),
@@ -231,5 +245,5 @@ EFFECTS: dict[str, tuple[object, Effect]] = {
     )},
 }  # fmt: skip
 """A value other than the default, and where it shows."""
-FAST = (not_finite, recomputed_tokens, served_port, what_sft_learns, for_slurm, for_kubernetes)
+FAST = (not_finite, recomputed_tokens, served_port, what_sft_learns, what_a_chat_says, for_slurm, for_kubernetes)
 """Those that take milliseconds."""

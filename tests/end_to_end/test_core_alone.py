@@ -124,7 +124,7 @@ def test_commands_of_parts_say_so_and_a_dry_run_prints_the_settings(toml: Path, 
     assert "llamarl plan: this installation lacks the part `forecast`" in done.stderr
     done = run("train", toml, "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert re.match(r"# .*lacks the part `forecast`.*\n\n", done.stdout)
+    assert re.match(r"# forecast:\n# not known: .*lacks the part `forecast`.*\n# first prompt:\n", done.stdout)
     assert 'name = "tiny"' in done.stdout
     assert run("--help").returncode == 0
 

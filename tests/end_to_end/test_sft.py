@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
 
 import pytest
 
+from llamarl.config import load_config
+from llamarl.run.begin import begin
 from tests.end_to_end.tiny import llamarl_here, make_model, rows, write_toml
 
 TIMES = {"train_s", "train_tokens_per_s", "mfu", "peak_tflops"}
@@ -95,6 +98,24 @@ def test_what_cannot_work_is_refused(toml: Path, tmp_path: Path) -> None:
         done = llamarl_here("sft", *options(toml, "refused", 1), *more)
         assert (done.returncode, said in done.stderr) == (2, True), done.stderr
     assert not (toml.parent / "runs/refused").exists()
+
+
+def test_the_run_of_an_agent_learns_chats_of_the_day(toml: Path, tmp_path: Path) -> None:
+    """An agent writes chats itself and is told the question alone; documents are chats nevertheless."""
+    model = shutil.copytree(toml.parent / "model", tmp_path / "model")
+    (model / "chat_template.jinja").write_text(
+        "{{ strftime_now('%Y') }}{% for m in messages %}"
+        "{{ m.content + (eos_token if m.role == 'assistant' else '\\n') }}{% endfor %}"
+    )
+    file, run = tmp_path / "run.toml", toml.read_text().replace(str(toml.parent / "model"), str(model))
+    file.write_text(run + "[rollout.agent]\nname = 'tests.parts.episodes.agents:run'\n")
+    done = llamarl_here("sft", *options(file, "agent", 1))
+    assert (done.returncode, "data.template = 'chat'; the first prompt: '20" in done.stderr) == (0, True), done.stderr
+    assert 'date = "20' in (tmp_path / "runs/agent/config.toml").read_text()
+    config = load_config(file, ["--output", str(tmp_path / "runs"), "--name", "trained", "--cluster.kind", "inline"])
+    begun = begin(config, resume=False, overwrite=False, command="", tell=str)
+    with begun.folder:
+        assert (begun.config.data.template, begun.config.data.date[:2]) == ("{question}\n", "20")
 
 
 def test_one_command_does_not_resume_the_other_s_run(toml: Path) -> None:

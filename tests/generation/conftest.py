@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.models.shape import ModelShape
+from llamarl.models.shape import ModelShape, RopeScaling
 from llamarl.models.transformer import Transformer
 from llamarl.types import GenerationRequest, SamplingParams
 
@@ -23,10 +23,13 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., Transformer]:
-    def make(seed: int = 0, num_kv_heads: int = 2, family: str = "llama") -> Transformer:
+    def make(
+        seed: int = 0, num_kv_heads: int = 2, family: str = "llama", rope: RopeScaling | None = None
+    ) -> Transformer:
         shape = ModelShape(
             family=family, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=num_kv_heads, head_dim=8,
             intermediate_size=48, vocab_size=VOCAB, max_position_embeddings=CONTEXT,
+            rope_scaling=rope,
         )  # fmt: skip
         model = Transformer(shape)
         model.initialize(seed, std=0.25)

@@ -9,17 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llamarl.config.errors import ConfigError
 from llamarl.generation.engine import kv_budget
 from llamarl.generation.model import GeneratorModel
 from llamarl.generation.stop import StopStrings
+from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 from tests.generation.conftest import CONTEXT
@@ -40,6 +43,32 @@ def test_greedy_equals_a_full_forward(
     for key, rollout in rollouts.items():
         assert (rollout.finish_reason, rollout.num_tokens) == (FinishReason.LENGTH, 24)
         assert_greedy(response_logits(model, requests[key[0] - 10].prompt_token_ids_T, rollout), rollout)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "scaling"),
+    [
+        ("mistral", None),
+        ("mistral", {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 12}),
+        ("qwen3", {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 12, "beta_fast": 2.0}),
+        ("qwen2", {"rope_type": "linear", "factor": 4.0}),
+    ],
+)
+def test_greedy_equals_transformers_beyond_the_original_context(
+    make_model: Models, make_requests: Requests, model_type: str, scaling: dict[str, Any] | None
+) -> None:
+    shape = make_model(family=model_type).shape
+    model = Transformer(ModelShape.from_hf({**shape.to_hf(), "rope_scaling": scaling}))
+    model.initialize(0, std=0.25)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model.shape.to_hf()))
+    theirs.load_state_dict(model.state_dict())
+    requests = make_requests(5, GREEDY)
+    assert max(len(request.prompt_token_ids_T) for request in requests) > 12
+    for key, rollout in run(make_engine(model), requests).items():
+        prompt = torch.from_numpy(requests[key[0] - 10].prompt_token_ids_T)
+        ids = torch.cat([prompt, torch.from_numpy(rollout.token_ids_T)]).long()
+        with torch.no_grad():
+            assert_greedy(theirs(ids[None]).logits[0, len(prompt) - 1 : -1], rollout)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -17,7 +17,7 @@ from llamarl.kernels import linear
 from llamarl.models.attention import causal_attend
 from llamarl.models.hf import Weights, new_model, save_model
 from llamarl.models.quantize import NonFiniteWeights, dequantize_rows, quantize_rows
-from llamarl.models.shape import ModelShape
+from llamarl.models.shape import ModelShape, YarnScaling
 from llamarl.models.transformer import Transformer
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import views
@@ -40,6 +40,10 @@ SHAPES = {
     "llama_tied": replace(SHAPE, family="llama", tie_embeddings=True),
     "qwen2": replace(SHAPE, family="qwen2", num_kv_heads=1),
     "qwen3_tied": replace(SHAPE, tie_embeddings=True),
+    # Of 16 tokens at first: `LENGTHS` go beyond them.
+    "mistral_yarn": replace(
+        SHAPE, family="mistral", rope_scaling=YarnScaling(factor=2.0, original_max_position_embeddings=16)
+    ),
     # Rows of 36 bytes in bfloat16 leave gaps between tensors, so that nothing can be joined.
     "odd": replace(
         SHAPE, family="qwen2", hidden_size=18, head_dim=6, intermediate_size=10, num_heads=2, num_kv_heads=1
@@ -281,7 +285,7 @@ class Rank:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3_tied"])
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3_tied", "mistral_yarn"])
 def test_two_ranks_equal_one(name, precision):
     """With one kv head for both ranks, cut biases, and either head.
 

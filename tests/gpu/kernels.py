@@ -131,3 +131,15 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten.index_add_.default: _added,
 }
 """Those that differ from the CPU's."""
+
+
+def _product_shape(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
+    return a.new_empty(len(a), b.shape[1], dtype=out_dtype) if out is None else out
+
+
+SHAPES: dict[Any, Callable[..., Any]] = {
+    aten.mm.dtype: _product_shape,
+    aten.mm.dtype_out: _product_shape,
+    aten._fused_sdp_choice.default: lambda *_, **__: 2,  # of the kernels that keep no scores, the one for float32
+}
+"""Those of tensors without values that torch has no shapes for, or other ones."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import resource
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 from weakref import ReferenceType, ref
@@ -102,7 +103,8 @@ def misplaced(
 
 
 def planning(model: str, sizes: dict[str, int], generator_tp: int) -> dict[str, float]:
-    """Processor seconds of a checkpoint's index and of a sync plan, their sizes, and the process's memory."""
+    """Processor seconds of a checkpoint's index and of a sync plan, their sizes, and the process's memory meanwhile."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew; `ru_maxrss` has that of who forked it, too
     layout, start_s = planned(model, sizes), time.process_time()
     held = [
         [
@@ -121,7 +123,7 @@ def planning(model: str, sizes: dict[str, int], generator_tp: int) -> dict[str, 
         "plan_s": time.process_time() - start_s - index_s,
         "index_parts": len(index),
         "moves_of_some": num_moves,
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
+        "peak_bytes": 1024.0 * int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]),
     }
 
 

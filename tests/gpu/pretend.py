@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.gpu.kernels import KERNELS
+from tests.gpu.kernels import KERNELS, SHAPES
 
 aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
@@ -42,6 +43,37 @@ WAITING = {
     aten.equal.default: "the answer is read",
 }
 """Operations after which the host knows something of the values."""
+
+
+@dataclass
+class Memory:
+    """What tensors on the device hold, by storage."""
+
+    device: str = "cpu"
+    """Where values are; `meta`: nowhere, so that models of any size fit, and nothing but their memory is told."""
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    at_peak: str = ""
+    """Operation that made the peak."""
+    _held: set[int] = field(default_factory=set)
+
+    def hold(self, values: Tensor, operation: str) -> None:
+        storage = untyped_storage(values)
+        if (key := storage._cdata) in self._held:
+            return
+        self._held.add(key)
+        self.live_bytes += (num_bytes := storage.nbytes())
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self.at_peak = self.live_bytes, operation
+        weakref.finalize(storage, self._drop, key, num_bytes)
+
+    def _drop(self, key: int, num_bytes: int) -> None:
+        self._held.remove(key)
+        self.live_bytes -= num_bytes
+
+
+MEMORY = Memory()
+untyped_storage = Tensor.untyped_storage
 
 
 class WrongDevice(RuntimeError):
@@ -154,8 +186,9 @@ class Device(TorchDispatchMode):
         _count(func, args, kwargs, tensors, target)
         plain_args, plain = tree_map(values_of, args), tree_map(values_of, kwargs)
         if target == "cuda":
-            plain["device"] = "cpu"
-        result = KERNELS.get(func, func)(*plain_args, **plain)
+            plain["device"] = MEMORY.device
+        kernels = KERNELS if MEMORY.device == "cpu" else SHAPES
+        result = kernels.get(func, func)(*plain_args, **plain)
         if func is aten.copy_.default and not isinstance(args[0], GpuTensor):
             return args[0]
         if target == "cpu" or func is aten._local_scalar_dense.default:
@@ -166,7 +199,10 @@ class Device(TorchDispatchMode):
         def wrapped(one: Any) -> Any:
             if not isinstance(one, Tensor):
                 return one
-            return given[id(one)] if id(one) in given else GpuTensor(one)
+            if id(one) in given:
+                return given[id(one)]
+            MEMORY.hold(one, str(func))
+            return GpuTensor(one)
 
         return tree_map(wrapped, result)
 

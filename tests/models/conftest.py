@@ -16,6 +16,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -32,6 +33,22 @@ CASES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
     "llama_tied_scaled_rope": (transformers.LlamaConfig, {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
     "llama_wide_heads": (transformers.LlamaConfig, {"head_dim": 24}),
     "llama_one_kv_head": (transformers.LlamaConfig, {"num_key_value_heads": 1}),
+    "llama_linear_rope": (
+        transformers.LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 3.0}},
+    ),
+    "llama_yarn": (transformers.LlamaConfig, {"rope_parameters": YARN_ROPE | {"attention_factor": 1.25}}),
+    "mistral": (transformers.MistralConfig, {"sliding_window": None, "head_dim": 24}),
+    "mistral_window_of_the_context": (transformers.MistralConfig, {"sliding_window": 256}),
+    "mistral_yarn": (
+        transformers.MistralConfig,
+        {"sliding_window": None, "rope_parameters": YARN_ROPE | {"beta_fast": 4.0, "beta_slow": 0.5}},
+    ),
+    "qwen2_yarn": (transformers.Qwen2Config, {"head_dim": 32, "rope_parameters": YARN_ROPE | {"truncate": False}}),
+    "qwen3_yarn_mscale": (
+        transformers.Qwen3Config,
+        {"head_dim": 32, "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.4}},
+    ),
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen2_tied": (transformers.Qwen2Config, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),

@@ -3,10 +3,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llamarl.config import ConfigError
-from llamarl.models.shape import ModelShape, RopeScaling
+from llamarl.models.shape import Llama3Scaling, ModelShape, YarnScaling
+from llamarl.models.transformer import rope_frequencies
+from llamarl.parts.forecast.shapes import DecoderShape
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -25,6 +29,8 @@ SCALING: dict[str, Any] = {
     "original_max_position_embeddings": 8192,
 }
 
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8192}
+
 
 def test_old_and_new_rope_keys_mean_the_same() -> None:
     old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **SCALING}}
@@ -32,7 +38,7 @@ def test_old_and_new_rope_keys_mean_the_same() -> None:
     new = LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **SCALING}}
     shape = ModelShape.from_hf(new)
     assert shape.rope_theta == 5e5
-    assert shape.rope_scaling == RopeScaling(**SCALING)
+    assert shape.rope_scaling == Llama3Scaling(**SCALING)
     assert ModelShape.from_hf(old) == ModelShape.from_hf(older) == shape
 
 
@@ -54,6 +60,40 @@ def test_defaults_of_absent_keys() -> None:
     assert ModelShape.from_hf(LLAMA | {"model_type": "qwen3"}).head_dim == 128
 
 
+@pytest.mark.parametrize(
+    ("stated", "change", "original", "context"),
+    [
+        (8192, {}, 8192, 32_768),
+        (40_960, {}, 8192, 40_960),
+        (8192, {"original_max_position_embeddings": None}, 8192, 32_768),
+        (32_768, {"original_max_position_embeddings": None}, 32_768, 131_072),
+        (8192, {"type": "yarn", "rope_type": None}, 8192, 32_768),
+    ],
+)
+def test_yarn_stretches_the_context(stated: int, change: dict[str, Any], original: int, context: int) -> None:
+    scaling = {name: value for name, value in (YARN | {"factor": 4.0} | change).items() if value is not None}
+    config = LLAMA | {"rope_scaling": scaling, "max_position_embeddings": stated}
+    shape = ModelShape.from_hf(config)
+    assert shape.rope_scaling == YarnScaling(factor=4.0, original_max_position_embeddings=original)
+    assert shape.max_position_embeddings == DecoderShape.from_hf(config).max_position_embeddings == context
+    theirs = transformers.LlamaConfig(**{name: value for name, value in config.items() if name != "model_type"})
+    assert theirs.rope_parameters["original_max_position_embeddings"] == original
+
+
+def test_an_original_context_beside_the_rope_goes_first_as_in_transformers() -> None:
+    config = LLAMA | {"rope_scaling": {**YARN}, "original_max_position_embeddings": 4096}
+    shape = ModelShape.from_hf(config)
+    assert shape.rope_scaling == YarnScaling(factor=2.0, original_max_position_embeddings=4096)
+    theirs = transformers.LlamaConfig(**{name: value for name, value in config.items() if name != "model_type"})
+    assert torch.equal(rope_frequencies(shape), ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))[0])
+
+
+def test_mistral_without_a_window_says_so_as_transformers_assumes_one() -> None:
+    written = ModelShape.from_hf(LLAMA | {"model_type": "mistral", "sliding_window": 131_072}).to_hf()
+    assert transformers.MistralConfig().sliding_window == 4096
+    assert transformers.AutoConfig.for_model(**written).sliding_window is None
+
+
 def test_released_qwen_config_names_a_window_and_leaves_it_off() -> None:
     released = LLAMA | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32_768}
     assert ModelShape.from_hf(released).qkv_bias
@@ -64,19 +104,38 @@ def test_released_qwen_config_names_a_window_and_leaves_it_off() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "mixtral"}, "`model_type` = 'mixtral'"),
-        ({"model_type": "qwen3_moe"}, "`model_type` = 'qwen3_moe'"),
-        ({"model_type": None}, "`model_type` = None"),
+        ({"model_type": None}, "`model_type` = None is none of the dense families llama, mistral, qwen2 and qwen3"),
+        ({"model_type": "rwkv"}, "`model_type` = 'rwkv' is none of the dense families"),
+        ({"model_type": ["llama"]}, "`model_type` = ['llama'] is none of the dense families"),
         ({"hidden_act": "gelu"}, "`hidden_act` = 'gelu'; only 'silu'"),
         ({"attention_bias": True}, "`attention_bias` = True"),
         ({"mlp_bias": True}, "`mlp_bias` = True"),
         ({"attention_dropout": 0.1}, "`attention_dropout` = 0.1"),
         ({"quantization_config": {"bits": 4}}, "`quantization_config`"),
         (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "`rope_scaling.rope_type` = 'linear'; default and llama3",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "`rope_scaling.rope_type` = 'dynamic'; default, llama3, yarn, linear are supported",
         ),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "`rope_parameters.rope_type` = 'yarn'"),
+        ({"rope_scaling": "yarn"}, "`rope_scaling` = 'yarn'; a table of names and values is needed"),
+        ({"rope_scaling": {"type": "linear"}}, "`rope_scaling.factor` is missing; rope_type linear needs it"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "`rope_parameters.factor` is missing; rope_type yarn needs it"),
+        ({"rope_parameters": YARN | {"factor": "4"}}, "`rope_parameters.factor` = '4'; a positive number is needed"),
+        ({"rope_parameters": YARN | {"factor": True}}, "`rope_parameters.factor` = True; a positive number"),
+        ({"rope_parameters": YARN | {"beta_fast": -1}}, "`rope_parameters.beta_fast` = -1; a positive number"),
+        ({"rope_parameters": YARN | {"truncate": 0}}, "`rope_parameters.truncate` = 0; true or false is needed"),
+        (
+            {"rope_parameters": YARN | {"attn_factor": 0.8}},
+            "`rope_parameters.attn_factor` = 0.8; transformers reads no",
+        ),
+        ({"rope_parameters": YARN | {"factor": 1e6}}, "`max_position_embeddings` = 8192000000; a whole number from 1"),
+        ({"rope_parameters": YARN, "rope_theta": 1.0}, "rope_theta = 1.0 with YaRN; over 1 is needed"),
+        ({"model_type": "mistral"}, "`sliding_window` = 'absent, which means 4096'; only full attention"),
+        ({"model_type": "mistral", "sliding_window": 131_071}, "`sliding_window` = 131071; only full attention"),
+        ({"model_type": "mistral", "sliding_window": "all"}, "`sliding_window` = 'all'; a positive number"),
+        (
+            {"model_type": "mistral", "sliding_window": 131_072, "rope_scaling": YARN | {"factor": 32.0}},
+            "at least the 262144 tokens of the context",
+        ),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "`rope_parameters.low_freq_factor` is missing"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "`rope_parameters.partial_rotary_factor` = 0.5"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding"),

@@ -20,7 +20,11 @@ from llamarl.types import Outcome, RewardItem, RewardResult
 from tests.rewards.conftest import item
 
 NOBODY = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "retries": 0}
-REQUIRED = {"regex_format": {"pattern": "(a+)+b"}, "judge": NOBODY}
+REQUIRED = {
+    "function": {"call": "tests.rewards.functions:is_answer"},
+    "regex_format": {"pattern": "(a+)+b"},
+    "judge": NOBODY,
+}
 """Options without a default."""
 HOSTILE = [
     "", " ", "\x00", "#### \x00", "é", "数学 #### 七十二", "\ud800", "💥" * 1000, "#### " + "9" * 1_000_000,
@@ -101,10 +105,10 @@ INVALID = RewardResult(outcome=Outcome.INVALID, value=0.0, reason="crashed")
 
 @pytest.mark.parametrize(
     ("results", "outcome", "value", "reason"),
-    [((SCORE, SCORE), Outcome.SCORE, 2.5, ""), ((SCORE, WRONG), Outcome.SCORE, 1.5, "Fixed: bad"),
-     ((WRONG, WRONG), Outcome.WRONG, -2.5, "Fixed: bad; Fixed: bad"),
-     ((SCORE, INVALID), Outcome.INVALID, 0.0, "Fixed: crashed"),
-     ((INVALID, WRONG), Outcome.INVALID, 0.0, "Fixed: crashed; Fixed: bad")],
+    [((SCORE, SCORE), Outcome.SCORE, 2.5, ""), ((SCORE, WRONG), Outcome.SCORE, 1.5, "Fixed-1: bad"),
+     ((WRONG, WRONG), Outcome.WRONG, -2.5, "Fixed: bad; Fixed-1: bad"),
+     ((SCORE, INVALID), Outcome.INVALID, 0.0, "Fixed-1: crashed"),
+     ((INVALID, WRONG), Outcome.INVALID, 0.0, "Fixed: crashed; Fixed-1: bad")],
 )  # fmt: skip
 def test_weighted_sum(results: tuple[RewardResult, RewardResult], outcome: Outcome, value: float, reason: str) -> None:
     parts = [Fixed(result) for result in results]

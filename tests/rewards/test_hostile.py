@@ -15,7 +15,11 @@ from tests.rewards.conftest import item
 
 LIMIT_S = 1.0
 NOBODY = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "retries": 0}
-OPTIONS = {"regex_format": {"pattern": "<a>.*</a>"}, "judge": NOBODY}
+OPTIONS = {
+    "function": {"call": "tests.rewards.functions:is_answer"},
+    "regex_format": {"pattern": "<a>.*</a>"},
+    "judge": NOBODY,
+}
 CODE = [
     "__import__('os').system('touch CANARY')", "open('CANARY', 'w')", "$(touch CANARY)", "`touch CANARY`",
     "; touch CANARY #", "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{0.__class__}", "%s%n",

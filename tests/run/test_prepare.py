@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from llamarl.config.schema import RunConfig
 from llamarl.models.shape import ModelShape
 from llamarl.observability.usage import MIN_FILES
 from llamarl.run import prepare as preparing
-from llamarl.run.prepare import check_cache, check_host_memory, check_tensor_parallel, prepare
+from llamarl.run.prepare import check_cache, check_tensor_parallel, prepare
 from llamarl.sharding.tensor_parallel import tensor_parallel_box
 from tests.end_to_end.tiny import make_model
 
@@ -105,25 +104,6 @@ def test_sampling_that_the_trainer_does_not_know_of_is_said(
     settings = {"model": {"path": str(model)}, "data": problems, "rollout": rollout}
     cut = [one for one in prepare(RunConfig.model_validate(settings)).warnings if "cut distribution" in one]
     assert [one.startswith(said or "-") for one in cut] == [True] * (said is not None)
-
-
-def test_a_run_that_no_memory_of_this_host_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, by an estimate from below, part by part; what is on GPUs is none of this."""
-    large = replace(shape(), hidden_size=4096, num_layers=32, intermediate_size=14336, vocab_size=128256)
-    config = {
-        "model": {"path": "m"},
-        "data": {"train": "running_total"},
-        "generator": {"replicas": 2, "dtype": "bfloat16", "kv_cache_bytes": 1 << 30},
-    }
-    gib = large.num_parameters / 2**30
-    needed = 16 * gib + 2 * (2 * gib + 1)
-    monkeypatch.setattr(preparing, "available_bytes", lambda: (needed + 0.1) * 2**30)
-    check_host_memory(RunConfig.model_validate(config), large)
-    monkeypatch.setattr(preparing, "available_bytes", lambda: (needed - 0.1) * 2**30)
-    said = rf"at least {needed:.1f} GiB .*{16 * gib:.1f} for the trainer, {4 * gib + 2:.1f} for 2 generators\) and "
-    with pytest.raises(ConfigError, match=said):
-        check_host_memory(RunConfig.model_validate(config), large)
-    check_host_memory(RunConfig.model_validate(config | {"trainer": {"device": "cuda"}}), large)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from llamarl.models import hf
 from llamarl.models.hf import load_model, new_model, open_model
 from llamarl.models.lora import B, add_adapters
 from llamarl.models.scalar import load_scalar_model, open_scalar_model
-from llamarl.models.shape import ModelShape
+from llamarl.models.shape import ModelShape, YarnScaling
 from llamarl.models.transformer import Transformer
 from llamarl.sharding.box import Box
 from llamarl.sharding.tensor_parallel import sharded_dim
@@ -52,7 +52,8 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 42,
     "max_position_embeddings": 128,
 }
-LLAMA = SHAPE | {"family": "llama", "tie_embeddings": False, "dtype": torch.float32}
+YARN = YarnScaling(factor=4.0, original_max_position_embeddings=32)
+MISTRAL = SHAPE | {"family": "mistral", "tie_embeddings": False, "rope_scaling": YARN, "dtype": torch.float32}
 QWEN3 = SHAPE | {"family": "qwen3", "tie_embeddings": True, "dtype": torch.float32}
 QWEN2 = SHAPE | {"family": "qwen2", "tie_embeddings": True, "dtype": torch.float64}
 LIMIT_S = 6.0
@@ -268,7 +269,7 @@ def failing(
     is_lost = False
     try:
         with mesh.together():
-            train(mesh, LLAMA, [groups], Fragile(how=how), {})
+            train(mesh, MISTRAL, [groups], Fragile(how=how), {})
     except (RanksLost, ZeroDivisionError) as error:
         said, end_s = f"{type(error).__name__}: {error}", time.monotonic()
         try:

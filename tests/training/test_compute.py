@@ -15,8 +15,9 @@ from llamarl.config.schema import TrainerConfig
 from llamarl.config.trainer import LoraConfig
 from llamarl.kernels import products
 from llamarl.models.lora import add_adapters
+from llamarl.models.memory import TrainerLoad, activation_bytes
 from llamarl.models.shape import ModelShape
-from llamarl.training.cost import activation_bytes, step_cost
+from llamarl.training.cost import step_cost
 from llamarl.training.optimizer import learning_rate_at
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.trainer import Trainer
@@ -86,16 +87,16 @@ def test_estimate_of_activations(make_trainer, make_groups, shape: dict, recompu
     model_shape = ModelShape(**SHAPE | shape)
     num_tokens = sum(len(g.prompt.token_ids_T) + sum(r.num_tokens - 1 for r in g.rollouts) for g in groups)
     num_keys = sum(len(g.prompt.token_ids_T) + 3 * (len(g.prompt.token_ids_T) + 39) for g in groups)
+    load = TrainerLoad(tokens=num_tokens, targets=0, keys=num_keys, half=False, checkpointing=False, flash=False)
+    layer, ends = activation_bytes(model_shape, load), 4 * 4 * 64 * num_tokens
     if recompute:
         # Of the layers only the inputs are kept, and one of them is computed again at a time.
-        whole = activation_bytes(model_shape, TrainerConfig(), num_tokens, num_keys)
-        estimate = activation_bytes(model_shape, TrainerConfig(activation_checkpointing=True), num_tokens, num_keys)
-        one_layer = (kept_bytes(trainer, groups) - 4 * 4 * 64 * num_tokens) / 4
+        estimate = 4 * 4 * 64 * num_tokens + layer + ends
+        one_layer = (kept_bytes(trainer, groups) - ends) / 4
         found = kept_bytes(make_trainer(shape=shape, activation_checkpointing=True), groups) + one_layer
-        assert estimate < whole / 2
+        assert estimate < (4 * layer + ends) / 2
     else:
-        estimate = activation_bytes(model_shape, TrainerConfig(), num_tokens, num_keys)
-        found = kept_bytes(trainer, groups)
+        estimate, found = 4 * layer + ends, kept_bytes(trainer, groups)
     assert 0.9 < estimate / found < 1.25
 
 

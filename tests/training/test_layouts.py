@@ -26,7 +26,7 @@ from tests.parts.sft.supervised import learn, learn_rank, make_documents
 from tests.training.critics import critic_alone, critic_rank
 from tests.training.layouts import (
     LIMIT_S,
-    LLAMA,
+    MISTRAL,
     QWEN2,
     QWEN3,
     Found,
@@ -107,7 +107,7 @@ def layouts_of(shape: dict[str, Any]) -> Iterator[Any]:
         yield pytest.param(shape, sizes, id=f"{shape['family']}-{name}", marks=marks)
 
 
-@pytest.mark.parametrize(("shape", "sizes"), [one for shape in (LLAMA, QWEN3, QWEN2) for one in layouts_of(shape)])
+@pytest.mark.parametrize(("shape", "sizes"), [one for shape in (MISTRAL, QWEN3, QWEN2) for one in layouts_of(shape)])
 def test_layout_computes_what_one_process_computes(run, make_groups, sizes: dict, shape: dict) -> None:
     """Groups are ragged, and so are the ranks' microbatches, of which some have none left.
 
@@ -140,10 +140,10 @@ def test_more_ranks_than_groups_rows_or_layers_to_share_evenly(run, make_groups)
 def test_bfloat16_is_as_far_from_float32_as_in_one_process(run, make_groups) -> None:
     """Sums over ranks are taken in bfloat16 where one process has none, so bits differ."""
     batches, half = [make_groups()], {"dtype": "bfloat16"}
-    exact, rounded = alone(LLAMA, batches), alone(LLAMA, batches, None, half)
+    exact, rounded = alone(MISTRAL, batches), alone(MISTRAL, batches, None, half)
     apart = abs(rounded.metrics[0]["loss"] - exact.metrics[0]["loss"])
     assert apart > 0
-    for one in run({"fsdp": 2, "tp": 2}, LLAMA, batches, None, half):
+    for one in run({"fsdp": 2, "tp": 2}, MISTRAL, batches, None, half):
         assert one.metrics[0]["loss"] == pytest.approx(exact.metrics[0]["loss"], abs=3 * apart)
         assert one.metrics[0]["grad_norm"] == pytest.approx(exact.metrics[0]["grad_norm"], rel=0.03)
 
@@ -151,7 +151,7 @@ def test_bfloat16_is_as_far_from_float32_as_in_one_process(run, make_groups) -> 
 def test_a_loss_over_whole_sequences_in_cut_ones(run, make_groups) -> None:
     """GSPO's ratio is one of the sequence, and its mean one over sequences."""
     batches = [make_groups()]
-    assert_same(run({"cp": 2}, LLAMA, batches, Gspo()), alone(LLAMA, batches, Gspo()), TOLERANCE)
+    assert_same(run({"cp": 2}, MISTRAL, batches, Gspo()), alone(MISTRAL, batches, Gspo()), TOLERANCE)
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
@@ -167,14 +167,14 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all(run, make_groups, policy: s
     batches = [make_groups(), make_groups(seed=1), make_groups(seed=2)]
     batches[1][-1].rollouts[1].behavior_logprobs_T[0] = np.nan
     config = {"on_nonfinite": policy, "microbatch_tokens": 12}
-    found = run({"fsdp": 2}, LLAMA, batches, None, config)
+    found = run({"fsdp": 2}, MISTRAL, batches, None, config)
     if policy == "stop":
         assert all("step 1: loss nan" in one.error and "group 2 rollout 1 (behavior" in one.error for one in found)
     else:
         assert [one.skipped for one in found] == [[False, True, False]] * 2
     # What is left is a run that never had that step.
     kept = batches[:1] if policy == "stop" else [batches[0], batches[2]]
-    never = run({"fsdp": 2}, LLAMA, kept, None, config)
+    never = run({"fsdp": 2}, MISTRAL, kept, None, config)
     for one, other in zip(found, never, strict=True):
         for name, (_, _, part) in one.weights.items():
             assert torch.equal(part, other.weights[name][2]), name
@@ -273,8 +273,8 @@ def saved(folder: Path, shape: dict[str, Any]) -> Transformer:
 @pytest.mark.parametrize(
     ("sizes", "shape", "share"),
     [
-        ({"fsdp": 2}, LLAMA, 1 / 2), ({"tp": 2}, LLAMA, 1 / 2), ({"pp": 2}, LLAMA, 1 / 2),
-        ({"fsdp": 2, "tp": 2}, LLAMA, 1 / 4), ({"pp": 2, "fsdp": 2}, LLAMA, 1 / 4), ({"cp": 2}, LLAMA, 1 / 2),
+        ({"fsdp": 2}, MISTRAL, 1 / 2), ({"tp": 2}, MISTRAL, 1 / 2), ({"pp": 2}, MISTRAL, 1 / 2),
+        ({"fsdp": 2, "tp": 2}, MISTRAL, 1 / 4), ({"pp": 2, "fsdp": 2}, MISTRAL, 1 / 4), ({"cp": 2}, MISTRAL, 1 / 2),
         ({"fsdp": 3}, QWEN3 | {"head_dim": 4}, 1 / 3), ({"pp": 2, "tp": 2}, QWEN3, 1 / 2),
     ],
     ids=lambda value: value["family"] if "family" in str(value) else str(value),
@@ -303,14 +303,14 @@ def test_a_rank_reads_what_it_holds(run, make_groups, tmp_path: Path, sizes: dic
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "tp": 2}, {"pp": 2}], ids=str)
 def test_weights_that_are_not_trained_are_read_too(run, make_groups, tmp_path: Path, sizes: dict, dtype: str) -> None:
     """And adapters, which are in no checkpoint, keep their first values."""
-    model, config = saved(tmp_path / "model", LLAMA), TrainerConfig(lora=LoraConfig(rank=2), dtype=dtype)
+    model, config = saved(tmp_path / "model", MISTRAL), TrainerConfig(lora=LoraConfig(rank=2), dtype=dtype)
     for own, whole in run(sizes, tmp_path / "model", make_groups(), config, function=loaded):
         assert own.num_bytes < 0.75 * sum(weight.nbytes for weight in model.parameters())
         assert_same_bits(own, whole)
 
 
 def test_a_critic_reads_what_it_holds_of_a_policy(run, tmp_path: Path) -> None:
-    saved(tmp_path / "model", LLAMA)
+    saved(tmp_path / "model", MISTRAL)
     found = run({"pp": 2, "tp": 2}, tmp_path / "model", function=critic_loaded)
     for own, whole in found:
         assert own.keys() == whole.keys()

@@ -16,7 +16,7 @@ from llamarl.models.transformer import Transformer
 from llamarl.training.state import StateMismatch, load_training_state, training_state
 from llamarl.training.trainer import Trainer
 from tests.training.layouts import (
-    LLAMA,
+    MISTRAL,
     QWEN2,
     alone,
     assembled,
@@ -74,7 +74,7 @@ def test_gradients_follow_from_those_of_the_whole_weights(make_model, make_group
 
 @pytest.mark.parametrize(
     ("sizes", "shape"),
-    [*((sizes, LLAMA) for sizes in LAYOUTS[:6]), ({"pp": 2}, QWEN2), ({"fsdp": 2, "tp": 2}, QWEN2)],
+    [*((sizes, MISTRAL) for sizes in LAYOUTS[:6]), ({"pp": 2}, QWEN2), ({"fsdp": 2, "tp": 2}, QWEN2)],
     ids=lambda value: value.get("family") or "x".join(f"{axis}{size}" for axis, size in value.items()),
 )
 def test_layout_computes_what_one_process_computes(run, make_groups, sizes: dict, shape: dict) -> None:
@@ -86,8 +86,8 @@ def test_layout_computes_what_one_process_computes(run, make_groups, sizes: dict
 
 def test_frozen_weights_in_bfloat16_beside_adapters_in_float32(run, make_groups) -> None:
     batches, config = [make_groups(), make_groups(seed=1)], {"lora": LORA, "dtype": "bfloat16"}
-    expected = alone(LLAMA, batches, None, config)
-    found = run({"fsdp": 2}, LLAMA, batches, None, config)
+    expected = alone(MISTRAL, batches, None, config)
+    found = run({"fsdp": 2}, MISTRAL, batches, None, config)
     for one in found:
         assert one.metrics[0]["loss"] == pytest.approx(expected.metrics[0]["loss"], rel=0.01, abs=1e-3)
         assert one.metrics[0]["grad_norm"] == pytest.approx(expected.metrics[0]["grad_norm"], rel=0.03)
@@ -98,19 +98,19 @@ def test_frozen_weights_in_bfloat16_beside_adapters_in_float32(run, make_groups)
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "tp": 2}, {"pp": 2}], ids=str)
 def test_the_preflight_has_adapters_too(run, sizes: dict) -> None:
-    for said in run(sizes, LLAMA, "", LORA, function=preflight):
+    for said in run(sizes, MISTRAL, "", LORA, function=preflight):
         assert said.startswith("preflight of"), said
     if "tp" in sizes:
-        broken = run(sizes, LLAMA, "block", LORA, function=preflight)
+        broken = run(sizes, MISTRAL, "block", LORA, function=preflight)
         assert all("does not compute here what one process computes" in said for said in broken)
 
 
 def test_a_checkpoint_holds_adapters_alone_and_goes_on_in_another_layout(run, make_groups, tmp_path) -> None:
     folder, config = tmp_path / "checkpoints", {"lora": LORA}
-    saved = run({"fsdp": 2}, LLAMA, [make_groups()], None, config, folder)
+    saved = run({"fsdp": 2}, MISTRAL, [make_groups()], None, config, folder)
     whole = assembled([one.state for one in saved])
     assert {name.split(":")[0].rsplit(".", 2)[1] for name in whole} == {"lora_A", "lora_B"}
-    resumed = run({"tp": 2}, LLAMA, [], None, config, folder)
+    resumed = run({"tp": 2}, MISTRAL, [], None, config, folder)
     assert difference(assembled([one.state for one in resumed]), whole) == 0
     files = [file.read_bytes() for file in folder.rglob("*.safetensors")]
     stored = sum(len(file) - 8 - int.from_bytes(file[:8], "little") for file in files)

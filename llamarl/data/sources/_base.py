@@ -16,11 +16,15 @@ class ProblemRow:
     problem_id: str
     """Unique within its source, for example `gsm8k-train-00017`."""
     question: str
-    """Text of the problem, before a template."""
+    """Text of the problem, before a template; of a conversation, the last message's."""
     answer: str
     """The right answer, as a reward compares it; may be empty."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Every other field of the row, unchanged."""
+    messages: tuple[dict[str, Any], ...] = ()
+    """Conversation that ends with what is to be answered, `role` and `content` each; empty: `question` alone."""
+    reply: dict[str, Any] | None = None
+    """Message of the assistant that the row ended with, which no prompt holds: what supervised training learns."""
 
     @property
     def solution(self) -> str | None:
@@ -30,8 +34,8 @@ class ProblemRow:
     @property
     def fields(self) -> dict[str, Any]:
         """Values that a prompt template may name."""
-        known = {"id": self.problem_id, "question": self.question, "prompt": self.question, "answer": self.answer}
-        return known | self.metadata
+        asked = {"id": self.problem_id, "question": self.question, "prompt": self.question}
+        return {"answer": self.answer} | self.metadata | asked  # `data.solution` may be a column `answer`
 
 
 class ProblemSource(Protocol):

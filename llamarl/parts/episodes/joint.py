@@ -38,4 +38,7 @@ def spec(config: RunConfig, place: Sequence[HostShare] = ()) -> ExecutorSpec:
     target, settings = f"{folder}.environment:EnvironmentExecutor", rollout.environment
     if rollout.agent:
         target, settings = f"{folder}.gateway:GatewayExecutor", rollout
-    return executor_spec("environment", target, 1, place=place, model_path=path, config=settings)
+    return executor_spec(
+        "environment", target, 1, place=place, model_path=path, config=settings,
+        arguments=config.data.template_arguments, today=config.data.date,
+    )  # fmt: skip

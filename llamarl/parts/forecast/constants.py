@@ -43,15 +43,8 @@ class Constants:
     """Share of the trainer's compute time behind which weight gathers can hide."""
     recompute: ZeroOrMore = 1.0
     """Forward passes repeated in backward: 1 is full activation checkpointing."""
-    state_bytes: Positive = 16.0
-    """Trainer bytes per parameter: float32 master weight, gradient and two Adam moments (ZeRO, arXiv 1910.02054)."""
     optimizer_traffic_bytes: Positive = 28.0
     """Bytes read and written per parameter by AdamW: reads weight, gradient, two moments; writes three of them."""
-    activation_bytes: Positive = 34.0
-    """Working bytes per token and hidden unit of the one layer that is recomputed (arXiv 2205.05198, eq. 2, with fused
-    attention)."""
-    logit_chunk_tokens: Count = 1024
-    """Tokens whose logits exist at once: log-probs are chunked."""
     weight_copies: Count = 2
     """Weight buffers of a generator: one serves while the other is written."""
     reserved_share: Annotated[float, Field(ge=0, lt=1, strict=True)] = 0.08

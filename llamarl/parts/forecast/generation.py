@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from llamarl.models.memory import GeneratorLoad, generator_bytes
 from llamarl.parts.forecast.candidates import Generators, sum_parts
 from llamarl.parts.forecast.hardware import BF16, Pool
 from llamarl.parts.forecast.links import collective_bandwidth, small_reduction_s
@@ -124,15 +125,17 @@ def _by_state(request: PlanRequest, pool: Pool, generators: Generators) -> np.nd
 
 def generation_memory(request: PlanRequest, generators: Generators, *, resident_weights: bool) -> dict[str, np.ndarray]:
     """Bytes per GPU, by part. weights: `weight_copies` buffers (none when the trainer's own weights serve). kv: prompt
-    and held tokens of every slot; a key/value head cannot be split, so beyond `num_kv_heads` ranks it is repeated.
+    and held tokens of every slot; a key/value head cannot be split, so beyond `num_kv_heads` ranks it is repeated. Both
+    are those of `models/memory.py`.
     Prompts shared by a group are counted once per response, which is on the safe side.
     """
-    model = request.model
-    copies = 0 if resident_weights else request.constants.weight_copies
-    kv_bytes = model.num_layers * model.kv_width * BF16 / np.minimum(generators.tp_L, model.num_kv_heads)
     # Three deviations of the mean over slots, and never less room than the longest response needs.
     held, spread = request.lengths.held_tokens, np.sqrt(max(0.0, request.lengths.square_tokens) / generators.slots_L)
     response = np.minimum(request.lengths.limit_tokens, held + 3 * spread)
-    tokens = generators.slots_L * (request.prompt_tokens + response)
-    weights = copies * model.num_parameters * generators.weight_bytes_L / generators.tp_L
-    return {"weights": weights, "kv": tokens * kv_bytes}
+    load = GeneratorLoad(
+        width=generators.weight_bytes_L, kv_width=BF16, tp=generators.tp_L,
+        kv_tokens=generators.slots_L * (request.prompt_tokens + response),
+        copies=0 if resident_weights else request.constants.weight_copies,
+    )  # fmt: skip
+    parts = generator_bytes(request.model, load)
+    return {"weights": parts["weights"], "kv": parts["keys and values"]}

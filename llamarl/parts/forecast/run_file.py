@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llamarl.config import RunConfig, dump_toml, validated
+from llamarl.config import ConfigError, RunConfig, dump_toml, validated
 from llamarl.config.cluster import OF_HOSTS
 from llamarl.parts.forecast.hardware import CPU, Pool
 from llamarl.parts.forecast.plan import Plan
@@ -65,9 +65,16 @@ def run_toml(plan: Plan, *, model_path: str, data_path: str, base: RunConfig | N
 
 
 def _num_hosts(plan: Plan) -> int:
-    """Number of hosts that have as many GPUs as the plan; the trainer takes as few of them as it can."""
+    """Number of hosts that have as many GPUs as the plan; the trainer takes as few of them as it can. Raises
+    ConfigError: no run can be so."""
     trainer, generator = plan.trainer, plan.generator
-    if trainer.pool.gpu.name == CPU or not plan.rules.overlap:
+    if trainer.pool.gpu.name == CPU:
+        return 1
+    if not plan.rules.overlap:
+        if (most := trainer.pool.gpu.node_gpus) < plan.gpus:
+            cause = f"shares {plan.gpus} GPUs, and cluster.placement = 'colocated' is for one machine of {most}"
+            fix = "plan for at most so many, or with rollout.max_staleness above 0"
+            raise ConfigError(f"--output: the synchronous plan {cause}; {fix}")
         return 1
     together = trainer.pool.gpu.name == generator.pool.gpu.name
     gpus = [trainer.gpus + generator.gpus] if together else [trainer.gpus, generator.gpus]

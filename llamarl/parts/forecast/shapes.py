@@ -9,6 +9,8 @@ from typing import Any
 
 from llamarl.config import ConfigError, did_you_mean, read_json
 from llamarl.config.decoder import DecoderSizes, count, sizes_from_hf
+from llamarl.hub.fetch import cached, small_files
+from llamarl.hub.names import hub_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,8 +123,13 @@ def find_model(name: str) -> DecoderShape:
     """A built-in shape, or that of a Hugging Face folder or `config.json`. Raises ConfigError."""
     if name in MODELS:
         return MODELS[name]
-    path = Path(name)
+    path, of_hub = Path(name), hub_name(name)
+    if of_hub and (found := cached(of_hub, choose=small_files)):
+        path = found.folder
     path = path / "config.json" if path.is_dir() else path
+    if not path.is_file() and of_hub:
+        cause = f"`--model {name}` is not in this machine's cache of the Hub, and nothing is fetched here"
+        raise ConfigError(f"{cause}; fetch its config: hf download {of_hub.repo} config.json")
     if not path.is_file():
         hint = did_you_mean(name, MODELS, f"give one of {', '.join(MODELS)} or a Hugging Face folder")
         raise ConfigError(f"`--model {name}` is neither a built-in shape nor a file; {hint}")

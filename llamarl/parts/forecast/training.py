@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from llamarl.models.memory import TrainerLoad, trainer_bytes
 from llamarl.parts.forecast.candidates import TrainerLayouts
 from llamarl.parts.forecast.hardware import BF16, FP32, Pool
 from llamarl.parts.forecast.links import collective_bandwidth
@@ -81,22 +82,21 @@ def training_parts(
 
 
 def training_memory(request: PlanRequest, layouts: TrainerLayouts) -> dict[str, np.ndarray]:
-    """Bytes per GPU, by part; they add up.
+    """Bytes per GPU, by part; they add up: those of `models/memory.py`, with recomputed activations in bfloat16.
 
-    state: `state_bytes` per parameter over tp x pp x shards (ZeRO-3, arXiv 1910.02054). gathered: bf16 weights of two
-    layers (one in use, one prefetched) and the larger of embedding and head. activations: one bf16 hidden state per
-    token and layer of the stage for as many microbatches as the pipeline keeps in flight, the working set of the one
-    layer that is recomputed (arXiv 2205.05198), and the logits of one chunk in float32 with their gradient.
+    state: weights, gradients and moments. gathered: copies of weights that are computed with, of layers gathered and
+    sent where state is sharded. activations: of the largest microbatch, and what its log-probabilities take.
     """
-    model, constants = request.model, request.constants
-    tp, cp, pp, dp = layouts.tp_L, layouts.cp_L, layouts.pp_L, layouts.dp_L
-    state = constants.state_bytes * model.num_parameters / (tp * pp * layouts.shards_L)
-    gathered = BF16 * (2 * model.layer_parameters + model.vocab_size * model.hidden_size) / tp
-    tokens = np.minimum(
-        layouts.microbatch_tokens_L,
-        request.rank_samples(dp) * request.longest_tokens,
-    ) / (cp * tp)
-    saved = tokens * model.hidden_size * BF16 * (model.num_layers / pp) * pp
-    working = constants.activation_bytes * tokens * model.hidden_size
-    logits = 2 * 4 * constants.logit_chunk_tokens * model.vocab_size / tp
-    return {"state": state, "gathered": gathered, "activations": saved + working + logits}
+    longest = request.rank_samples(layouts.dp_L) * request.longest_tokens
+    tokens = np.minimum(layouts.microbatch_tokens_L, longest)
+    load = TrainerLoad(
+        tokens=tokens, targets=tokens * request.lengths.limit_tokens / request.longest_tokens, keys=0 * tokens,
+        half=True, checkpointing=request.constants.recompute > 0, flash=True, tp=layouts.tp_L, cp=layouts.cp_L,
+        pp=layouts.pp_L, shards=layouts.shards_L,
+    )  # fmt: skip
+    parts = trainer_bytes(request.model, load)
+    return {
+        "state": parts["weights"] + parts["gradients"] + parts["moments"],
+        "gathered": parts["copies"],
+        "activations": parts["activations"] + parts["head"],
+    }

@@ -28,6 +28,8 @@ from llamarl.cluster.deaths import kill_group
 from llamarl.cluster.engine_files import log_env
 from llamarl.cluster.start_up import LIFELINE
 from llamarl.config.errors import ConfigError
+from llamarl.hub.fetch import fetched
+from llamarl.hub.names import hub_name
 from llamarl.net.entrance import Entrance, listen
 from llamarl.observability.files import code_fingerprint
 from llamarl.parts.hosts.certificates import client_context, monarch_env
@@ -231,8 +233,9 @@ class HostAgent:
                 task.cancel()
 
     async def _answer(self, line: Line, number: int, what: str, arguments: dict[str, Any]) -> None:
+        orders = {"fetch": _fetch, "kill": _kill, "look": _look, "receive": self._receive, "send": _send}
         try:
-            found = await {"kill": _kill, "look": _look, "receive": self._receive, "send": _send}[what](**arguments)
+            found = await orders[what](**arguments)
         except (*BROKEN, KeyError, TypeError, ValueError) as error:
             found = {"error": f"{what}: {error!r}"}
         if number:
@@ -300,6 +303,20 @@ async def _kill(pids: list[int]) -> dict[str, Any]:
     for pid in own.intersection(pids):
         kill_group(pid)
     return {}
+
+
+async def _fetch(names: list[str]) -> dict[str, Any]:
+    """Fetches models of the Hub, in a thread; the process that does it is one of those that end with a stay."""
+
+    def fetch() -> str:
+        for name in filter(None, map(hub_name, names)):
+            try:
+                fetched(name)
+            except ConfigError as error:
+                return f"{name}: {error}"
+        return ""
+
+    return {"failed": await asyncio.to_thread(fetch)}
 
 
 async def _look(**asked: Any) -> dict[str, Any]:

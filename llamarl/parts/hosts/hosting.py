@@ -38,6 +38,10 @@ class HostPlacer(Placer):
         """
         super().__init__(config, only)
         self._hosts = hosts
+        self.models = list[str]()
+        """Models of the Hub that a host has to have, so that executors may be there."""
+        self.ready = set[Host]()
+        """Hosts that have them."""
         self._here = dict[str, Host]()
         """Hosts at one moment, by name: they come and go in another thread."""
         for wanted in self._wanted:
@@ -54,10 +58,14 @@ class HostPlacer(Placer):
 
     def again(self, executor: str) -> tuple[HostShare, ...]:
         one = self._assigned[executor]
-        if self._hosts.keys() >= one.ranks.keys():
+        if self._usable().keys() >= one.ranks.keys():
             return self.place(executor)
         self.leave(executor)
         return self.take(one.wanted)
+
+    def _usable(self) -> dict[str, Host]:
+        """Hosts where executors may be, by name."""
+        return {name: host for name, host in dict(self._hosts).items() if not self.models or host in self.ready}
 
     def on_host(self, name: str) -> list[str]:
         """Executors that are there."""
@@ -84,7 +92,7 @@ class HostPlacer(Placer):
 
     def _assign(self, wanted: WantedExecutor) -> Assignment:
         """Raises NoRoom."""
-        self._here = dict(self._hosts)
+        self._here = self._usable()
         names, num_ranks = list(self._candidates(wanted)), wanted.num_ranks
         spreads = wanted.role in ("trainer", "critic")
         if wanted.device == "cpu":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -19,10 +19,14 @@ from llamarl.controller.telemetry import Telemetry
 from llamarl.parts.hosts.home import BLAST_S, BROKEN
 from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.registry import Host, Registry
+from llamarl.run.names import named
 from llamarl.run.placement import models_in_use
 
 WIRE_BYTES = 256 << 20
 """Bytes that are sent to measure a wire."""
+FETCH_S = 6 * 3600.0
+"""Longest wait in seconds for a host to fetch the models of the Hub: a terabyte at 50 MB/s. It gives up much earlier
+when nothing comes."""
 LOOK_S = 10.0
 """Longest wait in seconds for a host to look for files; a network file system may be slow."""
 
@@ -49,6 +53,10 @@ async def gathered(
     with _token(folder) as token:
         hosts = list(registry.hosts.values())
         await asyncio.gather(*(_look(config, hosting, host, folder, token) for host in hosts))
+    if models := of_hub(config):
+        tell(f"hosts fetch {', '.join(models)}, unless they have it")
+        await asyncio.gather(*(fetch(host, models) for host in hosts))
+        hosting.models, hosting.ready = models, set(hosts)
     for line in (*(host.describe() for host in hosts), *hosting.table(), *hosting.crowded()):
         tell(line)
     return hosting
@@ -119,6 +127,22 @@ async def _look(config: RunConfig, hosting: HostPlacer, host: Host, folder: Path
         )
 
 
+def of_hub(config: RunConfig) -> list[str]:
+    """Models of the Hub that executors of a run read, as `owner/name@commit`. Raises ConfigError."""
+    names = (one.name for one in named(config) if one.kind == "model")
+    return sorted({str(name) for name in names if name is not None and name.is_pinned})
+
+
+async def fetch(host: Host, models: Sequence[str]) -> None:
+    """Lets a host fetch models, once for all of its executors. Raises ConfigError: it cannot, or is lost meanwhile."""
+    try:
+        found = await host.ask("fetch", FETCH_S, names=list(models))
+    except BROKEN as error:
+        raise ConfigError(f"host {host.name} has not fetched {', '.join(models)}: {error}") from None
+    if found["failed"]:
+        raise ConfigError(f"host {host.name}: {found['failed']}")
+
+
 @contextmanager
 def _token(folder: Path) -> Iterator[str]:
     """The name of a file in the run's folder that says the same: who finds it sees that folder."""
@@ -148,9 +172,27 @@ class Elastic:
         for host in list(registry.hosts.values()):
             if host.is_leaving:
                 self._leaves(host)
+            elif hosting.models and host not in hosting.ready:
+                self._joined(host)
         controller.recovery.fill(sys.maxsize)  # on hosts that came meanwhile
 
     def _joined(self, host: Host) -> None:
+        if self._hosting.models:
+            self._supervisor.start(self._supply(host), f"models for host {host.name}")
+        else:
+            self._fill(host)
+
+    async def _supply(self, host: Host) -> None:
+        """Executors may be there once it has the models."""
+        try:
+            await fetch(host, self._hosting.models)
+        except ConfigError as error:
+            self._telemetry.warn(f"nothing starts on host {host.name}: {error}")
+            return
+        self._hosting.ready.add(host)
+        self._fill(host)
+
+    def _fill(self, host: Host) -> None:
         number = self._controller.recovery.fill(sys.maxsize)
         follows = f"; {number} generators start" if number else ""
         self._telemetry.warn(f"{host.describe()} has come{follows}")

@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from llamarl.config import RunConfig
-from llamarl.parts.page.screen import LiveScreen
+from llamarl.parts.page.screen import LiveScreen, NotebookScreen
 from llamarl.parts.page.trackers._base import Trackers, tracker_class
 
-__all__ = ["LiveScreen", "Trackers", "check", "watching"]
+__all__ = ["LiveScreen", "NotebookScreen", "Trackers", "check", "watching"]
 
 
 def check(config: RunConfig) -> None:

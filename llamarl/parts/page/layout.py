@@ -115,7 +115,7 @@ def _stack(blocks: Sequence[_Block], height: int) -> list[Text]:
 
 
 def _row(label: str, *parts: Text | str) -> Text:
-    return Text.assemble((label.ljust(LABEL_WIDTH), DIM), *parts)
+    return Text.assemble((f"{label[: LABEL_WIDTH - 1]:{LABEL_WIDTH}}", DIM), *parts)
 
 
 def _header(board: Board, inner: int, now_s: float) -> list[Text]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -20,39 +22,16 @@ from llamarl.observability.view import RunInfo, RunView
 from llamarl.parts.page.layout import Board, PhaseView, frame
 
 REFRESH_PER_S = 2
+CELL_REFRESH_S, CELL_COLUMNS, CELL_LINES = 0.5, 110, 30
+"""Seconds between two drawings in a notebook, and their size."""
 
 
-class LiveScreen(Screen):
-    """Draws the whole terminal. What native libraries and child processes print meanwhile goes to `output.log`."""
+class BoardScreen(Screen):
+    """Keeps what is to be drawn of a run."""
 
     def __init__(self, info: RunInfo) -> None:
         self._board = Board(info=info, started_s=now_s())
         self._lock = threading.Lock()
-        self._log = info.folder / "output.log"
-
-    def __enter__(self) -> Self:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._redirect = _Redirect(self._log)
-        self._console = Console(file=self._redirect.terminal, highlight=False)
-        self._live = Live(
-            get_renderable=self._draw,
-            console=self._console,
-            screen=True,
-            refresh_per_second=REFRESH_PER_S,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._live.start()
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        with suppress(OSError):  # the terminal has gone
-            self._live.stop()
-        foreign_bytes = self._redirect.close()
-        for text, times in self._board.warnings.items():
-            print_to(sys.stderr, f"warning: {text}" + (f" ({times} times)" if times > 1 else ""))
-        if foreign_bytes:
-            print_to(sys.stderr, f"other output of this run: {self._log}")
 
     def phase(self, text: str, done: int | None = None, total: int | None = None, waits_for: str = "") -> None:
         with self._lock:
@@ -74,10 +53,78 @@ class LiveScreen(Screen):
             warnings[text] = warnings.pop(text, 0) + 1
             self._board = replace(self._board, warnings=warnings)
 
+    def warnings(self) -> Iterator[str]:
+        """A line for each that there was."""
+        for text, times in self._board.warnings.items():
+            yield f"warning: {text}" + (f" ({times} times)" if times > 1 else "")
+
+
+class LiveScreen(BoardScreen):
+    """Draws the whole terminal. What native libraries and child processes print meanwhile goes to `output.log`."""
+
+    def __init__(self, info: RunInfo) -> None:
+        super().__init__(info)
+        self._log = info.folder / "output.log"
+
+    def __enter__(self) -> Self:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._redirect = _Redirect(self._log)
+        self._console = Console(file=self._redirect.terminal, highlight=False)
+        self._live = Live(
+            get_renderable=self._draw,
+            console=self._console,
+            screen=True,
+            refresh_per_second=REFRESH_PER_S,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        with suppress(OSError):  # the terminal has gone
+            self._live.stop()
+        foreign_bytes = self._redirect.close()
+        for line in self.warnings():
+            print_to(sys.stderr, line)
+        if foreign_bytes:
+            print_to(sys.stderr, f"other output of this run: {self._log}")
+
     def _draw(self) -> Text:
         columns, lines = os.get_terminal_size(self._redirect.terminal.fileno())
         self._console.size = (columns, lines)  # rich would ask stdout, which is not the terminal now
         return frame(self._board, columns, lines, now_s())
+
+
+class NotebookScreen(BoardScreen):
+    """Draws one block of a notebook's cell, which renews itself."""
+
+    def __enter__(self) -> Self:
+        from IPython.display import display
+
+        self._is_over = threading.Event()
+        self._handle: Any = display(self._drawn(), raw=True, display_id=True)
+        self._thread = threading.Thread(target=self._renew, name="notebook", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._is_over.set()
+        self._thread.join(timeout=CELL_REFRESH_S)
+        self._handle.update(self._drawn(), raw=True)
+
+    def _renew(self) -> None:
+        while not self._is_over.wait(CELL_REFRESH_S):
+            self._handle.update(self._drawn(), raw=True)
+
+    def _drawn(self) -> dict[str, str]:
+        """The block by the media types that a notebook may show."""
+        console = Console(
+            file=io.StringIO(), width=CELL_COLUMNS, record=True, highlight=False, force_jupyter=False
+        )  # fmt: skip
+        console.print(frame(self._board, CELL_COLUMNS, CELL_LINES, now_s()))
+        html = console.export_html(inline_styles=True, clear=False, code_format="<pre>{code}</pre>")
+        return {"text/plain": console.export_text(), "text/html": html}
 
 
 def _ended(phases: tuple[PhaseView, ...]) -> tuple[PhaseView, ...]:

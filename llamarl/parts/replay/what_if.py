@@ -50,16 +50,18 @@ def changed(run: RunConfig, other: RunConfig) -> dict[str, tuple[object, object]
     return found
 
 
-def what_if(request: ReplayRequest, config: RunConfig, *, overwrite: bool, tell: Callable[[str], None]) -> Path:
+def what_if(
+    request: ReplayRequest, config: RunConfig, written: RunConfig, *, overwrite: bool, tell: Callable[[str], None]
+) -> Path:
     """Trains on the recorded steps with the settings of `config`, of which the request's are a copy for replays; the
-    folder of the result. Raises ConfigError, ExecutorError."""
+    folder of the result, where they stand as they are `written`. Raises ConfigError, ExecutorError."""
     other = changed(request.journal, config)
     said = ", ".join(f"{name} = {now!r} (was {was!r})" for name, (was, now) in other.items()) or "nothing that differs"
     if Path(config.output, config.name).resolve() == request.folder.path.resolve():
         raise ConfigError(f"--name {config.name} is the run that is replayed; choose another name")
     if not overwrite and RunFolder(Path(config.output, config.name)).has_begun():
         raise ConfigError(f"{config.output}/{config.name} exists; replace it (--overwrite) or choose another --name")
-    with prepare_run_folder(config, resume=False, overwrite=overwrite) as folder:
+    with prepare_run_folder(written, resume=False, overwrite=overwrite, pinned=config) as folder:
         updates = _recorded(request, folder, f"off-policy replay of {request.folder.path} with {said}")
         ratio = max((one.importance_ratio_max or 1.0 for one in updates), default=1.0)
         kl = max((abs(one.kl_to_behavior or 0.0) for one in updates), default=0.0)

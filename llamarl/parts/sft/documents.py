@@ -6,21 +6,29 @@ Shape suffix: T tokens of one prompt.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from llamarl.config.errors import ConfigError
 from llamarl.data.sampler import PromptSampler
-from llamarl.data.tokenizer import Tokenizer
+from llamarl.data.sources import ProblemRow
+from llamarl.data.tokenizer import Tokenizer, WrittenTurn
 from llamarl.types import SampleGroup, TrainSample
 
 
-def solution_of(fields: Mapping[str, object], row: str, where: str, name: str = "solution") -> str:
-    """The text in the field `name` of a row. Raises ConfigError: there is none."""
-    solution = fields.get(name)
+def reply_of(row: ProblemRow, where: str, name: str = "solution") -> Mapping[str, Any]:
+    """The assistant's message that answers a row: its own, or the text in its field `name`. Raises ConfigError: there
+    is none."""
+    if row.reply is not None:
+        return row.reply
+    solution = row.fields.get(name)
     if not isinstance(solution, str) or not solution:
-        raise ConfigError(f"{where}: row {row!r} has no `{name}` text to learn from; every row needs one")
-    return solution
+        raise ConfigError(
+            f"{where}: row {row.problem_id!r} has no `{name}` text to learn from; every row needs one, or to be a "
+            "conversation that ends with the assistant's message"
+        )
+    return {"role": "assistant", "content": solution}
 
 
 def to_documents(
@@ -32,6 +40,45 @@ def to_documents(
         response_T = np.append(solution_T, tokenizer.eos_token_id).astype(np.int32)
         columns = {"token_ids": response_T, "loss_mask": np.ones(len(response_T), bool)}
         yield SampleGroup(prompt_token_ids_T=prompt_T, samples=(TrainSample(columns=columns),))
+
+
+def to_conversation(
+    messages: Sequence[Mapping[str, Any]], num_given: int, tokenizer: Tokenizer, row: str
+) -> SampleGroup:
+    """A group whose response begins with the first turn of the assistant after the `num_given` messages that are not
+    learnt. The loss mask has the assistant's turns with the token that ends each, and nothing else. Pieces are
+    tokenized apart, as they are when a model answers.
+
+    Raises:
+        ConfigError: a turn is empty or holds an end, or the chat template does not write it as it is.
+    """
+    try:
+        turns = _turns(messages, num_given, tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"data.train: row {row!r}: {error}") from None
+    (prompt_T,) = tokenizer.encode_prompts([turns[0].given], is_chat=True)
+    between = [np.array([], np.int32), *tokenizer.encode_batch([one.given for one in turns[1:]])]
+    said = tokenizer.encode_batch([one.said for one in turns])
+    if any(np.isin(said_T, tokenizer.eos_token_ids).any() for said_T in said):
+        raise ConfigError(
+            f"data.train: row {row!r}: the assistant says a token that ends its turn; take it out of there"
+        )
+    learnt = [np.append(said_T, one.end_id) for said_T, one in zip(said, turns, strict=True)]
+    pieces = [piece for pair in zip(between, learnt, strict=True) for piece in pair]
+    loss_mask = np.concatenate([np.full(len(piece), number % 2 == 1) for number, piece in enumerate(pieces)])
+    columns = {"token_ids": np.concatenate(pieces).astype(np.int32), "loss_mask": loss_mask}
+    return SampleGroup(prompt_token_ids_T=prompt_T, samples=(TrainSample(columns=columns),))
+
+
+def _turns(messages: Sequence[Mapping[str, Any]], num_given: int, tokenizer: Tokenizer) -> list[WrittenTurn]:
+    """Raises ConfigError, without the row's name."""
+    whole, turns = tokenizer.apply_chat_template(messages, add_generation_prompt=False), list[WrittenTurn]()
+    for number in range(num_given, len(messages)):
+        if messages[number]["role"] == "assistant":
+            turns.append(tokenizer.turn(messages, number, whole, turns[-1].after if turns else 0))
+            if not turns[-1].said:
+                raise ConfigError(f"message {number + 1}, an assistant's, is empty")
+    return turns
 
 
 def num_tokens(document: SampleGroup) -> int:

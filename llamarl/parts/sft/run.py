@@ -13,24 +13,25 @@ import numpy as np
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.config import ConfigError, RunConfig
+from llamarl.config.schema import DataConfig
 from llamarl.controller.clock import run_patiently
 from llamarl.controller.ports import SftPort
 from llamarl.controller.saving import NotSaved, refusals_named
 from llamarl.controller.supervision import Interrupted, Supervisor
-from llamarl.data.prompts import load_prompts
+from llamarl.data.prompts import CHAT, PromptSet, conversation, first_prompt, load_prompts, open_tokenizer, settled
 from llamarl.data.sampler import PromptSampler, fingerprint
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.models.folder import check_weights, load_shape
 from llamarl.observability.sinks import MetricsLog
-from llamarl.parts.sft.documents import num_tokens, solution_of, to_documents
+from llamarl.parts.sft.documents import num_tokens, reply_of, to_conversation, to_documents
 from llamarl.run.assembly import WIND_DOWN_S, interruptible, nothing_to_resume
 from llamarl.run.copying import CheckpointCopier
 from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.run.folder import RunFolder
 from llamarl.run.machines import Machines, open_machines
 from llamarl.run.placement import LocalPlacer
-from llamarl.run.prepare import check_parallelism, skipped_prompts
+from llamarl.run.prepare import check_parallelism
 from llamarl.types import SampleGroup
 
 Progress = Callable[[int, dict[str, float]], None]
@@ -47,17 +48,12 @@ def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[Sampl
     check_parallelism(shape, config.trainer.parallelism, path)
     if config.cluster.kind != "hosts":
         check_weights(path)
-    tokenizer = Tokenizer(path)
+    tokenizer = open_tokenizer(path, config.data)
     check_vocabulary(tokenizer, shape.vocab_size)
     loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings)
-    if loaded.num_overlong:
-        warn(skipped_prompts(config, "train", loaded.num_overlong))
-    prompts = loaded.prompts
-    solutions = [
-        solution_of({"answer": one.answer} | one.metadata, one.prompt_id, "data.train", config.data.solution)
-        for one in prompts
-    ]
-    documents = list(to_documents([one.token_ids_T for one in prompts], solutions, tokenizer))
+    for said in (*loaded.warnings, first_prompt(config.data, tokenizer, loaded.prompts[0])):
+        warn(said)
+    documents = _documents(settled(config.data, tokenizer), loaded, tokenizer)
     limit = min(config.trainer.microbatch_tokens, shape.max_position_embeddings)
     fitting = [document for document in documents if num_tokens(document) <= limit]
     if num_overlong := len(documents) - len(fitting):
@@ -66,6 +62,18 @@ def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[Sampl
             raise ConfigError(f"{said}; raise trainer.microbatch_tokens (within the model's context), or shorten them")
         warn(f"{said} and were skipped")
     return fitting
+
+
+def _documents(config: DataConfig, loaded: PromptSet, tokenizer: Tokenizer) -> list[SampleGroup]:
+    replies = [reply_of(row, "data.train", config.solution) for row in loaded.rows]
+    if config.template != CHAT:
+        prompts, solutions = [one.token_ids_T for one in loaded.prompts], [one["content"] for one in replies]
+        return list(to_documents(prompts, solutions, tokenizer))
+    documents = list[SampleGroup]()
+    for row, reply in zip(loaded.rows, replies, strict=True):
+        head, own = conversation(row, config)
+        documents.append(to_conversation([*head, *own, reply], len(head), tokenizer, row.problem_id))
+    return documents
 
 
 def place_trainer(config: RunConfig) -> LocalPlacer | None:
@@ -156,7 +164,7 @@ class SftRun:
             log.drop_after(done)
             if lack := self.folder.unrecorded(done, self.config.checkpoint.keep):
                 self.warn(f"--resume: {lack}")
-            self.folder.write_config(config)
+            self.folder.write_config()
         supervisor.start(self.folder.check_loop(), "run folder")
         while done < config.steps:
             documents = [self.documents[sampler.next()] for _ in range(config.rollout.prompts_per_step)]

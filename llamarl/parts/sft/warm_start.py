@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,16 +19,17 @@ from llamarl.config.errors import ConfigError
 from llamarl.config.ref import build
 from llamarl.config.sft import SftConfig
 from llamarl.config.trainer import TrainerConfig
-from llamarl.data.prompts import SOURCES, fill_template
+from llamarl.data.prompts import SOURCES, left_out, render_text
 from llamarl.data.sources import ProblemSource
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.models.hf import new_model, save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.parts.sft.bpe import train_byte_bpe
-from llamarl.parts.sft.documents import filled, num_tokens, solution_of, to_documents
+from llamarl.parts.sft.documents import filled, num_tokens, reply_of, to_documents
 from llamarl.parts.sft.muon import Muon
 from llamarl.parts.sft.supervised import Supervised
+from llamarl.run.names import resolved_data
 from llamarl.training.base_model import RECORD_FILE, settings_hash
 from llamarl.types import SampleGroup
 
@@ -46,10 +48,13 @@ def warm_start(config: SftConfig, progress: Progress | None = None) -> Path:
     output = Path(config.output)
     if output.exists() and any(output.iterdir()):
         raise ConfigError(f"output = {config.output!r} exists and is not empty; delete it or choose another folder")
-    source: ProblemSource = build(config.source, SOURCES, "source")
+    pinned = resolved_data(config.source, "source", command="llamarl sft")
+    source: ProblemSource = build(pinned, SOURCES, "source")
     rows = [source[i] for i in range(len(source))]
-    prompts = [fill_template(row, config.template) for row in rows]
-    solutions = [solution_of(row.metadata, row.problem_id, "source") for row in rows]
+    for said in left_out(source, "source"):
+        sys.stderr.write(f"llamarl sft: {said}\n")
+    prompts = [render_text(row, config.template) for row in rows]
+    solutions = [reply_of(row, "source")["content"] for row in rows]
     output.parent.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
@@ -63,7 +68,8 @@ def warm_start(config: SftConfig, progress: Progress | None = None) -> Path:
             _train(model, documents, config, progress)
             made = Path(work, "model")
             save_model(model, made, tokenizer.folder)
-            record = {"settings_hash": settings_hash(config), "settings": config.model_dump(mode="json")}
+            settings = config.model_copy(update={"source": pinned})  # the hash is that of the file, which has no commit
+            record = {"settings_hash": settings_hash(config), "settings": settings.model_dump(mode="json")}
             (made / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
             os.replace(made, output)
     finally:

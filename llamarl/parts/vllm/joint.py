@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 from llamarl.config import ConfigError, RunConfig
+from llamarl.hub.names import folder_of
 from llamarl.parts.vllm.server import VllmFailed, VllmSettings, check_python
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def open_engine(model_path: str, settings: VllmSettings, delta: bool) -> OpenedE
     from llamarl.parts.vllm.engine import VllmEngine
 
     try:
-        engine = VllmEngine(model_path, settings)
+        engine = VllmEngine(folder_of(model_path), settings)
     except VllmFailed as error:
         raise ConfigError(f"generator.backend = 'vllm': {error}") from None
     return OpenedEngine(

@@ -12,6 +12,8 @@ from llamarl.data.sources import ProblemRow, ProblemSource
 
 FAMILY = "llamarl.data.sources"
 OPTIONS = {
+    "file": {"path": "rows.jsonl"},
+    "hub": {"path": "me/rows"},
     "jsonl": {"path": "rows.jsonl"},
     "list_functions": {"count": 3},
     "running_total": {"count": 3},
@@ -26,6 +28,8 @@ def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         pytest.importorskip(request.param, reason=NEEDS[request.param])
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text("".join(f'{{"question": "{i}+1?", "answer": "{i + 1}"}}\n' for i in range(3)))
+    if request.param == "hub":
+        request.getfixturevalue("hub").add("me/rows", {"a.jsonl": Path("rows.jsonl").read_bytes()}, kind="dataset")
     return build(Ref(name=request.param, **OPTIONS[request.param]), FAMILY, "data.train")
 
 

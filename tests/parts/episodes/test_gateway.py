@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamarl.config import ConfigError
+from llamarl.config import ConfigError, settled
 from llamarl.config.schema import RolloutConfig
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.parts.episodes.executors.gateway import GatewayExecutor
@@ -20,6 +21,7 @@ from llamarl.parts.episodes.gateway._worker import find_agent
 from llamarl.parts.episodes.gateway.episode import AgentEpisode
 from llamarl.parts.episodes.gateway.news import AgentCall, AgentEnd, AgentTask
 from llamarl.parts.episodes.gateway.protocol import CallRefused
+from llamarl.parts.episodes.joint import spec
 from llamarl.types import OBSERVED, FinishReason, Outcome, Prompt, Rollout, SamplingParams, continued
 
 AGENT = {"name": "tests.parts.episodes.agents:run", "episode_s": 3.0, "workers": 2}
@@ -62,6 +64,23 @@ def test_a_call_that_comes_as_its_episode_ends_is_refused(executor: GatewayExecu
     with pytest.raises(CallRefused, match="the episode of this API key is over"):
         asyncio.run(endpoint.complete(session, {"prompt": "late"}))
     assert not executor._answers and not any(executor._news)
+
+
+def test_chats_of_agents_are_written_with_the_arguments_and_the_day_of_the_run(model: Path, tmp_path: Path) -> None:
+    chatty = Path(shutil.copytree(model, tmp_path / "chatty"))
+    (chatty / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}{{ tone }}{{ messages[0].content }}")
+    data = {"train": "jsonl", "template_arguments": {"tone": "!"}, "date": "2024-07-06"}
+    config = settled(
+        {"model": {"path": str(chatty)}, "data": data, "rollout": {"agent": AGENT}, "reward": {"parts": ["exact"]}}
+    )
+    executor, given = GatewayExecutor(**spec(config).options), task(0, "x")
+    try:
+        executor._episodes["key"] = given, AgentEpisode(name="x", sampling=given.sampling, segment_tokens=64)
+        endpoint, session = executor._session_of("key")
+        prompt_T = endpoint._chat_prompt(session, [{"role": "user", "content": "x"}], [])
+        assert endpoint.tokenizer.decode(prompt_T) == "06 Jul 2024!x"
+    finally:
+        executor.close()
 
 
 def play(executor: GatewayExecutor, tokenizer: Tokenizer, count: int) -> dict[int, AgentEnd]:

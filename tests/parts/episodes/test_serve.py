@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -20,9 +21,9 @@ from urllib.error import HTTPError
 import numpy as np
 import pytest
 
-from llamarl.cli.generate import open_engine
 from llamarl.config.schema import GeneratorConfig
 from llamarl.data.tokenizer import Tokenizer
+from llamarl.executors.backends import open_native
 from llamarl.parts.episodes.cli.serve import EngineThread
 from llamarl.parts.episodes.gateway.app import build_app
 from llamarl.parts.episodes.gateway.endpoint import Endpoint
@@ -82,17 +83,21 @@ def test_calls_are_answered_side_by_side(model: Path) -> None:
         assert urllib.request.urlopen(known, timeout=60).status == 200  # who has the key may use any name
 
 
-def test_the_newest_checkpoint_of_a_run(toml: Path, tmp_path: Path) -> None:
-    """As docs/agents.md has it: `llamarl serve RUN`; what answers has learnt."""
+def test_the_newest_checkpoint_of_a_run(toml: Path, model: Path, tmp_path: Path) -> None:
+    """As docs/agents.md has it: `llamarl serve RUN`; what answers has learnt, and its chat template gets what it got in
+    the run."""
+    chatty = Path(shutil.copytree(model, tmp_path / "chatty"))
+    (chatty / "chat_template.jinja").write_text("{{ tone }}" + TEMPLATE)
     done = llamarl_here(
-        "train", toml, "--cluster.kind", "inline", "--screen.kind", "none", "--trainer.learning_rate", 1
-    )
+        "train", toml, "--cluster.kind", "inline", "--screen.kind", "none", "--trainer.learning_rate", 1,
+        "--model.path", chatty, "--data.template_arguments", "{tone = 'kindly'}",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (run,) = (path.parent for path in (tmp_path / "runs").glob("*/checkpoints"))
     folder = tmp_path / "exported"
     done = llamarl_here("export", run, folder)
     assert done.returncode == 0, done.stderr
-    said = list[Any]()
+    said, prompts = list[Any](), list[int]()
     body: dict[str, Any] = {"prompt": "Ann has 3", "max_tokens": 9, "temperature": 0, "logprobs": 0}
     for path, name in ((run, run.name), (folder, "exported")):
         with served(path) as url:
@@ -101,11 +106,15 @@ def test_the_newest_checkpoint_of_a_run(toml: Path, tmp_path: Path) -> None:
             with pytest.raises(HTTPError, match="403"):  # without a key, a page of the web might ask
                 urllib.request.urlopen(urllib.request.Request(f"{url}/models", headers={"Host": "evil.example"}))
             said.append(post(f"{url}/completions", **body)["choices"])
+            chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+            prompts.append(post(f"{url}/chat/completions", **chat)["usage"]["prompt_tokens"])
     assert said[0] == said[1]
+    text = "<user>x<assistant>"
+    assert prompts == [len(Tokenizer(model).encode(f"{tone}{text}")) for tone in ("kindly", "")]
 
 
 def test_a_call_that_nobody_waits_for_gives_its_place_back(model: Path) -> None:
-    engine = open_engine(str(model), GeneratorConfig(max_running=1), Tokenizer(model))
+    engine = open_native(str(model), GeneratorConfig(max_running=1), None, False, None).engine
     serving = EngineThread(engine)
     sampling, heard = SamplingParams(max_new_tokens=100), list[int]()
 
@@ -135,7 +144,7 @@ def test_a_call_that_nobody_waits_for_gives_its_place_back(model: Path) -> None:
 async def served_here(model: Path) -> AsyncIterator[Any]:
     """What `llamarl serve` answers by, without a port."""
     tokenizer = Tokenizer(model)
-    engine = EngineThread(open_engine(str(model), GeneratorConfig(max_running=4), tokenizer))
+    engine = EngineThread(open_native(str(model), GeneratorConfig(max_running=4), None, False, None).engine)
     engine.loop = asyncio.get_running_loop()
     ended = engine.loop.run_in_executor(None, engine.run)
     endpoint = Endpoint(

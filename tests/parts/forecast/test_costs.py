@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamarl.config import ConfigError
+from llamarl.config import ConfigError, RunConfig
+from llamarl.models.fit import trainer_parts
+from llamarl.models.memory import total
 from llamarl.parts.forecast.constants import Constants, load_profile
 from llamarl.parts.forecast.generation import Generators, decode_parts, drain_s, generation_memory, generation_parts
 from llamarl.parts.forecast.hardware import GPUS
@@ -111,6 +113,22 @@ def test_trainer_state_is_sharded() -> None:
     split = training_memory(request, _layouts(tp=8, dp=8))["state"][0]
     assert whole == pytest.approx(16 * request.model.num_parameters / 8)
     assert split == pytest.approx(whole / 8)
+
+
+def test_a_plan_takes_what_a_start_does() -> None:
+    """Of a trainer on GPUs, in bfloat16, with activations computed again."""
+    request = make_request("llama3-8b", 64)
+    config = RunConfig.model_validate({
+        "model": {"path": "m"}, "data": {"train": "running_total", "max_prompt_tokens": 128},
+        "rollout": {"max_new_tokens": 1024, "group_size": 8, "prompts_per_step": 64},
+        "trainer": {
+            "device": "cuda", "dtype": "bfloat16", "activation_checkpointing": True, "microbatch_tokens": 4096,
+            "parallelism": {"fsdp": 8, "tp": 2},
+        },
+    })  # fmt: skip
+    planned = training_memory(request, _layouts(dp=8, tp=2, microbatch_tokens=4096))
+    started = trainer_parts(config, request.model)
+    assert sum(part[0] for part in planned.values()) == pytest.approx(float(total(started)), rel=0.005)
 
 
 def test_drain_of_equal_responses_takes_their_length() -> None:

@@ -35,7 +35,7 @@ def test_every_setting_with_its_origin(tmp_path: Path) -> None:
         "executor", "trainer", "critic", "generator-0", "reward", "reference",
     ]  # fmt: skip
     assert " s at best for prompts of 29 and responses of" in follows["step time"][0]
-    assert any(line.startswith("the critic: at least") for line in follows["memory"])
+    assert any(line.startswith("critic ") and " MiB (" in line for line in follows["memory"])
 
 
 def test_as_text_and_as_a_dry_run(tmp_path: Path) -> None:
@@ -47,7 +47,12 @@ def test_as_text_and_as_a_dry_run(tmp_path: Path) -> None:
     dry = llamarl_here("train", toml, "--dry-run")
     assert dry.returncode == 0 and "# tokens are at most 2 optimizer steps old" in dry.stdout
     both = [llamarl_here(*one, "--json") for one in (("explain", toml), ("train", toml, "--dry-run"))]
-    assert both[0].stdout == both[1].stdout and json.loads(both[1].stdout)["settings"]
+    explained, tried = (json.loads(one.stdout) for one in both)
+    for one in (explained, tried):
+        assert one["consequences"].pop("memory")[-1].startswith("this host: "), "with what is free, which changes"
+    assert {"first prompt", "answers"} == tried["consequences"].keys() - explained["consequences"].keys()
+    assert explained["settings"] and explained["settings"] == tried["settings"]
+    assert explained["consequences"].items() <= tried["consequences"].items()
     alone = llamarl_here("train", toml, "--json")
     assert alone.returncode == 2 and "--json is for --dry-run" in alone.stderr
     wrong = llamarl_here("explain", toml, "--trainer.decay_floor", 0.1)

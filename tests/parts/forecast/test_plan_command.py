@@ -19,8 +19,10 @@ from llamarl.models.shape import ModelShape
 from llamarl.parts.forecast.cli.plan import main
 from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.report import choose
+from llamarl.parts.forecast.run_file import run_toml
 from llamarl.parts.forecast.shapes import MODELS
 from llamarl.parts.hosts.hosting import imagined
+from tests.end_to_end.tiny import llamarl_here
 from tests.parts.forecast.conftest import make_request
 
 SMALL = ["--model", "llama3-8b", "--gpus", "16", "--rollout.prompts_per_step", "32"]
@@ -83,17 +85,39 @@ def write_shape(folder: Path, name: str) -> Path:
     return folder
 
 
+def test_a_synchronous_plan_is_a_run_of_one_machine() -> None:
+    """Its roles share GPUs, which those of several hosts cannot."""
+    wanted = {
+        "prompt_tokens": 512,
+        "prompts_per_step": 32,
+        "max_staleness": 4,
+        "mean_tokens": 400,
+        "limit_tokens": 1024,
+    }
+    for gpus, is_refused in ((8, False), (16, True)):
+        request = make_request("llama3-8b", gpus, **wanted)
+        synchronous, _ = plans(request)
+        assert synchronous and synchronous.gpus == gpus
+        if is_refused:
+            cause = f"shares {gpus} GPUs, and cluster.placement = 'colocated' is for one machine of 8"
+            with pytest.raises(ConfigError, match=cause):
+                run_toml(synchronous, model_path="m", data_path="d.jsonl")
+        else:
+            found = tomllib.loads(run_toml(synchronous, model_path="m", data_path="d.jsonl"))["cluster"]
+            assert (found["placement"], found["num_hosts"]) == ("colocated", 1)
+
+
 @pytest.mark.parametrize(("name", "gpus"), SHAPES.items())
 def test_a_plan_is_a_run_that_train_accepts(tmp_path: Path, name: str, gpus: int) -> None:
-    """Every choice of the plan is a setting, and the dry run holds it against the model's sizes."""
+    """Every choice of the plan is a setting, and `explain` holds it against the model's sizes."""
     path, model = tmp_path / "run.toml", write_shape(tmp_path / name, name)
     main(["--model", str(model), "--gpus", str(gpus), "--output", str(path)])
     request = make_request(name, gpus, prompt_tokens=512, prompts_per_step=256, max_staleness=4, mean_tokens=0.3 * 4096,
                            limit_tokens=4096)  # fmt: skip
     plan = choose(*plans(request))
-    dry = run_train(path, "--dry-run")
-    assert dry.returncode == 0, dry.stderr
-    found = tomllib.loads(dry.stdout)
+    said = llamarl_here("explain", path, "--json")
+    assert said.returncode == 0, said.stderr
+    found = load_config(path).model_dump()
     trainer, generator = plan.trainer, plan.generator
     layout = {"fsdp": trainer.dp, "tp": trainer.tp, "pp": trainer.pp, "cp": trainer.cp}
     assert found["trainer"]["parallelism"] == layout
@@ -103,19 +127,14 @@ def test_a_plan_is_a_run_that_train_accepts(tmp_path: Path, name: str, gpus: int
     assert (found["generator"]["dtype"], found["generator"]["max_running"]) == ("fp8", generator.slots)
     assert found["rollout"]["max_staleness"] == plan.staleness
     assert math.prod(layout.values()) + generator.tp * generator.replicas <= gpus
-    assert "have none" not in dry.stderr, "every rank of the trainer has a group"
+    assert "have none" not in said.stderr, "every rank of the trainer has a group"
     assert (found["cluster"]["kind"], found["cluster"]["num_hosts"]) == ("hosts", gpus // 8)
     hosting, per_host = imagined(load_config(path))
     assert per_host <= 8
     assert len(hosting.of_role("generator")) == generator.replicas
-    wrong = run_train(path, "--dry-run", "--trainer.parallelism.tp", "3")
+    wrong = llamarl_here("explain", path, "--trainer.parallelism.tp", "3")
     assert wrong.returncode == 2
     assert f"tp = 3 cannot share the {MODELS[name].num_heads} attention heads" in wrong.stderr
-
-
-def run_train(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "llamarl", "train", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def test_settings_that_do_not_go_with_the_plan_are_named(tmp_path: Path) -> None:

@@ -85,10 +85,11 @@ class HostedRun(Run):
         Elastic(registry, self.hosting, self.controller, telemetry, self.supervisor, 5.0)
         await super()._main(telemetry)
 
-    def comes(self, name: str) -> None:
-        host: Any = Machine(name)
-        host.describe = lambda: f"host {name}"
-        self.registry.hosts[name] = host
+    def comes(self, host_name: str, **more: Any) -> None:
+        host: Any = Machine(host_name)
+        vars(host).update(more)
+        host.describe = lambda: f"host {host_name}"
+        self.registry.hosts[host_name] = host
         self.registry.joined(host)  # pyrefly: ignore[missing-attribute]
 
     def leaves(self, name: str) -> None:
@@ -149,6 +150,27 @@ def test_a_host_that_came_while_the_run_started_gets_generators(tmp_path: Path) 
     run.registry.hosts["d"] = Machine("d")
     audited(run.train(strike=at((8.0, says(seen)))))
     assert {"c", "d"} == set(seen[0])
+
+
+@pytest.mark.parametrize("failed", ["", "no room"])
+def test_a_host_that_comes_gets_generators_once_it_has_the_models(tmp_path: Path, failed: str) -> None:
+    """Also those of a host that is lost while it fetches."""
+    seen, run = list[list[str]](), HostedRun(tmp_path, "bc", "auto")
+    run.hosting.models, run.hosting.ready = ["a/b@0"], set(run.registry.hosts.values())
+
+    async def ask(what: str, timeout_s: float, names: list[str]) -> dict[str, str]:
+        assert (what, names) == ("fetch", ["a/b@0"])
+        await asyncio.sleep(10.0)
+        return {"failed": failed}
+
+    def loses(run: HostedRun) -> None:
+        if not failed:
+            run.registry.lose("c")
+
+    events = (5.0, lambda run: run.comes("d", name="d", ask=ask)), (6.0, loses), (14.0, says(seen)), (21.0, says(seen))
+    audited(run.train(strike=at(*events)))
+    assert [{*where} for where in seen] == ([{"c"}, {"c"}] if failed else [set(), {"d"}])
+    assert any(text == "nothing starts on host d: host d: no room" for text in run.warnings) == bool(failed)
 
 
 def test_a_host_that_asked_to_leave_while_the_run_started_goes_in_order(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""A tiny model."""
+"""A tiny model, and a Hub."""
 
+from tests.hub.conftest import hub
 from tests.training.conftest import make_model, one_thread
 
-__all__ = ["make_model", "one_thread"]
+__all__ = ["hub", "make_model", "one_thread"]

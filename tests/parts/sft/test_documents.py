@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from llamarl.config import ConfigError
+from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.parts.sft.bpe import train_byte_bpe
-from llamarl.parts.sft.documents import filled, num_tokens, solution_of, to_documents
+from llamarl.parts.sft.documents import filled, num_tokens, reply_of, to_documents
 from tests.parts.sft.supervised import make_documents
 
 
@@ -42,8 +43,17 @@ def test_of_several_ends_the_tokenizer_s_own_is_learnt(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("solution", [None, "", 3])
 def test_a_row_without_a_solution_is_refused(solution: object) -> None:
+    row = ProblemRow(problem_id="r7", question="1?", answer="1", metadata={"solution": solution})
     with pytest.raises(ConfigError, match=r"data\.train: row 'r7' has no `solution`"):
-        solution_of({"solution": solution}, "r7", "data.train")
+        reply_of(row, "data.train")
+
+
+def test_a_reply_comes_before_a_solution_and_any_column_may_be_one() -> None:
+    said = {"role": "assistant", "content": "so"}
+    row = ProblemRow(problem_id="r", question="1?", answer="1", metadata={"solution": "x"}, reply=said)
+    assert reply_of(row, "source") == said
+    row = ProblemRow(problem_id="r", question="1?", answer="1", metadata={"way": "x"})
+    assert [reply_of(row, "source", name)["content"] for name in ("way", "answer")] == ["x", "1"]
 
 
 def test_a_step_holds_what_fits_and_an_epoch_each_document_once() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -17,6 +20,7 @@ from llamarl.models.attention import causal_attend
 from llamarl.models.hf import load_model
 from llamarl.parts.sft.warm_start import warm_start
 from llamarl.training.base_model import RECORD_FILE, is_made, settings_hash
+from tests.hub.server import HubServer
 
 Made = tuple[Path, SftConfig, list[tuple[int, Mapping[str, float]]]]
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 64}
@@ -130,3 +134,33 @@ def test_existing_output_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=f"output = {re.escape(repr(str(tmp_path)))} exists and is not empty"):
         warm_start(tiny(tmp_path))
+
+
+def test_it_learns_conversations_of_one_turn_and_tells_what_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    rows = [{"messages": talk, "when": datetime.date(2026, 1, 1)}] * 9
+    pq.write_table(pa.Table.from_pylist(rows), path := tmp_path / "talks.parquet")
+    source = {"name": "file", "path": str(path)}
+    folder = warm_start(tiny(tmp_path / "base", source=source, steps=2))
+    assert (folder / "model.safetensors").exists()
+    said = "llamarl sft: source: columns that hold what is no JSON value are left out: `when` (date)\n"
+    assert capsys.readouterr().err == said
+    pq.write_table(pa.Table.from_pylist([{"messages": talk * 2}]), path)
+    with pytest.raises(ConfigError, match="row 'talks-1' is a conversation of 3 messages"):
+        warm_start(tiny(tmp_path / "more", source=source, steps=2))
+
+
+def test_a_data_set_of_the_hub_is_that_of_one_commit_which_is_told(
+    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = json.dumps({"question": "1+1?", "answer": "2", "solution": "2"}) + "\n"
+    commit = hub.add("me/sums", {"train.jsonl": row.encode() * 9}, kind="dataset")
+    config = tiny(tmp_path / "base", source={"name": "hub", "path": "me/sums"}, steps=2)
+    folder = warm_start(config)
+    assert f"llamarl sft: source: me/sums at commit {commit}\n" in capsys.readouterr().err
+    assert json.loads((folder / RECORD_FILE).read_text())["settings"]["source"]["revision"] == commit
+    assert is_made(folder, config), "it is known by the settings as they are given"
+    with pytest.raises(ConfigError, match=r"source = 'me/none': .*no such data set"):
+        warm_start(tiny(tmp_path / "more", source={"name": "hub", "path": "me/none"}))

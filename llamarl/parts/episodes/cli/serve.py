@@ -11,22 +11,23 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llamarl.cli.generate import BASE, ENGINE, open_engine
-from llamarl.cli.options import add_settings, base_model, command_parser, told_of_delay
+from llamarl.cli.options import MODEL_HELP, add_settings, base_model, command_parser, told_of_delay
 from llamarl.config import ConfigError, load_config, settled
+from llamarl.run.answering import BASE, ENGINE, open_engine
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from llamarl.generation.engine import Engine
+    from llamarl.generation.backend import RolloutEngine
     from llamarl.parts.episodes.gateway.endpoint import Endpoint, More
     from llamarl.parts.episodes.gateway.session import Session
 
@@ -39,9 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         "Answer other programs over OpenAI's protocol: /v1/chat/completions, /v1/completions, /v1/models.",
         f"Clients give the key of --api-key or of the variable {API_KEY}; with neither, any key will do.",
     )
-    parser.add_argument(
-        "model", metavar="MODEL|RUN", help="Hugging Face folder, or a run folder: its newest checkpoint"
-    )
+    parser.add_argument("model", metavar="MODEL|RUN", help=f"{MODEL_HELP}, or a run folder: its newest checkpoint")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen at; 0: any that is free (8000)")
     parser.add_argument("--api-key", metavar="KEY", help="that clients must give")
@@ -53,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     options = _parser().parse_args(arguments)
-    generator = settled(BASE, options.overrides).generator
+    settled(BASE, options.overrides)  # a mistake is told at once
     key = options.api_key or os.environ.get(API_KEY, "")
     from llamarl.data.tokenizer import Tokenizer, check_vocabulary
     from llamarl.models.folder import load_shape
@@ -61,19 +60,22 @@ def main(arguments: Sequence[str]) -> int:
     from llamarl.parts.episodes.gateway.endpoint import Endpoint
     from llamarl.parts.episodes.gateway.protocol import CallRefused
     from llamarl.parts.episodes.gateway.session import Session
+    from llamarl.run.names import resolved_path
     from llamarl.run.web import LOOPBACK, listening
 
     if not key and options.host not in LOOPBACK:
         raise ConfigError(f"--host {options.host} is open to others; give a key by --api-key or {API_KEY}")
-    with tempfile.TemporaryDirectory() as exported, told_of_delay("serve"):
-        path = _model(options.model, Path(exported))
-        tokenizer, shape = Tokenizer(path), load_shape(path)
+    given = resolved_path(options.model, "MODEL", command="llamarl serve")
+    with ExitStack() as leaving, told_of_delay("serve") as told:
+        path, of_template = _model(given, Path(leaving.enter_context(tempfile.TemporaryDirectory())))
+        tokenizer, shape = Tokenizer(path, of_template), load_shape(path)
         check_vocabulary(tokenizer, shape.vocab_size)
         sampling = SamplingParams(
             max_new_tokens=shape.max_position_embeddings, stop_token_ids=tokenizer.eos_token_ids,
             seed=secrets.randbits(62),
         )  # fmt: skip
-        engine = EngineThread(open_engine(path, generator, tokenizer))
+        config = settled(BASE | {"model": {"path": path}}, options.overrides)
+        engine = EngineThread(leaving.enter_context(open_engine(config)))
         name = options.name or Path(options.model).resolve().name
         endpoint = Endpoint(
             tokenizer=tokenizer, model=name, context=shape.max_position_embeddings, generate=engine.generate,
@@ -86,8 +88,8 @@ def main(arguments: Sequence[str]) -> int:
             return endpoint, Session()  # nobody learns from it
 
         app = build_app(session_of, engine.metrics)
-        opened = listening(options.host, options.port)
-    with opened:
+        opened = leaving.enter_context(listening(options.host, options.port))
+        told()
         host, port = opened.getsockname()[:2]
         print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
         return asyncio.run(_serve(app, opened, engine, () if key else LOOPBACK))
@@ -109,25 +111,28 @@ async def _serve(app: Starlette, opened: socket.socket, engine: EngineThread, ho
     return 0
 
 
-def _model(given: str, exported: Path) -> str:
-    """A Hugging Face folder: of a run, of its newest valid checkpoint. Raises ConfigError."""
+def _model(given: str, exported: Path) -> tuple[str, dict[str, Any]]:
+    """A Hugging Face folder, of a run that of its newest valid checkpoint, and what its chat template got. Raises
+    ConfigError."""
     run = Path(given)
     if not (run / "config.toml").exists():
-        return given
+        return given, {}
     from llamarl.checkpoint.export import export_checkpoint
+    from llamarl.run.names import resolved_path
 
     config = load_config(run / "config.toml")
     lora = config.trainer.lora
-    base = base_model(run, config.model.path, config.output)
+    path = base_model(run, config.model.path, config.output)
+    base = resolved_path(path, "model.path", weights=lora is not None, command="llamarl serve")
     step = export_checkpoint(run / "checkpoints", base, exported / "model", None, lora, lora is not None)
     print(f"step {step} of {given}", file=sys.stderr)
-    return str(exported / "model")
+    return str(exported / "model"), config.data.template_arguments
 
 
 class EngineThread:
     """An engine in a thread of its own; what is asked for meanwhile joins its next step."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._inbox = SimpleQueue[GenerationRequest | int | None]()
         """Requests, ids of requests that nobody waits for any more, or the end."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
@@ -28,8 +28,11 @@ class EnvironmentExecutor(Executor):
     """Episodes come by `submit` and their replies go by `collect`, as they are there: none waits for a slow one, as
     long as there are free workers."""
 
-    def __init__(self, model_path: str, config: Ref) -> None:
-        self._tokenizer = Tokenizer(model_path)
+    def __init__(
+        self, model_path: str, config: Ref, arguments: Mapping[str, Any] | None = None, today: str = ""
+    ) -> None:
+        """`arguments` and `today` are of `Tokenizer`."""
+        self._tokenizer = Tokenizer(model_path, arguments, today)
         self._environment = build_environment(config)
         self._ref, self._tools = config.model_dump_json(), self._environment.tools()
         self._changed = threading.Condition()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -36,10 +36,13 @@ HAND_OVER_S, STOP_S = 20.0, 5.0
 class GatewayExecutor(Executor):
     """An event loop in a thread of its own has server, sessions and workers; a controller's calls go to it."""
 
-    def __init__(self, model_path: str, config: RolloutConfig) -> None:
+    def __init__(
+        self, model_path: str, config: RolloutConfig, arguments: Mapping[str, Any] | None = None, today: str = ""
+    ) -> None:
+        """`arguments` and `today` are of `Tokenizer`."""
         assert config.agent is not None, "a run without agents has no gateway"
         self._agent, self._config = config.agent, config
-        self._tokenizer = Tokenizer(model_path)
+        self._tokenizer = Tokenizer(model_path, arguments, today)
         self._context = load_shape(model_path).max_position_embeddings
         self._episodes = dict[str, tuple[AgentTask, AgentEpisode]]()
         """Task and state of each episode, by the keys of their sessions."""

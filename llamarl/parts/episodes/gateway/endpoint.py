@@ -127,7 +127,9 @@ class Endpoint:
                 if written := session.recall(known[count - 1]):
                     text = self.tokenizer.after_turn(messages[count:], without_stop=written.has_stop_token, tools=tools)
                     return np.concatenate([written.token_ids_T, self._encoded(text)])
-            return self._encoded(self.tokenizer.apply_chat_template(messages, tools=tools))
+            text = self.tokenizer.apply_chat_template(messages, tools=tools)
+            self._check_length(text)
+            return self.tokenizer.encode_prompts([text], is_chat=True)[0]
         except ConfigError as error:
             raise CallRefused(400, str(error), param="messages") from None
 
@@ -140,10 +142,14 @@ class Endpoint:
         return np.concatenate([written.token_ids_T, self._encoded(prompt.removeprefix(known))])
 
     def _encoded(self, text: str, **options: bool) -> np.ndarray:
-        """Tokens of a text, int32 [T]; one that cannot fit is refused at once, as encoding it would take long."""
+        """Tokens of a text, int32 [T]."""
+        self._check_length(text)
+        return self.tokenizer.encode(text, **options)
+
+    def _check_length(self, text: str) -> None:
+        """Refuses at once what cannot fit, as encoding it would take long."""
         if len(text) > CHARS_PER_TOKEN * self.context:
             raise protocol.OutOfTokens(f"{len(text):,} characters are too many for a context of {self.context} tokens")
-        return self.tokenizer.encode(text, **options)
 
     def _whole(
         self, call: protocol.ModelCall, begun: Json, prompt_T: np.ndarray, rollouts: list[Rollout],

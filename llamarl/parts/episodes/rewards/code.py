@@ -63,6 +63,9 @@ class Code(Reward):
                 results.append(right(self.correct) if verdict.is_right else wrong(self.wrong, verdict.reason))
         return results
 
+    def written(self, answer: str) -> str | None:
+        return answer or None
+
     def close(self) -> None:
         self._judge.close()
 

@@ -15,15 +15,18 @@ from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.load import given
 from llamarl.config.ref import part
 from llamarl.config.section import Section
-from llamarl.data.prompts import load_prompts
-from llamarl.data.tokenizer import Tokenizer
+from llamarl.data.prompts import load_prompts, open_tokenizer
+from llamarl.hub.fetch import cached, listing, model_files
+from llamarl.hub.names import HubName, nothing_fetched, why_offline
 from llamarl.parts.forecast.cli import plan
 from llamarl.parts.forecast.constants import OF_CORES
 from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.hardware import CPU
 from llamarl.run.folder import RunFolder
+from llamarl.run.memory import memory_lines
+from llamarl.run.names import named, resolved
 from llamarl.run.placement import LocalPlacer
-from llamarl.run.prepare import check_layout, check_parts, environment_of, least_memory
+from llamarl.run.prepare import check_layout, check_parts, environment_of
 
 EPILOG = "Settings that do nothing beside the others are refused, as by `llamarl train`."
 SAMPLED = 256
@@ -39,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     options, overrides = parser.parse_known_args(arguments)
     config = load_config(options.config, overrides)
-    with told_of_delay("explain"):
+    with told_of_delay("explain"), nothing_fetched("`llamarl explain` asks the Hub for nothing"):
         found = explained(config, options.config, overrides)
     if options.json:
         print(json.dumps(found, indent=2))
@@ -53,9 +56,21 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def explained(config: RunConfig, path: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """All that is to be said of a run, as one object. Raises ConfigError: it cannot work."""
+    """All that is to be said of a run, as one object. Of models of the Hub no weights are fetched. Raises ConfigError:
+    it cannot work."""
     check_parts(config)
     return {"settings": list(settings(config, *given(path, overrides))), "consequences": consequences(config)}
+
+
+def _pinned(config: RunConfig) -> RunConfig | None:
+    """Settings with commits for models of the Hub; None: they are not here and not fetched. Raises ConfigError."""
+    try:
+        return resolved(config, weights=False, data=False)
+    except ConfigError as error:
+        if not why_offline():
+            raise
+        print(f"llamarl: memory and step time are not known: {error}", file=sys.stderr)
+        return None
 
 
 def settings(config: Section, file: set[str], line: set[str], where: str = "", recipe: str = "") -> Iterator[Any]:
@@ -67,7 +82,9 @@ def settings(config: Section, file: set[str], line: set[str], where: str = "", r
             yield from settings(value, file, line, f"{dotted}.", recipe)
             continue
 
-        is_default = not field.is_required() and value == field.get_default(call_default_factory=True)
+        is_default = not field.is_required() and (
+            bool(field.validate_default) or value == field.get_default(call_default_factory=True)
+        )
         origin = "default" if is_default or not recipe else f"recipe {recipe}"
         for names, where_from in ((file, "file"), (line, "command line")):
             if any(f"{one}.".startswith(f"{dotted}.") or dotted.startswith(f"{one}.") for one in names):
@@ -96,14 +113,26 @@ def consequences(config: RunConfig) -> dict[str, list[str]]:
     found = {"executors": table, "files": [f"{path}  {meaning}" for path, meaning in folder.files.items()]}
     found["staleness"] = [f"tokens are at most {limit} optimizer steps old when they are learnt from"]
     found["weights"] = [f"travel by {how}{', changes only' if sync.delta else ''}"]
-    if Path(config.model.path).exists() or not config.model.warm_start:  # the warm start makes it on first use
-        shape, warnings = check_layout(config)
+    is_here = Path(config.model.path).exists() or not config.model.warm_start  # which makes it on first use
+    if is_here and (pinned := _pinned(config)):
+        if of_hub := [_of_hub(one.name) for one in named(pinned) if one.kind == "model" and one.name]:
+            found["models"] = of_hub
+        shape, warnings = check_layout(config := pinned)
         for warning in warnings:
             print(f"llamarl: {warning}", file=sys.stderr)
-        sizes = least_memory(config, shape).items()
-        found["memory"] = [f"{name}: at least {size / 2**30:.2f} GiB of this host" for name, size in sizes]
+        found["memory"] = memory_lines(config, shape)
         found["step time"] = [_step_time(config, shape.max_position_embeddings)]
     return found
+
+
+def _of_hub(name: HubName) -> str:
+    """A line on a model of the Hub, whose files are listed here."""
+    files = listing(name)[1]
+    try:
+        weights = sum(files[path] for path in model_files(files) if path.endswith(".safetensors"))
+    except ConfigError as error:
+        return f"{name}: {error}"
+    return f"{name}: {weights / 1e6:,.1f} MB of weights, {'in the cache' if cached(name) else 'which a run fetches'}"
 
 
 def _step_time(config: RunConfig, context: int) -> str:
@@ -114,8 +143,10 @@ def _step_time(config: RunConfig, context: int) -> str:
     count += generator.replicas * generator.tensor_parallel * (generator.threads if kind == CPU else 1)
     profile = Path(config.output, config.name, "profile.json")
     try:
-        tokenizer, tools = Tokenizer(config.model.path), environment_of(config)[0]
-        prompts = load_prompts(config.data, tokenizer, context, tools=tools, most=SAMPLED).prompts
+        tokenizer, tools = open_tokenizer(config.model.path, config.data), environment_of(config)[0]
+        for_agent = config.rollout.agent is not None
+        loaded = load_prompts(config.data, tokenizer, context, tools=tools, most=SAMPLED, for_agent=for_agent)
+        prompts = loaded.prompts
         mean = round(fmean(len(prompt.token_ids_T) for prompt in prompts))
         words = {"--gpus": count, "--gpu": kind, "--data.max_prompt_tokens": mean}
         words |= {"--profile": profile} if profile.exists() else {}

@@ -26,6 +26,7 @@ from llamarl.parts.replay.recorded import Diverged, Recorded, other_code
 from llamarl.parts.replay.replay import PARTS, ReplayRequest, Tally, arithmetic, replay, replayable
 from llamarl.parts.replay.what_if import what_if
 from llamarl.run.folder import RunFolder
+from llamarl.run.names import resolved
 from llamarl.run.prepare import prepare
 
 EPILOG = """Weights after each step, tokens, log-probabilities and rewards are compared with what RUN has on record.
@@ -106,7 +107,7 @@ def compare(
     """Replays steps from the first to before the second, here or in a process of its own. Raises Diverged, ConfigError,
     ExecutorError."""
     folder, tally = _folder(options.run), tally or Tally()
-    run = load_config(folder.config)
+    run = _pinned(load_config(folder.config), folder)
     config, parts = replayable(run, [options.only] if options.only else PARTS, tally)
     close, cause = arithmetic(run, folder, tally)
     cause = cause or other_code(folder)
@@ -116,6 +117,11 @@ def compare(
     with redirect_stdout(io.StringIO()):  # executors in this process write to nobody
         replay(request._replace(told=lambda step: told(step - steps[0] + 1)))
     return tally
+
+
+def _pinned(config: RunConfig, folder: RunFolder, command: str = "llamarl replay") -> RunConfig:
+    """Settings with the commits that the run began with."""
+    return resolved(config, run=folder.path, command=command)
 
 
 def _request(
@@ -132,11 +138,12 @@ def _what_if(options: argparse.Namespace, overrides: Sequence[str], first: int, 
     folder, said, tally = _folder(options.run), list[str](), Tally()
     name = {"name": options.name or f"{folder.path.name}-replay", "output": str(folder.path.parent), "steps": last}
     asked = load_config(folder.config, overrides).model_copy(update=name)
-    config = replayable(asked, ("train",), tally)[0]
-    request = _request(load_config(folder.config), config, folder, first, last, tally)
+    pinned = _pinned(asked, folder)
+    config = replayable(pinned, ("train",), tally)[0]
+    request = _request(_pinned(load_config(folder.config), folder, ""), config, folder, first, last, tally)
     with _bar(last - first + 1) as told, redirect_stdout(io.StringIO()):
         request = request._replace(parts=("train",), is_same=False, told=lambda step: told(step - first + 1))
-        path = what_if(request, asked, overwrite=options.overwrite, tell=said.append)
+        path = what_if(request, pinned, asked, overwrite=options.overwrite, tell=said.append)
     print(*said, f"llamarl report {options.run} {path} shows both", sep="\n")
     return 0
 

@@ -56,6 +56,8 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
     from llamarl.parts.sft.base_model import ensure_base_model
     from llamarl.parts.sft.run import SftRun, load_documents, place_trainer
     from llamarl.run.folder import FolderLost, check_run_folder, prepare_run_folder
+    from llamarl.run.names import resolved
+    from llamarl.run.prepare import settle
     from llamarl.training.result import NonFiniteStep
 
     def warn(said: str) -> None:
@@ -63,15 +65,18 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
 
     with told_of_delay("sft"):
         check_cluster(config.cluster)
-        check_run_folder(config, resume=resume, overwrite=overwrite)
+        path = check_run_folder(config, resume=resume, overwrite=overwrite)
     ensure_base_model(config)
+    here = config.cluster.kind != "hosts"  # hosts fetch weights for themselves
+    pinned = resolved(config, weights=here, run=path if resume else None, command="llamarl sft")
     with told_of_delay("sft"):
-        documents, placer = load_documents(config, warn), place_trainer(config)
-    folder = prepare_run_folder(config, resume=resume, overwrite=overwrite)
+        config, pinned = settle(config, pinned, resume=resume)
+        documents, placer = load_documents(pinned, warn), place_trainer(pinned)
+    folder = prepare_run_folder(config, resume=resume, overwrite=overwrite, pinned=pinned)
     try:
         with _bar(config.name, config.steps) as show:
             SftRun(
-                config=config, documents=documents, placer=placer, folder=folder, resume=resume, progress=show,
+                config=pinned, documents=documents, placer=placer, folder=folder, resume=resume, progress=show,
                 warn=warn,
             ).run()  # fmt: skip
     except Interrupted as error:

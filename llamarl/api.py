@@ -1,0 +1,171 @@
+"""llamarl from Python, in a script without a `__main__` guard or in a notebook.
+
+import llamarl
+
+def reward(prompt, response, answer, **row):
+    return response.strip().endswith(answer)
+
+run = llamarl.train("demo", reward=reward, steps=20, trainer={"learning_rate": 1e-4})
+run.metrics()[-1]["reward_mean"]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llamarl.config import ConfigError, RunConfig, load_config, tables
+from llamarl.config.ref import part
+from llamarl.observability.metrics import EvalMetrics
+from llamarl.observability.screen import print_to
+from llamarl.run.given import Rewards, Rows, reward_settings, source_of
+from llamarl.run.record import RunRecord
+
+Config = str | Path | Mapping[str, Any] | RunConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalRecord:
+    """Scores of a checkpoint on held-out problems."""
+
+    metrics: EvalMetrics
+    responses: list[dict[str, Any]]
+    """A row for each: prompt_id, prompt, response, answer, outcome, reward, right, reason."""
+
+
+def train(
+    config: Config, *, reward: Rewards = None, data: Rows = None, eval_data: Rows = None, resume: bool = False,
+    overwrite: bool = False, watch: bool = False, **settings: Any,
+) -> RunRecord:  # fmt: skip
+    """Trains, as `llamarl train` does, and gives the record of the run.
+
+    Args:
+        config: path of a TOML file, name of one that comes with the package, its tables, or settings.
+        reward: `def reward(prompt, response, answer, **row) -> float | bool`, or `async def`; several in a list, or in
+            a table with their weights; or names of rewards. The first decides what is right.
+        data: problems to learn: rows with `question` (or `messages`) and `answer`, a DataFrame, a `datasets.Dataset`;
+            or a source as in a TOML file, such as `{"name": "hub", "path": "openai/gsm8k"}`.
+        eval_data: held-out problems, as `data`.
+        resume: go on where the run ended.
+        overwrite: replace an existing run of the name.
+        watch: show the run in a browser meanwhile.
+        settings: win over `config`, as on the command line: `steps=10, trainer={"learning_rate": 1e-5}`, or
+            `**{"trainer.learning_rate": 1e-5}`.
+
+    Raises:
+        ConfigError: it cannot start.
+        KeyboardInterrupt: it was interrupted, and has saved a checkpoint.
+        ExecutorError, FolderLost, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong: it failed.
+    """
+    from llamarl.controller.supervision import Interrupted
+    from llamarl.observability.spans import now_s
+    from llamarl.run.begin import begin
+    from llamarl.run.train import run
+
+    started_s, settled = now_s(), _settled(config, settings, reward=reward, data=data, eval_data=eval_data)
+    begun = begin(settled, resume=resume, overwrite=overwrite, command="llamarl", tell=_tell)
+    try:
+        with begun.folder, part("page", "watching")(begun.folder.path) if watch else nullcontext("") as address:
+            if address:
+                _tell(address)
+            run(begun.config, begun.prepared, begun.folder, resume=resume, command_started_s=started_s)
+    except Interrupted as error:
+        raise KeyboardInterrupt(f"{error}; go on with resume=True. Files: {begun.folder.path}") from None
+    return RunRecord(begun.folder.path)
+
+
+def evaluate(
+    model: str | Path, data: Rows = None, *, reward: Rewards = None, config: Config | None = None, **settings: Any
+) -> EvalRecord:
+    """Answers and scores problems, as `llamarl eval` does.
+
+    Args:
+        model: Hugging Face folder, or name of the Hub.
+        data: held-out problems, as for `train`; None: those of `config`.
+        reward: as for `train`; None: those of `config`.
+        config: of a run, whose data, reward and limits count.
+        settings: as for `train`.
+
+    Raises:
+        ConfigError: it cannot start.
+        KeyboardInterrupt: it was interrupted.
+        ExecutorError, Stalled: it failed.
+    """
+    from llamarl.controller.supervision import Interrupted
+    from llamarl.run.evaluate import evaluate_checkpoint, response_rows
+    from llamarl.run.scored import completed, ready, settings_for
+
+    run = None if config is None else _settled(config, {})
+    base, given = _given(settings_for(str(model), run), settings, reward, eval_data=data)
+    settled = completed(base, lambda found: load_config(found, settings=given))
+    if settled.data.eval is None:
+        raise ConfigError("there are no problems: give `data`, or a `config` with data.eval")
+    settled = ready(settled, run, config, "llamarl")
+    try:
+        result = evaluate_checkpoint(settled, lambda done, total: None, lambda said: None)
+    except Interrupted as error:
+        raise KeyboardInterrupt(str(error)) from None
+    return EvalRecord(metrics=result.metrics, responses=list(response_rows(result)))
+
+
+def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, **settings: Any) -> list[dict[str, Any]]:
+    """Answers prompts by the engine alone, as `llamarl generate` does: rows in the order of the prompts.
+
+    Args:
+        model: Hugging Face folder, or name of the Hub.
+        chat: each prompt is a user's message in the chat template.
+        settings: as for `train`, such as `rollout={"max_new_tokens": 64}, eval={"samples": 4, "temperature": 1.0}`.
+
+    Raises:
+        ConfigError: it cannot start.
+        ExecutorError: it failed.
+    """
+    from llamarl.run.answering import BASE, PromptRun, row_of
+    from llamarl.run.names import resolved_path
+
+    if isinstance(prompts, str) or not (asked := list(prompts)):
+        raise ConfigError(f"prompts = {prompts!r:.60}: give a list of texts, at least one")
+    path = resolved_path(str(model), "model", command="llamarl")
+    config = load_config(BASE | {"model": {"path": path}}, settings=settings)
+    with PromptRun(config, asked, chat=chat) as answers:
+        rows = [row_of(one, asked, answers.tokenizer) for rollouts in answers.rollouts() for one in rollouts]
+    return sorted(rows, key=lambda row: (row["number"], row["index"]))
+
+
+def open_run(path: str | Path) -> RunRecord:
+    """The record of a run, under way or not. Raises ConfigError: there is none."""
+    return RunRecord(Path(path))
+
+
+def _tell(text: str) -> None:
+    print_to(sys.stdout, text)
+
+
+def _settled(config: Config, settings: Mapping[str, Any], **own: Any) -> RunConfig:
+    """All settings of a call. Raises ConfigError."""
+    base, given = _given(config, settings, **own)
+    return load_config(base, settings=given)
+
+
+def _given(
+    config: Config, settings: Mapping[str, Any], reward: Rewards = None, data: Rows = None, eval_data: Rows = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tables, and the settings that win over them; rows and functions are written below the folder of runs. Raises
+    ConfigError."""
+    if isinstance(config, RunConfig):  # what nobody has set is left to recipes
+        base = config.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+    else:
+        base = dict(config) if isinstance(config, Mapping) else tables(config)
+    given, output = dict(settings), Path(settings.get("output", base.get("output", "runs")))
+    if reward is not None:
+        held = base.get("reward", {})
+        base["reward"] = {key: value for key, value in dict(held).items() if key not in ("parts", "weights")}
+        given |= {f"reward.{name}": value for name, value in reward_settings(reward, output).items()}
+    for name, rows in (("train", data), ("eval", eval_data)):
+        if rows is not None:
+            given[f"data.{name}"] = source_of(rows, output, f"data.{name}")
+    return base, given

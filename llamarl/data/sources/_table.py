@@ -1,0 +1,202 @@
+"""Rows of tables -> problems: which column is what, ids, conversations, and what JSON cannot hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
+
+from llamarl.config import ConfigError
+from llamarl.config.load import parse_json
+from llamarl.data.files import PlacedRow, check_size, no_json
+from llamarl.data.sources._base import ProblemRow
+
+Message = dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class Table:
+    """Base of sources whose rows have columns, read at first use.
+
+    A column inside another is `outer.inner`. Columns of other types than JSON's are left out, which is told.
+
+    Raises (at first use):
+        ConfigError: files are missing, empty or damaged, a column is missing or of a wrong type, an id comes twice.
+    """
+
+    limit: Annotated[int, Field(ge=0)] = 0
+    """Rows taken from the front; 0 takes all."""
+    question: str = ""
+    """Column of the question; empty: `question`, or else `prompt`."""
+    answer: str | None = None
+    """Column of the right answer; left out: `answer`, or else the last message where that is the assistant's; empty:
+    rows have none."""
+    id: str = ""
+    """Column of names of rows; empty: `id`, or else the file's name and the line or row."""
+    messages: str = ""
+    """Column of conversations, lists of `role` and `content`; empty: `messages`, or else `prompt`, where there is no
+    question."""
+
+    def __post_init__(self) -> None:
+        if self.question and self.messages:
+            raise ValueError("question and messages are both named; a row has one of them")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> ProblemRow:
+        return self._rows[index]
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Columns that are in no row, and what they held."""
+        return self._read[1]
+
+    def _located(self) -> Iterator[tuple[str, PlacedRow]]:
+        """Id, where a row has none of its own, and the row."""
+        raise NotImplementedError
+
+    @property
+    def _rows(self) -> list[ProblemRow]:
+        return self._read[0]
+
+    @cached_property
+    def _read(self) -> tuple[list[ProblemRow], dict[str, str]]:
+        rows, first_places, left_out = list[ProblemRow](), dict[str, str](), dict[str, str]()
+        for default_id, (place, fields) in self._located():
+            for name in [name for name, value in fields.items() if no_json(value)]:
+                left_out.setdefault(name, no_json(fields.pop(name)))
+            check_size(place, fields)
+            row = self._row(_Fields(place, fields, tuple(fields), left_out), default_id)
+            if row.problem_id in first_places:
+                raise ConfigError(
+                    f"{place}: id {row.problem_id!r} is already that of {first_places[row.problem_id]}; "
+                    "give each row its own `id`"
+                )
+            first_places[row.problem_id] = place
+            rows.append(row)
+            if len(rows) == self.limit:
+                break
+        for row in rows if left_out else ():
+            for name in left_out:
+                row.metadata.pop(name, None)
+        return rows, left_out
+
+    def _row(self, fields: _Fields, default_id: str) -> ProblemRow:
+        question, conversation, reply = self._asked(fields)
+        if self.answer is None:
+            answer = fields.values.pop("answer", None)
+            answer = reply["content"] if answer is None and reply else answer
+        else:
+            answer = fields.named("answer", self.answer) if self.answer else ""
+        if not isinstance(answer, str | int | float) or isinstance(answer, bool):
+            raise fields.error("`answer` is missing or not text or a number; every row needs one (it may be empty)")
+        own_id = fields.named("id", self.id) if self.id else fields.values.pop("id", None)
+        return ProblemRow(
+            problem_id=default_id if own_id is None else str(own_id),
+            question=question, answer=str(answer), metadata=fields.values, messages=conversation, reply=reply,
+        )  # fmt: skip
+
+    def _asked(self, fields: _Fields) -> tuple[str, tuple[Message, ...], Message | None]:
+        """The question, the conversation that ends with it (empty: it is alone), and the assistant's last message."""
+        if self.messages:
+            return fields.conversation(fields.named("messages", self.messages))
+        if self.question:
+            found = fields.named("question", self.question)
+        else:
+            # A `prompt` stays among the metadata: a reward may need it as it was before a template.
+            values = fields.values
+            found = values.pop("question") if "question" in values else values.get("prompt", values.get("messages"))
+        if isinstance(found, list) and found and all(isinstance(one, dict) for one in found):
+            return fields.conversation(found)
+        if not isinstance(found, str) or not found:
+            what = f"`{self.question}` is" if self.question else "`question` (or `prompt`) is missing or"
+            raise fields.error(f"{what} not text, and there is no conversation; every row needs one")
+        return found, (), None
+
+
+class _Fields(NamedTuple):
+    """Values of one row, by column."""
+
+    place: str
+    values: dict[str, Any]
+    """Columns that no field of the problem has taken."""
+    columns: tuple[str, ...]
+    """Names of all columns, taken ones too."""
+    left_out: Mapping[str, str]
+
+    def error(self, said: str) -> ConfigError:
+        """Sentence about this row, with what it has instead."""
+        lost = "".join(f"; `{name}` holds {kind}, which is no JSON value" for name, kind in self.left_out.items())
+        return ConfigError(f"{self.place}: {said}; its columns are {', '.join(self.columns) or 'none'}{lost}")
+
+    def named(self, option: str, column: str) -> Any:
+        """The value of a column that the settings name. Raises ConfigError: there is none."""
+        found: Any = self.values
+        for name in [column] if column in self.values else column.split("."):
+            if not isinstance(found, dict) or name not in found:
+                raise self.error(f"{option} = {column!r} is not among the columns")
+            found = found[name]
+        return found
+
+    def conversation(self, given: Any) -> tuple[str, tuple[Message, ...], Message | None]:
+        """Question, conversation and reply, from a list of messages, or JSON of one. Raises ConfigError."""
+        if isinstance(given, str):
+            try:
+                given = parse_json(given)
+            except (ValueError, RecursionError):
+                given = None
+        if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+            raise self.error("the messages are no list of objects with `role` and `content`")
+        messages = [_message(one) for one in given]
+        for number, one in enumerate(messages):
+            one.setdefault("content", "" if one.get("tool_calls") else None)
+            if not isinstance(one.get("role"), str) or not isinstance(one["content"], str):
+                raise self.error(f"message {number + 1} needs `role` and `content`, both text")
+        reply = messages.pop() if messages and messages[-1]["role"] == "assistant" else None
+        if not messages or messages[-1]["role"] in ("assistant", "system"):
+            raise self.error("the messages hold nothing to answer; they end with a user's, or with the answer to one")
+        return messages[-1]["content"], tuple(messages), reply
+
+
+def _message(given: Message) -> Message:
+    """One as templates want it, which ask whether there is a key: without those that Parquet has from other rows."""
+    message = {key: value for key, value in given.items() if value is not None}
+    if isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = [_call(one) for one in calls]
+    return message
+
+
+def _call(given: Any) -> Any:
+    """A tool's, with arguments as an object, which templates write as JSON; they may be the text of one."""
+    call = _without_nulls(given)
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        with suppress(ValueError, RecursionError):  # what is no JSON stays as the assistant wrote it
+            function["arguments"] = parse_json(function["arguments"])
+    return call
+
+
+def _without_nulls(given: Any) -> Any:
+    if isinstance(given, list):
+        return [_without_nulls(one) for one in given]
+    if isinstance(given, dict):
+        return {key: _without_nulls(value) for key, value in given.items() if value is not None}
+    return given
+
+
+def of_files(
+    paths: str | tuple[str, ...], read: Callable[[Path], Iterator[PlacedRow]], stem_of: Callable[[str], str]
+) -> Iterator[tuple[str, PlacedRow]]:
+    """Rows of local files in turn, with ids of a file's stem and the line or row; of its path, where files have one
+    stem."""
+    paths = (paths,) if isinstance(paths, str) else paths
+    stems = [stem_of(path) for path in paths]
+    for path, prefix in zip(paths, stems if len(set(stems)) == len(stems) else paths, strict=True):
+        for place, values in read(Path(path)):
+            yield f"{prefix}-{place.rpartition(':')[2]}", (place, values)

@@ -1,0 +1,20 @@
+"""Problems from files of rows, by their suffix: .jsonl, .json, .csv, .tsv and .parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llamarl.data.files import PlacedRow, read_file, stem
+from llamarl.data.sources._table import Table, of_files
+
+
+@dataclass(kw_only=True)
+class File(Table):
+    """Rows of one file, or of several in turn, of which each may have another suffix."""
+
+    path: str | tuple[str, ...]
+    """File or files; relative paths start at the working folder. Those of text may end in .gz."""
+
+    def _located(self) -> Iterator[tuple[str, PlacedRow]]:
+        return of_files(self.path, read_file, stem)

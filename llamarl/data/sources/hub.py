@@ -1,0 +1,77 @@
+"""Problems of a data set by its name on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from llamarl.config import ConfigError, read_text
+from llamarl.data.files import READERS, PlacedRow, read_file
+from llamarl.data.layout import README, Splits, chosen, configurations
+from llamarl.data.sources._table import Table
+from llamarl.hub.fetch import fetched, listing
+from llamarl.hub.names import HubName
+
+CONVERTED = "refs/convert/parquet"
+"""Branch on which the Hub keeps what it has converted to Parquet."""
+
+
+@dataclass(kw_only=True)
+class Hub(Table):
+    """Rows of one split; of the repository only its files are fetched.
+
+    Which files these are is said by the head of the README, else by their names; where no file can be read, those count
+    that the Hub has converted to Parquet.
+    """
+
+    path: str
+    """`owner/name` of the data set, or `owner/name@revision`."""
+    config: str = ""
+    """Configuration, such as `main`; empty: the only one, or the default."""
+    split: str = "train"
+    """Split."""
+    revision: str = ""
+    """Branch, tag or commit; empty: `main`. A run keeps the commit that it was at its start."""
+
+    @staticmethod
+    def pinned(name: HubName) -> HubName:
+        """The commit that a run keeps: where a name has nothing that can be read, of the branch that has. Raises
+        ConfigError."""
+        return with_data(name)[0]
+
+    def _located(self) -> Iterator[tuple[str, PlacedRow]]:
+        if (given := HubName.of(self.path)) is None:
+            raise ConfigError(f"path = {self.path!r} is no name of the Hub; give it as in 'openai/gsm8k'")
+        try:
+            name, readme, found = with_data(given.at(self.revision or given.revision))
+            config, files = chosen(found, self.config, self.split, readme)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}") from None
+        rows = (row for path in files for row in read_file(self._file(name, path)))
+        for number, row in enumerate(rows, start=1):
+            yield f"{given.repo}/{config}/{self.split}-{number}", row
+
+    def _file(self, name: HubName, path: str) -> Path:
+        """One file, fetched when its rows are wanted: none is after those that `limit` takes."""
+        try:
+            return fetched(name, "dataset", lambda _: [path]).folder / path
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}") from None
+
+
+def with_data(name: HubName) -> tuple[HubName, str, Mapping[str, Splits]]:
+    """The commit of a data set that has files which can be read, with its README and its files by configuration and
+    split. Raises ConfigError."""
+    commit, files = listing(name, "dataset")
+    snapshot = fetched(name.at(commit), "dataset", lambda files: [README] * (README in files))
+    readme = read_text(snapshot.folder / README, "fetch it again") if README in files else ""
+    if found := configurations(files, readme):
+        return snapshot.name, readme, found
+    cause = f"none of its {len(files)} files at {commit[:12]} is one of {', '.join(READERS)}"
+    if name.revision:
+        raise ConfigError(f"{cause}; revision = {CONVERTED!r} has what the Hub has converted, if it could")
+    try:
+        return with_data(name.at(CONVERTED))
+    except ConfigError as error:
+        raise ConfigError(f"{cause}, and on its branch {CONVERTED}: {error}") from None

@@ -1,0 +1,118 @@
+"""The process in which the Hub's client runs, from the side of the command that needs an answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import IO, Any, Self
+
+from llamarl.config.errors import ConfigError
+from llamarl.hub.names import HubName, Kind
+from llamarl.hub.progress import Progress
+
+COMMAND = (sys.executable, "-m", "llamarl.hub.client")
+STALL_S = 1800.0
+"""Without a byte or a word from the client, which writes 10 MiB at a time, and itself gives up much earlier."""
+_LOOK_S = 0.25
+
+
+class NotAnswered(ConfigError):
+    """The Hub gave no answer, where one from the cache may do."""
+
+
+class Client:
+    """Starts for the first question; as a context manager it ends in the middle of whatever it does."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                assert pipe is not None
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
+    def ask(
+        self,
+        name: HubName,
+        kind: Kind,
+        progress: Progress,
+        *,
+        done: Callable[[], int] | None = None,
+        stall_s: float | None = None,
+        **order: Any,
+    ) -> dict[str, Any]:
+        """The answer to an order.
+
+        Args:
+            done: bytes that are there by now.
+            stall_s: longest wait for a byte or a word; None: `STALL_S`.
+
+        Raises:
+            ConfigError: cause and fix; NotAnswered where the cache may have an answer.
+        """
+        process = self._process = self._process or _started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        order |= {"repo": name.repo, "revision": name.revision, "kind": kind}
+        with suppress(BrokenPipeError):  # it has ended, as is seen below
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.flush()
+        last_s, had, stall_s = time.monotonic(), -1, stall_s or STALL_S
+        for line in _lines(process.stdout):
+            if done is not None and (has := done()) != had:
+                progress.at(has)
+                last_s, had = time.monotonic(), has
+            if line is None and time.monotonic() - last_s > stall_s:
+                raise NotAnswered(f"the Hub has sent nothing for {stall_s:.0f} s; check the network, and start again")
+            if line is None:
+                continue
+            last_s, answer = time.monotonic(), json.loads(line)
+            if answer["event"] == "failed":
+                raise (ConfigError if answer["is_lasting"] else NotAnswered)(answer["text"])
+            if answer["event"] != "waits":
+                return answer
+            progress.say(answer["text"])
+        raise NotAnswered(
+            f"the Hub's client ended with exit code {process.wait(10)}, and says why above; pip install -U "
+            "huggingface_hub may mend it"
+        )
+
+
+def _started() -> subprocess.Popen[bytes]:
+    """A group of its own: Ctrl-C is for this process, which ends that one."""
+    return subprocess.Popen(
+        COMMAND,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        process_group=0,
+    )
+
+
+def _lines(pipe: IO[bytes]) -> Iterator[bytes | None]:
+    """Lines as they come, and None whenever a moment went by; ends with the pipe."""
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        while True:
+            if not selector.select(_LOOK_S):
+                yield None
+                continue
+            piece = os.read(pipe.fileno(), 1 << 16)
+            if not piece:
+                return
+            *whole, rest = (rest + piece).split(b"\n")
+            yield from whole

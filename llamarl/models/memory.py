@@ -1,0 +1,236 @@
+"""Memory that models take of a device, per rank and by kind: the one sum behind what `plan` lays out, what a start
+refuses, and what `--dry-run` shows. docs/memory.md has the formulas as a table. Imports no torch.
+
+It is plain arithmetic, so a layout's sizes may be numbers or arrays of many layouts. D model dim, Q and V query and
+key/value widths, F feed-forward dim, N tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llamarl.config.decoder import DecoderSizes
+from llamarl.config.trainer import LoraConfig
+
+Number = Any
+"""A number, or an array with one for each of many layouts."""
+Parts = dict[str, Number]
+"""Bytes by kind; they add up."""
+
+WIDTHS: dict[str, int] = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
+"""Bytes of a weight in a generator."""
+TILE_LOGITS = 1 << 23
+"""Logits held at once in training, in elements: 32 MiB of float32. Larger tiles are no faster
+(`benchmarks/training.py`)."""
+MOMENTS_BYTES, STATES_KEPT = 8, 12
+"""Bytes per trained weight of both moments of AdamW; and of all that a checkpoint or mirror copies, the weight too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerLoad:
+    """All that decides what one rank of a trainer, or of a critic, holds."""
+
+    tokens: Number
+    """Tokens of the largest microbatch of a data-parallel rank."""
+    targets: Number
+    """Tokens of it whose log-probability is computed."""
+    keys: Number
+    """Keys that masked attention copies: each prompt once, and per response the prompt and as many as the longest
+    response of the group has. Flash attention copies none."""
+    half: bool
+    """Computes in bfloat16."""
+    checkpointing: bool
+    flash: bool
+    """Attention on a GPU in bfloat16, without context ranks."""
+    tp: Number = 1
+    cp: Number = 1
+    pp: Number = 1
+    shards: Number = 1
+    """Ranks that share one tensor-parallel part of all weights (FSDP2)."""
+    is_critic: bool = False
+    """One output per token instead of a vocabulary."""
+    lora: LoraConfig | None = None
+
+
+def trainer_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
+    """Bytes of one rank in training, after its first step, at the peak of a later one."""
+    vocabulary = sizes.vocab_size * sizes.hidden_size
+    whole = sizes.num_parameters - (vocabulary if load.is_critic and not sizes.tie_embeddings else 0)
+    # Layers are dealt to the stages; the first holds the embedding, the last the head.
+    held = np.ceil(sizes.num_layers / load.pp) * sizes.layer_parameters
+    rest = whole - sizes.num_layers * sizes.layer_parameters
+    held = held + np.where(load.pp > 1, np.minimum(rest, vocabulary), rest)
+    ranks, trained = load.tp * load.shards, held
+    parts: Parts = {}
+    if load.lora is None:
+        parts["weights"] = 4 * held / ranks
+    else:
+        inner = sum(num_in * num_out for num_in, num_out in _projections(sizes, load.lora)) * sizes.num_layers
+        trained = adapter_parameters(sizes, load.lora) / load.pp
+        frozen = 4 * held - (2 * inner / load.pp if load.half else 0)  # adapted projections are kept as they compute
+        parts["weights"] = (frozen + 4 * trained) / ranks
+    parts["gradients"] = 4 * trained / ranks
+    parts["moments"] = MOMENTS_BYTES * trained / ranks
+    return parts | _peak(sizes, load)
+
+
+def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
+    """Bytes that a microbatch takes at the worst moment: when the layers' forward ends, in the backward of the head, in
+    that of a layer, or in that of the embedding (with FSDP2, when the gradients of both ends are shared out)."""
+    vocabulary = 0 if load.is_critic else sizes.vocab_size * sizes.hidden_size / load.tp
+    width, hidden, is_cut = 2 if load.half else 4, sizes.hidden_size, np.asarray(load.shards) > 1
+    rows, layer = load.tokens / (load.cp * load.tp), activation_bytes(sizes, load)
+    table = 8 * sizes.head_dim * (sizes.max_position_embeddings + load.tokens / load.cp)
+    ends = 2 * 4 * hidden * rows + table
+    # A pipeline's first stage holds its part of the layers for as many microbatches as there are stages.
+    kept = sizes.num_layers * (4 * hidden * rows if load.checkpointing else layer)
+    # Gradients of gate, up and their product, and of the residual stream; recomputed, the layer itself.
+    work = (3 * width * sizes.intermediate_size + 12 * hidden) * rows + (layer if load.checkpointing else 0)
+    last = 4 * width * sizes.intermediate_size * rows if load.checkpointing else 0
+    gradient = 4 * vocabulary if load.lora is None else 0  # comes whole; a frozen head has none
+    # The embedding's comes whole, too; where it is the head, both of them and their sum are there at once.
+    is_one = sizes.tie_embeddings and not load.is_critic
+    ends_gradient = (3 if is_one else 1) * 4 * sizes.vocab_size * hidden / load.tp * (load.lora is None)
+    logits = 0 if load.is_critic else 3 * 4 * TILE_LOGITS + width * hidden * load.targets + gradient
+    cast, one = _cast(sizes, load)
+    gathered, sent, outer = _gathered(sizes, load)
+    moments: list[Parts] = [
+        {"copies": np.where(is_cut, gathered, cast), "activations": kept + last + ends, "head": 0},
+        {
+            "copies": np.where(is_cut, gathered, 0 if load.checkpointing else cast) + (load.half and 2 * vocabulary),
+            "activations": kept + ends,
+            "head": logits,
+        },
+        # The head's gradient waits: for what the embedding adds where they are one, with FSDP2 for the embedding's.
+        {
+            "copies": np.where(is_cut, gathered + sent, one if load.checkpointing else cast),
+            "activations": kept + table + work,
+            "head": np.where(is_cut | is_one, gradient, 0),
+        },
+        {"copies": np.where(is_cut, outer, 0), "activations": table, "head": np.where(is_cut, 0, ends_gradient)},
+    ]
+    worst = np.argmax(np.broadcast_arrays(*map(total, moments)), axis=0)
+    return {name: np.choose(worst, [moment[name] for moment in moments])[()] for name in moments[0]}
+
+
+def _cast(sizes: DecoderSizes, load: TrainerLoad) -> tuple[Number, Number]:
+    """Bytes of the copies of all layers' matrices that autocast makes, which live until the forward ends, and longer
+    where activations are kept; and of one layer's."""
+    frozen = sum(a * b for a, b in _projections(sizes, load.lora)) if load.lora else 0
+    one = 2 * (sizes.layer_parameters - frozen) / load.tp if load.half else 0
+    return one * np.ceil(sizes.num_layers / load.pp), one
+
+
+def _gathered(sizes: DecoderSizes, load: TrainerLoad) -> tuple[Number, Number, Number]:
+    """Bytes that FSDP2 has whole: of a layer in use and the next one ahead, with embedding and head in float32; of a
+    layer's gradients as they come and, in float32, as they are sent; and at the end of embedding and head, with their
+    gradients, of which there are three where they are one, beside the last layer's."""
+    width, layer = 2 if load.half else 4, sizes.layer_parameters / load.tp
+    ends = (1 if load.is_critic else 2 - sizes.tie_embeddings) * sizes.vocab_size * sizes.hidden_size / load.tp
+    gathered = 2 * width * layer + 4 * ends
+    if load.lora:
+        return gathered, 0, 4 * ends
+    is_one = sizes.tie_embeddings and not load.is_critic
+    return gathered, (width + 4) * layer, (16 if is_one else 8) * ends + 2 * width * layer
+
+
+def _projections(sizes: DecoderSizes, lora: LoraConfig) -> list[tuple[int, int]]:
+    """Inputs and outputs of a layer's projections that have an adapter."""
+    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+    query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    known = {"q_proj": (hidden, query), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (query, hidden)}
+    known |= {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+    return [known[target] for target in lora.targets]
+
+
+def adapter_parameters(sizes: DecoderSizes, lora: LoraConfig) -> int:
+    """Scalars in all adapters."""
+    return lora.rank * sizes.num_layers * sum(map(sum, _projections(sizes, lora)))
+
+
+def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
+    """Bytes that one layer keeps of a microbatch from forward to backward, where it is not computed again."""
+    query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    hidden, inner, tokens = sizes.hidden_size, sizes.intermediate_size, load.tokens / load.cp
+    width, lora = (2 if load.half else 4), load.lora
+    # Residual stream at two places, and both normed before their weights are applied (which frozen ones do not need).
+    # Tensor ranks have rows of their own there; what goes into blocks is gathered, and cast for each of its products.
+    own = 4 * hidden * (2 + 2 * (lora is None))
+    if load.half:
+        casts = 5 if lora is None else len({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} & {*lora.targets})
+        gathered = 2 * hidden * casts
+    else:
+        gathered = 4 * hidden * 2
+    # Gate, up, silu of gate, and their product.
+    heads = 4 * width * inner
+    # Queries, keys, values, outputs, and the logarithm of each query's sum; without flash attention queries and outputs
+    # twice, as they also have an order of its own.
+    heads += width * (2 * query + 2 * kv) + 4 * sizes.num_heads if load.flash else width * 4 * query
+    if getattr(sizes, "qk_norm", False):
+        heads += (2 if lora is None else 1) * 4 * (query + kv)
+    kept = (own / load.tp + gathered + heads / load.tp) * tokens
+    copied = 0 if load.flash else width * 2 * query * load.keys / (load.cp * load.tp)
+    return kept + copied
+
+
+def kv_token_bytes(sizes: DecoderSizes, tp: Number, width: int) -> Number:
+    """Bytes of a token's keys and values on one rank; a head cannot be split, so beyond their number it is repeated."""
+    return 2 * sizes.num_layers * sizes.head_dim * width * np.maximum(np.ceil(sizes.num_kv_heads / tp), 1)
+
+
+def served_bytes(sizes: DecoderSizes, width: Number, tp: Number = 1) -> Number:
+    """Bytes of one copy of a generator's weights on a rank: projections in `width` bytes each (8-bit ones with a
+    float32 scale per row), embedding and head in 16 bits unless those have 32."""
+    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+    query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    kv_part = np.maximum(kv / tp, sizes.head_dim)
+    projections = 2 * hidden * query / tp + 2 * hidden * kv_part
+    experts = sizes.layer_parameters - 2 * hidden * (query + kv)  # of a mixture all; of a dense model also the norms
+    rows = query / tp + 2 * kv_part + 2 * inner / tp + 2 * hidden
+    layer = (projections + experts / tp) * width + np.where(np.asarray(width) == 1, 4 * rows, 0)
+    ends = (2 - sizes.tie_embeddings) * sizes.vocab_size * hidden / tp
+    return sizes.num_layers * layer + ends * np.maximum(width, 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GeneratorLoad:
+    """All that decides what one rank of a generator holds."""
+
+    width: Number
+    """Bytes of a weight."""
+    kv_width: int
+    """Bytes of a cached scalar."""
+    kv_tokens: Number
+    """Tokens in the cache."""
+    tp: Number = 1
+    copies: int = 2
+    """Copies of the weights: in use, and being written."""
+    rows: int = 0
+    """Rollouts that are sampled at once."""
+    prefill_tokens: int = 0
+    lora: LoraConfig | None = None
+    """The frozen matrices are kept beside what they are merged into."""
+
+
+def generator_bytes(sizes: DecoderSizes, load: GeneratorLoad) -> Parts:
+    """Bytes of one rank that generates, or (one copy, no cache) scores with frozen weights."""
+    parts: Parts = {"weights": load.copies * served_bytes(sizes, load.width, load.tp)}
+    if load.lora:
+        frozen = sum(a * b for a, b in _projections(sizes, load.lora)) * sizes.num_layers
+        parts["frozen"] = (2 * frozen + 4 * adapter_parameters(sizes, load.lora)) / load.tp
+    parts["keys and values"] = load.kv_tokens * kv_token_bytes(sizes, load.tp, load.kv_width)
+    query = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
+    inner = 3 * sizes.intermediate_size + 2 * query
+    work = np.maximum(load.rows, load.prefill_tokens) * (2 * inner / load.tp + 3 * 4 * sizes.hidden_size)
+    # Logits, their probabilities, and the running sum.
+    parts["work"] = work + 3 * 4 * load.rows * sizes.vocab_size + 8 * sizes.head_dim * sizes.max_position_embeddings
+    return parts
+
+
+def total(parts: Mapping[str, Number]) -> Number:
+    """The sum over all kinds."""
+    return sum(parts.values())

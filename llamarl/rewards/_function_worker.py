@@ -1,0 +1,95 @@
+"""Work of a worker of the `function` reward: a user's function on a response, or on several at once where it is async.
+
+Errors become sentences with the user's own line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import linecache
+import pickle
+import traceback
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+GIVEN = ("prompt", "response", "answer")
+Said = dict[str, Any]
+"""`{"value": number}`, or `{"error": sentence}`."""
+
+
+def call(job: Mapping[str, Any]) -> list[Said]:
+    """Answers of the function of `job["target"]` about each of `job["rows"]`."""
+    try:
+        function = _loaded(job["target"])
+    except BaseException as error:
+        return [{"error": f"it cannot be loaded: {_sentence(error)}"}] * len(job["rows"])
+    if is_coroutine(function):
+        return asyncio.run(_together(function, job["rows"], job["item_s"]))
+    return [_one(function, row) for row in job["rows"]]
+
+
+def is_coroutine(function: object) -> bool:
+    """Whether calling it gives something to wait for, so that several calls can wait side by side."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(type(function), "__call__", None)  # noqa: B004 - an object with such a method
+    )
+
+
+@lru_cache(maxsize=4)
+def _loaded(target: str) -> Callable[..., Any]:
+    """`package.module:function`, or the path of a file that `pickled` wrote."""
+    if not target.endswith(".pickle"):
+        module, _, name = target.partition(":")
+        return getattr(importlib.import_module(module), name)
+    function, sources = pickle.loads(Path(target).read_bytes())
+    for name, text in sources.items():  # so that a traceback has lines of a cell, too
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    return function
+
+
+def _one(function: Callable[..., Any], row: Mapping[str, Any]) -> Said:
+    try:
+        return _value(function(**_wanted(function, row)))
+    except Exception as error:
+        return {"error": _sentence(error)}
+
+
+async def _together(function: Callable[..., Any], rows: list[Mapping[str, Any]], item_s: float) -> list[Said]:
+    async def one(row: Mapping[str, Any]) -> Said:
+        try:
+            async with asyncio.timeout(item_s):
+                return _value(await function(**_wanted(function, row)))
+        except TimeoutError:
+            return {"error": f"no answer after {item_s:g} s (wall_s)"}
+        except Exception as error:
+            return {"error": _sentence(error)}
+
+    return list(await asyncio.gather(*map(one, rows)))
+
+
+def _wanted(function: Callable[..., Any], row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields of a row that the function takes."""
+    parameters = inspect.signature(function).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return row
+    return {name: row[name] for name in parameters if name in row}
+
+
+def _value(said: Any) -> Said:
+    item = getattr(said, "item", None)  # a number of numpy or torch
+    said = item() if callable(item) else said
+    if isinstance(said, bool | int | float):
+        return {"value": float(said)}
+    return {"error": f"it gave {said!r:.100}, which is no number"}
+
+
+def _sentence(error: BaseException) -> str:
+    """Kind and text of an error, and the user's last line that it came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if one.filename != __file__]
+    where = f" (line {own[-1].lineno} of {own[-1].filename}: `{own[-1].line}`)" if own else ""
+    return f"{type(error).__name__}: {error}{where}"[:500]

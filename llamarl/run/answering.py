@@ -1,0 +1,118 @@
+"""Prompts in, responses out: a checkpoint's engine alone, without cluster, trainer or rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from llamarl.config import RunConfig
+from llamarl.config.schema import DataConfig, GeneratorConfig
+from llamarl.data.prompts import CHAT, check_template, open_tokenizer, render
+from llamarl.data.sources import ProblemRow
+from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+from llamarl.models.folder import load_shape
+from llamarl.types import GenerationRequest, Rollout, SamplingParams
+
+if TYPE_CHECKING:
+    from llamarl.generation.backend import RolloutEngine
+
+ENGINE = tuple(f"generator.{name}" for name in GeneratorConfig.model_fields if name not in ("backend", "vllm"))
+"""Settings that `open_engine` reads."""
+BASE = {"model": {"path": ""}, "data": {"train": "jsonl"}, "eval": {"temperature": 1.0}}
+"""Settings of who asks for answers alone: samples are drawn."""
+
+
+class PromptRun:
+    """Requests for prompts, and as a context manager the engine that answers them."""
+
+    engine: RolloutEngine
+
+    def __init__(self, config: RunConfig, prompts: Sequence[str], *, chat: bool) -> None:
+        """Raises ConfigError: no tokenizer or template that can work; weights are not read yet."""
+        self._config, self.tokenizer = config, open_tokenizer(config.model.path, config.data)
+        check_vocabulary(self.tokenizer, load_shape(config.model.path).vocab_size)
+        data = config.data.model_copy(update={"template": CHAT if chat else "{question}"})
+        check_template(data, self.tokenizer)
+        sampling = _sampling(config, self.tokenizer.eos_token_ids)
+        requests = _requests(prompts, self.tokenizer, data, config.eval.samples, sampling)
+        self._requests = chain([next(requests)], requests)
+        self._opened = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Raises ConfigError, ExecutorError."""
+        self.engine = self._opened.enter_context(open_engine(self._config))
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._opened.close()
+
+    def rollouts(self) -> Iterator[list[Rollout]]:
+        """Rollouts in the order in which they finish. Raises ExecutorError."""
+        generator = self._config.generator
+        return generate(self.engine, self._requests, generator.max_running * generator.replicas)
+
+
+def _sampling(config: RunConfig, end_token_ids: tuple[int, ...]) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        temperature=config.eval.temperature, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p,
+        max_new_tokens=rollout.max_new_tokens, stop_strings=tuple(rollout.stop_strings), seed=config.seed,
+        stop_token_ids=end_token_ids,
+    )  # fmt: skip
+
+
+def _requests(
+    prompts: Sequence[str], tokenizer: Tokenizer, data: DataConfig, samples: int, sampling: SamplingParams
+) -> Iterator[GenerationRequest]:
+    """Tokenized one by one, as the engine has room: group id = number of the prompt, from 0."""
+    for number, prompt in enumerate(prompts):
+        text = render(ProblemRow(problem_id=str(number), question=prompt, answer=""), data, tokenizer)
+        (token_ids_T,) = tokenizer.encode_prompts([text], is_chat=data.template == CHAT)
+        yield GenerationRequest(group_id=number, prompt_token_ids_T=token_ids_T, group_size=samples, sampling=sampling)
+
+
+@contextmanager
+def open_engine(config: RunConfig) -> Iterator[RolloutEngine]:
+    """An engine in this process, or a `Fleet` where several are asked for. Raises ConfigError, ExecutorError."""
+    from llamarl.executors.backends import open_native
+    from llamarl.run.fleet import Fleet
+
+    generator = config.generator
+    if generator.replicas * generator.tensor_parallel > 1:
+        with Fleet(config) as fleet:
+            yield fleet
+    else:
+        yield open_native(config.model.path, generator, None, False, None).engine
+
+
+def generate(engine: RolloutEngine, requests: Iterator[GenerationRequest], ahead: int) -> Iterator[list[Rollout]]:
+    """Rollouts in the order in which they finish. At most `ahead` wait in the engine, and one request more."""
+    while True:
+        waiting = engine.stats().waiting
+        while waiting < ahead and (request := next(requests, None)):
+            engine.submit([request])
+            waiting += request.group_size
+        if not engine.has_work:
+            return
+        if rollouts := engine.step():
+            yield rollouts
+
+
+def row_of(rollout: Rollout, prompts: Sequence[str], tokenizer: Tokenizer) -> dict[str, Any]:
+    """A response as a row of JSON."""
+    logprob = float(rollout.behavior_logprobs_T.sum(dtype=np.float64))
+    return {
+        "prompt": prompts[rollout.group_id],
+        "number": rollout.group_id,
+        "index": rollout.index,
+        "text": tokenizer.decode(rollout.token_ids_T),
+        "num_tokens": rollout.num_tokens,
+        "logprob": logprob if isfinite(logprob) else None,
+        "finish_reason": rollout.finish_reason.value,
+        "error": rollout.error,
+    }

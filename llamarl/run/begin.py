@@ -1,0 +1,91 @@
+"""All that comes before a run: its settings become a folder and what `run` needs, or a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from llamarl.cluster.open import check_cluster
+from llamarl.config import RunConfig, load_sft_config
+from llamarl.config.ref import part
+from llamarl.run.folder import RunFolder, check_run_folder, prepare_run_folder
+from llamarl.run.names import resolved
+from llamarl.run.prepare import Prepared, check_parts, prepare, settle
+from llamarl.run.preview import check_functions
+from llamarl.training.base_model import is_made
+
+Delays = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """A run that can start."""
+
+    config: RunConfig
+    """Settings with commits in the place of names of the Hub."""
+    prepared: Prepared
+    folder: RunFolder
+    """Locked by this process."""
+
+
+def begin(
+    config: RunConfig, *, resume: bool, overwrite: bool, command: str, tell: Callable[[str], None],
+    delays: Delays = nullcontext,
+) -> Begun:  # fmt: skip
+    """Checks what can be checked, makes the base model where a warm start makes it, fetches what the Hub has, and takes
+    the run's folder.
+
+    Args:
+        command: begins lines about the Hub's names, on standard error.
+        tell: hears the first prompt.
+        delays: entered while nothing else says how far this is.
+
+    Raises:
+        ConfigError: it cannot start; nothing was written but a base model.
+    """
+    with delays():
+        run = check_start(config, resume=resume, overwrite=overwrite)
+    if not has_base_model(config):
+        part("sft", "ensure_base_model")(config)
+    written, pinned, prepared = looked_ahead(config, run, command=command, delays=delays)
+    tell(prepared.first_prompt)
+    folder = prepare_run_folder(written, resume=resume, overwrite=overwrite, pinned=pinned)
+    return Begun(config=pinned, prepared=prepared, folder=folder)
+
+
+def check_start(config: RunConfig, *, resume: bool, overwrite: bool) -> Path | None:
+    """Checks what needs neither model nor data; the folder of a run that goes on. Raises ConfigError."""
+    check_parts(config)
+    check_cluster(config.cluster)
+    path = check_run_folder(config, resume=resume, overwrite=overwrite)
+    return path if resume else None
+
+
+def looked_ahead(
+    config: RunConfig, run: Path | None, *, command: str, weights: bool = True, delays: Delays = nullcontext
+) -> tuple[RunConfig, RunConfig, Prepared]:
+    """The settings as they are recorded, and as they are used, and what the run needs of its model and data. The model
+    exists.
+
+    Args:
+        run: folder of the run that goes on.
+        command: begins lines about the Hub's names, on standard error.
+        weights: are fetched and looked at, too; where hosts compute, they fetch for themselves.
+        delays: entered while nothing else says how far this is.
+
+    Raises:
+        ConfigError: the run cannot start.
+    """
+    pinned = resolved(config, weights=weights and config.cluster.kind != "hosts", run=run, command=command)
+    with delays():
+        written, pinned = settle(config, pinned, resume=run is not None, for_agent=config.rollout.agent is not None)
+        prepared = prepare(pinned, weights=weights)
+        check_functions(pinned, prepared.problems.train)
+    return written, pinned, prepared
+
+
+def has_base_model(config: RunConfig) -> bool:
+    """Whether no warm start has to make the model first. Raises ConfigError."""
+    return not config.model.warm_start or is_made(config.model.path, load_sft_config(config.model.warm_start))

@@ -1,0 +1,75 @@
+"""Model cards: what the Hub shows of a model that a run has trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llamarl
+from llamarl.config import RunConfig
+from llamarl.hub.names import HubName
+from llamarl.hub.push import MARK
+from llamarl.observability.files import read_run_rows
+from llamarl.run.names import commits_of, named
+
+
+def model_card(run: Path, config: RunConfig, step: int, title: str, *, adapters: bool) -> str:
+    """Markdown with a YAML head: base model, data, settings that matter and evaluations, as they are on record. It
+    names no path of this machine.
+
+    Args:
+        run: folder of the run, which `config` began.
+        step: of the checkpoint.
+        title: name of the repository.
+        adapters: of a LoRA run are all that is there, in PEFT's format.
+    """
+    names = _names(run, config)
+    data = [name for option, (name, _) in names.items() if option.startswith("data.")]
+    head = {"library_name": "peft" if adapters else "transformers", "pipeline_tag": "text-generation"}
+    head |= {"base_model": names["model.path"][0].repo} if "model.path" in names else {}
+    is_rl = (run / "journal").exists()
+    method = "reinforcement learning" if is_rl else "supervised fine-tuning"
+    lists = {"tags": ["llamarl", method.replace(" ", "-")]}
+    if data:
+        lists["datasets"] = sorted({name.repo for name in data})
+    lines = ["---", *(f"{key}: {value}" for key, value in head.items())]
+    lines += [line for key, values in lists.items() for line in (f"{key}:", *(f"- {value}" for value in values))]
+    what = "LoRA adapters, trained" if adapters else "Trained"
+    lines += ["---", "", f"# {title}", "", f"{what} by {method} with llamarl {llamarl.__version__}.", ""]
+    lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in _facts(run, config, step))]
+    return "\n".join([*lines, "", MARK, ""])
+
+
+def _facts(run: Path, config: RunConfig, step: int) -> Iterator[tuple[str, str]]:
+    names, trainer, rollout = _names(run, config), config.trainer, config.rollout
+    texts = {option: f"{name} at commit {commit}" for option, (name, commit) in names.items()}
+    yield "base model", texts.get("model.path", "a folder")
+    yield "data", texts.get("data.train", config.data.train.name)
+    yield "steps", f"{step}, of {rollout.prompts_per_step} prompts with {rollout.group_size} responses each"
+    yield "loss, advantage", f"{trainer.loss.name}, {trainer.advantage.name}"
+    yield "learning rate", f"{trainer.learning_rate:g}"
+    yield "reward", ", ".join(part.name for part in config.reward.parts)
+    if trainer.lora:
+        yield "LoRA", f"rank {trainer.lora.rank}, alpha {trainer.lora.alpha:g}"
+    for row in _evaluations(run, step):
+        yield (
+            f"accuracy at step {row['step']}",
+            f"{row['accuracy']:.3f} (pass@1, {row['num_prompts']} held-out prompts)",
+        )
+
+
+def _names(run: Path, config: RunConfig) -> dict[str, tuple[HubName, str]]:
+    """Names of the Hub and their commits, by setting. A folder may look like a name, and has no commit on record."""
+    commits = commits_of(run)
+    rows = ((one.option, HubName.of(one.path), commits.get(one.key, "")) for one in named(config))
+    return {option: (name, commit) for option, name, commit in rows if name and commit}
+
+
+def _evaluations(run: Path, step: int) -> list[dict[str, Any]]:
+    """Rows of the first evaluation and the last one, up to a step, that judged anything; none: there are no metrics."""
+    if not (metrics := run / "metrics.jsonl").exists():
+        return []
+    rows = (row for _, row in read_run_rows(metrics, "give the folder of a run") if row.get("kind") == "eval")
+    by_step = {row["step"]: row for row in rows if row["step"] <= step and row["accuracy"] is not None}
+    return [by_step[step] for step in sorted({min(by_step), max(by_step)})] if by_step else []

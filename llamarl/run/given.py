@@ -1,0 +1,158 @@
+"""Things that a run gets from Python, as files below the folder of runs that its settings can name: rows, functions."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import inspect
+import json
+import linecache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llamarl.config import ConfigError, Ref
+from llamarl.config.schema import RewardConfig
+from llamarl.observability.files import write_atomically
+from llamarl.rewards._function_worker import is_coroutine
+
+GIVEN = ".given"
+"""Folder below that of the runs; a file's name is its digest, so that what is given twice is there once."""
+MAX_SOURCE_CHARS = 1 << 20
+RewardFunction = Callable[..., Any]
+Rewards = RewardFunction | str | Mapping[Any, float] | Sequence[Any] | None
+Rows = Any
+"""Rows, a DataFrame, a `datasets.Dataset`, or a source as in a TOML file."""
+
+
+def source_of(rows: Rows, output: Path, option: str) -> dict[str, Any]:
+    """The source of prompts that rows are. Raises ConfigError: they are none."""
+    if isinstance(rows, str):
+        return {"name": rows}
+    if isinstance(rows, Mapping):
+        return dict(rows)
+    for name in ("to_list", "to_dict"):  # a Dataset, a DataFrame
+        if (convert := getattr(rows, name, None)) and not isinstance(rows, Sequence):
+            rows = convert() if name == "to_list" else convert("records")
+            break
+    if not isinstance(rows, Iterable):
+        raise ConfigError(f"{option} is a {type(rows).__name__}; give rows (dicts), a DataFrame, or a source's name")
+    text = "".join(_line(row, f"{option}, row {number}") for number, row in enumerate(rows))
+    if not text:
+        raise ConfigError(f"{option} has no rows; give at least one")
+    return {"name": "jsonl", "path": str(_kept(text.encode(), output, "jsonl"))}
+
+
+def _line(row: Any, where: str) -> str:
+    """Raises ConfigError."""
+    if not isinstance(row, Mapping):
+        raise ConfigError(f"{where} is {row!r:.60}; each row is a dict with `question` and `answer`")
+    try:
+        line = json.dumps(_without_nan(dict(row)), ensure_ascii=False, default=_plain, allow_nan=False) + "\n"
+        line.encode()
+        return line
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where} holds what JSON does not have: {error}; leave it out, or make it text") from None
+
+
+def _without_nan(value: Any) -> Any:
+    """Null in the place of NaN, which is how tables write what is missing."""
+    if isinstance(value, Mapping):
+        return {key: _without_nan(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(one) for one in value]
+    return None if isinstance(value, float) and value != value else value  # noqa: PLR0124
+
+
+def _plain(value: Any) -> Any:
+    if callable(convert := getattr(value, "tolist", None)):  # of numpy
+        return convert()
+    raise TypeError(f"{value!r:.60}, a {type(value).__name__}")
+
+
+def reward_settings(reward: Rewards, output: Path) -> dict[str, Any]:
+    """Settings of section `reward` for functions, names, or several of them with weights. Raises ConfigError."""
+    if isinstance(reward, Mapping) and "name" not in reward:
+        weights = list(reward.values())
+        if not all(isinstance(one, int | float) for one in weights):
+            raise ConfigError(
+                f"reward = {reward!r:.100}: give functions or names, with a number for the weight of each"
+            )
+        return {"parts": [_part(one, output) for one in reward], "weights": [float(one) for one in weights]}
+    several = reward if isinstance(reward, Sequence) and not isinstance(reward, str) else [reward]
+    return {"parts": [_part(one, output) for one in several]}
+
+
+def _part(reward: Any, output: Path) -> dict[str, Any]:
+    """One part of the reward. Raises ConfigError."""
+    if isinstance(reward, str | Mapping | Ref):
+        return Ref.model_validate(reward).model_dump()
+    if not callable(reward):
+        raise ConfigError(f"reward = {reward!r:.60} is no function; give `def reward(prompt, response, answer, **row)`")
+    own = {"name": "function", "is_async": is_coroutine(reward)}
+    own["curve"] = getattr(reward, "__name__", type(reward).__name__)
+    if place := _importable(reward):
+        return own | {"call": place}
+    path = _kept(pickled(reward), output, "pickle")
+    write_atomically(path.with_suffix(".py"), _source(reward))
+    return own | {"file": str(path)}
+
+
+def _importable(function: Any) -> str:
+    """`package.module:function`, where other processes find it there; else empty."""
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    if not module or module == "__main__" or not name.isidentifier():
+        return ""
+    try:
+        return f"{module}:{name}" if getattr(importlib.import_module(module), name, None) is function else ""
+    except ImportError:
+        return ""
+
+
+def pickled(function: Any) -> bytes:
+    """The function with what it needs of its notebook or script, and the text that it stands in. Raises ConfigError."""
+    import cloudpickle
+
+    try:
+        file = inspect.getsourcefile(function) or ""
+        text = "".join(linecache.getlines(file))[:MAX_SOURCE_CHARS]
+    except (TypeError, OSError):
+        file = text = ""
+    try:
+        return cloudpickle.dumps((function, {file: text} if text else {}))
+    except Exception as error:  # whatever an object that it refers to raises
+        name = getattr(function, "__name__", "reward")
+        cause = f"{type(error).__name__}: {error}"
+        cause = f"{cause}; let it not refer to that"
+        raise ConfigError(f"the reward {name} cannot go to another process: {cause}") from error
+
+
+def _source(function: Any) -> str:
+    try:
+        return inspect.getsource(function)
+    except (TypeError, OSError):
+        return f"# the source of {function!r} is not known\n"
+
+
+def _kept(data: bytes, output: Path, suffix: str) -> Path:
+    path = output / GIVEN / f"{hashlib.sha256(data).hexdigest()[:32]}.{suffix}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        write_atomically(path, data)
+    return path
+
+
+def with_content(reward: RewardConfig) -> RewardConfig:
+    """Settings of rewards for a process on any machine: files of functions ride along. Raises ConfigError."""
+
+    def carried(ref: Ref) -> Ref:
+        if ref.name != "function" or not (file := ref.options.get("file")):
+            return ref
+        try:
+            content = base64.b64encode(Path(file).read_bytes()).decode()
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror}; start the run from Python again") from None
+        return Ref.model_validate({"name": ref.name} | ref.options | {"file": "", "content": content})
+
+    return reward.model_copy(update={"parts": [carried(ref) for ref in reward.parts]})

@@ -1,0 +1,121 @@
+"""Memory of a run's executors against what this machine has: lines for people, and the refusal of what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from llamarl.config import ConfigError, RunConfig
+from llamarl.models import fit
+from llamarl.models.fit import CONTEXT_BYTES, RankMemory, taken
+from llamarl.models.folder import load_shape
+from llamarl.models.memory import total
+from llamarl.models.shape import ModelShape
+from llamarl.observability.usage import available_bytes
+from llamarl.run.placement import LocalPlacer, aligned, device_bytes, models_in_use, wanted_executors
+
+HOST = "this host"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineMemory:
+    """Bytes that a machine has for a run."""
+
+    host: float
+    """Free, of processors."""
+    gpus: tuple[int, ...] = ()
+    """All of each GPU."""
+
+    def of(self, place: str) -> float | None:
+        """Bytes of a place; None: it is not known."""
+        if place == HOST:
+            return self.host
+        number = int(place.removeprefix("cuda:"))
+        return self.gpus[number] if number < len(self.gpus) else None
+
+
+def machine_memory(config: RunConfig) -> MachineMemory:
+    """This machine's. GPUs are asked only where a role wants one. Raises ConfigError: torch cannot tell."""
+    wants_gpu = any(one.device != "cpu" for one in wanted_executors(config))
+    return MachineMemory(host=available_bytes(), gpus=device_bytes() if wants_gpu else ())
+
+
+def run_holdings(config: RunConfig, shape: ModelShape) -> list[RankMemory]:
+    """Memory of each executor of a run. Raises ConfigError: a model cannot be read."""
+    models = {
+        name: (settings, load_shape(settings.path) if settings.path else shape)
+        for name, settings in models_in_use(config).items()
+    }
+    return list(fit.holdings(config, shape, models))
+
+
+def shares(config: RunConfig, held: list[RankMemory], num_gpus: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Bytes by place (`this host`, `cuda:0`), executor and kind. Raises ConfigError: an executor has no place."""
+    placer, found = LocalPlacer(config, num_devices=num_gpus), dict[str, dict[str, dict[str, float]]]()
+    for one in held:
+        ranks = one.num_ranks
+        devices = [f"cuda:{device}" for _, device in placer.devices(one.executor)]
+        for place in devices:
+            each = {kind: float(size) for kind, size in one.parts.items()} | {"context": float(CONTEXT_BYTES)}
+            # In one process all ranks share the first device.
+            found.setdefault(place, {})[one.executor] = each
+        on_host = {kind: float(ranks * size) for kind, size in (one.host if devices else one.parts).items()}
+        if on_host:
+            found.setdefault(HOST, {})[one.executor] = on_host
+    return found
+
+
+def check_memory(config: RunConfig, shape: ModelShape, machine: MachineMemory | None = None) -> None:
+    """Raises ConfigError when this machine does not have the memory that a run takes at least; the sentence names who
+    takes what where, and the cheapest setting that makes it fit."""
+    machine = machine or machine_memory(config)
+    lacking = partial(_lacking, shape=shape, machine=machine)
+    if lacking(config) <= 0:
+        return
+    places = shares(config, run_holdings(config, shape), len(machine.gpus))
+    place = max(places, key=lambda place: _lack(places[place], machine.of(place)))
+    here, there = places[place], machine.of(place) or 0.0
+    largest = max(here, key=lambda executor: total(here[executor]))
+    others = "".join(f", {name} {taken(parts)}" for name, parts in here.items() if name != largest)
+    raise ConfigError(
+        f"the {largest} takes {taken(here[largest])} of {place}{' beside' + others[1:] if others else ''}, and "
+        f"{taken({'': there})} are there; {fit.way_out(config, shape, lacking)}"
+    )
+
+
+def _lack(executors: Mapping[str, Mapping[str, float]], there: float | None) -> float:
+    return -1.0 if there is None else sum(sum(parts.values()) for parts in executors.values()) - there
+
+
+def _lacking(config: RunConfig, shape: ModelShape, machine: MachineMemory) -> float:
+    """Bytes that the fullest place lacks; infinite where there are fewer GPUs than ranks."""
+    try:
+        places = shares(config, run_holdings(config, shape), len(machine.gpus))
+    except ConfigError:
+        return float("inf")
+    if machine.gpus and any(machine.of(place) is None for place in places):
+        return float("inf")
+    return max((_lack(executors, machine.of(place)) for place, executors in places.items()), default=-1.0)
+
+
+def memory_lines(config: RunConfig, shape: ModelShape, machine: MachineMemory | None = None) -> list[str]:
+    """A line for each executor with what one of its ranks takes by kind, and one for each device with what is there."""
+    machine, held = machine or machine_memory(config), run_holdings(config, shape)
+    rows = [("executor", "ranks", "device", "each takes")]
+    for one in held:
+        up_to = (
+            f", and up to {taken({'': one.grows})} more for keys and values where there is room" if one.grows else ""
+        )
+        beside = f"; of its host {taken(one.host)}" if one.host else ""
+        device = "gpu" if one.on_gpu else "cpu"
+        rows.append((one.executor, str(one.num_ranks), device, taken(one.parts) + up_to + beside))
+    lines = aligned(rows)
+    if config.cluster.kind == "hosts":
+        return [*lines, "what the hosts have is known when they call"]
+    for place, executors in sorted(shares(config, held, len(machine.gpus)).items()):
+        there = machine.of(place)
+        of = "it is not here, so nothing was compared" if there is None else f"{taken({'': there})} are there"
+        every = sum(map(total, executors.values()))
+        lines.append(f"{place}: {taken({'': every})} at least, and {of}")
+    return lines

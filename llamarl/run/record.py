@@ -1,0 +1,68 @@
+"""`RunRecord`: what a run has left, or leaves while it goes on, as rows for pandas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llamarl.config import ConfigError, RunConfig, load_config, read_json
+from llamarl.observability.files import pieces, read_run_rows
+from llamarl.run.folder import RunFolder
+from llamarl.run.rollouts import rollout_rows
+
+
+class RunRecord:
+    """The folder of a run, read anew at each call."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError: there is no run."""
+        self.path = path.resolve()
+        self._folder = RunFolder(self.path)
+        if not self._folder.config.exists():
+            raise ConfigError(f"{path} is no folder of a run; it has no config.toml")
+
+    def __repr__(self) -> str:
+        return f"RunRecord({str(self.path)!r}, {self._folder.recorded_steps()} steps)"
+
+    @property
+    def config(self) -> RunConfig:
+        """All settings. Raises ConfigError: its file is damaged."""
+        return load_config(self._folder.config)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Numbers at the end; empty before. Raises ConfigError: its file is damaged."""
+        return read_json(self._folder.summary, "start again") if self._folder.summary.exists() else {}
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """A flat row for each step: numbers by name, what is nested behind dots; NaN where there is none. Raises
+        ConfigError: a row is damaged."""
+        return [_flat(row) for row in self._rows("step")]
+
+    def evals(self) -> list[dict[str, Any]]:
+        """A row for each evaluation, as `metrics`. Raises ConfigError."""
+        return [_flat(row) for row in self._rows("eval")]
+
+    def rollouts(self) -> Iterator[dict[str, Any]]:
+        """A row for each rollout that was trained on: step, prompt, response, reward, advantage and more. Raises
+        ConfigError: there are none."""
+        return rollout_rows(self.path)
+
+    def _rows(self, kind: str) -> Iterator[dict[str, Any]]:
+        if not any(one.stat().st_size for one in pieces(self._folder.metrics) if one.exists()):
+            return  # it has just begun
+        for _, row in read_run_rows(self._folder.metrics, "start again"):
+            if row.get("kind") == kind:
+                yield {name: value for name, value in row.items() if name != "kind"}
+
+
+def _flat(row: dict[str, Any], before: str = "") -> dict[str, Any]:
+    found = dict[str, Any]()
+    for name, value in row.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{before}{name}.")
+        else:
+            found[before + name] = math.nan if value is None else value
+    return found

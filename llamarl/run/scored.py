@@ -1,0 +1,62 @@
+"""Settings of an evaluation: those of a run that it is like, and what an evaluation is otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from llamarl.config import RunConfig
+from llamarl.data.prompts import open_tokenizer, settled
+from llamarl.run.begin import Delays
+from llamarl.run.names import resolved
+
+BASE: dict[str, Any] = {"model": {"path": ""}, "data": {"train": "jsonl"}, "eval": {"max_prompts": 1 << 30}}
+OF_RUN: Any = {
+    "data": True, "reward": True, "rollout": {"max_new_tokens", "stop_strings", "environment", "agent"},
+    "generator": {"device", "dtype", "kv_dtype", "threads", "max_running", "prefill_tokens", "cuda_graphs"},
+}  # fmt: skip
+"""Sections of a run, and settings of one, that an evaluation takes over."""
+
+
+def settings_for(model: str, run: RunConfig | None) -> dict[str, Any]:
+    """Tables of an evaluation of this model, on the problems of a run and by its reward, if one is given."""
+    of_run = run.model_dump(mode="json", exclude_none=True, include=OF_RUN) if run else {}
+    of_run.get("data", {}).pop("date", None)  # `ready` takes it, if the model's chat template does
+    return BASE | {"model": {"path": model}} | of_run
+
+
+def completed(settings: Mapping[str, Any], settle: Callable[[dict[str, Any]], RunConfig]) -> RunConfig:
+    """Settled settings, with those that follow where nobody says otherwise: several samples are drawn, and one
+    generator needs no process of its own. Raises ConfigError."""
+    settings, config = dict(settings), settle(dict(settings))
+    if config.eval.samples > 1:  # greedy ones are all the same
+        settings["eval"] = BASE["eval"] | {"temperature": 1.0}
+    if config.generator.replicas * config.generator.tensor_parallel == 1:
+        settings["cluster"] = {"kind": "inline"}
+    return settle(settings)
+
+
+def ready(
+    config: RunConfig, run: RunConfig | None, place: object, command: str, delays: Delays = nullcontext
+) -> RunConfig:
+    """Settings with commits of the names that an evaluation reads, those on record first, and with the date of the
+    run's prompts, where nobody gives one and this model's chat template writes it.
+
+    Args:
+        config: of the evaluation.
+        run: that it is like.
+        place: path of the run's settings, in its folder; None, or tables: it has none.
+        command: begins lines about the Hub's names, on standard error.
+        delays: entered while nothing else says how far this is.
+
+    Raises:
+        ConfigError: a name means nothing, or the tokenizer cannot be read.
+    """
+    folder = Path(place).parent if isinstance(place, str | Path) else None
+    pinned = resolved(config, run=folder, command=command, only=("model.path", "data.eval"))
+    with delays():
+        tokenizer, for_agent = open_tokenizer(pinned.model.path, pinned.data), pinned.rollout.agent is not None
+    data = settled(pinned.data, tokenizer, run.data if run else None, for_agent=for_agent)
+    return pinned.model_copy(update={"data": data})

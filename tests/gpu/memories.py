@@ -1,0 +1,202 @@
+"""Memory that trainers and generators of full size take of a pretended GPU, whose tensors have no values. Runs where
+`guard.begin` has been called; `sharded` in any process where process groups may be made."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from llamarl.algorithms.advantages.group_mean import GroupMean
+from llamarl.algorithms.losses.aipo import Aipo
+from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.distributed.mesh import ALONE, AXES, CPU, Axis, RankMesh
+from llamarl.generation.kv_cache import KVCache
+from llamarl.generation.model import GeneratorModel
+from llamarl.models import memory
+from llamarl.models.hf import new_model
+from llamarl.models.lora import add_adapters
+from llamarl.models.memory import GeneratorLoad, Parts, TrainerLoad
+from llamarl.models.shape import ModelShape
+from llamarl.models.transformer import Transformer
+from llamarl.sharding.box import Box
+from llamarl.training import logprobs
+from llamarl.training.optimization import finished
+from llamarl.training.packing import pack
+from llamarl.training.preflight import example_groups
+from llamarl.training.trainer import Trainer
+from llamarl.types import SampleGroup, TrainSample
+
+SHAPES = {
+    "1B": ModelShape(
+        family="llama", hidden_size=2048, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64,
+        intermediate_size=8192, vocab_size=128_256, max_position_embeddings=131_072, tie_embeddings=True,
+    ),
+    "8B": ModelShape(
+        family="llama", hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
+        intermediate_size=14_336, vocab_size=128_256, max_position_embeddings=131_072,
+    ),
+    "qwen3 8B": ModelShape(
+        family="qwen3", hidden_size=4096, num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128,
+        intermediate_size=12_288, vocab_size=151_936, max_position_embeddings=40_960,
+    ),
+}  # fmt: skip
+PROMPT, RESPONSES = 512, (512,) * 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counted:
+    """Bytes of a device, as counted and by the sum."""
+
+    held: float
+    """Before and after a step."""
+    peak: float
+    """More, in a step."""
+    parts: Parts
+
+
+@contextmanager
+def _valueless() -> Iterator[Any]:
+    from tests.gpu.pretend import MEMORY  # replaces some of torch's functions
+
+    gc.collect()  # what others left
+    MEMORY.device = "meta"
+    try:
+        yield MEMORY
+    finally:
+        MEMORY.device = "cpu"
+
+
+def group(prompt: int, responses: tuple[int, ...]) -> SampleGroup:
+    def sample(length: int) -> TrainSample:
+        numbers = {name: np.zeros(length, np.float32) for name in ("behavior_logprobs", "advantages")}
+        return TrainSample(columns={"token_ids": np.zeros(length, np.int32)} | numbers)
+
+    return SampleGroup(prompt_token_ids_T=np.zeros(prompt, np.int32), samples=tuple(map(sample, responses)))
+
+
+def _nothing(_: str, box: Box) -> Tensor:
+    return torch.zeros(1).expand(box.shape)
+
+
+def trained(name: str, num_groups: int, config: dict[str, Any], tp: int = 1) -> Counted:
+    """The second step of a trainer; with `tp` that of the first of so many ranks, the others of which do not exist."""
+    rank = int(config.pop("lora_rank", 0))
+    settings = TrainerConfig(lora=LoraConfig(rank=rank) if rank else None, **config)
+    shape, device = SHAPES[name], torch.device("cuda", 0)
+    with torch.device("meta"):
+        model = Transformer(shape)
+    if settings.lora:
+        add_adapters(model, settings.lora, 0, getattr(torch, settings.dtype))
+    with _valueless() as counted, _mesh(tp) as mesh:
+        before = counted.live_bytes
+        trainer = Trainer(model, settings, Aipo(), GroupMean(), 1.0, mesh, device, read=_nothing)
+        (batch,) = pack([group(PROMPT, RESPONSES)] * num_groups, 1 << 30)
+        for _ in range(2):
+            held = counted.live_bytes
+            counted.peak_bytes = held
+            trainer.logprobs(batch).sum().backward()
+            peak = counted.peak_bytes - held
+            trainer.optimizer.step()
+    load = TrainerLoad(
+        tokens=len(batch.token_ids_N), targets=len(batch.targets_R), keys=0, half=settings.dtype == "bfloat16",
+        checkpointing=settings.activation_checkpointing, flash=True, lora=settings.lora, tp=tp,
+    )  # fmt: skip
+    table = 8 * shape.head_dim * shape.max_position_embeddings  # of the rotation: made once, counted with a step
+    return Counted(held=held - before - table, peak=peak + table, parts=memory.trainer_bytes(shape, load))
+
+
+@contextmanager
+def _mesh(tp: int) -> Iterator[RankMesh]:
+    if tp == 1:
+        yield ALONE
+        return
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
+    try:
+        sizes = [tp if axis == "tp" else 1 for axis in AXES]
+        mesh = init_device_mesh("cuda", tuple(sizes), mesh_dim_names=AXES)
+        axes = {axis: Axis(0, size, mesh.get_group(axis)) for axis, size in zip(AXES, sizes, strict=True)}
+        yield RankMesh(**axes, world=Axis(0, tp, dist.group.WORLD), shards=None)
+    finally:
+        dist.destroy_process_group()
+
+
+def generating(name: str, max_running: int, context: int) -> Counted:
+    """A generator in bfloat16 with weights in use and others being written, and its cache."""
+    shape, device = SHAPES[name], torch.device("cuda", 0)
+    with _valueless() as counted:
+        before = counted.live_bytes
+        model = GeneratorModel(shape, "bfloat16", device)
+        model.load(_nothing)
+        spare = model.spare()
+        cache = KVCache(
+            num_layers=shape.num_layers, num_blocks=max_running * context // 16, num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim, dtype=model.kv_dtype, device=device,
+        )  # fmt: skip
+        held = counted.live_bytes - before
+        del spare, cache
+    load = GeneratorLoad(width=2, kv_width=2, kv_tokens=max_running * context)
+    return Counted(held=held, peak=0, parts=memory.generator_bytes(shape, load))
+
+
+class Living(TorchDispatchMode):
+    """Most bytes that are alive at once, beside those of `known`; FSDP2 empties memory that it keeps."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self.peak, self._known, self._seen = 0, known, dict[int, Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor):
+                storage = one.untyped_storage()
+                self._seen[storage._cdata] = weakref.ref(storage)
+        self._seen = {key: weak for key, weak in self._seen.items() if weak() is not None}
+        living = (weak() for key, weak in self._seen.items() if key not in self._known)
+        self.peak = max(self.peak, sum(one.nbytes() for one in living if one is not None))
+        return result
+
+
+def sharded(num_ranks: int, config: dict[str, Any], tied: bool, vocab_size: int) -> Counted:
+    """A step of one FSDP2 rank on the CPU, of a small model with few tokens, so that weights are what counts."""
+    from tests.gpu.layouts import rank_of
+
+    shape = ModelShape(
+        family="llama", hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=2, head_dim=64, intermediate_size=1536,
+        vocab_size=vocab_size, max_position_embeddings=256, tie_embeddings=tied,
+    )  # fmt: skip
+    tile, settings, groups = 1 << 15, TrainerConfig(**config), example_groups(1, vocab_size)
+    num_tokens = sum(len(one.prompt_token_ids_T) + sum(len(s.token_ids_T) for s in one.samples) for one in groups)
+    tiles = patch.object(logprobs, "TILE_LOGITS", tile), patch.object(memory, "TILE_LOGITS", tile)
+    with tiles[0], tiles[1], rank_of(0, {"fsdp": num_ranks}) as mesh:
+        trainer = Trainer(new_model(shape, 0, 0.05), settings, Aipo(), GroupMean(), 1.0, mesh, CPU)
+        finished(trainer.update(groups, 1))
+        weights = list(trainer.sharding.weights.values())
+        kept = [
+            *weights,
+            *(one.grad for one in weights),
+            *(t for s in trainer.optimizer.state.values() for t in s.values()),
+        ]
+        with Living({one.untyped_storage()._cdata for one in kept}) as living:
+            finished(trainer.accumulate(groups, 1))
+        load = TrainerLoad(
+            tokens=num_tokens, targets=num_tokens, keys=2 * num_tokens, half=settings.dtype == "bfloat16",
+            checkpointing=settings.activation_checkpointing, flash=False, shards=num_ranks,
+        )  # fmt: skip
+        parts = memory.trainer_bytes(shape, load)
+    return Counted(held=sum(one.nbytes for one in kept), peak=living.peak, parts=parts)

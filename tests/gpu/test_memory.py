@@ -1,0 +1,67 @@
+"""The sum of `models/memory.py` against what the pretended GPU counts, at full size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu import memories
+from tests.gpu.conftest import Run
+from tests.gpu.memories import Counted
+from tests.nightly import NIGHTLY
+
+STATE, STEP = ("weights", "gradients", "moments"), ("copies", "activations", "head")
+
+
+def also(*cases: Any) -> tuple[Any, ...]:
+    """Cases of `make test-all`."""
+    return cases if NIGHTLY else ()
+
+
+def _check(found: Counted, tolerance: float = 0.05) -> None:
+    state, step = (sum(found.parts[kind] for kind in kinds) for kinds in (STATE, STEP))
+    assert state == pytest.approx(found.held, rel=0.01)
+    assert step == pytest.approx(found.peak, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_groups", "lora_rank", "recompute"),
+    [
+        ("1B", 1, 0, False), ("8B", 4, 0, True),
+        *also(("1B", 1, 0, True), ("1B", 4, 0, True), ("1B", 4, 16, False), ("8B", 2, 0, False), ("8B", 2, 16, True),
+              ("qwen3 8B", 2, 0, False)),
+    ],
+)  # fmt: skip
+def test_a_trainer(on_gpu: Run, model: str, num_groups: int, lora_rank: int, recompute: bool) -> None:
+    """State and what a step takes beside it; within 5 % each."""
+    settings = {"dtype": "bfloat16", "lora_rank": lora_rank, "activation_checkpointing": recompute}
+    _check(on_gpu(memories.trained, model, num_groups, settings))
+
+
+def test_a_tensor_parallel_rank(on_gpu: Run) -> None:
+    _check(on_gpu(memories.trained, "8B", 2, {"dtype": "bfloat16"}, 4))
+
+
+def test_a_float32_trainer_has_no_second_copy(on_gpu: Run) -> None:
+    """16 bytes a weight; attention, which has no kernel on the pretended device, is not compared."""
+    found = on_gpu(memories.trained, "1B", 1, {"dtype": "float32"})
+    assert found.parts["copies"] == 0
+    assert sum(found.parts[kind] for kind in STATE) == pytest.approx(found.held, rel=0.01)
+
+
+@pytest.mark.parametrize("model", ["1B", "8B"])
+def test_a_generator(on_gpu: Run, model: str) -> None:
+    found = on_gpu(memories.generating, model, 64, 4096)
+    assert found.parts["weights"] + found.parts["keys and values"] == pytest.approx(found.held, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "config", [{"dtype": "bfloat16"}, *also({}, {"dtype": "bfloat16", "activation_checkpointing": True})]
+)
+@pytest.mark.parametrize(("tied", "vocab_size"), [(True, 4096), (False, 32_768), *also((False, 4096), (True, 32_768))])
+def test_what_fsdp_gathers(elsewhere: Run, config: dict[str, Any], tied: bool, vocab_size: int) -> None:
+    """Within a fifth: weights gathered and gradients sent, of few tokens; of a large vocabulary the most at the end."""
+    found = elsewhere(memories.sharded, 4, config, tied, vocab_size)
+    assert sum(found.parts[kind] for kind in STATE) == pytest.approx(found.held, rel=0.01)
+    assert 0.97 < sum(found.parts[kind] for kind in STEP) / found.peak < 1.2

@@ -1,0 +1,72 @@
+"""Published models: their `config.json`, as far as it decides sizes and arithmetic, and what docs/models.md says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from llamarl.config import ConfigError
+from llamarl.models.refused import OTHERS
+from llamarl.models.shape import ARCHITECTURES, ModelShape
+from llamarl.models.transformer import Transformer
+from llamarl.parts.forecast.shapes import DecoderShape
+
+PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+
+
+@pytest.mark.parametrize("model", PUBLISHED["loads"], ids=lambda model: model["name"])
+class TestOneThatLoads:
+    def test_has_as_many_parameters_as_its_files(self, model: dict[str, Any]) -> None:
+        shape = ModelShape.from_hf(model["config"])
+        assert shape.num_parameters == model["parameters"]
+        planned = DecoderShape.from_hf(model["config"])
+        assert planned.num_parameters == pytest.approx(model["parameters"], rel=1e-3)
+        assert planned.max_position_embeddings == shape.max_position_embeddings
+
+    def test_has_the_parameters_of_transformers(self, model: dict[str, Any]) -> None:
+        config = {**model["config"], "num_hidden_layers": 1}
+        with torch.device("meta"):
+            theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+            ours = Transformer(ModelShape.from_hf(config))
+        named = {name: one.shape for name, one in theirs.named_parameters()}
+        assert {name: one.shape for name, one in ours.named_parameters()} == named
+
+    def test_has_its_row_in_the_docs(self, model: dict[str, Any]) -> None:
+        size, context = model["parameters"] / 1e9, model["config"]["max_position_embeddings"]
+        row = f"| `{model['name']}` | {model['config']['model_type']} | {size:.2f} | {context:,} | {model['license']} |"
+        assert row in PAGE
+
+
+@pytest.mark.parametrize("model", PUBLISHED["refused"], ids=lambda model: model["name"])
+def test_one_of_a_family_that_does_not_load(model: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ModelShape.from_hf(model["config"])
+    assert f"| `{model['name']}` | {model['why']} |" in PAGE
+
+
+def test_the_docs_name_no_model_that_is_not_checked() -> None:
+    known = {one["name"] for one in [*PUBLISHED["loads"], *PUBLISHED["refused"]]}
+    assert set(re.findall(r"^\| `(\w[\w.-]*/[\w.-]+)`", PAGE, re.MULTILINE)) == known
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_another_architecture_is_named_with_the_nearest_that_works(model_type: str) -> None:
+    what, lacks, nearest = OTHERS[model_type]
+    assert nearest in {one["name"] for one in PUBLISHED["loads"]}
+    with pytest.raises(ConfigError) as caught:
+        ModelShape.from_hf({"model_type": model_type})
+    said = f"config.json: `model_type` = {model_type!r} is {what}: {lacks} not computed here; the nearest that works is"
+    assert str(caught.value) == f"{said} {nearest}"
+    assert f"| `{model_type}` | {what} | {lacks} not computed | `{nearest}` |" in PAGE
+
+
+def test_all_that_is_refused_by_name_is_an_architecture_of_transformers() -> None:
+    assert set(OTHERS) <= set(transformers.CONFIG_MAPPING.keys())
+    assert not set(OTHERS) & set(ARCHITECTURES)

@@ -1,0 +1,306 @@
+"""llamarl from Python: a script's functions and rows become a run, an evaluation, answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import llamarl
+from llamarl.config import RunConfig, load_config
+from llamarl.controller.clock import PatientLoop, run_patiently
+from llamarl.run.preview import check_functions
+from tests.end_to_end.tiny import ROOT, environment, make_model, write_toml
+
+ROWS = [{"question": f"{a} + {b}", "answer": str(a + b), "hint": b} for a in range(8) for b in range(4)]
+
+
+def ends_right(prompt: str, response: str, answer: str, **row: Any) -> bool:
+    return response.endswith(answer) and row["hint"] >= 0
+
+
+async def brevity(response: str, hint: int) -> float:
+    await asyncio.sleep(0)
+    return -len(response) / 100 - 0 * hint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("python") / "model")
+
+
+@pytest.fixture
+def toml(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_toml(tmp_path, model)
+
+
+INLINE: dict[str, Any] = {"cluster": {"kind": "inline"}, "steps": 2}
+
+
+def test_a_run_of_own_rows_and_functions(toml: Path) -> None:
+    weights = {ends_right: 1.0, brevity: 0.5}
+    run = llamarl.train(toml, reward=weights, data=ROWS, eval_data=ROWS[:4], **INLINE)
+    assert [row["step"] for row in run.metrics()] == [1, 2]
+    assert {row["extra.reward.brevity"] < 0 <= row["extra.reward.ends_right"] for row in run.metrics()} == {True}
+    assert np.isfinite(run.metrics()[0]["grad_norm"])
+    assert [row["num_prompts"] for row in run.evals()] == [4, 4]
+    assert (run.summary["steps"], run.config.reward.weights) == (2, [1.0, 0.5])
+    rollouts = list(run.rollouts())
+    assert len(rollouts) == 2 * 2 * 3 and {row["answer"] for row in rollouts} <= {row["answer"] for row in ROWS}
+    again = llamarl.open_run("runs/tiny")
+    assert again.metrics() == run.metrics() and "2 steps" in repr(again)
+    longer = llamarl.train(toml, reward=weights, data=ROWS, eval_data=ROWS[:4], resume=True, **INLINE | {"steps": 3})
+    assert [row["step"] for row in longer.metrics()] == [1, 2, 3]
+    with pytest.raises(llamarl.ConfigError, match="no folder of a run"):
+        llamarl.open_run("runs")
+
+
+def test_the_record_starts_it_again_without_python(toml: Path) -> None:
+    """What was given is in files that the settings name."""
+    secret = 7
+
+    def closure(answer: str, response: str) -> float:
+        return secret + len(response) * 0.0
+
+    run = llamarl.train(toml, reward=closure, data=ROWS, **INLINE)
+    (part,) = run.config.reward.parts
+    pickle = Path(part.options["file"])
+    assert part.options["curve"] == "closure" and pickle.parent == Path("runs/.given")
+    assert "return secret" in pickle.with_suffix(".py").read_text()
+    assert "secret" not in run.path.joinpath("config.toml").read_text()
+    command = [sys.executable, "-m", "llamarl", "train", "runs/tiny/config.toml", "--resume", "--steps=3"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment() | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert {row["reward_mean"] for row in run.metrics()} == {7.0}
+    pickle.unlink()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment() | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2 and "is not there; start the run from Python again" in done.stderr
+
+
+def test_settings_win_as_on_the_command_line(toml: Path) -> None:
+    from llamarl.api import _settled
+
+    tables = {"model": {"path": "m"}, "data": {"train": "jsonl"}, "trainer": {"loss": "aipo", "threads": 2}}
+    for base in (tables, load_config(tables)):
+        settings = {"trainer": {"learning_rate": 1e-5}, "trainer.loss": {"name": "grpo"}, "steps": 7}
+        config = _settled(base, settings)
+        assert (config.steps, config.trainer.learning_rate, config.trainer.threads) == (7, 1e-5, 2)
+        assert config.trainer.loss.name == "grpo"
+        assert _settled(base, {"trainer.loss.rho": 8.0}).trainer.loss.options == {"rho": 8.0}
+    assert tables["trainer"] == {"loss": "aipo", "threads": 2}, "what the user holds stays as it is"
+    with pytest.raises(llamarl.ConfigError, match="did you mean `learning_rate`"):
+        _settled(tables, {"trainer.learning_rte": 1})
+    assert isinstance(_settled(toml, {}), RunConfig)
+
+
+def test_rows_of_other_libraries(tmp_path: Path) -> None:
+    from llamarl.run.given import source_of
+
+    class Frame:
+        def to_dict(self, orient: str) -> list[dict[str, Any]]:
+            assert orient == "records"
+            return [{"question": "q", "answer": np.int64(3), "vector": np.arange(2)}]
+
+    class Dataset:
+        def to_list(self) -> list[dict[str, Any]]:
+            return [{"question": "q", "answer": "a"}]
+
+    for rows, expected in (
+        (Frame(), {"question": "q", "answer": 3, "vector": [0, 1]}),
+        (Dataset(), Dataset().to_list()[0]),
+    ):
+        source = source_of(rows, tmp_path, "data.train")
+        assert json.loads(Path(source["path"]).read_text()) == expected and source["name"] == "jsonl"
+    assert source_of(iter(Dataset().to_list()), tmp_path, "data.train") == source, "the same rows are there once"
+    assert source_of("running_total", tmp_path, "data.train") == {"name": "running_total"}
+    for rows, cause in (
+        (3, "data.train is a int; give rows"),
+        ([], "has no rows"),
+        ([["question"]], r"row 0 is \['question'\]; each row is a dict"),
+        ([{"question": object()}], "holds what JSON does not have"),
+    ):
+        with pytest.raises(llamarl.ConfigError, match=cause):
+            source_of(rows, tmp_path, "data.train")
+
+
+def test_functions_that_cannot_be_used(toml: Path) -> None:
+    lock = __import__("threading").Lock()
+
+    def locked(response: str) -> float:
+        return float(lock.locked())
+
+    def broken(response: str) -> float:
+        return 1 / 0
+
+    for reward, cause in (
+        (locked, "the reward locked cannot go to another process: TypeError"),
+        (3, "reward = 3 is no function"),
+        (broken, r"tried on row .* ZeroDivisionError: division by zero \(line \d+ of .*test_api.py: `return 1 / 0`\)"),
+        ("no_such", "`reward.parts = 'no_such'` is unknown"),
+    ):
+        with pytest.raises(llamarl.ConfigError, match=cause):
+            llamarl.train(toml, reward=reward, data=ROWS, **INLINE)
+    assert not Path("runs/tiny").exists()
+
+
+def test_an_evaluation_and_answers(toml: Path, model: Path) -> None:
+    limits: dict[str, Any] = {"rollout": {"max_new_tokens": 6}}
+    found = llamarl.evaluate(model, ROWS[:3], reward=ends_right, **limits)
+    assert found.metrics.num_prompts == 3 and [row["answer"] for row in found.responses] == ["0", "1", "2"]
+    several = llamarl.evaluate(model, config=toml, eval={"samples": 2, "max_prompts": 4}, **limits)
+    assert (several.metrics.k, len(several.responses)) == (2, 8)
+    with pytest.raises(llamarl.ConfigError, match="there are no problems"):
+        llamarl.evaluate(model)
+    rows = llamarl.generate(model, ["one", "two"], eval={"samples": 2}, **limits)
+    assert [(row["number"], row["index"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(0 < row["num_tokens"] <= 6 for row in rows)
+
+
+def test_where_a_loop_runs_already(toml: Path) -> None:
+    """As in a notebook: the run has a thread of its own."""
+
+    async def cell() -> llamarl.RunRecord:
+        return llamarl.train(toml, data=ROWS, reward="exact", **INLINE)
+
+    assert len(asyncio.run(cell()).metrics()) == 2
+
+    async def fails() -> None:
+        raise LookupError("of its own")
+
+    async def outer() -> None:
+        run_patiently(fails())
+
+    with pytest.raises(LookupError, match="of its own"):
+        asyncio.run(outer())
+
+
+SCRIPT = """
+import llamarl
+FACTOR = 2.0
+def helper(text): return FACTOR * len(text)
+def reward(response, **row): return helper(response)
+run = llamarl.train({toml!r}, reward=reward, data=[{{"question": "q", "answer": "a"}}] * 4, steps=2)
+print(sorted({{row["reward_mean"] > 0 for row in run.metrics()}}), run.config.cluster.kind)
+"""
+
+
+def test_a_script_without_a_guard_and_processes(toml: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(toml=str(toml)))
+    env = environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("[True] monarch\n")
+
+
+def test_public_names() -> None:
+    assert {"train", "evaluate", "generate", "open_run", "ConfigError"} <= set(llamarl.__all__)
+    assert all(getattr(llamarl, name) for name in llamarl.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        llamarl.trian  # noqa: B018
+
+
+def test_prompts_of_any_kind(model: Path) -> None:
+    class Series:
+        """Labels are not places."""
+
+        def __iter__(self) -> Any:
+            return iter(["one", "two"])
+
+        def __getitem__(self, label: int) -> str:
+            return "another"
+
+    limits: dict[str, Any] = {"rollout": {"max_new_tokens": 2}}
+    for prompts in (Series(), (text for text in ("one", "two"))):
+        assert [row["prompt"] for row in llamarl.generate(model, prompts, **limits)] == ["one", "two"]
+    for prompts in ("Hello", []):
+        with pytest.raises(llamarl.ConfigError, match="give a list of texts, at least one"):
+            llamarl.generate(model, prompts, **limits)
+    rows = (row for row in ROWS[:2])
+    assert llamarl.evaluate(model, rows, reward=ends_right, **limits).metrics.num_prompts == 2
+
+
+def test_settings_of_python(toml: Path, tmp_path: Path) -> None:
+    from llamarl.api import _settled
+
+    (tmp_path / "demo").mkdir()
+    demo = _settled("demo", {"output": tmp_path / "o"})
+    assert (demo.name, demo.output) == ("demo", str(tmp_path / "o")), "a folder is no file of settings"
+    own = _settled("demo", {"data.train": {"name": "jsonl", "path": "x.jsonl"}})
+    assert own.data.train.options == {"path": "x.jsonl"}, "another part brings its own options"
+    assert _settled(load_config("demo"), {"recipe": "grpo"}).trainer == _settled("demo", {"recipe": "grpo"}).trainer
+    lora = _settled(load_config(toml).model_dump(), {"trainer": {"lora": {"rank": 8}}}).trainer.lora
+    assert lora and lora.rank == 8
+
+
+def test_rows_with_holes_and_rewards_with_faults(tmp_path: Path) -> None:
+    from llamarl.run.given import reward_settings, source_of
+
+    source = source_of([{"question": "q", "answer": "a", "level": float("nan")}], tmp_path, "data.train")
+    assert json.loads(Path(source["path"]).read_text())["level"] is None
+    for rows in ([{"question": "\ud800"}], [{"question": float("inf")}]):
+        with pytest.raises(llamarl.ConfigError, match="holds what JSON does not have"):
+            source_of(rows, tmp_path, "data.train")
+    for reward in ({"model": {}}, {ends_right: "x"}):
+        with pytest.raises(llamarl.ConfigError, match="with a number for the weight of each"):
+            reward_settings(reward, tmp_path)
+
+    class Judge:
+        async def __call__(self, response: str) -> float:
+            return 1.0
+
+    (part,) = reward_settings(Judge(), tmp_path)["parts"]
+    assert part["is_async"] and part["curve"] == "Judge"
+
+
+def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").touch()
+    for text in (None, ""):
+        if text is not None:
+            (tmp_path / "metrics.jsonl").write_text(text)
+        run = llamarl.open_run(tmp_path)
+        assert run.metrics() == run.evals() == [] and run.summary == {}
+
+
+def test_the_lock_goes_where_a_start_fails(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from llamarl.parts.page import joint
+
+    def fails(folder: Path) -> None:
+        raise LookupError("no port")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(joint, "watching", fails)
+        with pytest.raises(LookupError) as kept:
+            llamarl.train(toml, data=ROWS, reward="exact", watch=True, **INLINE)
+    assert kept.value, "whose traceback a notebook keeps"
+    assert len(llamarl.train(toml, data=ROWS, reward="exact", overwrite=True, **INLINE).metrics()) == 2
+
+
+def test_an_interrupt_before_anybody_listens() -> None:
+    loop, heard = PatientLoop(), list[str]()
+    loop.interrupt()
+    loop.listen(lambda: heard.append("now"))
+    assert heard == ["now"]
+    loop.interrupt()
+    assert heard == ["now", "now"]
+    loop.close()
+
+
+def test_a_trial_asks_nobody_else(toml: Path) -> None:
+    """Other parts of the reward may cost, and a row may have no answer."""
+    config = load_config(toml, settings={"reward.parts": [f"{__name__}:first_word", "no_such_part"]})
+    rows = [SimpleNamespace(prompt_id="a", answer=""), SimpleNamespace(prompt_id="b", answer="x", text="", metadata={})]
+    check_functions(config, rows[:1])
+    check_functions(config, rows)
+
+
+def first_word(response: str) -> bool:
+    return response.split(maxsplit=1)[0] == "x"

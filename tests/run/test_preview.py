@@ -1,0 +1,138 @@
+"""What `--dry-run` says of prompts and answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamarl.config import ConfigError, RunConfig, settled
+from llamarl.rewards import Reward
+from llamarl.run.preview import MOST_CHARS, answers, first_prompt
+from llamarl.types import Prompt, RewardItem, RewardResult
+from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
+
+
+def settings(*parts: Any, **more: Any) -> RunConfig:
+    return settled({"model": {"path": "m"}, "data": {"train": "jsonl"}, "reward": {"parts": list(parts)}} | more)
+
+
+def prompt(number: int, answer: str, **metadata: Any) -> Prompt:
+    token_ids_T = np.arange(number + 1, dtype=np.int32)
+    return Prompt(prompt_id=f"p{number}", text="How many?", token_ids_T=token_ids_T, answer=answer, metadata=metadata)
+
+
+def said(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
+    return list(answers(config, prompts))
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer"),
+    [
+        ("gsm8k", "42"), ("gsm8k", "6 * 7 = 42\n#### 42"), ("exact", "forty-two"), ("math", r"\frac{1}{2}"),
+        ("math", r"so \boxed{7}"), ("math", "x\n#### 7"),
+    ],
+)  # fmt: skip
+def test_a_reward_knows_the_answers_that_it_writes(reward: str, answer: str) -> None:
+    right = "3 of the first 3 rows' own answers are right by the reward"
+    prompts = [prompt(number, answer) for number in range(3)]
+    assert said(settings(reward), prompts) == [right]
+    assert said(settings(reward, {"name": "regex_format", "pattern": "no such"}), prompts) == [right], (
+        "the first decides"
+    )
+
+
+def test_worked_solutions_come_first_and_64_are_enough() -> None:
+    prompts = [prompt(number, "7", solution="#### 7" if number else "####", way="#### 8") for number in range(99)]
+    assert said(settings("gsm8k"), prompts) == ["63 of the first 64 rows' own answers are right by the reward"]
+    data = {"train": "jsonl", "solution": "way"}
+    share, warning = said(settings("gsm8k", data=data), prompts)
+    assert share.startswith("0 of the first 64 ")
+    assert warning.startswith(
+        "warning: reward and data do not fit together. For example '#### 8' to the answer '7' is "
+    )
+    assert warning.endswith("wrong: 8 is not 7")
+
+
+def test_five_in_a_hundred_may_be_wrong() -> None:
+    for num_wrong, is_warned in ((1, False), (2, True)):
+        prompts = [prompt(number, "x" if number < num_wrong else "7") for number in range(20)]
+        assert len(said(settings("gsm8k"), prompts)) == 1 + is_warned
+
+
+@dataclass
+class Odd(Reward):
+    """Does anything."""
+
+    mode: str = "none"
+
+    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        if self.mode == "raise":
+            raise ZeroDivisionError("of their own")
+        return []
+
+    def written(self, answer: str) -> str | None:
+        return answer if self.mode != "none" else None
+
+
+def test_what_cannot_be_scored_is_said() -> None:
+    odd, prompts = f"{__name__}:Odd", [prompt(1, "7")]
+    assert said(settings(odd), prompts) == [
+        "not scored: rows have no `solution`, and the reward does not say how an answer is written"
+    ]
+    judge = {"name": "judge", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
+    for parts in ((judge,), ("gsm8k", judge)):
+        assert said(settings(*parts), prompts) == [
+            "not scored: the reward asks another model, which a look should not cost"
+        ]
+    assert "an episode has turns" in said(settings("gsm8k", rollout={"environment": "calculator"}), prompts)[0]
+    share, warning = said(settings({"name": odd, "mode": "few"}), prompts)
+    assert share.startswith("0 of the first 1 ") and "0 results" in warning
+    with pytest.raises(
+        ConfigError, match=r"raised ZeroDivisionError: of their own \(.*test_preview.py, line \d+\); mend"
+    ):
+        said(settings({"name": odd, "mode": "raise"}), prompts)
+
+
+def test_a_long_prompt_loses_its_middle() -> None:
+    heading, *lines = first_prompt(prompt(3, "7"))
+    assert (heading, lines) == ("p3, 4 tokens: 0 1 2 3", ["| How many?"])
+    long = Prompt(
+        prompt_id="p", text="a" * MOST_CHARS + "\nmiddle\n" + "z" * MOST_CHARS,
+        token_ids_T=np.arange(5000, dtype=np.int32), answer="", metadata={},
+    )  # fmt: skip
+    heading, line = first_prompt(long)
+    assert heading.startswith("p, 5000 tokens: 0 1 2 ") and " 11 ... 4988 " in heading
+    assert len(line) < MOST_CHARS + 60 and line.startswith("| aaa") and line.endswith("zzz") and "middle" not in line
+    assert "[... 1,208 characters ...]" in line
+
+
+def test_a_dry_run(tmp_path: Path) -> None:
+    """It shows what is there, writes nothing, and ends with 2 where the run could not start."""
+    toml = write_toml(tmp_path, model := make_model(tmp_path / "model"))
+    toml.write_text(toml.read_text().replace("steps = 4", f"steps = 4\noutput = '{tmp_path / 'runs'}'"))
+    before = sorted(tmp_path.rglob("*"))
+    done = llamarl_here("train", toml, "--dry-run", "--reward.parts", "['gsm8k']")
+    assert done.returncode == 0, done.stderr
+    assert "\n# first prompt:\n# running_total-0-100, " in done.stdout
+    assert "\n# answers:\n# 64 of the first 64 rows' own answers are right" in done.stdout
+    follows = json.loads(llamarl_here("train", toml, "--dry-run", "--json").stdout)["consequences"]
+    assert len(follows["answers"]) == 2 and "do not fit together" in follows["answers"][1], "`exact` wants no way"
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "runs/tiny").mkdir(parents=True)
+    (tmp_path / "runs/tiny/mine").touch()
+    for asked, cause in (
+        ((), "exists; go on with it (--resume)"),
+        (("--name=other", "--trainer.device=cuda"), "torch sees no GPU"),
+        (("--name=other", "--data.max_prompt_tokens=3"), "each of the 300 prompts has more than 3 tokens"),
+    ):
+        done = llamarl_here("train", toml, "--dry-run", *asked)
+        assert done.returncode == 2 and cause in done.stderr, done
+    (model / "model.safetensors").write_bytes(b"no weights")
+    done = llamarl_here("train", toml, "--dry-run", "--name=other")
+    assert done.returncode == 2 and "no whole safetensors file" in done.stderr
