@@ -70,7 +70,10 @@ _PATIENT = {f"HYPERACTOR_{name}_TIMEOUT": "1h" for name in _WAITS.split()}
 TRUST = "trust_all_connections"
 """Who may connect is TLS's matter, or the file system's."""
 _CLIENT_S = 0.3
-"""Seconds that Monarch's client has to end."""
+"""Seconds that Monarch's client has for each of its two last flushes."""
+_END_S = 10.0
+"""Longest wait for Monarch's client to end. Where the interpreter goes on before, a thread of Monarch's that notices
+ends the process with code 1, so that a run that went well looks failed; one busy machine needs more than a second."""
 _CAUSE_S = 4.0
 """Longest wait for Monarch to tell why a process that is known to be dead has died."""
 
@@ -289,7 +292,7 @@ def bootstrap_command(
 def _end_client() -> None:
     """Ends Monarch's client; all executors have been stopped, so nothing is lost when it takes too long."""
     with suppress(TimeoutError):
-        monarch.actor.shutdown_context(host_timeout=_CLIENT_S).get(timeout=3 * _CLIENT_S)
+        monarch.actor.shutdown_context(host_timeout=_CLIENT_S).get(timeout=_END_S)
 
 
 def _ignore_fault(failure: MeshFailure) -> None:
