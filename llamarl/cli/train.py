@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import command_parser, told_of_delay
@@ -18,6 +18,9 @@ from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
 from llamarl.config.ref import part
 from llamarl.observability.screen import print_to
 from llamarl.observability.spans import now_s
+
+if TYPE_CHECKING:
+    from llamarl.run.memory import MachineMemory
 
 EPILOG = """Every setting of the file can be overridden: --steps 10 --trainer.learning_rate 1e-5
 --trainer.loss aipo --trainer.loss.rho 8. A recipe settles what file and command line leave open: --recipe grpo.
@@ -35,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--dry-run", action="store_true", help="check the settings, print who computes where and them, stop"
     )
+    parser.add_argument("--gpus", metavar="NxGB", help="with --dry-run: of the machine that the run is for, as 8x80")
     parser.add_argument("--json", action="store_true", help="with --dry-run: as one JSON object, as `llamarl explain`")
     parser.add_argument(
         "--restarts", type=int, metavar="N", help="when the run dies, go on with --resume, so many times at most"
@@ -44,6 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     config = load_config(options.config, overrides)
     if options.dry_run:
         return _dry_run(config, options, overrides)
+    if options.gpus:
+        parser.error("--gpus is for --dry-run; a run takes the GPUs that are here")
     if options.json:
         parser.error("--json is for --dry-run; a run's numbers are in its metrics.jsonl")
     if options.restarts:
@@ -101,8 +107,11 @@ def _say_last(text: str, instead: str) -> None:
 def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints what follows from the settings and what the run would begin with, as comments, and all settings; the exit
     code. Raises ConfigError: the run cannot start."""
+    from llamarl.run.memory import described_machine
+
+    machine = described_machine(options.gpus) if options.gpus else None
     with told_of_delay("train"):
-        beginning = _beginning(config, options)  # fetches what it needs, and the forecast finds it
+        beginning = _beginning(config, options, machine)  # fetches what it needs, and the forecast finds it
         try:
             explained = part("forecast", "explained")
         except ConfigError as error:
@@ -110,7 +119,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
                 raise
             found: dict[str, Any] = {"consequences": {"forecast": [f"not known: {error}"]}}
         else:
-            found = explained(config, options.config, overrides)
+            found = explained(config, options.config, overrides, machine)
         found["consequences"] |= beginning
     if options.json:
         print(json.dumps(found, indent=2))
@@ -120,7 +129,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
     return 0
 
 
-def _beginning(config: RunConfig, options: argparse.Namespace) -> dict[str, list[str]]:
+def _beginning(config: RunConfig, options: argparse.Namespace, machine: MachineMemory | None) -> dict[str, list[str]]:
     """First prompt and answers of a run, as lines by topic. Raises ConfigError: it cannot start."""
     from llamarl.run.begin import check_start, has_base_model, looked_ahead
     from llamarl.run.preview import answers, first_prompt
@@ -128,6 +137,6 @@ def _beginning(config: RunConfig, options: argparse.Namespace) -> dict[str, list
     run = check_start(config, resume=options.resume, overwrite=options.overwrite)
     if not has_base_model(config):
         return {"first prompt": [f"not known before the start has made {config.model.path}"]}
-    _, pinned, prepared = looked_ahead(config, run, command="llamarl train", weights=False)
+    _, pinned, prepared = looked_ahead(config, run, command="llamarl train", weights=False, machine=machine)
     train = prepared.problems.train
     return {"first prompt": first_prompt(train[0]), "answers": [*answers(pinned, train)]}

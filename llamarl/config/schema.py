@@ -351,9 +351,6 @@ class RunConfig(Section):
                 "reference.kl_in = 'reward' compares with what was sampled, and rollout.top_p, top_k or min_p leave "
                 "tokens out: that alone would cost reward; leave them out, or use reference.kl_in = 'loss'"
             )
-        unused = reference.model_dump(include={"path", "dtype", "threads", "device"})
-        if not reference.kl_coefficient and unused != ReferenceConfig().model_dump(include=set(unused)):
-            raise ValueError("reference is set and not used; set reference.kl_coefficient, or leave it out")
         if reference.dtype == "fp8" and reference.device == "cpu":
             raise ValueError("reference.dtype = 'fp8' needs a GPU; with reference.device = 'cpu' use 'int8'")
         return self

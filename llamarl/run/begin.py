@@ -11,6 +11,7 @@ from llamarl.cluster.open import check_cluster
 from llamarl.config import RunConfig, load_sft_config
 from llamarl.config.ref import part
 from llamarl.run.folder import RunFolder, check_run_folder, prepare_run_folder
+from llamarl.run.memory import MachineMemory
 from llamarl.run.names import resolved
 from llamarl.run.prepare import Prepared, check_parts, prepare, settle
 from llamarl.run.preview import check_functions
@@ -64,7 +65,13 @@ def check_start(config: RunConfig, *, resume: bool, overwrite: bool) -> Path | N
 
 
 def looked_ahead(
-    config: RunConfig, run: Path | None, *, command: str, weights: bool = True, delays: Delays = nullcontext
+    config: RunConfig,
+    run: Path | None,
+    *,
+    command: str,
+    weights: bool = True,
+    machine: MachineMemory | None = None,
+    delays: Delays = nullcontext,
 ) -> tuple[RunConfig, RunConfig, Prepared]:
     """The settings as they are recorded, and as they are used, and what the run needs of its model and data. The model
     exists.
@@ -73,6 +80,7 @@ def looked_ahead(
         run: folder of the run that goes on.
         command: begins lines about the Hub's names, on standard error.
         weights: are fetched and looked at, too; where hosts compute, they fetch for themselves.
+        machine: that the run is for; None: this one.
         delays: entered while nothing else says how far this is.
 
     Raises:
@@ -81,7 +89,7 @@ def looked_ahead(
     pinned = resolved(config, weights=weights and config.cluster.kind != "hosts", run=run, command=command)
     with delays():
         written, pinned = settle(config, pinned, resume=run is not None, for_agent=config.rollout.agent is not None)
-        prepared = prepare(pinned, weights=weights)
+        prepared = prepare(pinned, weights=weights, machine=machine)
         check_functions(pinned, prepared.problems.train)
     return written, pinned, prepared
 

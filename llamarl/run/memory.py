@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +23,8 @@ HOST = "this host"
 class MachineMemory:
     """Bytes that a machine has for a run."""
 
-    host: float
-    """Free, of processors."""
+    host: float | None
+    """Free, of processors; None: it is not known."""
     gpus: tuple[int, ...] = ()
     """All of each GPU."""
 
@@ -33,6 +34,13 @@ class MachineMemory:
             return self.host
         number = int(place.removeprefix("cuda:"))
         return self.gpus[number] if number < len(self.gpus) else None
+
+
+def described_machine(text: str) -> MachineMemory:
+    """A machine that is not this one: `8x80` has eight GPUs of 80 GB, `0` has none. Raises ConfigError."""
+    if not (found := re.fullmatch(r"(\d{1,5})(?:x(\d{1,4}))?", text)) or (found[1] != "0") != bool(found[2]):
+        raise ConfigError(f"--gpus = {text!r}: write number and GB of each, such as 8x80, or 0 for a machine without")
+    return MachineMemory(host=None, gpus=(int(found[2] or 0) * 10**9,) * int(found[1]))
 
 
 def machine_memory(config: RunConfig) -> MachineMemory:
@@ -94,7 +102,7 @@ def _lacking(config: RunConfig, shape: ModelShape, machine: MachineMemory) -> fl
         places = shares(config, run_holdings(config, shape), len(machine.gpus))
     except ConfigError:
         return float("inf")
-    if machine.gpus and any(machine.of(place) is None for place in places):
+    if machine.gpus and any(machine.of(place) is None for place in places.keys() - {HOST}):
         return float("inf")
     return max((_lack(executors, machine.of(place)) for place, executors in places.items()), default=-1.0)
 
@@ -115,7 +123,7 @@ def memory_lines(config: RunConfig, shape: ModelShape, machine: MachineMemory | 
         return [*lines, "what the hosts have is known when they call"]
     for place, executors in sorted(shares(config, held, len(machine.gpus)).items()):
         there = machine.of(place)
-        of = "it is not here, so nothing was compared" if there is None else f"{taken({'': there})} are there"
+        of = "nothing is known of what is there" if there is None else f"{taken({'': there})} are there"
         every = sum(map(total, executors.values()))
         lines.append(f"{place}: {taken({'': every})} at least, and {of}")
     return lines

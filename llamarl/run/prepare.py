@@ -15,7 +15,7 @@ from llamarl.config import ConfigError, RunConfig, build, load_config
 from llamarl.config.cluster import lack_of_monarch
 from llamarl.config.decoder import uneven_parts
 from llamarl.config.ref import part
-from llamarl.config.roles import CriticConfig
+from llamarl.config.roles import CriticConfig, ReferenceConfig
 from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.admission import Problems
 from llamarl.data.prompts import first_prompt, load_prompts, open_tokenizer, settled
@@ -27,7 +27,7 @@ from llamarl.models.memory import kv_token_bytes, trainer_bytes
 from llamarl.models.shape import ModelShape
 from llamarl.observability.usage import MIN_FILES
 from llamarl.rewards._build import build_reward
-from llamarl.run.memory import check_memory
+from llamarl.run.memory import MachineMemory, check_memory
 from llamarl.run.placement import LocalPlacer, models_in_use
 from llamarl.types import Prompt
 from llamarl.weight_sync.select import check_name
@@ -69,7 +69,11 @@ def _check_parts(config: RunConfig) -> None:
             f"rollout.group_size = 1 with trainer.advantage = {config.trainer.advantage.name!r}: it compares the "
             "rollouts of a group, so nothing is learnt from one; use a group_size of 2 or more"
         )
-    if "critic" not in models_in_use(config) and config.critic != CriticConfig():
+    used = models_in_use(config)
+    unused = config.reference.model_dump(include={"path", "dtype", "threads", "device"})
+    if "reference" not in used and unused != ReferenceConfig().model_dump(include=set(unused)):
+        raise ConfigError("reference is set and not used; set reference.kl_coefficient, or leave it out")
+    if "critic" not in used and config.critic != CriticConfig():
         raise ConfigError(
             f"critic is set and not used, as trainer.advantage = {config.trainer.advantage.name!r} needs no values; "
             "use 'gae', or leave it out"
@@ -116,11 +120,12 @@ def settle(
     return of_record, of_run
 
 
-def prepare(config: RunConfig, *, weights: bool = True) -> Prepared:
+def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory | None = None) -> Prepared:
     """Reads model shape, headers of weights, tokenizer and prompts; the model exists.
 
     Args:
         weights: those of models that the Hub has are here.
+        machine: that the run is for; None: this one.
 
     Raises:
         ConfigError: the model, the data or a combination of them cannot work.
@@ -132,11 +137,11 @@ def prepare(config: RunConfig, *, weights: bool = True) -> Prepared:
         for path in {config.model.path, *(one.path for one in models_in_use(config).values() if one.path)}:
             if weights or hub_name(path) is None:
                 check_weights(path)
-    placer = None if config.cluster.kind == "hosts" else LocalPlacer(config)
+    placer = None if config.cluster.kind == "hosts" else LocalPlacer(config, len(machine.gpus) if machine else None)
     if placer is not None:
         placer.check()
         warnings += placer.crowded()
-        check_memory(config, shape)
+        check_memory(config, shape, machine)
     tokenizer = open_tokenizer(config.model.path, config.data)
     check_vocabulary(tokenizer, shape.vocab_size)
     compiler = os.environ.get("CXX", "g++")

@@ -78,3 +78,10 @@ def test_mistakes_are_explained(toml: Path, overrides: list[str], message: str) 
     with pytest.raises(ConfigError) as caught:
         load_config(toml, overrides)
     assert str(caught.value).startswith(message)
+
+
+def test_a_reference_that_only_the_recipe_uses(toml: Path) -> None:
+    check_parts(load_config(toml, ["--recipe", "ppo", "--reference.threads", "2"]))
+    message = "reference is set and not used; set reference.kl_coefficient, or leave it out"
+    with pytest.raises(ConfigError, match=message):
+        check_parts(load_config(toml, ["--recipe", "grpo", "--reference.threads", "2"]))

@@ -14,7 +14,7 @@ from llamarl.models.fit import CONTEXT_BYTES, GIB, holdings
 from llamarl.models.memory import total
 from llamarl.models.shape import ModelShape
 from llamarl.run import memory, placement
-from llamarl.run.memory import MachineMemory, check_memory, memory_lines
+from llamarl.run.memory import MachineMemory, check_memory, described_machine, memory_lines
 
 SHAPE = ModelShape(
     family="llama", hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
@@ -113,9 +113,23 @@ def test_gpus_that_are_not_here_are_not_compared() -> None:
     check_memory(GPU, SHAPE, MachineMemory(host=1000 * GIB))
     lines = memory_lines(GPU, SHAPE, MachineMemory(host=1000 * GIB))
     assert [line.split()[0] for line in lines] == ["executor", "trainer", "generator-0", "cuda:0:", "cuda:1:", "this"]
-    assert lines[3].endswith("GiB at least, and it is not here, so nothing was compared")
+    assert lines[3].endswith("GiB at least, and nothing is known of what is there")
     assert lines[5].endswith("GiB at least, and 1000.00 GiB are there")
     assert "; of its host " in lines[1] and "more for keys and values where there is room" in lines[2]
+
+
+def test_a_machine_that_is_not_here() -> None:
+    """Its GPUs are compared, and its processors' memory is not known."""
+    assert described_machine("0") == MachineMemory(host=None)
+    two = described_machine("2x160")
+    assert two == MachineMemory(host=None, gpus=(160_000_000_000, 160_000_000_000))
+    check_memory(GPU, SHAPE, two)
+    assert memory_lines(GPU, SHAPE, two)[-1].endswith("GiB at least, and nothing is known of what is there")
+    with pytest.raises(ConfigError, match=r"of cuda:0, and 74.51 GiB are there; set trainer"):
+        check_memory(GPU, SHAPE, described_machine("2x80"))
+    for text in ("8", "x80", "0x80", "8x", "8x80GB", "-1x80", "eight"):
+        with pytest.raises(ConfigError, match=f"--gpus = '{text}': write number and GB of each, such as 8x80, or 0"):
+            described_machine(text)
 
 
 def test_hosts_are_known_when_they_call() -> None:

@@ -23,7 +23,7 @@ from llamarl.parts.forecast.constants import OF_CORES
 from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.hardware import CPU
 from llamarl.run.folder import RunFolder
-from llamarl.run.memory import memory_lines
+from llamarl.run.memory import MachineMemory, described_machine, memory_lines
 from llamarl.run.names import named, resolved
 from llamarl.run.placement import LocalPlacer
 from llamarl.run.prepare import check_layout, check_parts, environment_of
@@ -40,10 +40,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = command_parser("explain", "Each setting of a run, where it comes from, and what follows from all.", EPILOG)
     parser.add_argument("config", metavar="RUN.toml")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument("--gpus", metavar="NxGB", help="of the machine that the run is for; left out: it is this one")
     options, overrides = parser.parse_known_args(arguments)
-    config = load_config(options.config, overrides)
+    config, machine = load_config(options.config, overrides), described_machine(options.gpus) if options.gpus else None
     with told_of_delay("explain"), nothing_fetched("`llamarl explain` asks the Hub for nothing"):
-        found = explained(config, options.config, overrides)
+        found = explained(config, options.config, overrides, machine)
     if options.json:
         print(json.dumps(found, indent=2))
         return 0
@@ -55,11 +56,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def explained(config: RunConfig, path: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """All that is to be said of a run, as one object. Of models of the Hub no weights are fetched. Raises ConfigError:
-    it cannot work."""
+def explained(
+    config: RunConfig, path: str, overrides: Sequence[str], machine: MachineMemory | None = None
+) -> dict[str, Any]:
+    """All that is to be said of a run on `machine`, or this one, as one object. Of models of the Hub no weights are
+    fetched. Raises ConfigError: it cannot work."""
     check_parts(config)
-    return {"settings": list(settings(config, *given(path, overrides))), "consequences": consequences(config)}
+    return {"settings": list(settings(config, *given(path, overrides))), "consequences": consequences(config, machine)}
 
 
 def _pinned(config: RunConfig) -> RunConfig | None:
@@ -95,14 +98,14 @@ def settings(config: Section, file: set[str], line: set[str], where: str = "", r
         yield {"name": dotted, "value": plain, "origin": origin, "unit": unit, "meaning": meaning}
 
 
-def consequences(config: RunConfig) -> dict[str, list[str]]:
+def consequences(config: RunConfig, machine: MachineMemory | None = None) -> dict[str, list[str]]:
     """Consequences of all settings together, as lines by topic. Raises ConfigError: no layout serves."""
     if config.cluster.kind == "hosts":
         hosting, gpus = part("hosts", "imagined")(config)
         each = f"with {gpus} GPUs each" if gpus else "without GPUs"
         table = [f"on hosts {each}; `llamarl doctor --hosts` says it of those that call", *hosting.table()]
     else:
-        placer = LocalPlacer(config)
+        placer = LocalPlacer(config, len(machine.gpus) if machine else None)
         table = placer.table()
         for said in filter(None, (placer.lack, *placer.crowded())):
             print(f"llamarl: {said}", file=sys.stderr)
@@ -120,7 +123,7 @@ def consequences(config: RunConfig) -> dict[str, list[str]]:
         shape, warnings = check_layout(config := pinned)
         for warning in warnings:
             print(f"llamarl: {warning}", file=sys.stderr)
-        found["memory"] = memory_lines(config, shape)
+        found["memory"] = memory_lines(config, shape, machine)
         found["step time"] = [_step_time(config, shape.max_position_embeddings)]
     return found
 
