@@ -80,10 +80,14 @@ def holdings(
 def _optimizing(
     name: str, device: str, layout: ParallelismConfig, parts: Parts, config: RunConfig, published: DecoderSizes | None
 ) -> RankMemory:
-    """One that is trained: beside `parts` what it copies for checkpoints, mirrors and generators."""
-    trained = parts["moments"] * (memory.STATES_KEPT / memory.MOMENTS_BYTES)
-    beside: Parts = {"checkpoint": trained} | ({"mirror": MIRRORS * trained} if config.checkpoint.mirror else {})
+    """One that is trained: beside `parts` what it copies for checkpoints, mirrors and generators, and moments that are
+    to lie there."""
+    kept = parts["gradients"] + parts["moments"]  # of what is trained, weights take what gradients do
+    beside: Parts = {"checkpoint": kept} | ({"mirror": MIRRORS * kept} if config.checkpoint.mirror else {})
     on_gpu = device != "cpu"
+    if on_gpu and config.trainer.moments_on == "host":
+        parts = dict(parts)
+        beside["moments"] = parts.pop("moments")
     if published and not slots_on_device(config):
         beside["slots"] = slot_bytes(config, published)
     parts = parts if on_gpu else parts | beside
@@ -120,7 +124,7 @@ def trainer_load(
         keys=tokens * (prompt + rollout.group_size * (prompt + response)) / group,
         half=half, checkpointing=settings.activation_checkpointing, flash=on_gpu and half and layout.cp == 1,
         tp=layout.tp, cp=layout.cp, pp=layout.pp, shards=layout.fsdp * layout.cp, is_critic=critic is not None,
-        lora=None if critic else settings.lora,
+        moments=memory.MOMENTS_BYTES[settings.moments], lora=None if critic else settings.lora,
     )  # fmt: skip
 
 
@@ -195,9 +199,11 @@ def levers(config: RunConfig, shape: DecoderSizes) -> Iterator[tuple[str, list[A
         )
         yield "generator.kv_cache_bytes", _halves(generator.kv_cache_bytes, int(one))
     yield "generator.max_running", _halves(generator.max_running, config.rollout.group_size)
+    yield "trainer.moments_on", ["host"] if trainer.device != "cpu" and trainer.moments_on == "device" else []
     yield "generator.dtype", [name for name in ("bfloat16", "int8") if WIDTHS[name] < WIDTHS[generator.dtype]]
     yield "reference.dtype", [name for name in ("bfloat16", "int8") if WIDTHS[name] < WIDTHS[config.reference.dtype]]
     yield "trainer.dtype", ["bfloat16"]
+    yield "trainer.moments", ["8bit"] if trainer.moments == "float32" and layout.tp == 1 else []
     yield "generator.replicas", _halves(generator.replicas, 1)
     yield "checkpoint.mirror", [False]
     yield "trainer.lora", [] if trainer.lora else [{"rank": 16}]

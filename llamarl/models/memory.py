@@ -26,8 +26,10 @@ WIDTHS: dict[str, int] = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
 TILE_LOGITS = 1 << 23
 """Logits held at once in training, in elements: 32 MiB of float32. Larger tiles are no faster
 (`benchmarks/training.py`)."""
-MOMENTS_BYTES, STATES_KEPT = 8, 12
-"""Bytes per trained weight of both moments of AdamW; and of all that a checkpoint or mirror copies, the weight too."""
+BLOCK_COLUMNS = 256
+"""Columns of a row of an 8-bit moment that share a scale."""
+MOMENTS_BYTES = {"float32": 8.0, "8bit": 2 + 8 / BLOCK_COLUMNS}
+"""Bytes per trained weight of both moments of AdamW, by `trainer.moments`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,11 +55,14 @@ class TrainerLoad:
     """Ranks that share one tensor-parallel part of all weights (FSDP2)."""
     is_critic: bool = False
     """One output per token instead of a vocabulary."""
+    moments: float = MOMENTS_BYTES["float32"]
+    """Bytes per trained weight of both moments."""
     lora: LoraConfig | None = None
 
 
 def trainer_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
-    """Bytes of one rank in training, after its first step, at the peak of a later one."""
+    """Bytes of one rank in training, after its first step, at the peak of a later one; moments too, wherever they
+    lie."""
     vocabulary = sizes.vocab_size * sizes.hidden_size
     whole = sizes.num_parameters - (vocabulary if load.is_critic and not sizes.tie_embeddings else 0)
     # Layers are dealt to the stages; the first holds the embedding, the last the head.
@@ -74,7 +79,7 @@ def trainer_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
         frozen = 4 * held - (2 * inner / load.pp if load.half else 0)  # adapted projections are kept as they compute
         parts["weights"] = (frozen + 4 * trained) / ranks
     parts["gradients"] = 4 * trained / ranks
-    parts["moments"] = MOMENTS_BYTES * trained / ranks
+    parts["moments"] = load.moments * trained / ranks
     return parts | _peak(sizes, load)
 
 

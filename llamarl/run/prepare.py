@@ -23,7 +23,7 @@ from llamarl.data.tokenizer import check_vocabulary, ended_after
 from llamarl.hub.names import hub_name
 from llamarl.models.fit import CACHE_BLOCK_TOKENS, kv_width, trainer_load
 from llamarl.models.folder import check_weights, load_shape
-from llamarl.models.memory import kv_token_bytes, trainer_bytes
+from llamarl.models.memory import BLOCK_COLUMNS, kv_token_bytes, trainer_bytes
 from llamarl.models.shape import ModelShape
 from llamarl.observability.usage import MIN_FILES
 from llamarl.rewards._build import build_reward
@@ -185,6 +185,7 @@ def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
     check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
     check_parallelism(shape, config.trainer.parallelism, config.model.path)
     check_models(config, shape)
+    check_moments(config, shape)
     check_files(config)
     warnings, rollout = list[str](), config.rollout
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -268,6 +269,21 @@ def check_models(config: RunConfig, shape: ModelShape) -> None:
             )
         if isinstance(settings, CriticConfig):
             check_parallelism(other, settings.parallelism, settings.path or config.model.path, name)
+
+
+def check_moments(config: RunConfig, shape: ModelShape) -> None:
+    """Raises ConfigError when the blocks that share a scale of 8-bit moments would be cut, or moments are to lie where
+    they are."""
+    trainer, tp = config.trainer, config.trainer.parallelism.tp
+    if trainer.moments_on == "host" and trainer.device == "cpu":
+        raise ConfigError("trainer.moments_on = 'host' with trainer.device = 'cpu': they are there; leave it out")
+    widths = {"attention output": shape.num_heads * shape.head_dim, "feed-forward output": shape.intermediate_size}
+    for name, columns in widths.items() if trainer.moments == "8bit" and tp > 1 else ():
+        if columns // tp % BLOCK_COLUMNS:
+            raise ConfigError(
+                f"trainer.moments = '8bit' with trainer.parallelism.tp = {tp}: a rank has {columns // tp} columns of the "
+                f"{name}, and each {BLOCK_COLUMNS} share a scale; use trainer.parallelism.fsdp instead, or 'float32'"
+            )
 
 
 def check_parallelism(shape: ModelShape, parallelism: ParallelismConfig, path: str, executor: str = "trainer") -> None:

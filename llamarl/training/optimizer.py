@@ -27,8 +27,9 @@ class AdamW(Uncompiled, torch.optim.AdamW):
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
-def build_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.optim.AdamW:
-    """Fused AdamW (arXiv 1711.05101). Norms and biases are not decayed: pulling them to 0 removes what they scale."""
+def build_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.optim.Optimizer:
+    """AdamW (arXiv 1711.05101), whose moments are kept as `trainer.moments` and `trainer.moments_on` say. Norms and
+    biases are not decayed: pulling them to 0 removes what they scale."""
     given = list(weights)
     matrices = [weight for weight in given if weight.ndim >= 2]
     vectors = [weight for weight in given if weight.ndim < 2]
@@ -37,7 +38,12 @@ def build_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.o
         {"params": vectors, "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
-    return AdamW(groups, lr=config.learning_rate, betas=betas, eps=1e-8, fused=True)
+    coded, on_host = config.moments == "8bit", config.moments_on == "host"
+    if not (coded or on_host):
+        return AdamW(groups, lr=config.learning_rate, betas=betas, eps=1e-8, fused=True)
+    from llamarl.training.light import LightAdamW  # which is one of these
+
+    return LightAdamW(groups, lr=config.learning_rate, betas=betas, eps=1e-8, coded=coded, on_host=on_host)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: TrainerConfig) -> float:

@@ -30,6 +30,7 @@ from llamarl.observability.stages import stage
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import stage_layers
 from llamarl.sharding.tensor_parallel import sharded_dim, tensor_parallel_box
+from llamarl.training.light import state_spec
 from llamarl.weight_sync.layout import TensorSpec
 
 BLOCKS = ("self_attn", "mlp")
@@ -236,6 +237,6 @@ def held_tensors(sharding: Sharding, optimizer: torch.optim.Optimizer) -> dict[s
         spec = sharding.specs[name]
         found[name] = spec, weight.detach()
         for key, value in optimizer.state.get(weight, {}).items():
-            kind = TensorSpec.whole(f"{name}:{key}", (), "float32") if value.ndim == 0 else spec
+            kind = state_spec(spec, key) if value.ndim else TensorSpec.whole(f"{name}:{key}", (), "float32")
             found[f"{name}:{key}"] = replace(kind, name=f"{name}:{key}"), value
     return found

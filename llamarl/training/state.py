@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llamarl.sharding.box import Box
+from llamarl.training.light import placed, read_state
 from llamarl.training.optimization import Optimization
 
 
@@ -51,12 +54,19 @@ def load_training_state(
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(read(name, specs[name].box))
-    trainer.optimizer.state.clear()
-    for key, shape in shapes.items():
+    optimizer, held = trainer.optimizer, defaultdict[str, list[str]](list)
+    optimizer.state.clear()
+    for key in shapes:
         name, is_moment, moment = key.partition(":")
         if is_moment and name in weights:
-            # Fused AdamW keeps its step count on the device, too.
-            value = read(key, specs[name].box if shape else Box.whole(()))
-            trainer.optimizer.state[weights[name]][moment] = value.to(weights[name].device)
+            held[name].append(moment)
+    for name, moments in held.items():
+        weight, of_weight = weights[name], partial(_read_moment, read, name)
+        for moment, value in read_state(moments, specs[name], of_weight, optimizer).items():
+            optimizer.state[weight][moment] = placed(value, weight, moment, optimizer)
     torch.set_rng_state(torch.from_numpy(np.frombuffer(base64.b64decode(state["rng"]), np.uint8).copy()))
     trainer.policy_version = state["policy_version"]
+
+
+def _read_moment(read: Callable[[str, Box], Tensor], name: str, moment: str, box: Box) -> Tensor:
+    return read(f"{name}:{moment}", box)

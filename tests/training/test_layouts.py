@@ -20,6 +20,7 @@ from llamarl.distributed.mesh import ALONE
 from llamarl.models.hf import new_model, save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
+from llamarl.training.light import decoded
 from tests.distributed.ranks import Workers, rendezvous, results
 from tests.nightly import nightly
 from tests.parts.sft.supervised import learn, learn_rank, make_documents
@@ -116,6 +117,35 @@ def test_layout_computes_what_one_process_computes(run, make_groups, sizes: dict
     batches = [make_groups(), make_groups(seed=1)]
     tolerance = TOLERANCE if shape["dtype"] == torch.float32 else 1e-11
     assert_same(run(sizes, shape, batches), alone(shape, batches), tolerance)
+
+
+WIDE = QWEN3 | {"num_heads": 16, "num_kv_heads": 8, "head_dim": 32, "intermediate_size": 512}
+"""Of which each of two tensor-parallel ranks has a block of columns."""
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_moments_of_8_bits_in_layouts(run, tmp_path, make_groups, sizes: dict) -> None:
+    """Each computes what one process does, as far as codes are coarse; saved by each they are the same bits in others,
+    and become float32 where that is asked for."""
+    config, folder = {"moments": "8bit"}, tmp_path / "checkpoints"
+    batches = [make_groups(), make_groups(seed=1)]
+    found, expected = run(sizes, WIDE, batches, None, config, folder), alone(WIDE, batches, None, config)
+    assert found[0].metrics[0]["grad_norm"] == pytest.approx(expected.metrics[0]["grad_norm"], rel=1e-4)
+    whole = {name: part for name, (_, _, part) in expected.weights.items()}
+    assert distance(whole, assembled([one.weights for one in found])) < 1e-4
+    saved = assembled([one.state for one in found])
+    assert {str(saved[name].dtype) for name in saved if name.endswith(".weight:exp_avg") and saved[name].ndim == 2} == {
+        "torch.int8"
+    }
+    for other in ({"fsdp": 1}, {"fsdp": 2}, {"tp": 2}):
+        again = assembled([one.state for one in run(other, WIDE, [], None, config, folder)])
+        assert again.keys() == saved.keys()
+        for name, tensor in saved.items():
+            assert torch.equal(tensor, again[name]), name
+    exact = assembled([one.state for one in run({"fsdp": 1, "tp": 2}, WIDE, [], None, None, folder)])
+    for name, tensor in exact.items():
+        if (scale := saved.get(f"{name}_scale")) is not None:
+            assert torch.equal(tensor, decoded(name.partition(":")[2], saved[name], scale)), name
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}], ids=str)

@@ -1,0 +1,222 @@
+"""AdamW whose moments take less of the device: 8-bit codes, memory of the host, or both.
+
+Moments of a tile are brought to the device in the weight's type, updated by the same fused kernel as `AdamW`'s, and put
+back, so that with exact moments the bits are those of the optimizer that keeps them there.
+
+Shape suffixes: R rows and C columns of a part of a matrix, K blocks of `BLOCK` columns of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llamarl.models.memory import BLOCK_COLUMNS
+from llamarl.sharding.box import Box
+from llamarl.training.optimizer import Uncompiled
+from llamarl.weight_sync.layout import TensorSpec
+
+BLOCK = BLOCK_COLUMNS
+"""Columns that share a scale. Blocks lie in rows, so that whoever holds other rows of a matrix has the same bits."""
+TILE = 1 << 24
+"""Elements that are float32 at a time, of each of both moments."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SCALE = "_scale"
+"""Ends the name of a moment's scales, float32 [R, K]."""
+
+
+@cache
+def table(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Values of the 256 codes of a moment, in order, and the bounds between them.
+
+    The dynamic tree of arXiv 2110.02861, section 2.2: seven decades, each with twice as many values as the one below
+    it. The second moment has no sign, and uses the bit for values between.
+    """
+    is_signed, values = name == "exp_avg", [0.0, 1.0]
+    for decade in range(7):
+        bounds = torch.linspace(0.1, 1.0, 2 ** (decade + (0 if is_signed else 1)) + 1, dtype=torch.float64)
+        means = (bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (decade - 6)
+        values += means.tolist() + ((-means).tolist() if is_signed else [])
+    found = torch.tensor(sorted(values), dtype=torch.float64)
+    return found.float().to(device), ((found[:-1] + found[1:]) / 2).float().to(device)
+
+
+def encoded(name: str, moment_R_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, int8 [R, C], and scales, float32 [R, K], of a moment.
+
+    The nearest code, but a second moment above zero never becomes zero: its root divides the first, whose codes reach
+    further down.
+    """
+    _, bounds = table(name, moment_R_C.device)
+    blocks_R_K_B = _blocks(moment_R_C.float())
+    scale_R_K = blocks_R_K_B.abs().amax(-1)
+    unit_R_K_B = blocks_R_K_B / scale_R_K.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
+    code_R_K_B = torch.bucketize(unit_R_K_B, bounds, out_int32=True)
+    if name == "exp_avg_sq":
+        code_R_K_B = torch.where(blocks_R_K_B > 0, code_R_K_B.clamp(min=1), code_R_K_B)
+    code_R_C = code_R_K_B.flatten(1)[:, : moment_R_C.shape[1]]
+    return (code_R_C - 128).to(torch.int8), scale_R_K
+
+
+def decoded(name: str, code_R_C: Tensor, scale_R_K: Tensor) -> Tensor:
+    """The moment that codes and scales stand for, float32 [R, C]."""
+    values, _ = table(name, code_R_C.device)
+    blocks_R_K_B = _blocks(values[code_R_C.int() + 128])
+    return (blocks_R_K_B * scale_R_K[..., None]).flatten(1)[:, : code_R_C.shape[1]].contiguous()
+
+
+def _blocks(matrix_R_C: Tensor) -> Tensor:
+    """[R, K, B], with zeros behind the last column."""
+    missing = -matrix_R_C.shape[1] % BLOCK
+    return F.pad(matrix_R_C, (0, missing)).unflatten(1, (-1, BLOCK))
+
+
+def is_coded(weight: Tensor) -> bool:
+    """Vectors are so few that their moments stay float32."""
+    return weight.ndim == 2
+
+
+def state_spec(spec: TensorSpec, moment: str) -> TensorSpec:
+    """Place of a part of a moment, or of its scales, that belongs to a part of a weight."""
+    if not moment.endswith(SCALE):
+        return spec
+    rows, columns = spec.global_shape
+    assert spec.box.starts[1] % BLOCK == 0, f"{spec.name} is cut within a block"
+    return replace(spec, global_shape=(rows, -(-columns // BLOCK)), box=_scales_of(spec.box))
+
+
+def _scales_of(box: Box) -> Box:
+    return Box((box.starts[0], box.starts[1] // BLOCK), (box.stops[0], -(-box.stops[1] // BLOCK)))
+
+
+class LightAdamW(Uncompiled):
+    """AdamW (arXiv 1711.05101) with moments as codes, in memory of the host, or both.
+
+    State of a weight is what fused AdamW has of one, `step`, `exp_avg` and `exp_avg_sq`; codes have scales beside them.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, coded: bool,
+        on_host: bool,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            groups: weights, and `weight_decay`.
+            coded: moments of matrices are 8-bit codes with a scale for each `BLOCK` columns.
+            on_host: moments lie in pinned memory of the host, and visit the device a tile at a time.
+        """
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self.coded, self.on_host = coded, on_host
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Updates all weights that have a gradient."""
+        device = None
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None and weight.numel():
+                    self._update(weight, weight.grad, group)
+                    device = weight.device
+        if self.on_host and device is not None and device.type == "cuda":
+            # What was copied last is on its way, and whoever reads the state next reads memory.
+            torch.cuda.current_stream(device).synchronize()
+
+    def _update(self, weight: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        state, coded = self.state[weight], self.coded and is_coded(weight)
+        if not state:
+            state |= self._empty(weight, coded)
+        state["step"] += 1
+        for rows in _tiles(weight):
+            first, second = (self._moment(name, state, rows, weight, coded) for name in MOMENTS)
+            beta1, beta2 = group["betas"]
+            torch._fused_adamw_(
+                [weight[rows]], [grad[rows]], [first], [second], [], [state["step"]], lr=group["lr"], beta1=beta1,
+                beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
+            )  # fmt: skip
+            for name, moment in zip(MOMENTS, (first, second), strict=True):
+                self._put(name, state, rows, moment, coded)
+
+    def _empty(self, weight: Tensor, coded: bool) -> dict[str, Tensor]:
+        """State before the first step: moments of zeros."""
+        found = {"step": torch.zeros((), dtype=torch.float32, device=weight.device)}
+        for name in MOMENTS:
+            zeros = self._room(weight.shape, torch.int8 if coded else weight.dtype, weight.device)
+            found[name] = zeros
+            if coded:
+                nothing = torch.zeros(1, 1, device=weight.device)
+                zeros.fill_(int(encoded(name, nothing)[0]))
+                blocks = (weight.shape[0], -(-weight.shape[1] // BLOCK))
+                found[name + SCALE] = self._room(blocks, torch.float32, weight.device)
+        return found
+
+    def _room(self, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if not self.on_host:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+        return torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+    def _moment(self, name: str, state: Mapping[str, Tensor], rows: slice, weight: Tensor, coded: bool) -> Tensor:
+        """A tile of a moment on the device and in the weight's type: the state itself, where that lies there so."""
+        held = state[name][rows].to(weight.device, non_blocking=True)
+        if not coded:
+            return held
+        scales = state[name + SCALE][rows].to(weight.device, non_blocking=True)
+        return decoded(name, held, scales).to(weight.dtype)
+
+    def _put(self, name: str, state: Mapping[str, Tensor], rows: slice, moment: Tensor, coded: bool) -> None:
+        if coded:
+            codes, scales = encoded(name, moment)
+            state[name][rows].copy_(codes, non_blocking=True)
+            state[name + SCALE][rows].copy_(scales, non_blocking=True)
+        elif self.on_host:
+            state[name][rows].copy_(moment, non_blocking=True)
+
+
+def _tiles(weight: Tensor) -> Iterator[slice]:
+    """Rows of a weight, so many at a time as a tile has room for; a vector is one tile."""
+    rows = max(1, TILE // max(weight[0].numel(), 1)) if weight.ndim > 1 else len(weight)
+    for start in range(0, len(weight), rows):
+        yield slice(start, start + rows)
+
+
+def read_state(
+    names: Iterable[str], spec: TensorSpec, read: Callable[[str, Box], Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """State of a part of a weight from a record, as `optimizer` keeps it, whatever kept it before: codes become
+    float32, or the other way, where the setting is another now. The same setting gives the same bits.
+
+    Args:
+        names: of what the record has of this weight: `step`, moments, scales.
+        spec: of the part.
+        read: gives a box of one of them.
+    """
+    held, coded = set(names), isinstance(optimizer, LightAdamW) and optimizer.coded
+    found = {name: read(name, Box.whole(())) for name in held if name == "step"}
+    for name in sorted(held - {"step"}):
+        if name.endswith(SCALE):
+            continue
+        if name + SCALE not in held:
+            found[name] = read(name, spec.box)
+            if coded and found[name].ndim == 2:
+                found[name], found[name + SCALE] = encoded(name, found[name])
+            continue
+        first, last = (-(-edge // BLOCK) * BLOCK for edge in (spec.box.starts[1] - BLOCK + 1, spec.box.stops[1]))
+        wide = Box((spec.box.starts[0], first), (spec.box.stops[0], min(last, spec.global_shape[1])))
+        codes, scales = read(name, wide), read(name + SCALE, _scales_of(wide))
+        if coded:
+            found |= {name: codes, name + SCALE: scales}
+        else:
+            found[name] = decoded(name, codes, scales)[:, spec.box.starts[1] - first :][:, : spec.box.shape[1]]
+    return found
+
+
+def placed(value: Tensor, weight: Tensor, moment: str, optimizer: torch.optim.Optimizer) -> Tensor:
+    """What was read where `optimizer` keeps it; the count of steps lies on the device, as fused AdamW's does."""
+    if moment == "step" or not (isinstance(optimizer, LightAdamW) and optimizer.on_host):
+        return value.to(weight.device)
+    return value.pin_memory() if weight.is_cuda else value

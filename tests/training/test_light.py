@@ -1,0 +1,172 @@
+"""Moments of AdamW as codes, and in memory of the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from llamarl.config.trainer import TrainerConfig
+from llamarl.sharding.box import Box
+from llamarl.training import light
+from llamarl.training.light import (
+    BLOCK,
+    MOMENTS,
+    SCALE,
+    LightAdamW,
+    decoded,
+    encoded,
+    placed,
+    read_state,
+    state_spec,
+    table,
+)
+from llamarl.training.optimizer import build_optimizer
+from llamarl.weight_sync.layout import TensorSpec
+
+ROWS, COLUMNS = 7, 600
+CPU = torch.device("cpu")
+
+
+def trained(steps: int = 12, rows: slice = slice(None), start: Tensor | None = None, **settings: Any) -> Any:
+    """Matrix, vector and optimizer after some steps, of these rows of the matrix."""
+    noise = torch.Generator().manual_seed(3)
+    matrix = torch.randn(ROWS, COLUMNS, generator=noise) if start is None else start
+    matrix, vector = matrix[rows].clone().requires_grad_(), torch.randn(5, generator=noise).requires_grad_()
+    optimizer = build_optimizer([matrix, vector], TrainerConfig(learning_rate=1e-2, weight_decay=0.1, **settings))
+    for _ in range(steps):
+        gradient = torch.randn(ROWS, COLUMNS, generator=noise) * torch.logspace(-3, 1, COLUMNS)
+        matrix.grad, vector.grad = gradient[rows].clone(), torch.randn(5, generator=noise)
+        optimizer.step()
+    return matrix.detach(), vector.detach(), optimizer
+
+
+def test_values_of_the_codes() -> None:
+    """Seven decades, each with twice as many values as the one below it, and zero and one."""
+    first, bounds = table("exp_avg", CPU)
+    second, _ = table("exp_avg_sq", CPU)
+    assert len(first.unique()) == len(second.unique()) == 256 and len(bounds) == 255
+    assert torch.equal(first[:127], -first[128:255].flip(0)) and first[127] == 0 and first[-1] == 1
+    for values, smallest in ((first[128:-1], 1), (second[1:-1], 2)):
+        counts = [int(((values > 10.0**power) & (values < 10.0 ** (power + 1))).sum()) for power in range(-7, 0)]
+        assert counts == [smallest * 2**decade for decade in range(7)]
+    # Midpoints of equal parts of a decade.
+    assert first[-2] == pytest.approx(1 - 0.9 / 64 / 2, rel=1e-6) and first[128] == pytest.approx(0.55e-6, rel=1e-6)
+
+
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=700), st.sampled_from(MOMENTS))
+def test_a_code_is_the_nearest_one(values: list[float], name: str) -> None:
+    matrix = torch.tensor([values, values[::-1]])
+    matrix = matrix if name == "exp_avg" else matrix.abs()
+    codes, scales = encoded(name, matrix)
+    assert codes.dtype == torch.int8 and codes.shape == matrix.shape and scales.shape == (2, -(-len(values) // BLOCK))
+    again = decoded(name, codes, scales)
+    known, _ = table(name, CPU)
+    of_element = scales.repeat_interleave(BLOCK, 1)[:, : len(values)]
+    best = (known * of_element[..., None] - matrix[..., None]).abs().amin(-1)
+    kept = (matrix > 0) & (again == known[1] * of_element) if name == "exp_avg_sq" else torch.zeros_like(again).bool()
+    assert (((again - matrix).abs() <= best * 1.001 + of_element * 1e-7) | kept).all()
+    twice, _ = encoded(name, again)
+    assert torch.equal(twice, codes) or not scales.all()
+
+
+def test_exact_moments_of_the_host_are_the_same_bits() -> None:
+    """As those of the optimizer that keeps them beside the weights."""
+    usual, moved = trained(), trained(moments_on="host")
+    assert type(usual[2]) is not type(moved[2]) and isinstance(moved[2], LightAdamW)
+    assert torch.equal(usual[0], moved[0]) and torch.equal(usual[1], moved[1])
+    for one, other in zip(usual[2].state.values(), moved[2].state.values(), strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_codes_learn_what_exact_moments_do_and_vectors_are_exact() -> None:
+    noise = torch.Generator().manual_seed(3)
+    start = torch.randn(ROWS, COLUMNS, generator=noise)
+    exact, coded = trained(), trained(moments="8bit")
+    moved = (exact[0] - start).norm()
+    assert 0 < (coded[0] - exact[0]).norm() < 0.03 * moved
+    assert torch.equal(exact[1], coded[1])
+    of_matrix, of_vector = coded[2].state.values()
+    kinds = {name: value.dtype for name, value in of_matrix.items() if name != "step"}
+    assert kinds == {
+        f"{name}{end}": kind for name in MOMENTS for end, kind in (("", torch.int8), (SCALE, torch.float32))
+    }
+    assert {name: value.dtype for name, value in of_vector.items()} == dict.fromkeys(("step", *MOMENTS), torch.float32)
+    held = sum(value.numel() * value.element_size() for name, value in of_matrix.items() if name != "step")
+    assert held == 2 * (ROWS * COLUMNS + 4 * ROWS * 3)
+
+
+def test_bits_do_not_depend_on_tiles_or_on_who_holds_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _, _ = trained(moments="8bit")
+    upper, _, _ = trained(moments="8bit", rows=slice(0, 3))
+    lower, _, _ = trained(moments="8bit", rows=slice(3, None))
+    assert torch.equal(torch.cat([upper, lower]), whole)
+    monkeypatch.setattr(light, "TILE", 2 * COLUMNS + 1)
+    assert torch.equal(trained(moments="8bit")[0], whole)
+
+
+def test_a_gradient_that_comes_once_does_not_throw_its_weight() -> None:
+    """What it leaves of the second moment is less than the smallest code; taken for zero, the first moment would be
+    divided by `eps`."""
+    weight = torch.zeros(1, BLOCK, requires_grad=True)
+    optimizer = build_optimizer([weight], TrainerConfig(learning_rate=1e-2, moments="8bit"))
+    for step in range(12):
+        weight.grad = torch.zeros(1, BLOCK)
+        weight.grad[0, 0] = 1.0
+        weight.grad[0, 1] = 1e-4 if step == 0 else 0.0
+        optimizer.step()
+    assert abs(float(weight.detach()[0, 1])) < 0.1
+
+
+@pytest.mark.parametrize("shape", [(4, 600), (3, 256), (5, 8)], ids=str)
+@pytest.mark.parametrize("now", ["float32", "8bit"])
+@pytest.mark.parametrize("before", ["float32", "8bit"])
+def test_state_of_one_setting_is_read_by_the_other(before: str, now: str, shape: tuple[int, int]) -> None:
+    """The same setting finds the same bits, by whatever part of the rows; codes that become float32 are what they stood
+    for, in parts of the columns, too."""
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    matrix = start.clone().requires_grad_()
+    old = build_optimizer([matrix], TrainerConfig(learning_rate=1e-2, moments=before))
+    for seed in range(3):
+        matrix.grad = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        old.step()
+    state = old.state[matrix]
+    parts = [Box((1, 0), shape)] + ([Box((0, 3), (shape[0], shape[1]))] if now == "float32" else [])
+    for part in parts:
+        spec = TensorSpec(name="w", global_shape=shape, box=part, dtype="float32")
+
+        def read(name: str, box: Box) -> Tensor:
+            return state[name][box.within(Box.whole(state[name].shape))].clone()
+
+        own = torch.zeros(part.shape, requires_grad=True)
+        new = build_optimizer([own], TrainerConfig(learning_rate=1e-2, moments=now))
+        found = read_state([*state], spec, read, new)
+        new.state[own] = {name: placed(value, own, name, new) for name, value in found.items()}
+        exact = {
+            name: decoded(name, state[name], state[name + SCALE]) if before == "8bit" else state[name]
+            for name in MOMENTS
+        }
+        rows, columns = (slice(*edges) for edges in zip(part.starts, part.stops, strict=True))
+        for name in MOMENTS:
+            if now == "float32":
+                assert torch.equal(found[name], exact[name][rows, columns])
+            elif before == "8bit":
+                assert torch.equal(found[name], state[name][rows, columns])
+            else:
+                codes, scales = encoded(name, exact[name][rows])
+                assert torch.equal(found[name], codes) and torch.equal(found[name + SCALE], scales)
+        assert found["step"] == 3
+        own.grad = torch.ones(part.shape)
+        new.step()
+        assert own.isfinite().all()
+
+
+def test_scales_lie_where_their_columns_do() -> None:
+    spec = TensorSpec(name="w", global_shape=(8, 1000), box=Box((2, 512), (5, 1000)), dtype="float32")
+    scales = state_spec(spec, "exp_avg_scale")
+    assert (scales.global_shape, scales.box) == ((8, 4), Box((2, 2), (5, 4)))
+    assert state_spec(spec, "exp_avg") is spec
