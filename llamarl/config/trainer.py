@@ -91,7 +91,7 @@ class TrainerConfig(Section):
     """Moments of AdamW: exact, or codes of 8 bits with a scale for each 256, which take a quarter of the memory and
     learn as well."""
     moments_on: Literal["device", "host"] = "device"
-    """Where they lie: on a GPU beside the weights, or in its host's memory, from which they visit the GPU in each step;
+    """Their place: on a GPU beside the weights, or in its host's memory, from which they visit the GPU in each step;
     results stay the same bits."""
     device: Device = "cpu"
     """`cpu`, `cuda` (the next free GPUs, one for each rank), or `cuda:0,2-3` to name them."""

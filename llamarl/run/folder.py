@@ -340,8 +340,6 @@ def _check_same_weights(before: RunConfig, now: RunConfig) -> None:
                 f"--resume: {name} was {old!r} when the run began and is {new!r} now, which its checkpoints do "
                 "not fit; use what it was, or start another run with another --name"
             )
-    if (old := before.trainer.moments) != (new := now.trainer.moments):
-        sys.stderr.write(f"--resume: trainer.moments was {old!r} and is {new!r} now; the checkpoint's are converted\n")
 
 
 def prepare_run_folder(

@@ -281,8 +281,8 @@ def check_moments(config: RunConfig, shape: ModelShape) -> None:
     for name, columns in widths.items() if trainer.moments == "8bit" and tp > 1 else ():
         if columns // tp % BLOCK_COLUMNS:
             raise ConfigError(
-                f"trainer.moments = '8bit' with trainer.parallelism.tp = {tp}: a rank has {columns // tp} columns of the "
-                f"{name}, and each {BLOCK_COLUMNS} share a scale; use trainer.parallelism.fsdp instead, or 'float32'"
+                f"trainer.moments = '8bit' with trainer.parallelism.tp = {tp}: a rank has {columns // tp} columns of "
+                f"the {name}, and each {BLOCK_COLUMNS} share a scale; use trainer.parallelism.fsdp, or 'float32'"
             )
 
 

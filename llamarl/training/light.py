@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llamarl.models.memory import BLOCK_COLUMNS
 from llamarl.sharding.box import Box
-from llamarl.training.optimizer import Uncompiled
+from llamarl.training.adamw import Uncompiled
 from llamarl.weight_sync.layout import TensorSpec
 
 BLOCK = BLOCK_COLUMNS
@@ -115,7 +115,7 @@ class LightAdamW(Uncompiled):
         self.coded, self.on_host = coded, on_host
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # pyrefly: ignore[bad-override]
         """Updates all weights that have a gradient."""
         device = None
         for group in self.param_groups:
@@ -216,7 +216,8 @@ def read_state(
 
 
 def placed(value: Tensor, weight: Tensor, moment: str, optimizer: torch.optim.Optimizer) -> Tensor:
-    """What was read where `optimizer` keeps it; the count of steps lies on the device, as fused AdamW's does."""
+    """The tensor that was read, where `optimizer` keeps it; the count of steps lies on the device, as fused
+    AdamW's does."""
     if moment == "step" or not (isinstance(optimizer, LightAdamW) and optimizer.on_host):
         return value.to(weight.device)
     return value.pin_memory() if weight.is_cuda else value

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from llamarl.config.schema import TrainerConfig
-
-
-class Uncompiled(torch.optim.Optimizer):
-    """Without what keeps these methods out of compiled code: their first call would import torch's compiler, which is
-    as large as the rest of torch."""
-
-    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
-    zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
-
-
-class AdamW(Uncompiled, torch.optim.AdamW):
-    """torch's."""
-
-    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
+from llamarl.training.adamw import AdamW
+from llamarl.training.light import LightAdamW
 
 
 def build_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.optim.Optimizer:
@@ -41,8 +28,6 @@ def build_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.o
     coded, on_host = config.moments == "8bit", config.moments_on == "host"
     if not (coded or on_host):
         return AdamW(groups, lr=config.learning_rate, betas=betas, eps=1e-8, fused=True)
-    from llamarl.training.light import LightAdamW  # which is one of these
-
     return LightAdamW(groups, lr=config.learning_rate, betas=betas, eps=1e-8, coded=coded, on_host=on_host)
 
 

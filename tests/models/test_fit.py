@@ -174,3 +174,20 @@ def test_a_longest_sequence_still_fits_a_smaller_microbatch() -> None:
     options = dict(fit.levers(run_of(), SHAPE))
     assert options["trainer.microbatch_tokens"] == [8192, 4096, 2048, 1536]
     assert options["generator.max_running"] == [64, 32, 16, 8]
+
+
+def test_moments_elsewhere_and_smaller() -> None:
+    """Bytes per weight: 8 on the device, 2 and a float32 scale for each of 256 in both moments, or all in the host's
+    memory, where checkpoints copy them, too."""
+    usual, coded, on_host = (
+        next(iter(holdings(run_of(trainer={"device": "cuda"} | trainer), SHAPE, {})))
+        for trainer in ({}, {"moments": "8bit"}, {"moments": "8bit", "moments_on": "host"})
+    )
+    num = SHAPE.num_parameters
+    assert usual.parts["moments"] == 8 * num and usual.host["checkpoint"] == 12 * num
+    assert (
+        coded.parts["moments"] == (2 + 2 * 4 / 256) * num
+        and coded.host["checkpoint"] == 4 * num + coded.parts["moments"]
+    )
+    assert "moments" not in on_host.parts and on_host.host["moments"] == coded.parts["moments"]
+    assert "moments" not in usual.host

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,3 +146,23 @@ def test_a_part_whose_import_does_not_end(tmp_path: Path, monkeypatch: pytest.Mo
         preparing.check_parts(config)
     left_s, _ = signal.setitimer(signal.ITIMER_REAL, *outer)
     assert 100.0 < left_s < 200.0  # a limit of whoever is around this still holds
+
+
+def test_moments_that_cannot_lie_so() -> None:
+    """In blocks that ranks would cut, or where they are already."""
+    shape = ModelShape(
+        family="llama", hidden_size=512, num_layers=1, num_heads=8, num_kv_heads=8, head_dim=64, intermediate_size=768,
+        vocab_size=9, max_position_embeddings=9, tie_embeddings=True,
+    )  # fmt: skip
+    problems = {"model": {"path": "m"}, "data": {"train": "d"}}
+
+    def check(**trainer: Any) -> None:
+        preparing.check_moments(RunConfig.model_validate(problems | {"trainer": trainer}), shape)
+
+    check(moments="8bit", parallelism={"fsdp": 4})
+    check(moments="float32", parallelism={"tp": 2})
+    check(moments_on="host", device="cuda")
+    with pytest.raises(ConfigError, match=r"tp = 2: a rank has 384 columns of the feed-forward output, and each 256"):
+        check(moments="8bit", parallelism={"tp": 2})
+    with pytest.raises(ConfigError, match=r"moments_on = 'host' with trainer.device = 'cpu': they are there"):
+        check(moments_on="host")
