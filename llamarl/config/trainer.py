@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from llamarl.config.device import Device
 from llamarl.config.ref import Ref
@@ -87,6 +87,10 @@ class TrainerConfig(Section):
     """CPU threads."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type; master weights stay float32."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """Master weights and their gradients. In bfloat16 each update is rounded up or down by chance in proportion, drawn
+    from the run's seed, the step and the place, so that small ones count on average; rounded to the nearest they would
+    be lost."""
     moments: Literal["float32", "8bit"] = "float32"
     """Moments of AdamW: exact, or codes of 8 bits with a scale for each 256, which take a quarter of the memory and
     learn as well."""
@@ -105,3 +109,14 @@ class TrainerConfig(Section):
     parallelism: ParallelismConfig = ParallelismConfig()
     lora: LoraConfig | None = None
     """Train adapters only; none: all weights."""
+
+    @model_validator(mode="after")
+    def _light_weights(self) -> TrainerConfig:
+        if self.weights == "bfloat16" and self.dtype != "bfloat16":
+            raise ValueError(
+                "trainer.weights = 'bfloat16' with trainer.dtype = 'float32': nothing is gained by computing with more "
+                "than is kept; use trainer.dtype = 'bfloat16'"
+            )
+        if self.weights == "bfloat16" and self.lora:
+            raise ValueError("trainer.weights = 'bfloat16' with trainer.lora: adapters are small; leave one out")
+        return self

@@ -124,7 +124,8 @@ def trainer_load(
         keys=tokens * (prompt + rollout.group_size * (prompt + response)) / group,
         half=half, checkpointing=settings.activation_checkpointing, flash=on_gpu and half and layout.cp == 1,
         tp=layout.tp, cp=layout.cp, pp=layout.pp, shards=layout.fsdp * layout.cp, is_critic=critic is not None,
-        moments=memory.MOMENTS_BYTES[settings.moments], lora=None if critic else settings.lora,
+        weight=WIDTHS[settings.weights], moments=memory.MOMENTS_BYTES[settings.moments],
+        lora=None if critic else settings.lora,
     )  # fmt: skip
 
 
@@ -203,6 +204,8 @@ def levers(config: RunConfig, shape: DecoderSizes) -> Iterator[tuple[str, list[A
     yield "generator.dtype", [name for name in ("bfloat16", "int8") if WIDTHS[name] < WIDTHS[generator.dtype]]
     yield "reference.dtype", [name for name in ("bfloat16", "int8") if WIDTHS[name] < WIDTHS[config.reference.dtype]]
     yield "trainer.dtype", ["bfloat16"]
+    is_half = trainer.dtype == "bfloat16" and not trainer.lora
+    yield "trainer.weights", ["bfloat16"] if is_half and trainer.weights == "float32" else []
     yield "trainer.moments", ["8bit"] if trainer.moments == "float32" and layout.tp == 1 else []
     yield "generator.replicas", _halves(generator.replicas, 1)
     yield "checkpoint.mirror", [False]

@@ -55,6 +55,8 @@ class TrainerLoad:
     """Ranks that share one tensor-parallel part of all weights (FSDP2)."""
     is_critic: bool = False
     """One output per token instead of a vocabulary."""
+    weight: int = 4
+    """Bytes of a trained weight, and of its gradient."""
     moments: float = MOMENTS_BYTES["float32"]
     """Bytes per trained weight of both moments."""
     lora: LoraConfig | None = None
@@ -72,13 +74,13 @@ def trainer_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     ranks, trained = load.tp * load.shards, held
     parts: Parts = {}
     if load.lora is None:
-        parts["weights"] = 4 * held / ranks
+        parts["weights"] = load.weight * held / ranks
     else:
         inner = sum(num_in * num_out for num_in, num_out in _projections(sizes, load.lora)) * sizes.num_layers
         trained = adapter_parameters(sizes, load.lora) / load.pp
         frozen = 4 * held - (2 * inner / load.pp if load.half else 0)  # adapted projections are kept as they compute
         parts["weights"] = (frozen + 4 * trained) / ranks
-    parts["gradients"] = 4 * trained / ranks
+    parts["gradients"] = load.weight * trained / ranks
     parts["moments"] = load.moments * trained / ranks
     return parts | _peak(sizes, load)
 
@@ -96,17 +98,18 @@ def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     # Gradients of gate, up and their product, and of the residual stream; recomputed, the layer itself.
     work = (3 * width * sizes.intermediate_size + 12 * hidden) * rows + (layer if load.checkpointing else 0)
     last = 4 * width * sizes.intermediate_size * rows if load.checkpointing else 0
-    gradient = 4 * vocabulary if load.lora is None else 0  # comes whole; a frozen head has none
+    gradient = load.weight * vocabulary if load.lora is None else 0  # comes whole; a frozen head has none
     # The embedding's comes whole, too; where it is the head, both of them and their sum are there at once.
     is_one = sizes.tie_embeddings and not load.is_critic
-    ends_gradient = (3 if is_one else 1) * 4 * sizes.vocab_size * hidden / load.tp * (load.lora is None)
+    ends_gradient = (3 if is_one else 1) * load.weight * sizes.vocab_size * hidden / load.tp * (load.lora is None)
     logits = 0 if load.is_critic else 3 * 4 * TILE_LOGITS + width * hidden * load.targets + gradient
     cast, one = _cast(sizes, load)
     gathered, sent, outer = _gathered(sizes, load)
     moments: list[Parts] = [
         {"copies": np.where(is_cut, gathered, cast), "activations": kept + last + ends, "head": 0},
         {
-            "copies": np.where(is_cut, gathered, 0 if load.checkpointing else cast) + (load.half and 2 * vocabulary),
+            "copies": np.where(is_cut, gathered, 0 if load.checkpointing else cast)
+            + (2 * vocabulary if load.half and load.weight == 4 else 0),
             "activations": kept + ends,
             "head": logits,
         },
@@ -126,7 +129,7 @@ def _cast(sizes: DecoderSizes, load: TrainerLoad) -> tuple[Number, Number]:
     """Bytes of the copies of all layers' matrices that autocast makes, which live until the forward ends, and longer
     where activations are kept; and of one layer's."""
     frozen = sum(a * b for a, b in _projections(sizes, load.lora)) if load.lora else 0
-    one = 2 * (sizes.layer_parameters - frozen) / load.tp if load.half else 0
+    one = 2 * (sizes.layer_parameters - frozen) / load.tp if load.half and load.weight == 4 else 0
     return one * np.ceil(sizes.num_layers / load.pp), one
 
 
@@ -136,11 +139,12 @@ def _gathered(sizes: DecoderSizes, load: TrainerLoad) -> tuple[Number, Number, N
     gradients, of which there are three where they are one, beside the last layer's."""
     width, layer = 2 if load.half else 4, sizes.layer_parameters / load.tp
     ends = (1 if load.is_critic else 2 - sizes.tie_embeddings) * sizes.vocab_size * sizes.hidden_size / load.tp
-    gathered = 2 * width * layer + 4 * ends
+    gathered = 2 * width * layer + load.weight * ends
     if load.lora:
         return gathered, 0, 4 * ends
     is_one = sizes.tie_embeddings and not load.is_critic
-    return gathered, (width + 4) * layer, (16 if is_one else 8) * ends + 2 * width * layer
+    outer = load.weight * ((4 if is_one else 2) + (load.weight == 2)) * ends  # of bfloat16, a sum beside them
+    return gathered, (width + 4) * layer, outer + 2 * width * layer
 
 
 def _projections(sizes: DecoderSizes, lora: LoraConfig) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
-"""AdamW whose moments take less of the device: 8-bit codes, memory of the host, or both.
+"""AdamW that takes less of the device: moments as 8-bit codes, or in memory of the host; weights in bfloat16.
 
-Moments of a tile are brought to the device in the weight's type, updated by the same fused kernel as `AdamW`'s, and put
-back, so that with exact moments the bits are those of the optimizer that keeps them there.
+A tile of weights and moments is brought to float32 on the device, updated by the fused kernel of `AdamW`, and put back,
+so that what is kept exactly has the bits of the optimizer that keeps all of it there.
 
 Shape suffixes: R rows and C columns of a part of a matrix, K blocks of `BLOCK` columns of a row.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import xxhash
 from torch import Tensor
 
 from llamarl.models.memory import BLOCK_COLUMNS
@@ -26,7 +27,9 @@ BLOCK = BLOCK_COLUMNS
 """Columns that share a scale. Blocks lie in rows, so that whoever holds other rows of a matrix has the same bits."""
 TILE = 1 << 24
 """Elements that are float32 at a time, of each of both moments."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
+ZERO = {"exp_avg": -1, "exp_avg_sq": -128}
+"""Moments by name, with the code of zero."""
+MOMENTS = tuple(ZERO)
 SCALE = "_scale"
 """Ends the name of a moment's scales, float32 [R, K]."""
 
@@ -95,6 +98,44 @@ def _scales_of(box: Box) -> Box:
     return Box((box.starts[0], box.starts[1] // BLOCK), (box.stops[0], -(-box.stops[1] // BLOCK)))
 
 
+class Dice:
+    """Noise of the roundings of a part of a weight: a function of the run, the step, the weight and the place of an
+    element in the whole weight, so that layouts and steps that are taken again agree."""
+
+    def __init__(self, key: str, spec: TensorSpec) -> None:
+        self._key = int.from_bytes(xxhash.xxh32_digest(key.encode()), "little", signed=True)
+        self._starts = spec.box.starts
+        self._width = spec.global_shape[-1] if len(spec.global_shape) > 1 else 1
+        self._columns = spec.box.shape[1] if len(spec.global_shape) > 1 else None
+
+    def throw(self, rows: slice, step: Tensor) -> Tensor:
+        """Uniform in 0 to 65535, int32, for each element of these rows of the part at the step with this number."""
+        first, count = self._starts[0] + rows.start, torch.arange(rows.stop - rows.start, device=step.device)
+        index = (first + count) * self._width
+        if self._columns is not None:
+            index = index[:, None] + self._starts[1] + torch.arange(self._columns, device=step.device)
+        bits = index.to(torch.int32) + _mixed(step.to(torch.int32) + self._key)  # wraps, as all of it does
+        return _mixed(bits) & 0xFFFF
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """Int32 in which each bit depends on all of the input's (C. Wellons' lowbias32)."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+        bits = (bits ^ ((bits >> shift) & ((1 << (32 - shift)) - 1))) * factor
+    return bits ^ ((bits >> 16) & 0xFFFF)
+
+
+def rounded(exact: Tensor, noise: Tensor) -> Tensor:
+    """Float32 rounded to bfloat16, up with the probability of how far up it lies between two. `noise`: int32, uniform
+    in 0 to 65535."""
+    bits = exact.view(torch.int32)  # of which bfloat16 is the upper half; adding below carries into it by chance
+    return ((bits + noise) & -0x10000).view(torch.float32).bfloat16()
+
+
+def _exact(weight: Tensor) -> torch.dtype:
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
 class LightAdamW(Uncompiled):
     """AdamW (arXiv 1711.05101) with moments as codes, in memory of the host, or both.
 
@@ -103,16 +144,19 @@ class LightAdamW(Uncompiled):
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, coded: bool,
-        on_host: bool,
+        on_host: bool, places: Mapping[Tensor, TensorSpec],
     ) -> None:  # fmt: skip
         """
         Args:
             groups: weights, and `weight_decay`.
             coded: moments of matrices are 8-bit codes with a scale for each `BLOCK` columns.
             on_host: moments lie in pinned memory of the host, and visit the device a tile at a time.
+            places: of weights in bfloat16 in whole ones; all ranks have seeded torch alike.
         """
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self.coded, self.on_host = coded, on_host
+        seed = torch.initial_seed()
+        self._dice = {weight: Dice(f"{seed}:{spec.name}", spec) for weight, spec in places.items()}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyrefly: ignore[bad-override]
@@ -135,10 +179,16 @@ class LightAdamW(Uncompiled):
         for rows in _tiles(weight):
             first, second = (self._moment(name, state, rows, weight, coded) for name in MOMENTS)
             beta1, beta2 = group["betas"]
+            exact, dice = weight[rows], self._dice.get(weight)
+            if dice:
+                exact = exact.float()
+            slope = grad[rows].to(exact.dtype)
             torch._fused_adamw_(
-                [weight[rows]], [grad[rows]], [first], [second], [], [state["step"]], lr=group["lr"], beta1=beta1,
-                beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
+                [exact], [slope], [first], [second], [], [state["step"]], lr=group["lr"], beta1=beta1, beta2=beta2,
+                weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
             )  # fmt: skip
+            if dice:
+                weight[rows].copy_(rounded(exact, dice.throw(rows, state["step"])))
             for name, moment in zip(MOMENTS, (first, second), strict=True):
                 self._put(name, state, rows, moment, coded)
 
@@ -146,11 +196,10 @@ class LightAdamW(Uncompiled):
         """State before the first step: moments of zeros."""
         found = {"step": torch.zeros((), dtype=torch.float32, device=weight.device)}
         for name in MOMENTS:
-            zeros = self._room(weight.shape, torch.int8 if coded else weight.dtype, weight.device)
+            zeros = self._room(weight.shape, torch.int8 if coded else _exact(weight), weight.device)
             found[name] = zeros
             if coded:
-                nothing = torch.zeros(1, 1, device=weight.device)
-                zeros.fill_(int(encoded(name, nothing)[0]))
+                zeros.fill_(ZERO[name])
                 blocks = (weight.shape[0], -(-weight.shape[1] // BLOCK))
                 found[name + SCALE] = self._room(blocks, torch.float32, weight.device)
         return found
@@ -161,12 +210,12 @@ class LightAdamW(Uncompiled):
         return torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
 
     def _moment(self, name: str, state: Mapping[str, Tensor], rows: slice, weight: Tensor, coded: bool) -> Tensor:
-        """A tile of a moment on the device and in the weight's type: the state itself, where that lies there so."""
+        """A tile of a moment on the device, float32 at least: the state itself, where that lies there so."""
         held = state[name][rows].to(weight.device, non_blocking=True)
         if not coded:
             return held
         scales = state[name + SCALE][rows].to(weight.device, non_blocking=True)
-        return decoded(name, held, scales).to(weight.dtype)
+        return decoded(name, held, scales).to(_exact(weight))
 
     def _put(self, name: str, state: Mapping[str, Tensor], rows: slice, moment: Tensor, coded: bool) -> None:
         if coded:
@@ -181,7 +230,7 @@ def _tiles(weight: Tensor) -> Iterator[slice]:
     """Rows of a weight, so many at a time as a tile has room for; a vector is one tile."""
     rows = max(1, TILE // max(weight[0].numel(), 1)) if weight.ndim > 1 else len(weight)
     for start in range(0, len(weight), rows):
-        yield slice(start, start + rows)
+        yield slice(start, min(start + rows, len(weight)))
 
 
 def read_state(

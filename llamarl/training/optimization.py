@@ -55,7 +55,7 @@ class Update:
 
 
 class Optimization(ABC, Generic[Model]):
-    """Float32 master weights, compute in `config.dtype`; microbatches, passes, gradients and steps.
+    """Master weights in `config.weights`, compute in `config.dtype`; microbatches, passes, gradients and steps.
 
     All ranks of `mesh` make the same calls, in the same order, with the same groups; each computes its share.
     """
@@ -84,9 +84,15 @@ class Optimization(ABC, Generic[Model]):
         set_compute(self.model, config, device)
         self.module = module
         half = torch.bfloat16 if config.dtype == "bfloat16" else None
+        if config.weights == "bfloat16":
+            module.to(torch.bfloat16)
+            # The residual stream stays what it is beside float32 weights.
+            self.model.model.embed_tokens.register_forward_hook(lambda _module, _args, x_N_D: x_N_D.to(dtype))
         self.sharding = parallelize(module, self.model, mesh, device, read, half)
         self.pipeline = Pipeline(mesh.pp, dtype, device)
-        self.optimizer: torch.optim.Optimizer = build_optimizer(self.sharding.weights.values(), config)
+        self.optimizer: torch.optim.Optimizer = build_optimizer(
+            self.sharding.weights.values(), config, [*self.sharding.specs.values()]
+        )
         self.policy_version = 0
         """Completed steps."""
         self.health = Health(config, mesh, rate)

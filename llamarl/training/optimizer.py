@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,18 @@ from torch import Tensor
 from llamarl.config.schema import TrainerConfig
 from llamarl.training.adamw import AdamW
 from llamarl.training.light import LightAdamW
+from llamarl.weight_sync.layout import TensorSpec
 
 
-def build_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101), whose moments are kept as `trainer.moments` and `trainer.moments_on` say. Norms and
-    biases are not decayed: pulling them to 0 removes what they scale."""
+def build_optimizer(
+    weights: Iterable[Tensor], config: TrainerConfig, places: Sequence[TensorSpec] = ()
+) -> torch.optim.Optimizer:
+    """AdamW (arXiv 1711.05101), which keeps weights and moments as `config` says. Norms and biases are not decayed:
+    pulling them to 0 removes what they scale.
+
+    Args:
+        places: of `weights` in whole ones, in their order, for those in bfloat16.
+    """
     given = list(weights)
     matrices = [weight for weight in given if weight.ndim >= 2]
     vectors = [weight for weight in given if weight.ndim < 2]
@@ -25,10 +32,13 @@ def build_optimizer(weights: Iterable[Tensor], config: TrainerConfig) -> torch.o
         {"params": vectors, "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
-    coded, on_host = config.moments == "8bit", config.moments_on == "host"
-    if not (coded or on_host):
+    coded, on_host, rounds = config.moments == "8bit", config.moments_on == "host", config.weights == "bfloat16"
+    if not (coded or on_host or rounds):
         return AdamW(groups, lr=config.learning_rate, betas=betas, eps=1e-8, fused=True)
-    return LightAdamW(groups, lr=config.learning_rate, betas=betas, eps=1e-8, coded=coded, on_host=on_host)
+    places_of = dict(zip(given, places, strict=True)) if rounds else {}
+    return LightAdamW(
+        groups, lr=config.learning_rate, betas=betas, eps=1e-8, coded=coded, on_host=on_host, places=places_of
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: TrainerConfig) -> float:

@@ -66,7 +66,11 @@ class Sharding:
     def clip_gradients(self, max_norm: float) -> float:
         """Scales all gradients so that their norm, over all ranks, is at most `max_norm`; returns what it was."""
         mesh = self._mesh
-        norm = get_total_norm([self._grad(name) for name in self.weights if self._counts(name)])
+        grads = [self._grad(name) for name in self.weights if self._counts(name)]
+        if grads and grads[0].dtype == torch.bfloat16:  # squares are added up in float32, and kept so
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, torch.float32)))
+        else:
+            norm = get_total_norm(grads)
         if mesh.world.size > 1:
             norm = mesh.world.sum(norm.square()).sqrt()
         clip_grads_with_norm_(list(self.weights.values()), max_norm, norm)
@@ -116,9 +120,8 @@ def parallelize(
         boxes = {name: _chunk(box, size, place) for name, box in boxes.items()}
     _place(module, boxes, device, read)
     weights = _own_weights(module)
-    specs = {
-        name: TensorSpec(name=name, global_shape=shapes[name], box=boxes[name], dtype="float32") for name in weights
-    }
+    kind = "bfloat16" if any(one.dtype == torch.bfloat16 for one in weights.values()) else "float32"
+    specs = {name: TensorSpec(name=name, global_shape=shapes[name], box=boxes[name], dtype=kind) for name in weights}
     return Sharding(weights, specs, mesh, is_tied)
 
 

@@ -32,7 +32,7 @@ from llamarl.types import RolloutGroup, SampleGroup, TrainBatch, TrainSample
 
 
 class Trainer(Optimization[Transformer]):
-    """A model in training: float32 master weights, compute in `config.dtype`.
+    """A model in training: master weights in `config.weights`, compute in `config.dtype`.
 
     All ranks of `mesh` make the same calls with the same groups; each computes its share.
     """
@@ -185,7 +185,7 @@ class Trainer(Optimization[Transformer]):
 
     def score(self, sequences: Sequence[np.ndarray], temperature: float = 1.0, half: bool = False) -> list[np.ndarray]:
         """Log-probabilities of all tokens but the first, float32 [T - 1] each; on every rank. Computed in float32, but
-        where weights are gathered in bfloat16; with `half` as in steps, which `trainer.dtype` may round."""
+        where weights are gathered, or kept, in bfloat16; with `half` as in steps, which `trainer.dtype` may round."""
         groups = [
             SampleGroup(prompt_token_ids_T=ids_T[:1], samples=(TrainSample(columns={"token_ids": ids_T[1:]}),))
             for ids_T in sequences
@@ -193,7 +193,8 @@ class Trainer(Optimization[Transformer]):
         ]
         (microbatch,) = pack(groups, sum(map(len, sequences))) or [EMPTY]
         inputs = self.policy.place(microbatch, self.device)
-        half = (half or self.mesh.shards is not None) and self.config.dtype == "bfloat16"
+        is_rounded = self.mesh.shards is not None or self.config.weights == "bfloat16"
+        half = (half or is_rounded) and self.config.dtype == "bfloat16"
         result = self.pipeline.infer(
             self.policy.hidden_shape(microbatch),
             lambda _, hidden_M_D: self.policy(inputs, hidden_M_D, temperature, half),

@@ -13,14 +13,14 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_500
 BUDGETS = {
     "top": 330,  # goal: 250
-    "config": 1_020,  # goal: 820
+    "config": 1_040,  # goal: 820
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
     "kernels": 1_360,  # goal: 1,200
     "distributed": 640,  # goal: 600
     "sharding": 340,  # goal: 530
     "algorithms": 460,  # goal: 500
-    "models": 1_390,  # goal: 900
+    "models": 1_400,  # goal: 900
     "weight_sync": 1_600,  # goal: 1,580
     "checkpoint": 630,  # goal: 630
     "recipes": 70,  # goal: 90
@@ -30,7 +30,7 @@ BUDGETS = {
     "sandbox": 340,  # goal: 300
     "cluster": 1_240,  # goal: 1,080
     "generation": 1_840,  # goal: 1,830
-    "training": 1_720,  # goal: 1,550
+    "training": 1_790,  # goal: 1,550
     "executors": 980,  # goal: 920
     "controller": 3_250,  # goal: 2,450
     "run": 2_460,  # goal: 1,150

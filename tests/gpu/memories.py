@@ -111,6 +111,7 @@ def trained(name: str, num_groups: int, config: dict[str, Any], tp: int = 1) -> 
     load = TrainerLoad(
         tokens=len(batch.token_ids_N), targets=len(batch.targets_R), keys=0, half=settings.dtype == "bfloat16",
         checkpointing=settings.activation_checkpointing, flash=True, lora=settings.lora, tp=tp,
+        weight=memory.WIDTHS[settings.weights], moments=memory.MOMENTS_BYTES[settings.moments],
     )  # fmt: skip
     table = 8 * shape.head_dim * shape.max_position_embeddings  # of the rotation: made once, counted with a step
     return Counted(held=held - before - table, peak=peak + table, parts=memory.trainer_bytes(shape, load))
@@ -197,6 +198,7 @@ def sharded(num_ranks: int, config: dict[str, Any], tied: bool, vocab_size: int)
         load = TrainerLoad(
             tokens=num_tokens, targets=num_tokens, keys=2 * num_tokens, half=settings.dtype == "bfloat16",
             checkpointing=settings.activation_checkpointing, flash=False, shards=num_ranks,
+            weight=memory.WIDTHS[settings.weights], moments=memory.MOMENTS_BYTES[settings.moments],
         )  # fmt: skip
         parts = memory.trainer_bytes(shape, load)
     return Counted(held=sum(one.nbytes for one in kept), peak=living.peak, parts=parts)

@@ -43,6 +43,17 @@ def test_a_tensor_parallel_rank(on_gpu: Run) -> None:
     _check(on_gpu(memories.trained, "8B", 2, {"dtype": "bfloat16"}, 4))
 
 
+LIGHT = {"dtype": "bfloat16", "weights": "bfloat16", "moments": "8bit"}
+
+
+@pytest.mark.parametrize(("model", "recompute"), [("8B", True), *also(("1B", False), ("1B", True), ("qwen3 8B", True))])
+def test_a_light_trainer(on_gpu: Run, model: str, recompute: bool) -> None:
+    """Six bytes a weight."""
+    found = on_gpu(memories.trained, model, 2, LIGHT | {"activation_checkpointing": recompute})
+    _check(found)
+    assert found.parts["gradients"] == found.parts["weights"] < found.parts["moments"]
+
+
 def test_a_float32_trainer_has_no_second_copy(on_gpu: Run) -> None:
     """16 bytes a weight; attention, which has no kernel on the pretended device, is not compared."""
     found = on_gpu(memories.trained, "1B", 1, {"dtype": "float32"})
@@ -57,7 +68,7 @@ def test_a_generator(on_gpu: Run, model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"dtype": "bfloat16"}, *also({}, {"dtype": "bfloat16", "activation_checkpointing": True})]
+    "config", [{"dtype": "bfloat16"}, LIGHT, *also({}, {"dtype": "bfloat16", "activation_checkpointing": True})]
 )
 @pytest.mark.parametrize(("tied", "vocab_size"), [(True, 4096), (False, 32_768), *also((False, 4096), (True, 32_768))])
 def test_what_fsdp_gathers(elsewhere: Run, config: dict[str, Any], tied: bool, vocab_size: int) -> None:

@@ -178,6 +178,25 @@ def test_bfloat16_is_as_far_from_float32_as_in_one_process(run, make_groups) -> 
         assert one.metrics[0]["grad_norm"] == pytest.approx(exact.metrics[0]["grad_norm"], rel=0.03)
 
 
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
+def test_weights_of_bfloat16(run, tmp_path, make_groups, sizes: dict) -> None:
+    """They learn what float32 ones do, as far as they are coarse, and move between layouts bit for bit."""
+    batches, folder = [make_groups(), make_groups(seed=1)], tmp_path / "checkpoints"
+    config = {"weights": "bfloat16", "dtype": "bfloat16"}
+    exact = alone(QWEN3, batches, None, {"dtype": "bfloat16"})
+    found = run(sizes, QWEN3, batches, None, config, folder)
+    for step, wanted in zip(found[0].metrics, exact.metrics, strict=True):
+        assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=0.1)
+    saved = assembled([one.state for one in found])
+    kinds = {str(tensor.dtype) for name, tensor in saved.items() if ":" not in name}
+    assert kinds == {"torch.bfloat16"} and saved["model.norm.weight:exp_avg"].dtype == torch.float32
+    whole = {name: part for name, (_, _, part) in exact.weights.items()}
+    assert distance(whole, {name: tensor.float() for name, tensor in saved.items() if ":" not in name}) < 0.01
+    for other in ({"fsdp": 1}, {"fsdp": 2, "tp": 2}):
+        again = assembled([one.state for one in run(other, QWEN3, [], None, config, folder)])
+        assert all(torch.equal(tensor, again[name]) for name, tensor in saved.items()) and again.keys() == saved.keys()
+
+
 def test_a_loss_over_whole_sequences_in_cut_ones(run, make_groups) -> None:
     """GSPO's ratio is one of the sequence, and its mean one over sequences."""
     batches = [make_groups()]
