@@ -61,6 +61,7 @@ REFUSED = {
     "weight_sync.delta": ("true", "saves nothing"),
     "weight_sync.max_mismatch": (1e-30, "WeightsWrong"),
     "trainer.microbatch_tokens": (20, "can have together"),
+    "trainer.moments_on": ("host", "they are there"),
     "trainer.device": ("cuda", "no GPU"),
     **{
         f"{who}.parallelism.{one}": (2, "asks for 2 processes")
@@ -141,6 +142,8 @@ CHANGES = {
     "trainer.max_grad_norm": (1e-3, "weights"),
     "trainer.passes": (2, "weights"),
     "trainer.dtype": ("bfloat16", "weights"),
+    "trainer.weights": ("bfloat16", "weights", "--trainer.dtype", "bfloat16"),
+    "trainer.moments": ("8bit", "weights"),
     "trainer.peak_tflops": (7.0, "extra.peak_tflops"),
     "trainer.lora": ("{rank = 2}", "weights"),
     "reference.kl_coefficient": (0.1, "weights"),
