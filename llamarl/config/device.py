@@ -9,6 +9,8 @@ from pydantic import AfterValidator
 
 PLACED = "LLAMARL_PLACED"
 """Environment variable of an executor that sees its own devices alone."""
+ALONE = "LLAMARL_ALONE"
+"""Environment variable of an executor on whose GPUs no other one computes."""
 ADDRESS = "LLAMARL_ADDRESS"
 """Environment variable with an address of this host that the run's other hosts can reach."""
 

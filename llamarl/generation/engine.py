@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llamarl.config.device import ALONE
 from llamarl.config.errors import ConfigError
 from llamarl.generation.attention import KernelAttention, backend_name
 from llamarl.generation.backend import EngineModel, EngineStats
@@ -69,7 +70,8 @@ class Engine:
             max_running: rollouts that decode at once.
             prefill_tokens: prompt tokens that join one step at most.
             kv_bytes: memory for keys and values. None: what `max_running` full contexts need, but at most a quarter of
-                the machine's memory (CPU) or half of what is free beside a second set of weights (GPU).
+                the machine's memory (CPU), or nine tenths of what is free beside a second set of weights (GPU), half
+                where others share the device.
             version: policy version of the model's weights.
             kv_on_update: what becomes of keys and values when the weights change. "keep" costs nothing; "recompute"
                 prefills every token again, and then rollouts go on as if the new weights had seen all of it.
@@ -333,5 +335,6 @@ def kv_budget(model: EngineModel, max_running: int, num_ranks: int = 1) -> int:
                 f"{free / 1e9:.3g} GB of {device} are free, but {reserved / 1e9:.3g} GB are needed for new weights and "
                 "for work; use more generator.tensor_parallel or a smaller generator.dtype"
             )
-        return min(full, (free - reserved) // 2)
+        # Whoever shares the device may take more later than it has now.
+        return min(full, int((free - reserved) * (0.9 if os.environ.get(ALONE) else 0.5)))
     return min(full, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // num_ranks)

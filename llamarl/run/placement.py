@@ -20,7 +20,7 @@ from typing import NamedTuple
 from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.cluster.api import HostShare
 from llamarl.config import ConfigError, RunConfig, build
-from llamarl.config.device import PLACED, named_devices
+from llamarl.config.device import ALONE, PLACED, named_devices
 from llamarl.config.schema import CriticConfig, ReferenceConfig, RewardModelConfig, TrainerConfig
 
 COUNT_S = 120.0
@@ -91,7 +91,16 @@ class Placer(ABC):
     def place(self, executor: str) -> tuple[HostShare, ...]:
         """Hosts, ranks and environment that the processes of an executor are started with."""
         one = self._assigned[executor]
-        return tuple(HostShare(host, number, self._env(one.devices[host])) for host, number in one.ranks.items())
+        return tuple(
+            HostShare(host, number, self._env(one.devices[host]) | self._company(executor, host))
+            for host, number in one.ranks.items()
+        )
+
+    def _company(self, executor: str, host: str) -> dict[str, str]:
+        """Environment variables of one whose devices there are its own."""
+        used = {name: set(one.devices.get(host, ())) for name, one in self._assigned.items()}
+        own = used.pop(executor)
+        return {ALONE: "1"} if own and not any(own & theirs for theirs in used.values()) else {}
 
     def _env(self, devices: Iterable[object]) -> dict[str, str]:
         """Environment variables that show processes these devices alone; ranks count from 0 then."""

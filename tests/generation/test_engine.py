@@ -417,4 +417,7 @@ def test_a_gpu_keeps_room_for_new_weights(
         with pytest.raises(ConfigError, match="GB of cuda:0 are free"):
             kv_budget(served, 512)
         return
-    assert 0.1 * (total - 2 * weights) < kv_budget(served, 512) < total - 2.1 * weights
+    shared = kv_budget(served, 512)
+    assert 0.1 * (total - 2 * weights) < shared < total - 2.1 * weights
+    monkeypatch.setenv("LLAMARL_ALONE", "1")  # what nobody else may take later
+    assert kv_budget(served, 512) == pytest.approx(1.8 * shared, rel=1e-6)

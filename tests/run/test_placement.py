@@ -66,7 +66,8 @@ def test_all_roles_are_counted_out(monkeypatch: pytest.MonkeyPatch) -> None:
         "reference": (8,), "reward": (),
     }  # fmt: skip
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert env(placer, "generator-1") == {"CUDA_VISIBLE_DEVICES": "5,6", "LLAMARL_PLACED": "1"}
+    own = {"CUDA_VISIBLE_DEVICES": "5,6", "LLAMARL_PLACED": "1", "LLAMARL_ALONE": "1"}
+    assert env(placer, "generator-1") == own
     assert env(placer, "reward")["CUDA_VISIBLE_DEVICES"] == "", "it makes no context on anybody's GPU"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(f"GPU-{i}" for i in range(9)))
     assert env(placer, "critic")["CUDA_VISIBLE_DEVICES"] == "GPU-1,GPU-2"
@@ -168,6 +169,22 @@ def test_threads_that_work_at_once_are_more_than_the_cores(monkeypatch: pytest.M
     sections["reward"] = {"model": {"path": "r", "threads": 4}}
     (said,) = LocalPlacer(config_of(**sections, **in_turn)).crowded()
     assert said.startswith("6 CPU threads"), "generators and the models that judge"
+
+
+def test_who_has_a_device_for_itself_is_told() -> None:
+    """Nobody where two name one, or take turns on it."""
+
+    def alone(**sections: Any) -> list[str]:
+        placer = LocalPlacer(config_of(**sections), num_devices=8)
+        names = ("trainer", "generator-0", "generator-1")
+        return [name for name in names if placer.place(name)[0].env.get("LLAMARL_ALONE")]
+
+    two = {"replicas": 2, "device": "cuda"}
+    assert alone(trainer={"device": "cuda"}, generator=two) == ["trainer", "generator-0", "generator-1"]
+    assert alone(trainer={"device": "cuda:0"}, generator=two | {"device": "cuda:0-1"}) == ["generator-1"]
+    assert alone(trainer={"device": "cpu"}, generator=two | {"device": "cpu"}) == []
+    turns = {"rollout": {"max_staleness": 0}, "cluster": {"placement": "colocated"}}
+    assert alone(trainer={"device": "cuda"}, generator=two, **turns) == ["generator-1"]
 
 
 @pytest.mark.parametrize(("text", "numbers"), [("cuda", ()), ("cuda:3", (3,)), ("cuda:0,2-4,9", (0, 2, 3, 4, 9))])

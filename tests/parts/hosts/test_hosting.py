@@ -77,7 +77,8 @@ def test_patterns_name_hosts_and_trainer_ranks_share_them_evenly() -> None:
 def test_devices_are_counted_out_per_host() -> None:
     hosting = HostPlacer(config_of(**GPUS), machines(a=8, b=8))
     assert where(hosting)["trainer"] == ("a",)
-    assert hosting.place("trainer") == (("a", 4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "LLAMARL_PLACED": "1"}),)
+    env = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "LLAMARL_PLACED": "1", "LLAMARL_ALONE": "1"}
+    assert hosting.place("trainer") == (("a", 4, env),)
     # b has no trainer and is filled first; what is left goes beside the trainer
     assert [where(hosting)[f"generator-{i}"] for i in range(6)] == [("b",)] * 4 + [("a",)] * 2
     seen = [hosting.place(f"generator-{i}")[0].env["CUDA_VISIBLE_DEVICES"] for i in range(6)]
