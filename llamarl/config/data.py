@@ -188,6 +188,8 @@ class DataConfig(Section):
             )
             if (value := getattr(source, name, None)) is not None
         }
+        if own.get("template", self.template) not in ("auto", "chat"):
+            own["date"] = ""  # which the chat templates of other sources write
         return self.model_copy(update={"train": source.source} | own)
 
 

@@ -112,11 +112,6 @@ class RolloutConfig(Section):
         """Oldest that a token may be when it is learnt from, in optimizer steps."""
         return staleness_limit(self.max_staleness, self.prompts_per_step, self.window)
 
-    @property
-    def has_episodes(self) -> bool:
-        """Rollouts are of several turns."""
-        return self.environment is not None or self.agent is not None
-
 
 class VllmConfig(Section):
     python: str = ""
@@ -313,7 +308,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sources(self) -> RunConfig:
         for number, source in enumerate(self.data.sources):
-            own = [name for name in ("environment", "tools", "reward") if getattr(source, name)]
+            own = [name for name in ("environment", "tools", "reward", "max_new_tokens") if getattr(source, name)]
             if self.rollout.agent and own:
                 raise ValueError(
                     f"data.train.{number}.{own[0]} with rollout.agent = {self.rollout.agent.name!r}: the agent runs "
@@ -337,6 +332,18 @@ class RunConfig(Section):
         if source.reward is not None:
             reward = reward.model_copy(update={"parts": source.reward.parts, "weights": source.reward.weights})
         return self.model_copy(update={"data": self.data.of(source), "rollout": rollout, "reward": reward})
+
+    @property
+    def by_source(self) -> dict[str, RunConfig]:
+        """The run as if each source were its only one, by label; under the empty one the run itself, for prompts
+        without a label."""
+        return {"": self} | {source.label: self.of(source) for source in self.data.sources}
+
+    @property
+    def has_episodes(self) -> bool:
+        """Some rollouts are of several turns."""
+        rollouts = (one.rollout for one in self.by_source.values())
+        return self.rollout.agent is not None or any(one.environment for one in rollouts)
 
     @model_validator(mode="after")
     def _judged(self) -> RunConfig:

@@ -21,7 +21,7 @@ from llamarl.models.folder import load_shape
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.run.assembly import assembled
-from llamarl.run.executors import GeneratorSpecs, executor_spec, spawn_all
+from llamarl.run.executors import GeneratorSpecs, reward_spec, spawn_all
 from llamarl.run.placement import LocalPlacer
 from llamarl.run.prepare import environment_of
 
@@ -68,8 +68,8 @@ async def _evaluate(
     cluster = open_cluster(config.cluster, logs)
 
     async def spawn() -> Executors:
-        reward = executor_spec("reward", "reward:RewardExecutor", 1, model_path=path, config=config.reward)
-        models = [part("episodes", "spec")(config)] if config.rollout.has_episodes else []
+        reward = reward_spec(config)
+        models = [part("episodes", "spec")(config)] if config.has_episodes else []
         generator, names = GeneratorSpecs(config=config), placer.of_role("generator")
         specs = [reward, *models, *(generator(number, placer.place(name)) for number, name in enumerate(names))]
         first, *others = await spawn_all(cluster, specs, config.cluster.start_timeout_s)
