@@ -79,7 +79,8 @@ def measured_rates(
 
 
 def _rates(groups: Sequence[RolloutGroup], rows: Sequence[ProblemRow]) -> Iterator[dict[str, Any]]:
-    """How often each problem was solved; what nobody could judge counts neither way. `rows` may go on after them."""
+    """Rows of how often each problem was solved; what nobody could judge counts neither way. `rows` may go on after
+    them."""
     for group, row in zip(groups, rows, strict=False):
         judged = [one for one in group.results if (one.first_part or one).outcome is not Outcome.INVALID]
         yield {
