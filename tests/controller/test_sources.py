@@ -72,12 +72,11 @@ def test_limits_and_shares_are_those_of_the_sources(tmp_path: Path) -> None:
     sources = [{"name": "running_total", "label": one, "weight": n} for n, one in ((3, "a"), (1, "b"))]
     settings = config(tmp_path, data={"train": [sources[0], sources[1] | {"max_new_tokens": 77}]})
     train = [replace(prompt, source="a" if n < 6 else "b") for n, prompt in enumerate(prompts(9))]
-    stops = {"a": ("x",), "b": ("y",)}
+    limits, stops = {"a": settings.rollout.max_new_tokens, "b": 77}, {"a": ("x",), "b": ("y",)}
     problems = Problems(train=train, eval=(), stop_token_ids=(2,), stops_of=stops)
     admission, drawn = Admission(settings, problems, None, Flow(lambda: 0.0)), list[Prompt]()
     for request, prompt in admission.admit():
         drawn.append(prompt)
-        usual = settings.rollout.max_new_tokens
-        assert request.sampling.max_new_tokens == (77 if prompt.source == "b" else usual) != 77 or prompt.source == "b"
+        assert request.sampling.max_new_tokens == limits[prompt.source]
         assert request.sampling.stop_strings[-1:] == stops[prompt.source]
     assert {one.source for one in drawn[:4]} == {"a", "b"} and [one.source for one in drawn[:4]].count("a") == 3
