@@ -22,7 +22,7 @@ from llamarl.config import ConfigError, RunConfig, load_config, tables
 from llamarl.config.ref import part
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import print_to
-from llamarl.run.given import Rewards, Rows, reward_settings, source_of
+from llamarl.run.given import Rewards, Rows, reward_settings, source_of, train_of
 from llamarl.run.record import RunRecord
 
 Config = str | Path | Mapping[str, Any] | RunConfig
@@ -48,7 +48,8 @@ def train(
         reward: `def reward(prompt, response, answer, **row) -> float | bool`, or `async def`; several in a list, or in
             a table with their weights; or names of rewards. The first decides what is right.
         data: problems to learn: rows with `question` (or `messages`) and `answer`, a DataFrame, a `datasets.Dataset`;
-            or a source as in a TOML file, such as `{"name": "hub", "path": "openai/gsm8k"}`.
+            or a source as in a TOML file, such as `{"name": "hub", "path": "openai/gsm8k"}`. Several are mixed: a table
+            of them by label, or a list, each by itself or as `{"data": rows, "weight": 2.0, "reward": function}`.
         eval_data: held-out problems, as `data`.
         resume: go on where the run ended.
         overwrite: replace an existing run of the name.
@@ -167,5 +168,5 @@ def _given(
         given |= {f"reward.{name}": value for name, value in reward_settings(reward, output).items()}
     for name, rows in (("train", data), ("eval", eval_data)):
         if rows is not None:
-            given[f"data.{name}"] = source_of(rows, output, f"data.{name}")
+            given[f"data.{name}"] = (train_of if name == "train" else source_of)(rows, output, f"data.{name}")
     return base, given

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -18,6 +20,8 @@ from llamarl.data.files import suffix
 from llamarl.run.answering import ENGINE
 from llamarl.run.scored import BASE, completed, settings_for
 
+RATE_SAMPLES = 8
+"""Samples for a pass rate, where nothing else is said."""
 SETTINGS = (
     "data.template", "data.system", "data.examples", "data.template_arguments", "data.date", "reward.parts",
     "rollout.max_new_tokens", "eval.samples", "eval.temperature", "eval.max_prompts", "seed", *ENGINE,
@@ -29,12 +33,17 @@ def _parser() -> argparse.ArgumentParser:
         "eval",
         "Score a checkpoint on held-out problems: pass@1, pass@k, mean length.",
         "With --config, data, reward, limits, turns, device and types are that run's; options here win. Several "
-        "samples are drawn at temperature 1 where nothing else is said.",
+        "samples are drawn at temperature 1 where nothing else is said. --rates measures training problems, from which "
+        "data.filter then chooses.",
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("data", metavar="DATA", nargs="?", help="file of problems; default: data.eval of --config")
     parser.add_argument("--config", metavar="RUN.toml", help="a run's settings, for example its config.toml")
     parser.add_argument("--output", metavar="FILE", help="write every response as JSON Lines")
+    parser.add_argument(
+        "--rates", metavar="FILE",
+        help="measure DATA, or data.train of --config, and write how often each problem is solved (8 samples each)",
+    )  # fmt: skip
     add_settings(parser, BASE, *SETTINGS)
     return parser
 
@@ -45,11 +54,13 @@ def main(arguments: Sequence[str]) -> int:
     from llamarl.cluster.api import ExecutorError
     from llamarl.controller.supervision import Interrupted, Stalled
     from llamarl.observability.screen import eval_facts
-    from llamarl.run.evaluate import evaluate_checkpoint, response_rows
+    from llamarl.run.evaluate import evaluate_checkpoint, measured_rates, response_rows
     from llamarl.run.scored import ready
 
     run = load_config(options.config) if options.config else None
-    config = ready(_config(options, run), run, options.config, "llamarl eval", lambda: told_of_delay("eval"))
+    which: Literal["train", "eval"] = "train" if options.rates else "eval"
+    delays = partial(told_of_delay, "eval")
+    config = ready(_config(options, run, which), run, options.config, "llamarl eval", delays, which)
     columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as bar, ExitStack() as preparing:
         preparing.enter_context(told_of_delay("eval"))
@@ -60,7 +71,9 @@ def main(arguments: Sequence[str]) -> int:
             bar.update(task, completed=done, total=total)
 
         try:
-            result = evaluate_checkpoint(config, show, print)
+            result, rates = (
+                measured_rates(config, show, print) if options.rates else (evaluate_checkpoint(config, show, print), [])
+            )
         except Interrupted as error:
             print(f"llamarl eval: {error}", file=sys.stderr)
             return INTERRUPTED
@@ -70,20 +83,36 @@ def main(arguments: Sequence[str]) -> int:
     print(eval_facts(result.metrics))
     if options.output:
         write_output(Path(options.output), "".join(json.dumps(row) + "\n" for row in response_rows(result)))
+    if options.rates:
+        write_output(Path(options.rates), "".join(rates))
+        print(f"{options.rates}: {_spread([json.loads(line) for line in rates[1:]])}")
     return 0
+
+
+def _spread(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Text: how many problems were solved never, always, and now and then, and how many nobody could judge."""
+    judged = [(row["right"], row["samples"]) for row in rows if row["samples"]]
+    never, always = sum(not right for right, _ in judged), sum(right == samples for right, samples in judged)
+    unjudged = f", {len(rows) - len(judged):,} that could not be judged" if len(judged) < len(rows) else ""
+    between = len(judged) - never - always
+    return f"{len(rows):,} problems: {never:,} never solved, {always:,} always, {between:,} in between{unjudged}"
 
 
 def _reader(path: str) -> str:
     return "file" if suffix(path) else "jsonl"
 
 
-def _config(options: argparse.Namespace, run: RunConfig | None) -> RunConfig:
+def _config(options: argparse.Namespace, run: RunConfig | None, which: Literal["train", "eval"]) -> RunConfig:
     """Settings of the command line over those of the run. Raises ConfigError."""
     settings = settings_for(options.model, run)
+    if which == "train":
+        settings["eval"] = settings["eval"] | {"samples": RATE_SAMPLES}
     if options.data:
-        settings["data"] = settings["data"] | {"eval": {"name": _reader(options.data), "path": options.data}}
+        settings["data"] = settings["data"] | {which: {"name": _reader(options.data), "path": options.data}}
     config = completed(settings, lambda one: settled(one, options.overrides))
-    if config.data.eval is None:
+    if which == "train" and not (run or options.data):
+        raise ConfigError("--rates: DATA is missing; name a file of problems, or a run with --config")
+    if which == "eval" and config.data.eval is None:
         cause = f"{options.config} has no data.eval" if options.config else "DATA is missing"
         raise ConfigError(f"{cause}; name a file of problems, or a run with --config that has some")
     return config

@@ -34,7 +34,7 @@ class Evaluation:
     def __init__(
         self,
         config: EvalConfig,
-        sampling: SamplingParams,
+        sampling: Callable[[Prompt], SamplingParams],
         prompts: Sequence[Prompt],
         version: int,
         progress: Callable[[int, int], None],
@@ -48,14 +48,13 @@ class Evaluation:
         self._prompts = list(itertools.islice(prompts, config.max_prompts))
         self._groups = dict[int, RolloutGroup]()
         self._done = asyncio.Event()
-        sampling = replace(sampling, temperature=config.temperature)
         self.requests = [
             (
                 GenerationRequest(
                     group_id=first_group_id + number,
                     prompt_token_ids_T=prompt.token_ids_T,
                     group_size=config.samples,
-                    sampling=sampling,
+                    sampling=replace(sampling(prompt), temperature=config.temperature),
                     purpose="eval",
                 ),
                 prompt,

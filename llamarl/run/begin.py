@@ -13,7 +13,7 @@ from llamarl.config.ref import part
 from llamarl.run.folder import RunFolder, check_run_folder, prepare_run_folder
 from llamarl.run.memory import MachineMemory
 from llamarl.run.names import resolved
-from llamarl.run.prepare import Prepared, check_parts, prepare, settle
+from llamarl.run.prepare import Prepared, check_parts, each_source, of_source, prepare, settle
 from llamarl.run.preview import check_functions
 from llamarl.training.base_model import is_made
 
@@ -89,8 +89,15 @@ def looked_ahead(
     pinned = resolved(config, weights=weights and config.cluster.kind != "hosts", run=run, command=command)
     with delays():
         written, pinned = settle(config, pinned, resume=run is not None, for_agent=config.rollout.agent is not None)
+<<<<<<< HEAD
         prepared = prepare(pinned, weights=weights, machine=machine)
         check_functions(pinned, prepared.problems.train)
+=======
+        prepared = prepare(pinned, weights=weights)
+        for label, one, own in each_source(pinned, prepared.problems.train):
+            with of_source(label):
+                check_functions(one, own)
+>>>>>>> mix
     return written, pinned, prepared
 
 

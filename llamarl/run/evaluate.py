@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,17 @@ from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.ports import Executors
 from llamarl.controller.telemetry import Telemetry
 from llamarl.data.prompts import first_prompt, load_prompts, open_tokenizer
+from llamarl.data.rates import digest, rate_rows
+from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import check_vocabulary
 from llamarl.models.folder import load_shape
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.run.assembly import assembled
-from llamarl.run.executors import GeneratorSpecs, executor_spec, spawn_all
+from llamarl.run.executors import GeneratorSpecs, reward_spec, spawn_all
 from llamarl.run.placement import LocalPlacer
-from llamarl.run.prepare import environment_of
+from llamarl.run.prepare import environment_of, first_prompts, train_prompts
+from llamarl.types import Outcome, RolloutGroup
 
 
 class _EvalProgress(NullScreen):
@@ -47,29 +50,69 @@ def evaluate_checkpoint(
         ConfigError: model, data or a combination of them cannot work.
         ExecutorError, Interrupted, Stalled: it failed, or was ended.
     """
+    shape, tokenizer = load_shape(config.model.path), open_tokenizer(config.model.path, config.data)
+    (tools, stops), for_agent = environment_of(config), config.rollout.agent is not None
+    loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings, "eval", tools, for_agent=for_agent)
+    first = first_prompt(config.data, tokenizer, loaded.prompts[0], for_agent=for_agent)
+    problems = Problems(
+        train=(), eval=loaded.prompts, stop_token_ids=tokenizer.eos_token_ids, stop_strings=stops
+    )  # fmt: skip
+    return _scored(config, problems, progress, lambda: [*map(tell, (*loaded.warnings, first))])
+
+
+def measured_rates(
+    config: RunConfig, progress: Callable[[int, int], None], tell: Callable[[str], None]
+) -> tuple[EvalResult, list[str]]:
+    """Answers and scores the problems of `data.train`, each source's by its own settings and none left out by a filter:
+    the result, and lines of the file of pass rates that `data.filter` reads. Takes and raises what
+    `evaluate_checkpoint` does."""
+    config = unfiltered(config)
+    shape, tokenizer = load_shape(config.model.path), open_tokenizer(config.model.path, config.data)
+    train = train_prompts(config, shape.max_position_embeddings)
+    problems = Problems(
+        train=(), eval=train.prompts, stop_token_ids=tokenizer.eos_token_ids, stops_of=train.stops_of
+    )  # fmt: skip
+    said = (*train.warnings, first_prompts(config, train.prompts))
+    result = _scored(config, problems, progress, lambda: [*map(tell, said)])
+    header = {"model": config.model.path, "samples": config.eval.samples, "temperature": config.eval.temperature}
+    return result, [*rate_rows(header, _rates(result.groups, train.rows))]
+
+
+def _rates(groups: Sequence[RolloutGroup], rows: Sequence[ProblemRow]) -> Iterator[dict[str, Any]]:
+    """Rows of how often each problem was solved; what nobody could judge counts neither way. `rows` may go on after
+    them."""
+    for group, row in zip(groups, rows, strict=False):
+        judged = [one for one in group.results if (one.first_part or one).outcome is not Outcome.INVALID]
+        yield {
+            "id": group.prompt.prompt_id,
+            "source": group.prompt.source,
+            "right": sum(one.is_right for one in judged),
+            "samples": len(judged),
+            "problem": digest(row),
+        }
+
+
+def _scored(
+    config: RunConfig, problems: Problems, progress: Callable[[int, int], None], begins: Callable[[], object]
+) -> EvalResult:
+    """`begins` is called when executors are up."""
+    check_vocabulary(open_tokenizer(config.model.path, config.data), load_shape(config.model.path).vocab_size)
     with tempfile.TemporaryDirectory(prefix="llamarl-", ignore_cleanup_errors=True) as logs:
-        return run_patiently(_evaluate(config, progress, tell, Path(logs)))
+        return run_patiently(_evaluate(config, problems, progress, begins, Path(logs)))
 
 
 async def _evaluate(
-    config: RunConfig, progress: Callable[[int, int], None], tell: Callable[[str], None], logs: Path
-) -> EvalResult:
-    path = config.model.path
-    shape, tokenizer = load_shape(path), open_tokenizer(path, config.data)
-    check_vocabulary(tokenizer, shape.vocab_size)
-    tools, stop_strings = environment_of(config)
-    context, for_agent = shape.max_position_embeddings, config.rollout.agent is not None
-    loaded = load_prompts(config.data, tokenizer, context, "eval", tools, for_agent=for_agent)
-    prompts = loaded.prompts
-    problems = Problems(train=(), eval=prompts, stop_token_ids=tokenizer.eos_token_ids, stop_strings=stop_strings)
+    config: RunConfig, problems: Problems, progress: Callable[[int, int], None], begins: Callable[[], object],
+    logs: Path,
+) -> EvalResult:  # fmt: skip
     check_cluster(config.cluster)
     placer = LocalPlacer(config, only="generator")
     placer.check()
     cluster = open_cluster(config.cluster, logs)
 
     async def spawn() -> Executors:
-        reward = executor_spec("reward", "reward:RewardExecutor", 1, model_path=path, config=config.reward)
-        models = [part("episodes", "spec")(config)] if config.rollout.has_episodes else []
+        reward = reward_spec(config)
+        models = [part("episodes", "spec")(config)] if config.has_episodes else []
         generator, names = GeneratorSpecs(config=config), placer.of_role("generator")
         specs = [reward, *models, *(generator(number, placer.place(name)) for number, name in enumerate(names))]
         first, *others = await spawn_all(cluster, specs, config.cluster.start_timeout_s)
@@ -78,10 +121,17 @@ async def _evaluate(
 
     telemetry = Telemetry(config, _EvalProgress(progress), MetricsLog(None, print), 0)
     async with assembled(config, problems, telemetry, cluster.shutdown, spawn) as (controller, supervisor):
-        for said in (*loaded.warnings, first_prompt(config.data, tokenizer, prompts[0], for_agent=for_agent)):
-            tell(said)
+        begins()
         await supervisor.run(controller.start())
         return await supervisor.run(controller.evaluate())
+
+
+def unfiltered(config: RunConfig) -> RunConfig:
+    """The settings without `data.filter`, of sources too."""
+    data = config.data.model_copy(update={"filter": None})
+    if data.sources:
+        data = data.model_copy(update={"train": [one.model_copy(update={"filter": None}) for one in data.sources]})
+    return config.model_copy(update={"data": data})
 
 
 def response_rows(result: EvalResult) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,35 @@ MAX_SOURCE_CHARS = 1 << 20
 RewardFunction = Callable[..., Any]
 Rewards = RewardFunction | str | Mapping[Any, float] | Sequence[Any] | None
 Rows = Any
-"""Rows, a DataFrame, a `datasets.Dataset`, or a source as in a TOML file."""
+"""Rows, a DataFrame, a `datasets.Dataset`, or a source as in a TOML file; of `data` also several of these."""
+
+
+def train_of(data: Rows, output: Path, option: str) -> dict[str, Any] | list[dict[str, Any]]:
+    """The source, or the sources of a mixture, that `data` is: rows, or several sets of them, in a table by label or in
+    a list, each by itself or as `{"data": rows, "weight": 2.0, "reward": function}`. Raises ConfigError."""
+    if isinstance(data, Mapping) and data and "name" not in data:
+        if not any(isinstance(one, str | int | float | None) for one in data.values()):
+            return [_entry({"label": str(label)}, one, output, f"{option}.{label}") for label, one in data.items()]
+    elif isinstance(data, Sequence) and not isinstance(data, str) and data and all(map(_is_set, data)):
+        return [
+            _entry({"label": f"data-{number}"}, one, output, f"{option}.{number}")
+            for number, one in enumerate(data, start=1)
+        ]
+    return source_of(data, output, option)
+
+
+def _is_set(one: Any) -> bool:
+    """Whether something in a list is a set of rows, and no row."""
+    return not isinstance(one.get("data") if isinstance(one, Mapping) else one, str | int | float | None)
+
+
+def _entry(label: dict[str, str], one: Any, output: Path, option: str) -> dict[str, Any]:
+    """One source of a mixture. Raises ConfigError."""
+    given = label | (dict(one) if isinstance(one, Mapping) and "data" in one else {"data": one})
+    entry = {"source": source_of(given.pop("data"), output, option)} | given
+    if "reward" in entry:
+        entry["reward"] = reward_settings(entry["reward"], output)
+    return entry
 
 
 def source_of(rows: Rows, output: Path, option: str) -> dict[str, Any]:

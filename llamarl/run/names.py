@@ -47,9 +47,13 @@ def named(config: RunConfig) -> Iterator[Named]:
     for name, settings in models_in_use(config).items():
         if settings.path:
             yield Named(f"{'reward.model' if name == 'reward-model' else name}.path", settings.path)
-    for option, ref in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if ref is not None:
-            yield from _named_data(ref, option)
+    train, held_out = config.data.train, config.data.eval
+    if isinstance(train, Ref):
+        yield from _named_data(train, "data.train")
+    for number, one in enumerate(config.data.sources):
+        yield from _named_data(one.source, f"data.train.{number}.source")
+    if held_out is not None:
+        yield from _named_data(held_out, "data.eval")
 
 
 def _named_data(ref: Ref, option: str) -> Iterator[Named]:
@@ -133,6 +137,8 @@ def _pinned(name: HubName, option: str, source: Any, weights: bool, command: str
 def _with(settings: Any, names: list[str], value: str) -> Any:
     """A copy with another value of a setting; of a `Ref`, with another `revision`."""
     first, *rest = names
+    if isinstance(settings, list):
+        return [_with(one, rest, value) if n == int(first) else one for n, one in enumerate(settings)]
     old = getattr(settings, first)
     new = _at(old, value) if isinstance(old, Ref) else _with(old, rest, value) if rest else value
     return settings.model_copy(update={first: new})

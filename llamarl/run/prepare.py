@@ -5,20 +5,29 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from llamarl.algorithms.advantages._base import GroupAdvantage
-from llamarl.config import ConfigError, RunConfig, build, load_config
+from llamarl.config import ConfigError, RunConfig, build, did_you_mean, load_config
 from llamarl.config.cluster import lack_of_monarch
+from llamarl.config.data import TrainSource
 from llamarl.config.decoder import uneven_parts
+<<<<<<< HEAD
 from llamarl.config.ref import part
 from llamarl.config.roles import CriticConfig, ReferenceConfig
+=======
+from llamarl.config.ref import class_of, part
+from llamarl.config.roles import CriticConfig
+>>>>>>> mix
 from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.admission import Problems
-from llamarl.data.prompts import first_prompt, load_prompts, open_tokenizer, settled
+from llamarl.data.prompts import SOURCES, first_prompt, load_prompts, open_tokenizer, settled
+from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import check_vocabulary, ended_after
 from llamarl.hub.names import hub_name
 from llamarl.models.fit import CACHE_BLOCK_TOKENS, kv_width, trainer_load
@@ -47,7 +56,8 @@ class Prepared:
     warnings: tuple[str, ...]
     """Sentences for the user."""
     first_prompt: str
-    """Sentence that shows it as the model sees it."""
+    """Sentences that show the first prompt of each source as the model sees it, after those on what a filter leaves
+    out."""
 
 
 def check_parts(config: RunConfig) -> None:
@@ -78,8 +88,12 @@ def _check_parts(config: RunConfig) -> None:
             f"critic is set and not used, as trainer.advantage = {config.trainer.advantage.name!r} needs no values; "
             "use 'gae', or leave it out"
         )
-    build_reward(config.reward).close()
-    if config.rollout.has_episodes:
+    for number, source in enumerate(config.data.sources):
+        check_entry(source, number)
+    for label, one in config.by_source.items():
+        with of_source(label):
+            build_reward(one.reward).close()
+    if config.has_episodes:
         part("episodes", "check")(config)
     if set(config.metrics.sinks) - {"jsonl"}:
         part("page", "check")(config)
@@ -114,10 +128,71 @@ def settle(
     recorded = Path(config.output, config.name, "config.toml")
     before = load_config(recorded).data if resume and recorded.exists() else None
     tokenizer = open_tokenizer(pinned.model.path, pinned.data)
-    found = settled(pinned.data, tokenizer, before, for_agent=for_agent)
-    same = {"template": found.template, "date": found.date}
-    of_record, of_run = (one.model_copy(update={"data": one.data.model_copy(update=same)}) for one in (config, pinned))
-    return of_record, of_run
+    of_run = settled(pinned.data, tokenizer, before, for_agent=for_agent)
+    of_record = settled(config.data, tokenizer, of_run, for_agent=for_agent)
+    return config.model_copy(update={"data": of_record}), pinned.model_copy(update={"data": of_run})
+
+
+@contextmanager
+def of_source(label: str) -> Iterator[None]:
+    """Says of which source of a mixture a ConfigError is; one without a label stays as it is."""
+    try:
+        yield
+    except ConfigError as error:
+        if not label:
+            raise
+        raise ConfigError(f"source {label!r}: {error}") from error.__cause__
+
+
+def each_source(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[tuple[str, RunConfig, list[Prompt]]]:
+    """Label, the run as if it were the only source, and prompts of each source that has some."""
+    for label, one in config.by_source.items():
+        if own := [prompt for prompt in prompts if prompt.source == label]:
+            yield label, one, own
+
+
+class TrainPrompts(NamedTuple):
+    """Prompts of all sources that are trained on."""
+
+    prompts: list[Prompt]
+    """Source by source."""
+    rows: list[ProblemRow]
+    """Row of each prompt."""
+    stops_of: dict[str, tuple[str, ...]]
+    """Strings that end a turn, by the label of a source."""
+    warnings: list[str]
+    notes: list[str]
+    """Sentences on what `data.filter` leaves out."""
+
+
+def check_entry(source: TrainSource, number: int) -> None:
+    """Raises ConfigError: an entry of `data.train` has what is neither a setting nor an option of its source."""
+    found = class_of(source.source, SOURCES, f"data.train.{number}")
+    options = {field.name for field in fields(found)} if is_dataclass(found) else source.source.options.keys()
+    for name in source.source.options.keys() - options:
+        hint = did_you_mean(name, sorted({*options, *type(source).model_fields}))
+        raise ConfigError(f"`data.train.{number}.{name}` is no setting, and `{source.source.name}` has none; {hint}")
+
+
+def train_prompts(config: RunConfig, context_tokens: int, most: int | None = None) -> TrainPrompts:
+    """Prompts of `data.train`, each source's with its own template and limits; where there is a `most`, of each source
+    the first rows alone. Raises ConfigError."""
+    found, for_agent = TrainPrompts([], [], {}, [], []), config.rollout.agent is not None
+    for label, one in config.by_source.items():
+        if config.data.sources and not label:  # the run as a whole
+            continue
+        with of_source(label):
+            tokenizer, (tools, stops) = open_tokenizer(one.model.path, one.data), environment_of(one)
+            loaded = load_prompts(
+                one.data, tokenizer, context_tokens, tools=tools, most=most, for_agent=for_agent, label=label
+            )
+        found.prompts.extend(loaded.prompts)
+        found.rows.extend(loaded.rows)
+        found.stops_of[label] = stops
+        whose = f"source {label!r}: " if label else ""
+        found.warnings.extend(f"{whose}{said}" for said in loaded.warnings)
+        found.notes.extend(f"{whose}{said}" for said in (loaded.note,) if said)
+    return found
 
 
 def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory | None = None) -> Prepared:
@@ -151,29 +226,36 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
         )
 
     tools, stop_strings = environment_of(config)
-    for_agent = config.rollout.agent is not None
-
-    def load(which: Literal["train", "eval"]) -> tuple[Prompt, ...]:
-        loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings, which, tools, for_agent=for_agent)
-        warnings.extend(loaded.warnings)
-        return loaded.prompts
-
+    context, for_agent = shape.max_position_embeddings, config.rollout.agent is not None
+    train, held_out = train_prompts(config, context), tuple[Prompt, ...]()
+    warnings += train.warnings
+    if config.data.eval:
+        loaded = load_prompts(config.data, tokenizer, context, "eval", tools, for_agent=for_agent)
+        held_out, warnings = loaded.prompts, [*warnings, *loaded.warnings]
     problems = Problems(
-        train=load("train"),
-        eval=load("eval") if config.data.eval else (),
+        train=tuple(train.prompts),
+        eval=held_out,
         stop_token_ids=tokenizer.eos_token_ids,
         stop_strings=stop_strings,
+        stops_of=train.stops_of,
     )
-    longest = max(len(prompt.token_ids_T) for prompt in (*problems.train, *problems.eval))
-    check_microbatch(config, shape, max(len(prompt.token_ids_T) for prompt in problems.train))
-    check_cache(config, shape, longest)
+    check_lengths(config, shape, problems)
     learnt = {prompt.token_ids_T.tobytes() for prompt in problems.train}
     if problems.eval and all(prompt.token_ids_T.tobytes() in learnt for prompt in problems.eval):
         warnings.append("data.eval: all of its prompts are in data.train too, so it does not tell learning from memory")
     return Prepared(
         shape=shape, problems=problems, placer=placer, warnings=tuple(warnings),
-        first_prompt=first_prompt(config.data, tokenizer, problems.train[0], for_agent=for_agent),
+        first_prompt="\n".join([*train.notes, first_prompts(config, problems.train)]),
     )  # fmt: skip
+
+
+def first_prompts(config: RunConfig, prompts: Sequence[Prompt]) -> str:
+    """Sentences that show the first prompt of each source."""
+    said, for_agent = list[str](), config.rollout.agent is not None
+    for label, one, (first, *_) in each_source(config, prompts):
+        text = first_prompt(one.data, open_tokenizer(one.model.path, one.data), first, for_agent=for_agent)
+        said.append(f"source {label!r}: {text}" if label else text)
+    return "\n".join(said)
 
 
 def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
@@ -213,6 +295,18 @@ def check_files(config: RunConfig) -> None:
             f"a process of this run may have {needed} files open, and this shell allows {allowed}: run ulimit -n "
             f"{needed}, here and on the run's other hosts, or lower generator.replicas"
         )
+
+
+def check_lengths(config: RunConfig, shape: ModelShape, problems: Problems) -> None:
+    """Raises ConfigError when the longest sequence that can come of these prompts does not fit into a microbatch, or
+    into the cache."""
+    for label, one, own in each_source(config, problems.train):
+        with of_source(label):
+            longest = max(len(prompt.token_ids_T) for prompt in own)
+            check_microbatch(one, shape, longest)
+            check_cache(one, shape, longest)
+    if problems.eval:
+        check_cache(config, shape, max(len(prompt.token_ids_T) for prompt in problems.eval))
 
 
 def check_microbatch(config: RunConfig, shape: ModelShape, longest_prompt: int) -> None:

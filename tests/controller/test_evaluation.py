@@ -24,7 +24,7 @@ def evaluated(*answers: tuple[RewardResult, ...]) -> EvalMetrics:
         config = EvalConfig(samples=len(answers[0]), max_prompts=99)
         sampling = SamplingParams(max_new_tokens=4, temperature=1.0, seed=0, stop_token_ids=(2,))
         questions = prompts(len(answers))
-        evaluation = Evaluation(config, sampling, questions, 3, lambda done, total: None, 100)
+        evaluation = Evaluation(config, lambda prompt: sampling, questions, 3, lambda done, total: None, 100)
         versions_T = np.array([3, OBSERVED, 3])
         rollout = SimpleNamespace(num_tokens=3, policy_versions_T=versions_T, is_sampled_T=versions_T != OBSERVED)
         for number, results in enumerate(answers):

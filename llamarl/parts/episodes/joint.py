@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from llamarl.cluster.api import ExecutorSpec, HostShare
 from llamarl.config import ConfigError, RunConfig
-from llamarl.parts.episodes.environments._worker import build_environment
+from llamarl.parts.episodes.environments._worker import build_environment, tools_of
 from llamarl.parts.episodes.episodes import open_turns
 from llamarl.parts.episodes.gateway._worker import find_agent
 from llamarl.run.executors import executor_spec
 from llamarl.run.placement import models_in_use
+from llamarl.run.prepare import of_source
 
 __all__ = ["build_environment", "check", "open_turns", "spec"]
 
@@ -18,8 +20,9 @@ __all__ = ["build_environment", "check", "open_turns", "spec"]
 def check(config: RunConfig) -> None:
     """Whether environment or agent can be had and work with the other settings. Raises ConfigError."""
     rollout = config.rollout
-    if rollout.environment:
-        build_environment(rollout.environment)
+    for label, one in config.by_source.items():
+        with of_source(label):
+            tools_of(one.rollout.environment)
     if rollout.agent is None:
         return
     find_agent(rollout.agent.name)
@@ -35,10 +38,17 @@ def check(config: RunConfig) -> None:
 def spec(config: RunConfig, place: Sequence[HostShare] = ()) -> ExecutorSpec:
     """Specification of the executor that answers turns, or runs the agents that ask for them."""
     path, rollout, folder = config.model.path, config.rollout, "llamarl.parts.episodes.executors"
-    target, settings = f"{folder}.environment:EnvironmentExecutor", rollout.environment
+    common: dict[str, Any] = {"arguments": config.data.template_arguments, "today": config.data.date}
     if rollout.agent:
-        target, settings = f"{folder}.gateway:GatewayExecutor", rollout
+        target = f"{folder}.gateway:GatewayExecutor"
+        return executor_spec("environment", target, 1, place=place, model_path=path, config=rollout, **common)
+    own = {
+        source.label: (one.rollout.environment, one.data.template_arguments)
+        for source in config.data.sources
+        for one in [config.of(source)]
+        if one.rollout.environment and (source.environment or source.template_arguments is not None)
+    }
     return executor_spec(
-        "environment", target, 1, place=place, model_path=path, config=settings,
-        arguments=config.data.template_arguments, today=config.data.date,
+        "environment", f"{folder}.environment:EnvironmentExecutor", 1, place=place, model_path=path,
+        config=rollout.environment, of_sources=own, **common,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from llamarl.net.entrance import PROOF_S, Entrance, Proved, listen
+from llamarl.observability.metrics import SOURCES
 from llamarl.observability.sinks import Subject
 from llamarl.parts.page.trackers._base import Tracker
 
@@ -18,7 +19,7 @@ UNITS = (("_per_s", "_per_second"), ("_s", "_seconds"), ("_share", "_ratio"))
 
 
 class Prometheus(Tracker):
-    """Gauges `llamarl_NAME{run=..., executor=...}`, and the counter of steps."""
+    """Gauges `llamarl_NAME{run=..., executor=...}`, or `source=...`, and the counter of steps."""
 
     PACKAGE: ClassVar[str] = "prometheus_client"
 
@@ -37,8 +38,9 @@ class Prometheus(Tracker):
         self._steps.inc(max(step - self._step, 0))
         self._step = max(step, self._step)
         for key, value in values.items():
-            name, executor = exposed(key)
-            labels = {"run": self._run} | ({"executor": executor} if executor else {})
+            name, whose = exposed(key)
+            kind = "source" if key.startswith(f"extra.{SOURCES}") else "executor"
+            labels = {"run": self._run} | ({kind: whose} if whose else {})
             if name not in self._gauges:
                 meaning = f"`{key}` of metrics.jsonl"
                 self._gauges[name] = self._kind(name, meaning, list(labels), registry=self._registry)
@@ -59,11 +61,11 @@ class Prometheus(Tracker):
 
 
 def exposed(key: str) -> tuple[str, str]:
-    """Name and executor: `extra.rss_bytes.trainer` is `llamarl_rss_bytes` of `trainer`."""
-    name, _, executor = key.removeprefix("extra.").removeprefix("eval.").partition(".")
+    """Name, and executor or source: `extra.rss_bytes.trainer` is `llamarl_rss_bytes` of `trainer`."""
+    name, _, whose = key.removeprefix("extra.").removeprefix("eval.").partition(".")
     for ending, unit in UNITS:
         if name.endswith(ending):
             name = name.removesuffix(ending) + unit
             break
     prefix = "llamarl_eval_" if key.startswith("eval.") else "llamarl_"
-    return prefix + re.sub(r"\W", "_", name), executor
+    return prefix + re.sub(r"\W", "_", name), whose
