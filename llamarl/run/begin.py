@@ -89,15 +89,10 @@ def looked_ahead(
     pinned = resolved(config, weights=weights and config.cluster.kind != "hosts", run=run, command=command)
     with delays():
         written, pinned = settle(config, pinned, resume=run is not None, for_agent=config.rollout.agent is not None)
-<<<<<<< HEAD
         prepared = prepare(pinned, weights=weights, machine=machine)
-        check_functions(pinned, prepared.problems.train)
-=======
-        prepared = prepare(pinned, weights=weights)
         for label, one, own in each_source(pinned, prepared.problems.train):
             with of_source(label):
                 check_functions(one, own)
->>>>>>> mix
     return written, pinned, prepared
 
 

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -98,9 +99,13 @@ class Placer(ABC):
 
     def _company(self, executor: str, host: str) -> dict[str, str]:
         """Environment variables of one whose devices there are its own."""
-        used = {name: set(one.devices.get(host, ())) for name, one in self._assigned.items()}
-        own = used.pop(executor)
-        return {ALONE: "1"} if own and not any(own & theirs for theirs in used.values()) else {}
+        own = set(self._assigned[executor].devices.get(host, ()))
+        return {ALONE: "1"} if own and not own & self._shared(host) else {}
+
+    def _shared(self, host: str) -> set[object]:
+        """Devices there that more than one executor has."""
+        used = Counter(device for one in self._assigned.values() for device in set(one.devices.get(host, ())))
+        return {device for device, count in used.items() if count > 1}
 
     def _env(self, devices: Iterable[object]) -> dict[str, str]:
         """Environment variables that show processes these devices alone; ranks count from 0 then."""
@@ -181,8 +186,14 @@ class LocalPlacer(Placer):
             num_devices = count_devices() if any(one.device != "cpu" for one in self._wanted) else 0
         self._num_devices = num_devices
         self._named = {device for one in self._wanted for device in named_devices(one.device)}
+        self._together = set[object]()
         for wanted in self._wanted:
             self.take(wanted)
+        self._together = super()._shared("")
+        """Devices that several have while nobody is missing."""
+
+    def _shared(self, host: str) -> set[object]:
+        return self._together
 
     def _assign(self, wanted: WantedExecutor) -> Assignment:
         devices = _named(wanted, self._config.generator.replicas)

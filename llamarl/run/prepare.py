@@ -17,13 +17,8 @@ from llamarl.config import ConfigError, RunConfig, build, did_you_mean, load_con
 from llamarl.config.cluster import lack_of_monarch
 from llamarl.config.data import TrainSource
 from llamarl.config.decoder import uneven_parts
-<<<<<<< HEAD
-from llamarl.config.ref import part
-from llamarl.config.roles import CriticConfig, ReferenceConfig
-=======
 from llamarl.config.ref import class_of, part
-from llamarl.config.roles import CriticConfig
->>>>>>> mix
+from llamarl.config.roles import CriticConfig, ReferenceConfig
 from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.admission import Problems
 from llamarl.data.prompts import SOURCES, first_prompt, load_prompts, open_tokenizer, settled
