@@ -17,8 +17,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from llamarl.config.data import ONE, SEVERAL
 from llamarl.config.errors import ConfigError, did_you_mean
 from llamarl.config.ref import find
 from llamarl.config.schema import RunConfig
@@ -272,23 +273,37 @@ def _parse_value(text: str) -> Any:
 
 
 def _set(data: dict[str, Any], key: str, value: Any) -> None:
-    *sections, last = key.split(".")
-    for section in sections:
-        child = data.setdefault(section, {})
+    here: dict[str, Any] | list[Any] = data
+    names = key.split(".")
+    for depth, name in enumerate(names):
+        place = _place_in(here, name, key)
+        if depth == len(names) - 1:
+            here[place] = value  # type: ignore[index]  # names of a table, numbers of a list
+            return
+        child = here.setdefault(name, {}) if isinstance(here, dict) else here[place]  # type: ignore[index]
         if isinstance(child, str):  # a Ref written by its name alone: `loss = "aipo"` and `--trainer.loss.rho 8`
-            child = data[section] = {"name": child}
-        if not isinstance(child, dict):
-            raise ConfigError(f"`--{key}`: `{section}` is a value, not a section")
-        data = child
-    data[last] = value
+            child = here[place] = {"name": child}  # type: ignore[index]
+        if not isinstance(child, dict | list):
+            raise ConfigError(f"`--{key}`: `{name}` is a value, not a section")
+        here = child
+
+
+def _place_in(here: dict[str, Any] | list[Any], name: str, key: str) -> str | int:
+    """Key of `name` in a table, or its number in a list."""
+    if isinstance(here, dict):
+        return name
+    if not name.isdecimal() or int(name) >= len(here):
+        raise ConfigError(f"`--{key}`: the list has no entry {name!r}; it has {len(here)}, which are counted from 0")
+    return int(name)
 
 
 def _explain(error: ValidationError, schema: type[Section]) -> str:
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
+    place = tuple(part for part in first["loc"] if part not in (ONE, SEVERAL))
+    where = ".".join(map(str, place))
     if first["type"] == "extra_forbidden":
-        known = list(_section_at(schema, first["loc"][:-1]).model_fields)
-        hint = did_you_mean(str(first["loc"][-1]), known, f"known here: {', '.join(known)}")
+        known = list(_section_at(schema, place[:-1]).model_fields)
+        hint = did_you_mean(str(place[-1]), known, f"known here: {', '.join(known)}")
         return f"unknown option `{where}`; {hint}"
     if first["type"] == "missing":
         return f"`{where}` is missing; set it in the file or with --{where} VALUE"
@@ -299,12 +314,18 @@ def _explain(error: ValidationError, schema: type[Section]) -> str:
     return f"`{where} = {first['input']!r}`: {first['msg'][0].lower()}{first['msg'][1:]}{hint}"
 
 
-def _section_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
-    for part in location:
-        annotation = schema.model_fields[str(part)].annotation
-        options = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
-        schema = next(kind for kind in options if issubclass(kind, BaseModel))
+def _section_at(schema: type[Section], location: tuple[int | str, ...]) -> type[Section]:
+    for part in (part for part in location if isinstance(part, str)):  # a list's entries are all of one kind
+        schema = next(_sections(schema.model_fields[part].annotation))
     return schema
+
+
+def _sections(annotation: Any) -> Iterator[type[Section]]:
+    """Sections in the annotation of a setting, in a list or a union too."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _sections(inner)
 
 
 def dump_toml(config: Section) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from llamarl.config.device import Device
+from llamarl.config.ref import Ref
 from llamarl.config.section import Section
 from llamarl.config.trainer import ParallelismConfig
 
@@ -44,6 +45,23 @@ class CriticConfig(Section):
     """`cpu`, `cuda` (the next free GPUs, one for each rank), or `cuda:0,2-3` to name them."""
     parallelism: ParallelismConfig = ParallelismConfig()
     """Its own processes."""
+
+
+class RewardParts(Section):
+    """Who judges, and how much each counts."""
+
+    parts: list[Ref] = Field(min_length=1)
+    """Files in `rewards`; with several, the reward is their weighted sum and the first alone decides what is right."""
+    weights: list[float] = Field(default_factory=list)
+    """One weight per part; empty means 1 for each."""
+
+    @model_validator(mode="after")
+    def _one_weight_each(self) -> RewardParts:
+        if self.weights and len(self.weights) != len(self.parts):
+            raise ValueError(
+                f"reward.weights has {len(self.weights)} numbers for {len(self.parts)} parts; give one each"
+            )
+        return self
 
 
 class RewardModelConfig(Section):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from llamarl.config.cluster import ClusterConfig, use_processes
+from llamarl.config.data import DataConfig, SourceConfig, with_tools
 from llamarl.config.device import Device
 from llamarl.config.launch import LaunchConfig
 from llamarl.config.metrics import MetricsConfig, RecordConfig
 from llamarl.config.ref import Ref
-from llamarl.config.roles import AgentConfig, CriticConfig, ReferenceConfig, RewardModelConfig
+from llamarl.config.roles import AgentConfig, CriticConfig, ReferenceConfig, RewardModelConfig, RewardParts
 from llamarl.config.section import Section
 from llamarl.config.trainer import TrainerConfig
 
@@ -26,38 +26,6 @@ class ModelConfig(Section):
     `owner/name@revision`."""
     warm_start: str = ""
     """An SFT TOML that makes `path` when it is missing (relative to this file); empty: `path` must exist."""
-
-
-def _day(value: object) -> object:
-    """Text of a day, which TOML knows without quotes too."""
-    if isinstance(value, str) and value and date.fromisoformat(value).isoformat() != value:
-        raise ValueError(f"{value!r} is no day as in 2026-07-26")
-    return value.isoformat() if type(value) is date else value
-
-
-class DataConfig(Section):
-    train: Ref
-    """Prompt source, for example `{name = "jsonl", path = "train.jsonl"}`."""
-    eval: Ref | None = None
-    """Held-out prompt source; without it there is no evaluation."""
-    template: str = "auto"
-    """Prompt text with `{field}` places, or `chat` for the tokenizer's own chat template; `auto`: that where there is
-    one, else `{question}` and a line break."""
-    system: str = ""
-    """Message of the role `system` that begins each conversation of a chat template."""
-    examples: list[dict[str, str]] = Field(default_factory=list)
-    """Problems with answers that stand in each prompt before its own: `[{question = "1+1?", answer = "2"}]`."""
-    template_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the chat template, for example `{enable_thinking = false}`."""
-    date: Annotated[str, BeforeValidator(_day)] = ""
-    """Day that chat templates take for today, such as `2026-07-26`; empty: when the run begins, which is then kept."""
-    solution: str = "solution"
-    """Field of a row that `llamarl sft` learns as the response; `answer` where that shows the way to it. Of rows that
-    are conversations it learns what the assistant says."""
-    max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Longest prompt, in tokens."""
-    overlong_prompts: Literal["skip", "refuse"] = "skip"
-    """Skip and count prompts over `max_prompt_tokens`, or refuse to start."""
 
 
 def staleness_limit(max_staleness: int, prompts_per_step: int, window: int) -> int:
@@ -114,16 +82,7 @@ class RolloutConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _tools_are_an_environment(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or not values.get("tools"):
-            return values
-        environment = Ref.model_validate(values.get("environment") or "tools")
-        if environment.name != "tools":
-            raise ValueError(
-                f"rollout.tools with rollout.environment = {environment.name!r}: tools are an environment; leave one "
-                "of them out"
-            )
-        options = environment.options | {"functions": values["tools"]}
-        return values | {"environment": {"name": "tools", **options}}
+        return with_tools(values, "rollout.")
 
     @model_validator(mode="after")
     def _combinations(self) -> RolloutConfig:
@@ -227,11 +186,9 @@ class WeightSyncConfig(Section):
         return {name: value for name, value in values.items() if name != "power_of_two_scales"}  # of an older run
 
 
-class RewardConfig(Section):
+class RewardConfig(RewardParts):
     parts: list[Ref] = Field(default_factory=lambda: [Ref(name="gsm8k")], min_length=1)
     """Files in `rewards`; with several, the reward is their weighted sum and the first alone decides what is right."""
-    weights: list[float] = Field(default_factory=list)
-    """One weight per part; empty means 1 for each."""
     model: RewardModelConfig | None = None
     """A model that scores responses, in an executor of its own; what is right stays with the first part."""
     max_invalid_share: float = Field(default=0.5, gt=0, le=1)
@@ -334,11 +291,6 @@ class RunConfig(Section):
                 "checkpoint.mirror = true with cluster.kind = 'inline': all executors die with the one process, and no "
                 f"copy in memory helps; {use_processes()}, or leave it out"
             )
-        if self.reward.weights and len(self.reward.weights) != len(self.reward.parts):
-            raise ValueError(
-                f"reward.weights has {len(self.reward.weights)} numbers for {len(self.reward.parts)} parts; "
-                "give one each"
-            )
         reference = self.reference
         if reference.kl_coefficient and reference.kl_in == "loss" and reference.kl_estimator == "k1":
             raise ValueError(
@@ -357,6 +309,34 @@ class RunConfig(Section):
         if reference.dtype == "fp8" and reference.device == "cpu":
             raise ValueError("reference.dtype = 'fp8' needs a GPU; with reference.device = 'cpu' use 'int8'")
         return self
+
+    @model_validator(mode="after")
+    def _sources(self) -> RunConfig:
+        for number, source in enumerate(self.data.sources):
+            own = [name for name in ("environment", "tools", "reward") if getattr(source, name)]
+            if self.rollout.agent and own:
+                raise ValueError(
+                    f"data.train.{number}.{own[0]} with rollout.agent = {self.rollout.agent.name!r}: the agent runs "
+                    "every episode, and says what it is worth; leave one of them out"
+                )
+            world = source.environment
+            if world and ":" in world.name and not source.reward and "reward" not in self.model_fields_set:
+                raise ValueError(
+                    f"data.train.{number}: {world.name} without a reward, which judges episodes that it does not: set "
+                    "`reward` there, or reward.parts"
+                )
+        return self
+
+    def of(self, source: SourceConfig) -> RunConfig:
+        """The run as if this source were its only one: with its data, limits, environment and rewards."""
+        rollout, reward = self.rollout, self.reward
+        if source.max_new_tokens is not None:
+            rollout = rollout.model_copy(update={"max_new_tokens": source.max_new_tokens})
+        if source.environment is not None:
+            rollout = rollout.model_copy(update={"environment": source.environment, "tools": source.tools})
+        if source.reward is not None:
+            reward = reward.model_copy(update={"parts": source.reward.parts, "weights": source.reward.weights})
+        return self.model_copy(update={"data": self.data.of(source), "rollout": rollout, "reward": reward})
 
     @model_validator(mode="after")
     def _judged(self) -> RunConfig:

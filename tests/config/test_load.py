@@ -237,7 +237,7 @@ def test_later_override_wins(minimal: Path) -> None:
         (["steps=3"], "`steps=3` is not an override; write --section.key value"),
         (["--"], "`--` is not an override"),
         (["--seed.x=1"], "`--seed.x`: `seed` is a value, not a section"),
-        (["--reward.parts=[]", "--reward.parts.0=math"], "`--reward.parts.0`: `parts` is a value, not a section"),
+        (["--reward.parts=[]", "--reward.parts.0=math"], "`--reward.parts.0`: the list has no entry '0'; it has 0"),
     ],
 )
 def test_mistake_in_an_override_is_named(write: Write, overrides: list[str], message: str) -> None:

@@ -1,0 +1,210 @@
+"""Section `data`: where problems come from, one source or several, and how their rows become prompts."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from llamarl.config.ref import Ref
+from llamarl.config.roles import RewardParts
+from llamarl.config.section import Section
+
+ONE, SEVERAL = "(one)", "(several)"
+"""Tags of what stands for sources, a `Ref` or a list; no part of an option's name."""
+_LABEL = r"^[A-Za-z0-9._-]+$"
+
+
+def _day(value: object) -> object:
+    """Text of a day, which TOML knows without quotes too."""
+    if isinstance(value, str) and value and date.fromisoformat(value).isoformat() != value:
+        raise ValueError(f"{value!r} is no day as in 2026-07-26")
+    return value.isoformat() if type(value) is date else value
+
+
+def _parts(value: Any) -> Any:
+    """`"gsm8k"`, `{name = "judge"}` and `["gsm8k", "format"]` for `{parts = ...}`."""
+    if isinstance(value, list):
+        return {"parts": value}
+    is_part = isinstance(value, str | Ref) or (isinstance(value, dict) and "parts" not in value)
+    return {"parts": [value]} if is_part else value
+
+
+def with_tools(values: Any, section: str = "") -> Any:
+    """Settings in which `tools` have become the environment that they are. Raises ValueError."""
+    if not isinstance(values, dict) or not values.get("tools"):
+        return values
+    environment = Ref.model_validate(values.get("environment") or "tools")
+    if environment.name != "tools":
+        raise ValueError(
+            f"{section}tools with {section}environment = {environment.name!r}: tools are an environment; leave one "
+            "of them out"
+        )
+    return values | {"environment": {"name": "tools", **environment.options, "functions": values["tools"]}}
+
+
+class FilterConfig(Section):
+    """Prompts that are kept by how often a model has solved them."""
+
+    path: str
+    """Pass rates that `llamarl eval --rates FILE` has written."""
+    min: float = Field(default=0.05, ge=0, le=1)
+    """Smallest pass rate that is kept; a prompt that nobody solves teaches nothing."""
+    max: float = Field(default=0.95, ge=0, le=1)
+    """Largest pass rate that is kept; nor does one that everybody solves."""
+    unmeasured: Literal["refuse", "keep", "skip"] = "refuse"
+    """Prompts that the file does not have: refuse to start, keep them, or skip and count them."""
+
+    @model_validator(mode="after")
+    def _order(self) -> FilterConfig:
+        if self.min > self.max:
+            raise ValueError(f"min = {self.min:g} is above max = {self.max:g}, which keeps nothing; exchange them")
+        return self
+
+
+class SourceConfig(Section):
+    """One source of several. What it leaves out is the run's.
+
+    An entry may be flat: what is none of these settings are the source's name and options, as in
+    `{name = "hub", path = "openai/gsm8k", template = "{question}"}`.
+    """
+
+    source: Ref
+    """Prompt source, for example `{name = "jsonl", path = "train.jsonl"}`."""
+    label: str = Field(default="", pattern=_LABEL)
+    """Name of the source in metrics, files and pictures; left out: that of its data set or file, or of its kind."""
+    template: str | None = None
+    """`data.template` of this source."""
+    system: str | None = None
+    """`data.system` of this source."""
+    examples: list[dict[str, str]] | None = None
+    """`data.examples` of this source."""
+    template_arguments: dict[str, Any] | None = None
+    """`data.template_arguments` of this source."""
+    solution: str | None = None
+    """`data.solution` of this source."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """`data.max_prompt_tokens` of this source."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """`rollout.max_new_tokens` of this source, shorter or longer."""
+    reward: Annotated[RewardParts | None, BeforeValidator(_parts)] = None
+    """`reward.parts` of this source: a name, a part with its options, a list, or `{parts = [...], weights = [...]}`."""
+    environment: Ref | None = None
+    """`rollout.environment` of this source."""
+    tools: list[str] = Field(default_factory=list)
+    """`rollout.tools` of this source."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_flat(cls, value: Any) -> Any:
+        if isinstance(value, str | Ref):
+            value = {"source": value}
+        if not isinstance(value, Mapping):
+            return value
+        own = dict(value)
+        if "source" not in own:
+            options = {name: own.pop(name) for name in value if name not in cls.model_fields}
+            if "name" not in options:
+                raise ValueError(f"a source needs its `name`, such as 'hub' or 'jsonl'; this has {', '.join(value)}")
+            own["source"] = options
+        return with_tools({"label": _label(own["source"])} | own)
+
+
+class TrainSource(SourceConfig):
+    """One source of a mixture that is trained on."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the prompts that come from it, relative to the other weights; the size of the source plays no part."""
+    filter: FilterConfig | None = None
+    """`data.filter` of this source."""
+
+
+S = TypeVar("S", bound=SourceConfig)
+
+
+def _which(value: Any) -> str:
+    return SEVERAL if isinstance(value, list | tuple) else ONE
+
+
+Sources = Annotated[
+    Annotated[Ref, Tag(ONE)] | Annotated[list[S], Field(min_length=1), Tag(SEVERAL)], Discriminator(_which)
+]
+"""One source, or a list of sources with settings of their own."""
+
+
+class DataConfig(Section):
+    train: Sources[TrainSource]
+    """Prompt source, for example `{name = "jsonl", path = "train.jsonl"}`; or a list of them, which are mixed."""
+    eval: Ref | None = None
+    """Held-out prompt source; without it there is no evaluation."""
+    filter: FilterConfig | None = None
+    """Keeps prompts of `train` by a measured pass rate: `{path = "rates.jsonl", min = 0.05, max = 0.95}`."""
+    template: str = "auto"
+    """Prompt text with `{field}` places, or `chat` for the tokenizer's own chat template; `auto`: that where there is
+    one, else `{question}` and a line break."""
+    system: str = ""
+    """Message of the role `system` that begins each conversation of a chat template."""
+    examples: list[dict[str, str]] = Field(default_factory=list)
+    """Problems with answers that stand in each prompt before its own: `[{question = "1+1?", answer = "2"}]`."""
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the chat template, for example `{enable_thinking = false}`."""
+    date: Annotated[str, BeforeValidator(_day)] = ""
+    """Day that chat templates take for today, such as `2026-07-26`; empty: when the run begins, which is then kept."""
+    solution: str = "solution"
+    """Field of a row that `llamarl sft` learns as the response; `answer` where that shows the way to it. Of rows that
+    are conversations it learns what the assistant says."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Longest prompt, in tokens."""
+    overlong_prompts: Literal["skip", "refuse"] = "skip"
+    """Skip and count prompts over `max_prompt_tokens`, or refuse to start."""
+
+    @model_validator(mode="after")
+    def _labels(self) -> DataConfig:
+        check_labels(self.sources, "data.train")
+        return self
+
+    @property
+    def sources(self) -> Sequence[TrainSource]:
+        """The sources of a mixture; none where `train` is a single source."""
+        return self.train if isinstance(self.train, list) else ()
+
+    def of(self, source: SourceConfig) -> DataConfig:
+        """The settings as if the source were the only one."""
+        own = {
+            name: value
+            for name in (
+                "template",
+                "system",
+                "examples",
+                "template_arguments",
+                "solution",
+                "max_prompt_tokens",
+                "filter",
+            )
+            if (value := getattr(source, name, None)) is not None
+        }
+        return self.model_copy(update={"train": source.source} | own)
+
+
+def check_labels(sources: Sequence[SourceConfig], option: str) -> None:
+    """Raises ValueError: two sources have one label."""
+    label, times = Counter(source.label for source in sources).most_common(1)[0] if sources else ("", 0)
+    if times > 1:
+        raise ValueError(f"{option}: {times} sources have the label {label!r}; give each a `label` of its own")
+
+
+def _label(source: Any) -> str:
+    """Name of a source that nobody has named: of its data set, else of its first file, else of its kind."""
+    options = {"name": source} if isinstance(source, str) else dict(source)
+    path = options.get("path")
+    path = path[0] if isinstance(path, list | tuple) and path else path
+    name = str(options.get("name", ""))
+    if isinstance(path, str) and path:
+        name = PurePosixPath(path).name.partition("@")[0]
+        name = name if options.get("name") == "hub" else name.partition(".")[0] or name
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name.rpartition(":")[2]).strip("-") or "source"
