@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from llamarl.config import RunConfig
 from llamarl.controller.buffer import RolloutBuffer
+from llamarl.controller.evaluation import HeldOutSet
 from llamarl.data.sampler import PromptSampler, fingerprint
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.events import Flow
@@ -27,7 +28,7 @@ class Problems:
     """Prompts that a run trains and is evaluated on, and the tokens that end a response."""
 
     train: Sequence[Prompt]
-    eval: Sequence[Prompt]
+    eval: Sequence[HeldOutSet]
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...] = ()
     """An environment's, beside `rollout.stop_strings`."""
@@ -56,7 +57,7 @@ class Admission:
             seed=config.seed,
         )
         self._group_size = rollout.group_size
-        self._prompts = problems.train or problems.eval
+        self._prompts = problems.train or problems.eval[0].prompts
         self._sampler = PromptSampler(len(self._prompts), config.seed, data_fingerprint(self._prompts))
         self._prompt_of = dict[int, int]()
         """Prompt index of each unconsumed group. Those of a resumed run keep their numbers: sampling noise depends on

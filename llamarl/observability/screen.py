@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from contextlib import suppress
@@ -11,7 +12,7 @@ from llamarl.config import ConfigError
 from llamarl.config.ref import part
 from llamarl.config.schema import ScreenConfig
 from llamarl.observability.formats import duration, number, percent, remaining_s
-from llamarl.observability.metrics import EvalMetrics, StepMetrics, unjudged
+from llamarl.observability.metrics import EvalMetrics, StepMetrics, held_out, unjudged
 from llamarl.observability.spans import now_s
 from llamarl.observability.view import RunInfo, RunView
 
@@ -100,7 +101,7 @@ class LineScreen(Screen):
     def show(self, view: RunView) -> None:
         self._phase = self._phase_line = ""
         for entry in view.evals[self._num_evals :]:
-            print_to(self._out, f"held-out at step {entry.step}: {eval_facts(entry)}")
+            print_to(self._out, f"{held_out(entry.name)} at step {entry.step}: {eval_facts(entry)}")
         self._num_evals = len(view.evals)
         if view.metrics and view.metrics.step > self._step:
             self._step = view.metrics.step
@@ -143,8 +144,15 @@ def eval_facts(entry: EvalMetrics) -> str:
     """Text: what an evaluation found, on one line."""
     num_responses = entry.num_prompts * entry.k
     bad = f"{unjudged(entry.num_invalid, num_responses, entry.invalid_reason)}  " if entry.num_invalid else ""
-    at_k = f"  pass@{entry.k} {percent(entry.pass_at_k, 1)}" if entry.k > 1 else ""
+    at_k = "".join(f"  pass@{k} {percent(share, 1)}" for k, share in entry.chances.items())
     return (
-        f"{bad}accuracy {percent(entry.accuracy, 1)} ± {percent(entry.accuracy_error, 1)}{at_k}  "
+        f"{bad}accuracy {percent(entry.accuracy, 1)} ± {percent(entry.accuracy_error, 1)}{_interval(entry)}{at_k}  "
         f"length {number(entry.mean_response_tokens)}  {entry.num_prompts:,} prompts  {duration(entry.wall_s)}"
     )
+
+
+def _interval(entry: EvalMetrics) -> str:
+    low, high = entry.accuracy_low, entry.accuracy_high
+    if low is None or high is None or math.isnan(low):
+        return ""
+    return f" (95%: {percent(low, 1)} to {percent(high, 1)})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from llamarl.controller.clock import run_patiently
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.ports import Executors
 from llamarl.controller.telemetry import Telemetry
-from llamarl.data.prompts import first_prompt, load_prompts, open_tokenizer
+from llamarl.data.prompts import open_tokenizer
 from llamarl.data.tokenizer import check_vocabulary
 from llamarl.models.folder import load_shape
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.run.assembly import assembled
 from llamarl.run.executors import GeneratorSpecs, executor_spec, spawn_all
+from llamarl.run.held_out import load_held_out
 from llamarl.run.placement import LocalPlacer
 from llamarl.run.prepare import environment_of
 
@@ -38,30 +39,41 @@ class _EvalProgress(NullScreen):
 
 
 def evaluate_checkpoint(
-    config: RunConfig, progress: Callable[[int, int], None], tell: Callable[[str], None]
-) -> EvalResult:
-    """Answers and scores the problems of `data.eval`; `progress` hears of (done, total) prompts, and `tell` sentences
-    for the user.
+    config: RunConfig,
+    progress: Callable[[int, int], None],
+    tell: Callable[[str], None],
+    only: Collection[str] = (),
+) -> list[EvalResult]:
+    """Answers and scores the problems of `data.eval`, a result for each of its sets.
+
+    Args:
+        config: settings of the evaluation.
+        progress: hears of (done, total) prompts, of all sets together.
+        tell: hears sentences for the user.
+        only: names of sets; empty: all.
 
     Raises:
         ConfigError: model, data or a combination of them cannot work.
         ExecutorError, Interrupted, Stalled: it failed, or was ended.
     """
     with tempfile.TemporaryDirectory(prefix="llamarl-", ignore_cleanup_errors=True) as logs:
-        return run_patiently(_evaluate(config, progress, tell, Path(logs)))
+        return run_patiently(_evaluate(config, progress, tell, only, Path(logs)))
 
 
 async def _evaluate(
-    config: RunConfig, progress: Callable[[int, int], None], tell: Callable[[str], None], logs: Path
-) -> EvalResult:
+    config: RunConfig,
+    progress: Callable[[int, int], None],
+    tell: Callable[[str], None],
+    only: Collection[str],
+    logs: Path,
+) -> list[EvalResult]:
     path = config.model.path
     shape, tokenizer = load_shape(path), open_tokenizer(path, config.data)
     check_vocabulary(tokenizer, shape.vocab_size)
-    tools, stop_strings = environment_of(config)
-    context, for_agent = shape.max_position_embeddings, config.rollout.agent is not None
-    loaded = load_prompts(config.data, tokenizer, context, "eval", tools, for_agent=for_agent)
-    prompts = loaded.prompts
-    problems = Problems(train=(), eval=prompts, stop_token_ids=tokenizer.eos_token_ids, stop_strings=stop_strings)
+    _, stop_strings = environment_of(config)
+    loaded = load_held_out(config, shape.max_position_embeddings, only)
+    ends = tokenizer.eos_token_ids
+    problems = Problems(train=(), eval=loaded.sets, stop_token_ids=ends, stop_strings=stop_strings)
     check_cluster(config.cluster)
     placer = LocalPlacer(config, only="generator")
     placer.check()
@@ -78,23 +90,26 @@ async def _evaluate(
 
     telemetry = Telemetry(config, _EvalProgress(progress), MetricsLog(None, print), 0)
     async with assembled(config, problems, telemetry, cluster.shutdown, spawn) as (controller, supervisor):
-        for said in (*loaded.warnings, first_prompt(config.data, tokenizer, prompts[0], for_agent=for_agent)):
+        for said in (*loaded.warnings, *loaded.first_prompts):
             tell(said)
         await supervisor.run(controller.start())
         return await supervisor.run(controller.evaluate())
 
 
-def response_rows(result: EvalResult) -> Iterator[dict[str, Any]]:
-    """A row for each response of an evaluation: what was asked and answered, and what the reward says."""
-    for group in result.groups:
-        for response, judged in zip(group.responses, group.results, strict=True):
-            yield {
-                "prompt_id": group.prompt.prompt_id,
-                "prompt": group.prompt.text,
-                "response": response,
-                "answer": group.prompt.answer,
-                "outcome": judged.outcome.value,
-                "right": judged.is_right,
-                "reward": judged.value,
-                "reason": judged.reason,
-            }
+def response_rows(results: Iterable[EvalResult]) -> Iterator[dict[str, Any]]:
+    """A row for each response of an evaluation: what was asked and answered, and what the reward says; of several sets
+    with the name of each."""
+    for result in results:
+        of_set = {"set": result.metrics.name} if result.metrics.name else {}
+        for group in result.groups:
+            for response, judged in zip(group.responses, group.results, strict=True):
+                yield of_set | {
+                    "prompt_id": group.prompt.prompt_id,
+                    "prompt": group.prompt.text,
+                    "response": response,
+                    "answer": group.prompt.answer,
+                    "outcome": judged.outcome.value,
+                    "right": judged.is_right,
+                    "reward": judged.value,
+                    "reason": judged.reason,
+                }

@@ -47,9 +47,11 @@ def named(config: RunConfig) -> Iterator[Named]:
     for name, settings in models_in_use(config).items():
         if settings.path:
             yield Named(f"{'reward.model' if name == 'reward-model' else name}.path", settings.path)
-    for option, ref in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if ref is not None:
-            yield from _named_data(ref, option)
+    for option, found in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if isinstance(found, Ref):
+            yield from _named_data(found, option)
+        for number, one in enumerate(found if isinstance(found, list) else ()):
+            yield from _named_data(one.source, f"{option}.{number}.source")
 
 
 def _named_data(ref: Ref, option: str) -> Iterator[Named]:
@@ -81,7 +83,7 @@ def resolved(
         data: gets commits too.
         run: folder of the run that this is about, which goes on with the commits that it began with.
         command: begins the lines, on standard error, that say which commits these are; empty: there are none.
-        only: options whose names are meant, such as `model.path`; empty: all.
+        only: options whose names are meant, such as `model.path`, or what is in them; empty: all.
 
     Raises:
         ConfigError: a name means nothing, or cannot be fetched.
@@ -89,7 +91,8 @@ def resolved(
     known, pinned = commits_of(run) if run else {}, config
     for one in named(config):
         is_made = one.option == "model.path" and config.model.warm_start  # that folder, when it is needed
-        is_meant = one.option in only if only else data or one.kind != "dataset"
+        is_of_only = any(f"{one.option}.".startswith(f"{option}.") for option in only)
+        is_meant = is_of_only if only else data or one.kind != "dataset"
         if one.name is None or is_made or not is_meant:
             continue
         at = one.name.at(known.get(one.key, one.name.revision))
@@ -131,11 +134,13 @@ def _pinned(name: HubName, option: str, source: Any, weights: bool, command: str
 
 
 def _with(settings: Any, names: list[str], value: str) -> Any:
-    """A copy with another value of a setting; of a `Ref`, with another `revision`."""
+    """A copy with another value of a setting, which may be in a list; of a `Ref`, with another `revision`."""
+    if not names:
+        return _at(settings, value) if isinstance(settings, Ref) else value
     first, *rest = names
-    old = getattr(settings, first)
-    new = _at(old, value) if isinstance(old, Ref) else _with(old, rest, value) if rest else value
-    return settings.model_copy(update={first: new})
+    if isinstance(settings, list):
+        return [_with(one, rest, value) if number == int(first) else one for number, one in enumerate(settings)]
+    return settings.model_copy(update={first: _with(getattr(settings, first), rest, value)})
 
 
 def _at(ref: Ref, revision: str) -> Ref:

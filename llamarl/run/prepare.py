@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from llamarl.algorithms.advantages._base import GroupAdvantage
 from llamarl.config import ConfigError, RunConfig, build, load_config
@@ -27,9 +27,9 @@ from llamarl.models.memory import kv_token_bytes, trainer_bytes
 from llamarl.models.shape import ModelShape
 from llamarl.observability.usage import MIN_FILES
 from llamarl.rewards._build import build_reward
+from llamarl.run.held_out import learnt_too, load_held_out
 from llamarl.run.memory import check_memory
 from llamarl.run.placement import LocalPlacer, models_in_use
-from llamarl.types import Prompt
 from llamarl.weight_sync.select import check_name
 
 RANK_FILES, GENERATOR_FILES = 8, 3
@@ -148,23 +148,17 @@ def prepare(config: RunConfig, *, weights: bool = True) -> Prepared:
     tools, stop_strings = environment_of(config)
     for_agent = config.rollout.agent is not None
 
-    def load(which: Literal["train", "eval"]) -> tuple[Prompt, ...]:
-        loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings, which, tools, for_agent=for_agent)
-        warnings.extend(loaded.warnings)
-        return loaded.prompts
-
+    loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings, "train", tools, for_agent=for_agent)
+    held_out = load_held_out(config, shape.max_position_embeddings)
+    warnings += (*loaded.warnings, *held_out.warnings)
     problems = Problems(
-        train=load("train"),
-        eval=load("eval") if config.data.eval else (),
-        stop_token_ids=tokenizer.eos_token_ids,
-        stop_strings=stop_strings,
+        train=loaded.prompts, eval=held_out.sets, stop_token_ids=tokenizer.eos_token_ids, stop_strings=stop_strings
     )
-    longest = max(len(prompt.token_ids_T) for prompt in (*problems.train, *problems.eval))
+    of_sets = [prompt for one in problems.eval for prompt in one.prompts]
+    longest = max(len(prompt.token_ids_T) for prompt in (*problems.train, *of_sets))
     check_microbatch(config, shape, max(len(prompt.token_ids_T) for prompt in problems.train))
     check_cache(config, shape, longest)
-    learnt = {prompt.token_ids_T.tobytes() for prompt in problems.train}
-    if problems.eval and all(prompt.token_ids_T.tobytes() in learnt for prompt in problems.eval):
-        warnings.append("data.eval: all of its prompts are in data.train too, so it does not tell learning from memory")
+    warnings += learnt_too(problems.eval, problems.train)
     return Prepared(
         shape=shape, problems=problems, placer=placer, warnings=tuple(warnings),
         first_prompt=first_prompt(config.data, tokenizer, problems.train[0], for_agent=for_agent),

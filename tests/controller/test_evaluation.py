@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from llamarl.config.schema import EvalConfig
-from llamarl.controller.evaluation import Evaluation
+from llamarl.controller.evaluation import Evaluation, HeldOutSet
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import eval_facts
-from llamarl.types import OBSERVED, RewardResult, SamplingParams
+from llamarl.types import OBSERVED, FinishReason, RewardResult, SamplingParams
 from tests.controller.fakes import prompts
 from tests.executors.ledger import RIGHT, UNJUDGED, WRONG
 
@@ -23,10 +23,13 @@ def evaluated(*answers: tuple[RewardResult, ...]) -> EvalMetrics:
     async def found() -> EvalMetrics:
         config = EvalConfig(samples=len(answers[0]), max_prompts=99)
         sampling = SamplingParams(max_new_tokens=4, temperature=1.0, seed=0, stop_token_ids=(2,))
-        questions = prompts(len(answers))
-        evaluation = Evaluation(config, sampling, questions, 3, lambda done, total: None, 100)
+        held_out = HeldOutSet(settings=config, prompts=prompts(len(answers)))
+        evaluation = Evaluation(held_out, lambda prompt: sampling, 3, 100)
         versions_T = np.array([3, OBSERVED, 3])
-        rollout = SimpleNamespace(num_tokens=3, policy_versions_T=versions_T, is_sampled_T=versions_T != OBSERVED)
+        rollout = SimpleNamespace(
+            num_tokens=3, policy_versions_T=versions_T, is_sampled_T=versions_T != OBSERVED,
+            finish_reason=FinishReason.STOP,
+        )  # fmt: skip
         for number, results in enumerate(answers):
             group: Any = SimpleNamespace(group_id=100 + number, results=results, rollouts=[rollout] * len(results))
             evaluation.add(group)
