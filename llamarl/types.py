@@ -195,7 +195,7 @@ class Prompt:
     """One problem, rendered and tokenized."""
 
     prompt_id: str
-    """Name of the row in its data set, for example `gsm8k_train-17`."""
+    """Name of the row in its data set, for example `gsm8k_train-17`; in a mixture behind the source's label."""
     text: str
     """The rendered prompt, after the template."""
     token_ids_T: np.ndarray
@@ -204,6 +204,8 @@ class Prompt:
     """Answer that the reward compares with; may be empty."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Every other field of the row, unchanged."""
+    source: str = ""
+    """Label of its source, whose limit, environment and rewards are meant; empty: the run's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

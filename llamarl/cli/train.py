@@ -121,13 +121,18 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
 
 
 def _beginning(config: RunConfig, options: argparse.Namespace) -> dict[str, list[str]]:
-    """First prompt and answers of a run, as lines by topic. Raises ConfigError: it cannot start."""
+    """First prompt and answers of each source of a run, as lines by topic. Raises ConfigError: it cannot start."""
     from llamarl.run.begin import check_start, has_base_model, looked_ahead
+    from llamarl.run.prepare import each_source, of_source
     from llamarl.run.preview import answers, first_prompt
 
     run = check_start(config, resume=options.resume, overwrite=options.overwrite)
     if not has_base_model(config):
         return {"first prompt": [f"not known before the start has made {config.model.path}"]}
     _, pinned, prepared = looked_ahead(config, run, command="llamarl train", weights=False)
-    train = prepared.problems.train
-    return {"first prompt": first_prompt(train[0]), "answers": [*answers(pinned, train)]}
+    found = dict[str, list[str]]()
+    for label, one, own in each_source(pinned, prepared.problems.train):
+        with of_source(label):
+            whose = f" of source {label!r}" if label else ""
+            found |= {f"first prompt{whose}": first_prompt(own[0]), f"answers{whose}": [*answers(one, own)]}
+    return found

@@ -19,6 +19,8 @@ ONE, SEVERAL = "(one)", "(several)"
 """Tags of what stands for sources, a `Ref` or a list; no part of an option's name."""
 MIN_TEMPERATURE = 1e-3
 """Lowest temperature of sampling; logits divided by less are beyond float32. 0 is greedy."""
+OF_EVAL = "eval/"
+"""Begins `Prompt.source` of a set of held-out problems; no label has a slash."""
 _LABEL = r"^[A-Za-z0-9._-]+$"
 
 
@@ -155,6 +157,11 @@ class EvalSet(SourceConfig):
     temperature: Annotated[float | None, AfterValidator(_sampled)] = Field(default=None, ge=0, le=100)
     """`eval.temperature` of this set; left out, and 0 there, several samples are drawn at 1."""
 
+    @property
+    def key(self) -> str:
+        """`Prompt.source` of its prompts: no label of a source that is trained on."""
+        return OF_EVAL + self.label
+
     def settled(self, run: EvalConfig, option: str) -> EvalConfig:
         """Section `eval` of a run as if this set were its only one. Raises ValueError: all samples would be the same."""
         own = {name: one for name in EvalConfig.model_fields if (one := getattr(self, name)) is not None}
@@ -237,6 +244,8 @@ class DataConfig(Section):
             )
             if (value := getattr(source, name, None)) is not None
         }
+        if own.get("template", self.template) not in ("auto", "chat"):
+            own["date"] = ""  # which the chat templates of other sources write
         return self.model_copy(update={"eval" if isinstance(source, EvalSet) else "train": source.source} | own)
 
 

@@ -108,11 +108,6 @@ class RolloutConfig(Section):
         """Oldest that a token may be when it is learnt from, in optimizer steps."""
         return staleness_limit(self.max_staleness, self.prompts_per_step, self.window)
 
-    @property
-    def has_episodes(self) -> bool:
-        """Rollouts are of several turns."""
-        return self.environment is not None or self.agent is not None
-
 
 class VllmConfig(Section):
     python: str = ""
@@ -294,7 +289,7 @@ class RunConfig(Section):
         places = [(f"data.train.{number}", one) for number, one in enumerate(self.data.sources)]
         places += [(f"data.eval.{number}", one) for number, one in enumerate(self.data.eval_sets)]
         for place, source in places:
-            own = [name for name in ("environment", "tools", "reward") if getattr(source, name)]
+            own = [name for name in ("environment", "tools", "reward", "max_new_tokens") if getattr(source, name)]
             if self.rollout.agent and own:
                 raise ValueError(
                     f"{place}.{own[0]} with rollout.agent = {self.rollout.agent.name!r}: the agent runs "
@@ -328,6 +323,19 @@ class RunConfig(Section):
         """The run as if each set of held-out problems were its only one, by name; None where `data.eval` is no list."""
         sets: dict[str | None, RunConfig] = {one.label: self.of(one) for one in self.data.eval_sets}
         return sets or ({None: self} if self.data.eval else {})
+
+    @property
+    def by_source(self) -> dict[str, RunConfig]:
+        """The run as if each source were its only one, by `Prompt.source`: sources that are trained on, and sets of
+        held-out problems; under the empty one the run itself, for prompts without a label."""
+        sources = {source.label: source for source in self.data.sources} | {one.key: one for one in self.data.eval_sets}
+        return {"": self} | {key: self.of(source) for key, source in sources.items()}
+
+    @property
+    def has_episodes(self) -> bool:
+        """Some rollouts are of several turns."""
+        rollouts = (one.rollout for one in self.by_source.values())
+        return self.rollout.agent is not None or any(one.environment for one in rollouts)
 
     @model_validator(mode="after")
     def _judged(self) -> RunConfig:

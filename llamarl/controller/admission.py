@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from llamarl.config import RunConfig
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.evaluation import HeldOutSet
-from llamarl.data.sampler import PromptSampler, fingerprint
+from llamarl.data.sampler import MixtureSampler, PromptSampler, Sampler, fingerprint
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.events import Flow
 from llamarl.training.packing import is_flat
@@ -32,11 +33,38 @@ class Problems:
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...] = ()
     """An environment's, beside `rollout.stop_strings`."""
+    stops_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The same of sources of a mixture, by label."""
 
 
 def data_fingerprint(prompts: Sequence[Prompt]) -> int:
     """Fingerprint of prompts and answers, in order."""
     return fingerprint((f"{one.prompt_id}\0{one.answer}", one.token_ids_T) for one in prompts)
+
+
+def sampler_of(prompts: Sequence[Prompt], config: RunConfig) -> Sampler:
+    """The order in which prompts are drawn, which stand source by source; those without a source are one."""
+    sources = dict[str, list[Prompt]]()
+    for prompt in prompts:
+        sources.setdefault(prompt.source, []).append(prompt)
+    samplers = {
+        label: PromptSampler(len(own), config.seed, data_fingerprint(own), label) for label, own in sources.items()
+    }
+    if "" in samplers or not samplers:  # none of who only evaluates, and draws none
+        return samplers.get("") or PromptSampler(1, config.seed)
+    weights = {source.label: source.weight for source in config.data.sources}
+    return MixtureSampler(samplers, weights, {label: len(own) for label, own in sources.items()})
+
+
+def _by_source(groups: Sequence[RolloutGroup]) -> str:
+    """Text: sources of the invalid rewards, and how many each has; empty: there is no mixture."""
+    invalid = (
+        group.prompt.source
+        for group in groups
+        for result in group.results
+        if group.prompt.source and result.outcome is Outcome.INVALID
+    )
+    return "".join(f"{number} of source {label!r} " for label, number in Counter(invalid).most_common())
 
 
 class Admission:
@@ -46,19 +74,22 @@ class Admission:
         """`state` is that of a checkpoint to go on from; `flow` hears when groups pass."""
         self._flow = flow
         rollout = config.rollout
-        self.sampling = SamplingParams(
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-            max_new_tokens=rollout.max_new_tokens,
-            stop_token_ids=problems.stop_token_ids,
-            stop_strings=(*rollout.stop_strings, *problems.stop_strings),
-            seed=config.seed,
-        )
+        self._sampling = {
+            label: SamplingParams(
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                min_p=rollout.min_p,
+                max_new_tokens=own.rollout.max_new_tokens,
+                stop_token_ids=problems.stop_token_ids,
+                stop_strings=(*rollout.stop_strings, *problems.stops_of.get(label, problems.stop_strings)),
+                seed=config.seed,
+            )
+            for label, own in config.by_source.items()
+        }
         self._group_size = rollout.group_size
-        self._prompts = problems.train or problems.eval[0].prompts
-        self._sampler = PromptSampler(len(self._prompts), config.seed, data_fingerprint(self._prompts))
+        self._prompts = problems.train
+        self._sampler = sampler_of(self._prompts, config)
         self._prompt_of = dict[int, int]()
         """Prompt index of each unconsumed group. Those of a resumed run keep their numbers: sampling noise depends on
         these, and the journal knows them by these."""
@@ -91,6 +122,10 @@ class Admission:
         self._flow.mark("admitted", group_ids)
         return [self._request(group_id) for group_id in group_ids]
 
+    def sampling(self, prompt: Prompt) -> SamplingParams:
+        """Parameters with which responses to a prompt are drawn: those of its source."""
+        return self._sampling[prompt.source]
+
     def put(self, groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], int]:
         """Takes scored groups; which groups are ready now, and how many were dropped, for others to be admitted."""
         all_ready, num_dropped = list[RolloutGroup](), 0
@@ -119,7 +154,7 @@ class Admission:
             group_id=group_id,
             prompt_token_ids_T=prompt.token_ids_T,
             group_size=self._group_size,
-            sampling=self.sampling,
+            sampling=self.sampling(prompt),
             from_version=self._version,
         )
         return request, prompt
@@ -154,7 +189,8 @@ class Admission:
         if len(reasons) > self._max_invalid_share * len(results):
             raise TooManyInvalid(
                 f"{len(reasons)} of {len(results)} rewards of step {step} are invalid "
-                f"(reward.max_invalid_share = {self._max_invalid_share:g}); the first says: {reasons[0]}"
+                f"{_by_source(groups)}(reward.max_invalid_share = {self._max_invalid_share:g}); the first says: "
+                f"{reasons[0]}"
             )
         raised = [reason for reason in reasons if reason.startswith(RAISED)]
         if raised and not self._told_of_raised:

@@ -237,7 +237,7 @@ class Controller:
         # A later evaluation that overlaps an earlier one needs ids of its own.
         under_way = (one for one in self._evaluations if first_id <= one < first_id + IDS_PER_SET)
         first_id = max(under_way, default=first_id - 1) + 1
-        evaluation = Evaluation(held_out, lambda _: self._admission.sampling, self.version, first_id)
+        evaluation = Evaluation(held_out, self._admission.sampling, self.version, first_id)
         self._evaluations.update((request.group_id, evaluation) for request, _ in evaluation.requests)
         return evaluation
 

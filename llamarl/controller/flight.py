@@ -175,8 +175,8 @@ class Flight:
         advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
         self._journal, self._segment_tokens = journal, config.rollout.segment_tokens
         self._needs_greedy: bool = advantage.NEEDS_GREEDY
-        self._has_turns = config.rollout.environment is not None
-        """An environment says what follows a rollout that has stopped."""
+        self._with_turns = {label for label, one in config.by_source.items() if one.rollout.environment is not None}
+        """Sources whose environment says what follows a rollout that has stopped."""
         self.groups = dict[int, PendingGroup]()
         """Groups by the ids of their requests."""
         self._rows = dict[int, dict[int, FlyingRollout]]()
@@ -249,7 +249,8 @@ class Flight:
     def begin(self, request: GenerationRequest, prompt: Prompt, held: Mapping[Key, Rollout]) -> PendingGroup:
         """A group that is to be generated, of which the journal has these rollouts: finished ones, some of which wait
         for the reply to their last turn, and some to go on with."""
-        request = replace(request, segment_tokens=self._segment_tokens, has_turns=self._has_turns)
+        has_turns = prompt.source in self._with_turns
+        request = replace(request, segment_tokens=self._segment_tokens, has_turns=has_turns)
         with_greedy = self._needs_greedy and request.purpose == "train"
         rows = list[FlyingRollout]()
         for one in (request, greedy_request(request)) if with_greedy else (request,):

@@ -175,6 +175,7 @@ def encode_group(group: RolloutGroup, prompt: int, known: Mapping[Key, Rollout],
     }
     if has_prompt:
         header |= {"prompt_id": group.prompt.prompt_id, "text": group.prompt.text, "answer": group.prompt.answer}
+        header |= {"source": group.prompt.source} if group.prompt.source else {}
     return encode(header, [(0, group.rollouts[place]) for place in places])
 
 

@@ -16,6 +16,7 @@ from llamarl.config import RunConfig
 from llamarl.controller.evaluation import EvalResult
 from llamarl.controller.marks import EnvironmentUse, StepMark, entropy_mean, of_episodes
 from llamarl.controller.replicas import Replicas
+from llamarl.controller.sources import SourceTallies
 from llamarl.controller.sync import SyncReport
 from llamarl.executors.replies import Replied
 from llamarl.observability.accounting import Accounts, account, verdict
@@ -74,6 +75,8 @@ class Telemetry:
         self.first_step, self.num_steps = 1, 0
         self.num_samples, self.num_invalid = 0, 0
         self.staleness_max = 0
+        labels = (source.label for source in config.data.sources)
+        self.sources = SourceTallies(labels, mask_truncated=config.shaping.mask_truncated)
         self._dropped_groups = 0
         self._environment = EnvironmentUse()
         self._calls_of_left = 0
@@ -325,8 +328,9 @@ class Telemetry:
             | {
                 "entropy_mean": entropy_mean(rollouts),
                 "resumed_segments": mark.resumed_segments - previous.resumed_segments,
-                **(of_episodes(groups, mark, previous) if self._config.rollout.has_episodes else {}),
+                **(of_episodes(groups, mark, previous) if self._config.has_episodes else {}),
                 **_parts_of_reward(groups),
+                **self.sources.step(groups, consumed_at),
                 "dropped_groups": mark.dropped_groups - previous.dropped_groups,
                 "flat_groups": sum(is_flat(group, mask_truncated=mask_truncated) for group in groups),
                 "controller_cpu_s": mark.controller_cpu_s - previous.controller_cpu_s,

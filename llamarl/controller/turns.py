@@ -30,4 +30,4 @@ class Turns(Protocol):
 
 def open_turns(config: RunConfig, *wiring: Any) -> Turns | None:
     """None: a response is one turn. `wiring` is what the part's `open_turns` asks for. Raises ConfigError."""
-    return part("episodes", "open_turns")(config, *wiring) if config.rollout.has_episodes else None
+    return part("episodes", "open_turns")(config, *wiring) if config.has_episodes else None

@@ -8,14 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from string import Formatter
 from typing import Any, Literal
 
 import numpy as np
 
 from llamarl.config.errors import ConfigError
-from llamarl.config.ref import build
+from llamarl.config.ref import Ref, build
 from llamarl.config.schema import DataConfig
+from llamarl.data.rates import kept
 from llamarl.data.sources import ProblemRow, ProblemSource
 from llamarl.data.sources._table import Table
 from llamarl.data.tokenizer import Tokenizer
@@ -54,11 +56,17 @@ def settled(
     template, day = config.template, config.date
     if template == AUTO:
         template = before.template if before else AUTO
-    if template == AUTO:
-        template = CHAT if tokenizer.has_chat_template and not for_agent else PLAIN
-    if not day and (template == CHAT or for_agent) and tokenizer.tells_date:
+    found = CHAT if tokenizer.has_chat_template and not for_agent else PLAIN
+    template = found if template == AUTO else template
+    own = {"template": found}
+    both = ("train", config.sources), ("eval", config.eval_sets)
+    several = {
+        name: [one.model_copy(update=own) if one.template == AUTO else one for one in found] for name, found in both if found
+    }
+    has_chats = for_agent or CHAT in (template, *(one.template for found in several.values() for one in found))
+    if not day and has_chats and tokenizer.tells_date:
         day = (before.date if before else "") or time.strftime("%Y-%m-%d")
-    return config.model_copy(update={"template": template, "date": day})
+    return config.model_copy(update={"template": template, "date": day} | several)
 
 
 def load_prompts(
@@ -69,26 +77,30 @@ def load_prompts(
     tools: Sequence[Mapping[str, Any]] = (),
     most: int | None = None,
     for_agent: bool = False,
+    label: str = "",
 ) -> PromptSet:
-    """Prompts of `config.train` or `config.eval`.
+    """Prompts of `config.train`, which is a single source, or of `config.eval`.
 
     Args:
-        config: sources, template and length policy.
+        config: source, template and length policy.
         tokenizer: of the policy model.
         context_tokens: the model's longest sequence; a prompt leaves room for at least one more token.
         which: the source to load.
         tools: JSON schemas of what the policy may call, for the chat template.
         most: rows that are read, the first; None: all.
         for_agent: prompts are what an agent is told, who then writes chats.
+        label: of the source in a mixture, which then stands before the names of its rows.
 
     Raises:
-        ConfigError: the source or the template is wrong, a prompt is overlong under `refuse`, or every prompt is.
+        ConfigError: the source or the template is wrong, a prompt is overlong under `refuse`, every prompt is, or
+            `data.filter` cannot be used or leaves none.
     """
     ref = config.train if which == "train" else config.eval
     if ref is None:
         raise ConfigError(
             "data.eval is not set; name a held-out source, for example {name = 'jsonl', path = 'test.jsonl'}"
         )
+    assert isinstance(ref, Ref), "each source of a mixture is loaded by itself: `DataConfig.of`"
     source: ProblemSource = build(ref, SOURCES, f"data.{which}")
     rows = [source[i] for i in range(len(source))[:most]]
     config = settled(config, tokenizer, for_agent=for_agent)
@@ -98,13 +110,13 @@ def load_prompts(
         raise ConfigError("data.system is not in the prompts: the chat template drops it; say it in the question")
     token_ids = tokenizer.encode_prompts(texts, is_chat=config.template == CHAT)
     limit = min(config.max_prompt_tokens, context_tokens - 1)
-    kept, prompts = list[ProblemRow](), list[Prompt]()
+    fitting, prompts = list[ProblemRow](), list[Prompt]()
     for row, text, token_ids_T in zip(rows, texts, token_ids, strict=True):
         if len(token_ids_T) == 0:
             raise ConfigError(f"data.{which}: the prompt of row {row.problem_id!r} has no tokens; check data.template")
         if len(token_ids_T) <= limit:
-            kept.append(row)
-            prompts.append(_prompt(row, text, token_ids_T))
+            fitting.append(row)
+            prompts.append(_prompt(row, text, token_ids_T, label))
         elif config.overlong_prompts == "refuse":
             raise ConfigError(
                 f"data.{which}: the prompt of row {row.problem_id!r} has {len(token_ids_T)} tokens and at most {limit} "
@@ -119,7 +131,11 @@ def load_prompts(
     if num_overlong := len(rows) - len(prompts):
         fix = f"data.max_prompt_tokens = {config.max_prompt_tokens}"
         warnings.append(f"data.{which}: {num_overlong} prompts are too long and were skipped ({fix})")
-    return PromptSet(prompts=tuple(prompts), rows=tuple(kept), num_overlong=num_overlong, warnings=tuple(warnings))
+    if config.filter and which == "train":
+        keeps, said = kept(fitting, config.filter)
+        prompts, fitting = list(compress(prompts, keeps)), list(compress(fitting, keeps))
+        warnings += [said] if said else []
+    return PromptSet(prompts=tuple(prompts), rows=tuple(fitting), num_overlong=num_overlong, warnings=tuple(warnings))
 
 
 def left_out(source: ProblemSource, option: str) -> list[str]:
@@ -227,7 +243,8 @@ def fill_template(row: ProblemRow, template: str) -> str:
     return template.format_map(row.fields)
 
 
-def _prompt(row: ProblemRow, text: str, token_ids_T: np.ndarray) -> Prompt:
+def _prompt(row: ProblemRow, text: str, token_ids_T: np.ndarray, label: str) -> Prompt:
+    name = f"{label}/{row.problem_id}" if label else row.problem_id
     return Prompt(
-        prompt_id=row.problem_id, text=text, token_ids_T=token_ids_T, answer=row.answer, metadata=row.metadata
+        prompt_id=name, text=text, token_ids_T=token_ids_T, answer=row.answer, metadata=row.metadata, source=label
     )

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from math import lcm
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 
 from llamarl.config.errors import ConfigError
 
+SamplerState = dict[str, Any]
+"""Plain JSON."""
+
+
+class Sampler(Protocol):
+    """Draws indices of prompts, without end."""
+
+    def next(self) -> int: ...
+
+    def state(self) -> SamplerState: ...
+
+    def restore(self, state: SamplerState) -> None: ...
+
 
 class PromptSampler:
-    """Draws each of `num_prompts` indices once per epoch. The order depends on (seed, epoch) alone."""
+    """Draws each of `num_prompts` indices once per epoch. The order depends on (seed, epoch) alone, and on the label of
+    a source: two views of one data set come in two orders."""
 
-    def __init__(self, num_prompts: int, seed: int, fingerprint: int = 0) -> None:
-        """`fingerprint`: of what the indices stand for."""
+    def __init__(self, num_prompts: int, seed: int, fingerprint: int = 0, label: str = "") -> None:
+        """
+        Args:
+            fingerprint: of what the indices stand for.
+            label: of the source in a mixture.
+        """
         if num_prompts < 1:
             raise ConfigError(f"{num_prompts} prompts to draw from; the data must hold at least one")
         self._num_prompts = num_prompts
         self._seed = seed
+        self._of_source = (xxhash.xxh3_64_intdigest(label.encode()),) if label else ()
         self._fingerprint = fingerprint
         self._epoch = 0
         self._position = 0
@@ -33,7 +55,12 @@ class PromptSampler:
         self._position += 1
         return index
 
-    def state(self) -> dict[str, int]:
+    @property
+    def num_drawn(self) -> int:
+        """Prompts drawn so far, of all epochs."""
+        return self._epoch * self._num_prompts + self._position
+
+    def state(self) -> SamplerState:
         """The sampler's position, as plain JSON for `restore`."""
         return {
             "num_prompts": self._num_prompts,
@@ -43,12 +70,17 @@ class PromptSampler:
             "position": self._position,
         }
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: SamplerState) -> None:
         """Goes on exactly where `state()` was taken.
 
         Raises:
             ConfigError: the state is that of other data or another seed, so its order would not be this one.
         """
+        if "sources" in state:
+            raise ConfigError(
+                f"the checkpoint drew from the mixture of {', '.join(state['sources'])}, and data.train is a single "
+                "source now; resume with the data it began with"
+            )
         for name, own in (("num_prompts", self._num_prompts), ("seed", self._seed)):
             if state[name] != own:
                 raise ConfigError(
@@ -64,7 +96,78 @@ class PromptSampler:
         self._order = self._shuffle()
 
     def _shuffle(self) -> np.ndarray:
-        return np.random.default_rng((self._seed, self._epoch)).permutation(self._num_prompts)
+        return np.random.default_rng((self._seed, self._epoch, *self._of_source)).permutation(self._num_prompts)
+
+
+class MixtureSampler:
+    """Draws from several samplers in the shares of their weights, exactly: after n draws each source has given its
+    share of n, rounded up or down.
+
+    Which source is next follows from how much each has given, by the quota method of Balinski and Young (1975): of the
+    sources that have given less than their share of the n + 1 prompts then drawn, the one whose next prompt is due
+    first. Drawing sources at random would give the same shares in the long run, with a noise in each step that one
+    would pay for in the variance of its gradient; and there is nothing to keep but the positions of the samplers.
+    """
+
+    def __init__(
+        self, samplers: Mapping[str, PromptSampler], weights: Mapping[str, float], sizes: Mapping[str, int]
+    ) -> None:
+        """
+        Args:
+            samplers: of the sources, by label.
+            weights: of the same, above 0; only their ratios count.
+            sizes: prompts of each; the indices of a source come after those of the sources before it.
+        """
+        fractions = {label: Fraction(weights[label]) for label in samplers}  # floats are fractions: nothing is rounded
+        scale = lcm(*(one.denominator for one in fractions.values()))
+        self._samplers, self._weights = dict(samplers), dict(weights)
+        self._due = {label: int(one * scale) for label, one in fractions.items()}
+        self._total = sum(self._due.values())
+        self._first, before = dict[str, int](), 0
+        for label in samplers:
+            self._first[label], before = before, before + sizes[label]
+
+    def next(self) -> int:
+        """Index of the next prompt, 0 to the sum of all sizes - 1."""
+        given = {label: one.num_drawn for label, one in self._samplers.items()}
+        drawn = sum(given.values()) + 1
+        behind = [label for label in given if given[label] * self._total < drawn * self._due[label]]
+        label = min(behind, key=lambda label: Fraction(given[label] + 1, self._due[label]))
+        return self._first[label] + self._samplers[label].next()
+
+    def state(self) -> SamplerState:
+        """The samplers' positions and what the mixture is, as plain JSON for `restore`."""
+        return {
+            "sources": {label: one.state() | {"weight": self._weights[label]} for label, one in self._samplers.items()}
+        }
+
+    def restore(self, state: SamplerState) -> None:
+        """Goes on exactly where `state()` was taken.
+
+        Raises:
+            ConfigError: the state is that of another mixture, of other data, or of another seed.
+        """
+        if "sources" not in state:
+            raise ConfigError(
+                f"the checkpoint drew from a single source, and data.train mixes {', '.join(self._samplers)} now; "
+                "resume with the data it began with"
+            )
+        before = state["sources"]
+        if list(before) != list(self._samplers):
+            raise ConfigError(
+                f"the checkpoint drew from the sources {', '.join(before)}, and data.train has "
+                f"{', '.join(self._samplers)} now; resume with the sources it began with"
+            )
+        for label, one in self._samplers.items():
+            if before[label]["weight"] != self._weights[label]:
+                raise ConfigError(
+                    f"the checkpoint drew from source {label!r} with weight = {before[label]['weight']:g}, and it has "
+                    f"{self._weights[label]:g} now; resume with the weights it began with"
+                )
+            try:
+                one.restore(before[label])
+            except ConfigError as error:
+                raise ConfigError(f"source {label!r}: {error}") from None
 
 
 def fingerprint(rows: Iterable[tuple[str, np.ndarray]]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
@@ -95,8 +95,8 @@ class ControllerState(TypedDict):
 
     step: int
     """Completed optimizer steps."""
-    sampler: dict[str, int]
-    """`PromptSampler.state`."""
+    sampler: dict[str, Any]
+    """`Sampler.state`."""
     next_group_id: int
     unconsumed: list[tuple[int, int]]
     """Group id and prompt index of each group that was admitted and not trained on."""

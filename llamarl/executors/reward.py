@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from llamarl.cluster.executor import Executor
 from llamarl.config.schema import RewardConfig
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.executors.replies import ScoredResponse
-from llamarl.rewards._base import invalid
+from llamarl.rewards._base import Reward, invalid
 from llamarl.rewards._build import build_reward
 from llamarl.types import Prompt, RewardItem, RewardResult, Rollout
 
 MAX_REASON_CHARS = 1000
 """Every result travels and is recorded."""
+_NONE: Mapping[str, RewardConfig] = MappingProxyType({})
 
 
 class RewardExecutor(Executor):
@@ -25,23 +28,41 @@ class RewardExecutor(Executor):
 
     SPANS: ClassVar[dict[str, str]] = {"score": "score"}
 
-    def __init__(self, model_path: str, config: RewardConfig) -> None:
+    def __init__(self, model_path: str, config: RewardConfig, of_sources: Mapping[str, RewardConfig] = _NONE) -> None:
+        """`of_sources`: settings of sources that have rewards of their own, by label."""
         self._tokenizer = Tokenizer(model_path)
-        self._reward = build_reward(config)
+        with ExitStack() as made:  # one that cannot be built must not leave workers of another
+            self._reward, self._of_sources = build_reward(config), dict[str, Reward]()
+            made.callback(self._reward.close)
+            for label, own in of_sources.items():
+                self._of_sources[label] = build_reward(own)
+                made.callback(self._of_sources[label].close)
+            self._close = made.pop_all()
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[ScoredResponse]]:
         """One list per group, one entry per rollout."""
         responses = [[self._tokenizer.decode(rollout.token_ids_T) for rollout in rollouts] for _, rollouts in groups]
-        items = [
-            RewardItem(prompt=prompt.text, response=response, answer=prompt.answer, metadata=prompt.metadata)
+        items = dict[str, list[RewardItem]]()
+        for (prompt, _), texts in zip(groups, responses, strict=True):
+            items.setdefault(self._key(prompt), []).extend(
+                RewardItem(prompt=prompt.text, response=response, answer=prompt.answer, metadata=prompt.metadata)
+                for response in texts
+            )
+        results = {
+            key: iter(checked(self._of_sources.get(key, self._reward).score(own), len(own)))
+            for key, own in items.items()
+        }
+        return [
+            [ScoredResponse(response=response, result=next(results[self._key(prompt)])) for response in texts]
             for (prompt, _), texts in zip(groups, responses, strict=True)
-            for response in texts
         ]
-        results = iter(checked(self._reward.score(items), len(items)))
-        return [[ScoredResponse(response=response, result=next(results)) for response in texts] for texts in responses]
+
+    def _key(self, prompt: Prompt) -> str:
+        """Label of a source that is judged by rewards of its own; sources without them are judged together."""
+        return prompt.source if prompt.source in self._of_sources else ""
 
     def close(self) -> None:
-        self._reward.close()
+        self._close.close()
 
 
 def checked(results: Sequence[Any], num_items: int) -> list[RewardResult]:

@@ -140,8 +140,11 @@ def generator_load(config: RunConfig, shape: DecoderSizes) -> GeneratorLoad:
 
 def longest(config: RunConfig, shape: DecoderSizes) -> tuple[int, int]:
     """Tokens of the longest prompt and response that can come."""
-    prompt = min(config.data.max_prompt_tokens, shape.max_position_embeddings - 1)
-    return prompt, min(config.rollout.max_new_tokens, shape.max_position_embeddings - prompt)
+    context, found = shape.max_position_embeddings, list[tuple[int, int]]()
+    for one in config.by_source.values():
+        prompt = min(one.data.max_prompt_tokens, context - 1)
+        found.append((prompt, min(one.rollout.max_new_tokens, context - prompt)))
+    return max(found, key=sum)
 
 
 def kv_width(config: RunConfig) -> int:

@@ -13,6 +13,8 @@ from typing import Any
 from llamarl.observability.formats import plain
 from llamarl.observability.intervals import share_error, wilson
 
+SOURCES = "source_"
+"""Begins the names of what is measured of each source of a mixture: `source_reward.LABEL`."""
 Row = dict[str, float | int | str | None]
 """A flat JSON object."""
 _PASS_AT = "pass_at."
@@ -22,6 +24,12 @@ FORMER_NAMES = {
     "extra.importance_ratio_mismatch": "extra.importance_ratio_same_version",
 }
 """Names in older runs -> names of today."""
+
+
+def of_sources(extra: Mapping[str, float], name: str) -> dict[str, float]:
+    """A metric by the label of its source; empty: the run has no mixture."""
+    prefix = f"{SOURCES}{name}."
+    return {key.removeprefix(prefix): value for key, value in extra.items() if key.startswith(prefix)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

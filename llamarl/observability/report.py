@@ -13,7 +13,7 @@ from typing import Literal
 from llamarl.observability.accounting import SpeedVerdict
 from llamarl.observability.files import write_atomically
 from llamarl.observability.formats import ABSENT, duration, number, percent, plain
-from llamarl.observability.metrics import EvalMetrics, Row, flat, held_out
+from llamarl.observability.metrics import EvalMetrics, Row, flat, held_out, of_sources
 from llamarl.observability.view import CompletionView
 
 LABEL_WIDTH = 20
@@ -180,7 +180,21 @@ def _time(summary: RunSummary) -> list[str]:
         _fact("speed", f"{number(summary.samples_per_s)} rollouts/s"),
         _fact("staleness", f"at most {summary.staleness_max} of {summary.staleness_limit} (S {summary.max_staleness})"),
         _fact("invalid rewards", percent(summary.invalid_share, 1)),
+        *_sources(summary.extra),
     ]
+
+
+def _sources(extra: Mapping[str, float]) -> list[str]:
+    """A line for each source of a mixture."""
+    rewards, *shares = (of_sources(extra, name) for name in ("reward", "share", "right", "flat", "invalid"))
+    what = ("of the groups", "right", "flat groups", "invalid")
+    lines = list[str]()
+    for label in shares[0]:
+        told = [f"{percent(of.get(label))} {one}" for of, one in zip(shares, what, strict=True)]
+        lines.append(
+            _fact("" if lines else "sources", f"{label}: reward {number(rewards.get(label))}, {', '.join(told)}")
+        )
+    return lines
 
 
 def _fact(label: str, text: str) -> str:

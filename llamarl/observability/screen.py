@@ -12,7 +12,7 @@ from llamarl.config import ConfigError
 from llamarl.config.ref import part
 from llamarl.config.schema import ScreenConfig
 from llamarl.observability.formats import duration, number, percent, remaining_s
-from llamarl.observability.metrics import EvalMetrics, StepMetrics, held_out, unjudged
+from llamarl.observability.metrics import EvalMetrics, StepMetrics, held_out, of_sources, unjudged
 from llamarl.observability.spans import now_s
 from llamarl.observability.view import RunInfo, RunView
 
@@ -125,7 +125,7 @@ def step_line(last: StepMetrics, info: RunInfo, recent_step_s: float) -> str:
     digits, allowed = len(str(info.steps)), f"{last.staleness_limit} (S {info.max_staleness})"
     parts = [
         f"step {last.step:>{digits}}/{info.steps}",
-        f"reward {number(last.reward_mean)}",
+        f"reward {number(last.reward_mean)}{_by_source(last)}",
         f"solved {percent(last.solve_rate)}",
         f"length {number(last.response_tokens_mean)}",
         f"stale {number(last.staleness_mean, 2)} max {last.staleness_max}/{allowed}",
@@ -138,6 +138,12 @@ def step_line(last: StepMetrics, info: RunInfo, recent_step_s: float) -> str:
     if last.invalid_share > 0:
         parts.insert(3, f"invalid {percent(last.invalid_share)}")
     return "  ".join(parts)
+
+
+def _by_source(last: StepMetrics) -> str:
+    """Text: the rewards of a mixture's sources."""
+    rewards = [f"{label} {number(reward)}" for label, reward in of_sources(last.extra, "reward").items()]
+    return f" ({', '.join(rewards)})" if rewards else ""
 
 
 def eval_facts(entry: EvalMetrics) -> str:

@@ -12,7 +12,7 @@ from llamarl.config import RunConfig, load_sft_config
 from llamarl.config.ref import part
 from llamarl.run.folder import RunFolder, check_run_folder, prepare_run_folder
 from llamarl.run.names import resolved
-from llamarl.run.prepare import Prepared, check_parts, prepare, settle
+from llamarl.run.prepare import Prepared, check_parts, each_source, of_source, prepare, settle
 from llamarl.run.preview import check_functions
 from llamarl.training.base_model import is_made
 
@@ -82,7 +82,9 @@ def looked_ahead(
     with delays():
         written, pinned = settle(config, pinned, resume=run is not None, for_agent=config.rollout.agent is not None)
         prepared = prepare(pinned, weights=weights)
-        check_functions(pinned, prepared.problems.train)
+        for label, one, own in each_source(pinned, prepared.problems.train):
+            with of_source(label):
+                check_functions(one, own)
     return written, pinned, prepared
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import llamarl
-from llamarl.config import RunConfig
+from llamarl.config import Ref, RunConfig
 from llamarl.hub.names import HubName
 from llamarl.hub.push import MARK
 from llamarl.observability.files import read_run_rows
@@ -45,7 +45,10 @@ def _facts(run: Path, config: RunConfig, step: int) -> Iterator[tuple[str, str]]
     names, trainer, rollout = _names(run, config), config.trainer, config.rollout
     texts = {option: f"{name} at commit {commit}" for option, (name, commit) in names.items()}
     yield "base model", texts.get("model.path", "a folder")
-    yield "data", texts.get("data.train", config.data.train.name)
+    sources = {f"data.train.{n}.source": one.source.name for n, one in enumerate(config.data.sources)}
+    if isinstance(config.data.train, Ref):
+        sources = {"data.train": config.data.train.name}
+    yield "data", ", ".join(texts.get(option, name) for option, name in sources.items())
     yield "steps", f"{step}, of {rollout.prompts_per_step} prompts with {rollout.group_size} responses each"
     yield "loss, advantage", f"{trainer.loss.name}, {trainer.advantage.name}"
     yield "learning rate", f"{trainer.learning_rate:g}"

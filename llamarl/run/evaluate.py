@@ -21,10 +21,9 @@ from llamarl.models.folder import load_shape
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.run.assembly import assembled
-from llamarl.run.executors import GeneratorSpecs, executor_spec, spawn_all
+from llamarl.run.executors import GeneratorSpecs, reward_spec, spawn_all
 from llamarl.run.held_out import load_held_out
 from llamarl.run.placement import LocalPlacer
-from llamarl.run.prepare import environment_of
 
 
 class _EvalProgress(NullScreen):
@@ -70,18 +69,17 @@ async def _evaluate(
     path = config.model.path
     shape, tokenizer = load_shape(path), open_tokenizer(path, config.data)
     check_vocabulary(tokenizer, shape.vocab_size)
-    _, stop_strings = environment_of(config)
     loaded = load_held_out(config, shape.max_position_embeddings, only)
     ends = tokenizer.eos_token_ids
-    problems = Problems(train=(), eval=loaded.sets, stop_token_ids=ends, stop_strings=stop_strings)
+    problems = Problems(train=(), eval=loaded.sets, stop_token_ids=ends, stops_of=loaded.stops_of)
     check_cluster(config.cluster)
     placer = LocalPlacer(config, only="generator")
     placer.check()
     cluster = open_cluster(config.cluster, logs)
 
     async def spawn() -> Executors:
-        reward = executor_spec("reward", "reward:RewardExecutor", 1, model_path=path, config=config.reward)
-        models = [part("episodes", "spec")(config)] if config.rollout.has_episodes else []
+        reward = reward_spec(config)
+        models = [part("episodes", "spec")(config)] if config.has_episodes else []
         generator, names = GeneratorSpecs(config=config), placer.of_role("generator")
         specs = [reward, *models, *(generator(number, placer.place(name)) for number, name in enumerate(names))]
         first, *others = await spawn_all(cluster, specs, config.cluster.start_timeout_s)

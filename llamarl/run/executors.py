@@ -49,6 +49,16 @@ def executor_spec(
     )
 
 
+def reward_spec(config: RunConfig, place: Sequence[HostShare] = ()) -> ExecutorSpec:
+    """Specification of the executor that judges responses, of each source by its own rewards."""
+    sources = {source.label: source for source in config.data.sources} | {one.key: one for one in config.data.eval_sets}
+    own = {key: with_content(config.of(source).reward) for key, source in sources.items() if source.reward}
+    return executor_spec(
+        "reward", "reward:RewardExecutor", 1, place=place, model_path=config.model.path,
+        config=with_content(config.reward), of_sources=own,
+    )  # fmt: skip
+
+
 class RunSpecs:
     """Executors of one run other than generators, by name: each time with a rendezvous of its own for its ranks."""
 
@@ -60,7 +70,7 @@ class RunSpecs:
 
     def first(self) -> list[ExecutorSpec]:
         """Trainer, reward, and the models that the config asks for."""
-        also = ("environment",) if self._config.rollout.has_episodes else ()
+        also = ("environment",) if self._config.has_episodes else ()
         return [self.spec(name, self._places.place(name)) for name in ("trainer", "reward", *self._models, *also)]
 
     def again(self, name: str) -> ExecutorSpec:
@@ -72,14 +82,7 @@ class RunSpecs:
         """Specification of one executor."""
         config = self._config
         if name == "reward":
-            return executor_spec(
-                name,
-                "reward:RewardExecutor",
-                1,
-                place=place,
-                model_path=config.model.path,
-                config=with_content(config.reward),
-            )
+            return reward_spec(config, place)
         if name == "environment":
             return part("episodes", "spec")(config, place)
         settings, options, num_ranks = config.trainer if name == "trainer" else self._models[name], dict[str, Any](), 1

@@ -239,7 +239,7 @@ def wanted_executors(config: RunConfig) -> Iterator[WantedExecutor]:
     for i in range(config.generator.replicas):
         yield wanted_generator(config, i)
     yield WantedExecutor("reward", "reward", 1, "cpu")
-    if config.rollout.has_episodes:
+    if config.has_episodes:
         yield WantedExecutor("environment", "environment", 1, "cpu")
     for name, settings in models.items():
         yield WantedExecutor(name, name.replace("-", "_"), 1, settings.device, settings.threads)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llamarl.algorithms.advantages._base import GroupAdvantage
 from llamarl.config import ConfigError, RunConfig, build, load_config
@@ -30,6 +31,7 @@ from llamarl.rewards._build import build_reward
 from llamarl.run.held_out import learnt_too, load_held_out
 from llamarl.run.memory import check_memory
 from llamarl.run.placement import LocalPlacer, models_in_use
+from llamarl.run.sources import environment_of, of_source
 from llamarl.weight_sync.select import check_name
 
 RANK_FILES, GENERATOR_FILES = 8, 3
@@ -74,22 +76,16 @@ def _check_parts(config: RunConfig) -> None:
             f"critic is set and not used, as trainer.advantage = {config.trainer.advantage.name!r} needs no values; "
             "use 'gae', or leave it out"
         )
-    build_reward(config.reward).close()
-    if config.rollout.has_episodes:
+    for label, one in config.by_source.items():
+        with of_source(label):
+            build_reward(one.reward).close()
+    if config.has_episodes:
         part("episodes", "check")(config)
     if set(config.metrics.sinks) - {"jsonl"}:
         part("page", "check")(config)
     check_name(config.weight_sync.transport)
     if config.generator.backend != "native":
         part(config.generator.backend, "check")(config)
-
-
-def environment_of(config: RunConfig) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Tools that the chat template tells the policy of, and strings that end a turn. Raises ConfigError."""
-    if config.rollout.environment is None:
-        return [], ()
-    environment = part("episodes", "build_environment")(config.rollout.environment)
-    return environment.tools(), tuple(environment.stop)
 
 
 def settle(
@@ -110,10 +106,43 @@ def settle(
     recorded = Path(config.output, config.name, "config.toml")
     before = load_config(recorded).data if resume and recorded.exists() else None
     tokenizer = open_tokenizer(pinned.model.path, pinned.data)
-    found = settled(pinned.data, tokenizer, before, for_agent=for_agent)
-    same = {"template": found.template, "date": found.date}
-    of_record, of_run = (one.model_copy(update={"data": one.data.model_copy(update=same)}) for one in (config, pinned))
-    return of_record, of_run
+    of_run = settled(pinned.data, tokenizer, before, for_agent=for_agent)
+    of_record = settled(config.data, tokenizer, of_run, for_agent=for_agent)
+    return config.model_copy(update={"data": of_record}), pinned.model_copy(update={"data": of_run})
+
+
+def each_source(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[tuple[str, RunConfig, list[Prompt]]]:
+    """Label, the run as if it were the only source, and prompts of each source that has some."""
+    for label, one in config.by_source.items():
+        if own := [prompt for prompt in prompts if prompt.source == label]:
+            yield label, one, own
+
+
+class TrainPrompts(NamedTuple):
+    """Prompts of all sources that are trained on."""
+
+    prompts: list[Prompt]
+    """Source by source."""
+    stops_of: dict[str, tuple[str, ...]]
+    """Strings that end a turn, by the label of a source."""
+    warnings: list[str]
+
+
+def train_prompts(config: RunConfig, context_tokens: int, most: int | None = None) -> TrainPrompts:
+    """Prompts of `data.train`, each source's with its own template and limits; where there is a `most`, of each source
+    the first rows alone. Raises ConfigError."""
+    found, for_agent = TrainPrompts([], {}, []), config.rollout.agent is not None
+    for label in [source.label for source in config.data.sources] or [""]:
+        one = config.by_source[label]
+        with of_source(label):
+            tokenizer, (tools, stops) = open_tokenizer(one.model.path, one.data), environment_of(one)
+            loaded = load_prompts(
+                one.data, tokenizer, context_tokens, tools=tools, most=most, for_agent=for_agent, label=label
+            )
+        found.prompts.extend(loaded.prompts)
+        found.stops_of[label] = stops
+        found.warnings.extend(f"source {label!r}: {said}" if label else said for said in loaded.warnings)
+    return found
 
 
 def prepare(config: RunConfig, *, weights: bool = True) -> Prepared:
@@ -145,24 +174,40 @@ def prepare(config: RunConfig, *, weights: bool = True) -> Prepared:
             f"trainer.compile = true needs a C++ compiler, and there is no {compiler} on PATH; leave it out"
         )
 
-    tools, stop_strings = environment_of(config)
-    for_agent = config.rollout.agent is not None
-
-    loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings, "train", tools, for_agent=for_agent)
-    held_out = load_held_out(config, shape.max_position_embeddings)
-    warnings += (*loaded.warnings, *held_out.warnings)
+    _, stop_strings = environment_of(config)
+    context = shape.max_position_embeddings
+    train, held_out = train_prompts(config, context), load_held_out(config, context)
+    warnings += (*train.warnings, *held_out.warnings)
     problems = Problems(
-        train=loaded.prompts, eval=held_out.sets, stop_token_ids=tokenizer.eos_token_ids, stop_strings=stop_strings
+        train=tuple(train.prompts),
+        eval=held_out.sets,
+        stop_token_ids=tokenizer.eos_token_ids,
+        stop_strings=stop_strings,
+        stops_of=train.stops_of | held_out.stops_of,
     )
-    of_sets = [prompt for one in problems.eval for prompt in one.prompts]
-    longest = max(len(prompt.token_ids_T) for prompt in (*problems.train, *of_sets))
-    check_microbatch(config, shape, max(len(prompt.token_ids_T) for prompt in problems.train))
-    check_cache(config, shape, longest)
+    for label, one, own in each_source(config, problems.train):
+        with of_source(label):
+            longest = max(len(prompt.token_ids_T) for prompt in own)
+            check_microbatch(one, shape, longest)
+            check_cache(one, shape, longest)
+    for held in held_out.sets:
+        with of_source(held.prompts[0].source):
+            longest = max(len(prompt.token_ids_T) for prompt in held.prompts)
+            check_cache(config.by_source[held.prompts[0].source], shape, longest)
     warnings += learnt_too(problems.eval, problems.train)
     return Prepared(
         shape=shape, problems=problems, placer=placer, warnings=tuple(warnings),
-        first_prompt=first_prompt(config.data, tokenizer, problems.train[0], for_agent=for_agent),
+        first_prompt=_first_prompts(config, problems.train),
     )  # fmt: skip
+
+
+def _first_prompts(config: RunConfig, prompts: Sequence[Prompt]) -> str:
+    """Sentences that show the first prompt of each source."""
+    said, for_agent = list[str](), config.rollout.agent is not None
+    for label, one, (first, *_) in each_source(config, prompts):
+        text = first_prompt(one.data, open_tokenizer(one.model.path, one.data), first, for_agent=for_agent)
+        said.append(f"source {label!r}: {text}" if label else text)
+    return "\n".join(said)
 
 
 def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:

@@ -64,6 +64,7 @@ def _row(step: int, group: RolloutGroup, index: int, advantage: float | None) ->
         "step": step,
         "group_id": group.group_id,
         "index": index,
+        **({"source": group.prompt.source} if group.prompt.source else {}),
         "prompt_id": group.prompt.prompt_id,
         "prompt": group.prompt.text,
         "answer": group.prompt.answer,
@@ -164,7 +165,8 @@ def _group(one: Any) -> RolloutGroup:
     header = one.header
     nothing = np.empty(0, np.int32)
     prompt = Prompt(
-        prompt_id=header["prompt_id"], text=header["text"], token_ids_T=nothing, answer=header["answer"]
+        prompt_id=header["prompt_id"], text=header["text"], token_ids_T=nothing, answer=header["answer"],
+        source=header.get("source", ""),
     )  # fmt: skip
     return decoded_group(header, prompt, map(whole, one.parts))
 

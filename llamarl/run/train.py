@@ -338,6 +338,7 @@ class _TrainingRun:
             extra={
                 "stall_p99_s": stalls[math.ceil(0.99 * len(stalls)) - 1],
                 "first_step_s": first_step_s,
+                **telemetry.sources.totals(),
                 **telemetry.transport_speeds,
                 **telemetry.usages(),
             },

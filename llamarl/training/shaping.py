@@ -5,8 +5,8 @@ Shape suffixes: G rollouts of one group, T tokens of one rollout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,6 +27,8 @@ class Shaping:
     """`rollout.max_new_tokens`."""
     kl: KlPenalty | None = None
     """Price of each token for leaving the reference; None: nothing."""
+    max_tokens_of: Mapping[str, int] = field(default_factory=dict)
+    """`max_new_tokens` of sources of a mixture, by label."""
 
     def rewards(self, group: RolloutGroup) -> GroupRewards:
         """The response's reward less its penalties at the last token, the price of leaving the reference at each. The
@@ -66,12 +68,13 @@ class Shaping:
     def _penalties(self, group: RolloutGroup) -> dict[str, np.ndarray]:
         """Penalties that are switched on, by name, [G] each."""
         config, found = self.config, dict[str, np.ndarray]()
+        max_tokens = self.max_tokens_of.get(group.prompt.source, self.max_tokens)
         num_tokens_G = np.array([rollout.is_sampled_T.sum() for rollout in group.rollouts])
         if config.length_penalty:
-            found["length_penalty"] = config.length_penalty * length_share(num_tokens_G, self.max_tokens)
+            found["length_penalty"] = config.length_penalty * length_share(num_tokens_G, max_tokens)
         if config.overlong_penalty:
-            buffer_tokens = config.overlong_share * self.max_tokens
-            share_G = overlong_share(num_tokens_G, self.max_tokens, buffer_tokens)
+            buffer_tokens = config.overlong_share * max_tokens
+            share_G = overlong_share(num_tokens_G, max_tokens, buffer_tokens)
             found["overlong_penalty"] = config.overlong_penalty * share_G
         return found
 
@@ -96,4 +99,5 @@ UNSHAPED = Shaping(ShapingConfig(), 1)
 
 def shaping(config: RunConfig) -> Shaping:
     """Shaping of the rewards that trainer and critic see."""
-    return Shaping(config.shaping, config.rollout.max_new_tokens, penalty(config.reference, "reward"))
+    limits = {label: one.rollout.max_new_tokens for label, one in config.by_source.items()}
+    return Shaping(config.shaping, limits.pop(""), penalty(config.reference, "reward"), limits)

@@ -8,7 +8,7 @@ generator and the bound of staleness are what they are for parked rollouts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from llamarl.cluster.api import ExecutorHandle
@@ -38,13 +38,18 @@ def open_turns(
     waited: Callable[..., None],
 ) -> Episodes | Agents | None:
     """Turns that an agent or an environment answers; None: a response is one turn. Raises ConfigError."""
-    wanted, handle = config.rollout.environment, executors.models.get("environment")
+    handle = executors.models.get("environment")
     if config.rollout.agent and handle:
         return Agents(handle, config.cluster.call_timeout_s, supervisor, flight, replicas, ended, waited)
-    if wanted is None or handle is None:
+    environments = {
+        label: build_environment(one.rollout.environment)
+        for label, one in config.by_source.items()
+        if one.rollout.environment
+    }
+    if not environments or handle is None:
         return None
-    environment, timeout_s = build_environment(wanted), config.cluster.call_timeout_s
-    return Episodes(handle, environment, timeout_s, supervisor, flight, replicas, ended, waited)
+    timeout_s = config.cluster.call_timeout_s
+    return Episodes(handle, environments, timeout_s, supervisor, flight, replicas, ended, waited)
 
 
 class Episodes:
@@ -53,7 +58,7 @@ class Episodes:
     def __init__(
         self,
         handle: ExecutorHandle,
-        environment: Environment,
+        environments: Mapping[str, Environment],
         timeout_s: float,
         supervisor: Supervisor,
         flight: Flight,
@@ -63,12 +68,13 @@ class Episodes:
     ) -> None:
         """
         Args:
+            environments: by the label of their source.
             replicas: generators that go on, and hold what was computed until then.
             ended: hears of each group of which a rollout has ended.
             waited: hears how many seconds a rollout has waited for a reply, and the reply.
         """
         self._port = port(EnvironmentPort, handle, timeout_s)
-        self._environment, self._timeout_s, self._supervisor = environment, timeout_s, supervisor
+        self._environments, self._timeout_s, self._supervisor = environments, timeout_s, supervisor
         self._flight, self._replicas, self._ended, self._waited = flight, replicas, ended, waited
         if isinstance(handle, RestartableHandle):
             handle.restore = self._restore
@@ -94,7 +100,7 @@ class Episodes:
 
     def _leave(self, episodes: list[Key]) -> None:
         """The environment is not asked about these any more, and has not ended them."""
-        if episodes and self._environment.is_stateful:
+        if episodes and any(one.is_stateful for one in self._environments.values()):
             self._supervisor.start(self._port.leave(episodes), "episodes that have ended")
 
     async def loop(self) -> None:
@@ -117,7 +123,8 @@ class Episodes:
         rollout = row.rollout
         if replied.observation_T is not None:
             num_tokens = rollout.num_tokens + len(replied.observation_T)
-            goes_on = rollout.num_turns < self._environment.max_turns
+            source = self._flight.groups[row.request.group_id].prompt.source
+            goes_on = rollout.num_turns < self._environments[source].max_turns
             if goes_on and num_tokens < row.request.sampling.max_new_tokens:
                 columns = observed(rollout.columns, replied.observation_T)
                 parked = replace(rollout, columns=columns, finish_reason=FinishReason.PARKED)

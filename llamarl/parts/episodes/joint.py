@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from llamarl.cluster.api import ExecutorSpec, HostShare
 from llamarl.config import ConfigError, RunConfig
@@ -18,8 +19,9 @@ __all__ = ["build_environment", "check", "open_turns", "spec"]
 def check(config: RunConfig) -> None:
     """Whether environment or agent can be had and work with the other settings. Raises ConfigError."""
     rollout = config.rollout
-    if rollout.environment:
-        build_environment(rollout.environment)
+    for one in config.by_source.values():
+        if one.rollout.environment:
+            build_environment(one.rollout.environment)
     if rollout.agent is None:
         return
     find_agent(rollout.agent.name)
@@ -35,10 +37,16 @@ def check(config: RunConfig) -> None:
 def spec(config: RunConfig, place: Sequence[HostShare] = ()) -> ExecutorSpec:
     """Specification of the executor that answers turns, or runs the agents that ask for them."""
     path, rollout, folder = config.model.path, config.rollout, "llamarl.parts.episodes.executors"
-    target, settings = f"{folder}.environment:EnvironmentExecutor", rollout.environment
+    common: dict[str, Any] = {"arguments": config.data.template_arguments, "today": config.data.date}
     if rollout.agent:
-        target, settings = f"{folder}.gateway:GatewayExecutor", rollout
+        target = f"{folder}.gateway:GatewayExecutor"
+        return executor_spec("environment", target, 1, place=place, model_path=path, config=rollout, **common)
+    own = {
+        label: (one.rollout.environment, one.data.template_arguments)
+        for label, one in config.by_source.items()
+        if label and one.rollout.environment
+    }
     return executor_spec(
-        "environment", target, 1, place=place, model_path=path, config=settings,
-        arguments=config.data.template_arguments, today=config.data.date,
+        "environment", f"{folder}.environment:EnvironmentExecutor", 1, place=place, model_path=path,
+        config=rollout.environment, of_sources=own, **common,
     )  # fmt: skip

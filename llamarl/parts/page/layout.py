@@ -15,7 +15,7 @@ from rich.cells import chop_cells
 from rich.text import Text
 
 from llamarl.observability.formats import duration, number, percent, plain, remaining_s
-from llamarl.observability.metrics import EvalMetrics, StepMetrics
+from llamarl.observability.metrics import EvalMetrics, StepMetrics, of_sources
 from llamarl.observability.view import CompletionView, ExecutorView, RunInfo, RunView
 from llamarl.parts.page.chart import chart
 
@@ -214,6 +214,9 @@ def _numbers(view: RunView, inner: int, max_staleness: int) -> list[Text]:
         spark = "" if wide else chart(view.rewards, width - LABEL_WIDTH - 2 * cell_width, 1)[0]
         cells = [cell.text(cell_width) for cell in _reward_cells(view.metrics)]
         lines.append(_row("reward", *cells, Text(spark, ACCENT)))
+        if rewards := of_sources(view.metrics.extra, "reward"):
+            told = [Text.assemble((f"{label} ", DIM), (number(reward), "bold")) for label, reward in rewards.items()]
+            lines.append(_row("sources", Text("   ").join(told)))
     lines += _held_out(view.evals, width - LABEL_WIDTH)
     return _beside(lines, _reward_chart(view.rewards, inner - width - 4, len(lines)), width) if wide else lines
 

@@ -118,7 +118,7 @@ def replayable(config: RunConfig, parts: Sequence[Part], tally: Tally) -> tuple[
     if cannot and "generate" in wanted:
         wanted.remove("generate")
         tally.notes.append(f"{cannot}: only training and rewards are compared")
-    if config.rollout.has_episodes and "reward" in wanted:
+    if config.has_episodes and "reward" in wanted:
         wanted.remove("reward")
         tally.notes.append("episodes are judged with their environment or agent: rewards are not judged again")
     if not wanted:
@@ -156,7 +156,7 @@ class _Replay:
         self._request, self._config, self._tally = request, request.config, request.tally
         rollout = self._config.rollout
         self._reach = _MARGIN + staleness_limit(rollout.max_staleness, 1, rollout.window)
-        self._sampling = Admission(self._config, request.problems, None, Flow(lambda: 0.0)).sampling
+        self._sampling_of = Admission(self._config, request.problems, None, Flow(lambda: 0.0)).sampling
         self._journal: Journal
         self._trainer: TrainerPort
         self._critic: CriticPort | None = None
@@ -277,7 +277,7 @@ class _Replay:
     def _asked(self, group: RolloutGroup) -> GenerationRequest:
         prompt_T, size = group.prompt.token_ids_T, len(group.rollouts)
         ids = {"group_id": group.group_id, "prompt_token_ids_T": prompt_T, "group_size": size}
-        return GenerationRequest(**ids, sampling=self._sampling)
+        return GenerationRequest(**ids, sampling=self._sampling_of(group.prompt))
 
     async def _serve(self, version: int, generator: ReplayPort) -> None:
         """The generator takes the trainer's weights, which are those on record, and samples what they have sampled."""

@@ -44,6 +44,11 @@ def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[Sampl
     Raises:
         ConfigError: the model, the data or a combination of them cannot work.
     """
+    if isinstance(config.data.train, list):
+        raise ConfigError(
+            f"data.train lists {len(config.data.train)} sources, and supervised training learns one; name one, with "
+            "its template, or run `llamarl sft` once for each"
+        )
     shape, path = load_shape(config.model.path), config.model.path
     check_parallelism(shape, config.trainer.parallelism, path)
     if config.cluster.kind != "hosts":

@@ -19,7 +19,7 @@ START_SHARE = 0.8
 
 def check(config: RunConfig) -> None:
     """Whether vLLM is where the config says, and can do what it asks for. Raises ConfigError."""
-    if config.rollout.environment:
+    if config.has_episodes and config.rollout.agent is None:
         raise ConfigError(
             "rollout.environment with generator.backend = 'vllm': turns need an engine that goes on with one "
             "rollout of a group while others decode; use backend = 'native'"

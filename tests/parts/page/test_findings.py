@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.config.data import EvalConfig
+from llamarl.controller.evaluation import HeldOutSet
 from llamarl.parts.page.cli import report
 from llamarl.parts.page.findings import ends, findings
-from llamarl.run import prepare
+from llamarl.run.held_out import learnt_too
+from tests.controller.fakes import prompts
 from tests.parts.page.runs import (
     BEGAN_S,
     eval_row,
@@ -88,8 +91,7 @@ class TestClaims:
         rows = [step_row(step, reward_mean=0.02 * step, solve_rate=0.02 * step) for step in range(1, 41)]
         write_rows(folder / "metrics.jsonl", [eval_row(0, 0.2), *rows, eval_row(40, 0.22)])
         assert any("learnt by heart" in text for text in claims(folder))
-        said = "data.eval: all of its prompts are in data.train too, so it does not tell learning from memory"
-        assert said in Path(prepare.__file__).read_text()
+        (said,) = learnt_too([HeldOutSet(settings=EvalConfig(), prompts=prompts(2))], prompts(3))
         write_rows(folder / "events.jsonl", [{"kind": "warning", "at_s": BEGAN_S, "text": said}])
         found = claims(folder)
         assert any(text.startswith("data.eval is data.train") for text in found)

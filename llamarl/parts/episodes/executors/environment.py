@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,30 +24,48 @@ from llamarl.rewards._base import invalid
 from llamarl.sandbox.pool import Failure
 from llamarl.types import Outcome, RewardResult, ToolCall
 
+_NONE: Mapping[str, tuple[Ref, Mapping[str, Any]]] = MappingProxyType({})
+
 
 class EnvironmentExecutor(Executor):
     """Episodes come by `submit` and their replies go by `collect`, as they are there: none waits for a slow one, as
     long as there are free workers."""
 
     def __init__(
-        self, model_path: str, config: Ref, arguments: Mapping[str, Any] | None = None, today: str = ""
+        self,
+        model_path: str,
+        config: Ref | None,
+        arguments: Mapping[str, Any] | None = None,
+        today: str = "",
+        of_sources: Mapping[str, tuple[Ref, Mapping[str, Any]]] = _NONE,
     ) -> None:
-        """`arguments` and `today` are of `Tokenizer`."""
-        self._tokenizer = Tokenizer(model_path, arguments, today)
-        self._environment = build_environment(config)
-        self._ref, self._tools = config.model_dump_json(), self._environment.tools()
+        """
+        Args:
+            config: of the environment; None: sources alone have some.
+            arguments: of the chat template, as `today`.
+            of_sources: environments of sources, by label, each with the arguments of its chat template.
+        """
         self._changed = threading.Condition()
         self._replies = list[Replied]()
         self._asked: Future[list[Replied]] | None = None
-        self._crew = Crew(self._environment, self._item, self._replied)
+        worlds = ({"": (config, arguments)} if config else {}) | dict(of_sources)
+        self._worlds = {
+            label: World(Tokenizer(model_path, given, today), ref, self._replied)
+            for label, (ref, given) in worlds.items()
+        }
 
     def submit(self, episodes: Sequence[OpenTurn]) -> None:
         """Queues episodes whose last turn wants a reply."""
-        self._crew.ask([(_name(one.group_id, one.index), one) for one in episodes])
+        of_worlds = dict[str, list[OpenTurn]]()
+        for one in episodes:
+            of_worlds.setdefault(one.prompt.source if one.prompt.source in self._worlds else "", []).append(one)
+        for label, own in of_worlds.items():
+            self._worlds[label].ask(own)
 
     def leave(self, episodes: Sequence[tuple[int, int]]) -> None:
         """Nobody goes on with these episodes, by group and index: their state is closed."""
-        self._crew.leave([_name(*episode) for episode in episodes])
+        for world in self._worlds.values():  # which know their own by name
+            world.crew.leave([_name(*episode) for episode in episodes])
 
     def collect(self) -> Future[list[Replied]]:
         """The next replies, as soon as there are some."""
@@ -57,14 +76,13 @@ class EnvironmentExecutor(Executor):
         return reply
 
     def close(self) -> None:
-        self._crew.close()
+        for world in self._worlds.values():
+            world.crew.close()
 
-    def _replied(self, said: Sequence[tuple[OpenTurn, dict[str, Any] | Failure]], each_s: float) -> list[bool]:
-        replies = [self._reply(episode, one, each_s) for episode, one in said]
+    def _replied(self, replies: Sequence[Replied]) -> None:
         with self._changed:
             self._replies += replies
         self._hand_over()
-        return [one.observation_T is not None for one in replies]
 
     def _hand_over(self) -> None:
         with self._changed:
@@ -75,6 +93,26 @@ class EnvironmentExecutor(Executor):
                 return
             replies, self._replies = self._replies, []
         asked.set_result(replies)
+
+
+class World:
+    """One environment with its workers, and the tokenizer that writes what it says."""
+
+    def __init__(self, tokenizer: Tokenizer, config: Ref, replied: Callable[[Sequence[Replied]], None]) -> None:
+        """`replied` takes replies, in any thread."""
+        self._tokenizer, self._told = tokenizer, replied
+        self._environment = build_environment(config)
+        self._ref, self._tools = config.model_dump_json(), self._environment.tools()
+        self.crew = Crew(self._environment, self._item, self._replied)
+
+    def ask(self, episodes: Sequence[OpenTurn]) -> None:
+        """Queues episodes."""
+        self.crew.ask([(_name(one.group_id, one.index), one) for one in episodes])
+
+    def _replied(self, said: Sequence[tuple[OpenTurn, dict[str, Any] | Failure]], each_s: float) -> list[bool]:
+        replies = [self._reply(episode, one, each_s) for episode, one in said]
+        self._told(replies)
+        return [one.observation_T is not None for one in replies]
 
     def _item(self, episode: OpenTurn) -> dict[str, Any]:
         prompt, turns = episode.prompt, list[list[Any]]()

@@ -15,7 +15,6 @@ from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.load import given
 from llamarl.config.ref import part
 from llamarl.config.section import Section
-from llamarl.data.prompts import load_prompts, open_tokenizer
 from llamarl.hub.fetch import cached, listing, model_files
 from llamarl.hub.names import HubName, nothing_fetched, why_offline
 from llamarl.parts.forecast.cli import plan
@@ -26,7 +25,7 @@ from llamarl.run.folder import RunFolder
 from llamarl.run.memory import memory_lines
 from llamarl.run.names import named, resolved
 from llamarl.run.placement import LocalPlacer
-from llamarl.run.prepare import check_layout, check_parts, environment_of
+from llamarl.run.prepare import check_layout, check_parts, train_prompts
 
 EPILOG = "Settings that do nothing beside the others are refused, as by `llamarl train`."
 SAMPLED = 256
@@ -143,10 +142,7 @@ def _step_time(config: RunConfig, context: int) -> str:
     count += generator.replicas * generator.tensor_parallel * (generator.threads if kind == CPU else 1)
     profile = Path(config.output, config.name, "profile.json")
     try:
-        tokenizer, tools = open_tokenizer(config.model.path, config.data), environment_of(config)[0]
-        for_agent = config.rollout.agent is not None
-        loaded = load_prompts(config.data, tokenizer, context, tools=tools, most=SAMPLED, for_agent=for_agent)
-        prompts = loaded.prompts
+        prompts = train_prompts(config, context, most=SAMPLED).prompts
         mean = round(fmean(len(prompt.token_ids_T) for prompt in prompts))
         words = {"--gpus": count, "--gpu": kind, "--data.max_prompt_tokens": mean}
         words |= {"--profile": profile} if profile.exists() else {}

@@ -1,0 +1,86 @@
+"""Pass rates: how often a model has solved problems, which `llamarl eval --rates` writes and `data.filter` reads.
+
+A file is JSON Lines: what was measured how, then a row for each problem. A problem is known by a digest of its question
+and answer, so that rates serve any mixture, order or part of the data, with any template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from llamarl.config.data import FilterConfig
+from llamarl.config.errors import ConfigError
+from llamarl.config.load import read_rows
+from llamarl.data.sources import ProblemRow
+
+KIND = "pass rates"
+"""First row's `kind`."""
+
+
+def digest(row: ProblemRow) -> str:
+    """Fingerprint of question, or conversation, and answer, in hexadecimal digits."""
+    said = json.dumps([row.question, row.messages, row.answer], sort_keys=True, default=str)
+    return xxhash.xxh3_64_hexdigest(said.encode(errors="surrogatepass"))
+
+
+def rate_rows(header: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Lines of a file of rates: `rows` have `id`, `source`, `right`, `samples` that were judged, and `problem`, the
+    digest."""
+    for row in ({"kind": KIND, **header}, *rows):
+        yield json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def read_rates(path: str) -> dict[str, float]:
+    """Pass rate by digest, 0 to 1; a problem that was measured twice has the rate of both together. Raises
+    ConfigError."""
+    fix = "write one with `llamarl eval --rates FILE`"
+    rows = read_rows(path, fix)
+    place, first = next(rows)
+    if first.get("kind") != KIND:
+        raise ConfigError(f"{place}: the file holds no pass rates; {fix}")
+    right, samples = Counter[str](), Counter[str]()
+    for place, row in rows:
+        try:
+            problem, num_right, num_samples = str(row["problem"]), int(row["right"]), int(row["samples"])
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"{place}: a row has `problem`, `right` and `samples`; {fix}") from None
+        if not 0 <= num_right <= num_samples:
+            raise ConfigError(f"{place}: {num_right} right of {num_samples} samples; {fix}")
+        right[problem] += num_right
+        samples[problem] += num_samples
+    return {problem: right[problem] / samples[problem] for problem in samples if samples[problem]}
+
+
+def kept(rows: Sequence[ProblemRow], config: FilterConfig) -> tuple[list[bool], str]:
+    """Whether each row has a pass rate within the bounds, and a sentence that counts what is left out.
+
+    Raises:
+        ConfigError: the file is none, a row was not measured under `refuse`, or nothing is left.
+    """
+    rates = read_rates(config.path)
+    found = [rates.get(digest(row)) for row in rows]
+    unmeasured = [row.problem_id for row, rate in zip(rows, found, strict=True) if rate is None]
+    if unmeasured and config.unmeasured == "refuse":
+        raise ConfigError(
+            f"data.filter: {config.path} lacks {len(unmeasured)} of {len(rows)} problems, such as {unmeasured[0]!r}; "
+            "measure them by `llamarl eval --rates`, or set unmeasured = 'keep' or 'skip'"
+        )
+    keeps = [config.unmeasured == "keep" if rate is None else config.min <= rate <= config.max for rate in found]
+    known = [rate for rate in found if rate is not None]
+    causes = {
+        f"solved less often than {config.min:g}": sum(rate < config.min for rate in known),
+        f"more often than {config.max:g}": sum(rate > config.max for rate in known),
+        "not measured": len(unmeasured) * (config.unmeasured == "skip"),
+    }
+    said = ", ".join(f"{number:,} {cause}" for cause, number in causes.items() if number)
+    if not any(keeps):
+        raise ConfigError(
+            f"data.filter leaves none of {len(rows):,} prompts: {said}; widen min and max, or measure again"
+        )
+    left = f"data.filter = {config.path}: {sum(keeps):,} of {len(rows):,} prompts are kept; left out: {said}"
+    return keeps, left if said else ""
