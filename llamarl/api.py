@@ -49,7 +49,7 @@ def train(
             a table with their weights; or names of rewards. The first decides what is right.
         data: problems to learn: rows with `question` (or `messages`) and `answer`, a DataFrame, a `datasets.Dataset`;
             or a source as in a TOML file, such as `{"name": "hub", "path": "openai/gsm8k"}`.
-        eval_data: held-out problems, as `data`.
+        eval_data: held-out problems, as `data`; a table of rows by name is several sets.
         resume: go on where the run ended.
         overwrite: replace an existing run of the name.
         watch: show the run in a browser meanwhile.
@@ -80,12 +80,12 @@ def train(
 
 def evaluate(
     model: str | Path, data: Rows = None, *, reward: Rewards = None, config: Config | None = None, **settings: Any
-) -> EvalRecord:
-    """Answers and scores problems, as `llamarl eval` does.
+) -> EvalRecord | dict[str, EvalRecord]:
+    """Answers and scores problems, as `llamarl eval` does; of problems in several sets, a record for each by its name.
 
     Args:
         model: Hugging Face folder, or name of the Hub.
-        data: held-out problems, as for `train`; None: those of `config`.
+        data: held-out problems, as for `train`; None: those of `config`. A table of rows by name is several sets.
         reward: as for `train`; None: those of `config`.
         config: of a run, whose data, reward and limits count.
         settings: as for `train`.
@@ -106,10 +106,13 @@ def evaluate(
         raise ConfigError("there are no problems: give `data`, or a `config` with data.eval")
     settled = ready(settled, run, config, "llamarl")
     try:
-        result = evaluate_checkpoint(settled, lambda done, total: None, lambda said: None)
+        results = evaluate_checkpoint(settled, lambda done, total: None, lambda said: None)
     except Interrupted as error:
         raise KeyboardInterrupt(str(error)) from None
-    return EvalRecord(metrics=result.metrics, responses=list(response_rows(result)))
+    records = {
+        one.metrics.name: EvalRecord(metrics=one.metrics, responses=list(response_rows([one]))) for one in results
+    }
+    return records[None] if None in records else {str(name): one for name, one in records.items()}
 
 
 def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, **settings: Any) -> list[dict[str, Any]]:

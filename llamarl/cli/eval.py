@@ -8,7 +8,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
@@ -17,6 +19,9 @@ from llamarl.config import ConfigError, RunConfig, load_config, settled
 from llamarl.data.files import suffix
 from llamarl.run.answering import ENGINE
 from llamarl.run.scored import BASE, completed, settings_for
+
+if TYPE_CHECKING:
+    from llamarl.controller.evaluation import EvalResult
 
 SETTINGS = (
     "data.template", "data.system", "data.examples", "data.template_arguments", "data.date", "reward.parts",
@@ -27,14 +32,23 @@ SETTINGS = (
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "eval",
-        "Score a checkpoint on held-out problems: pass@1, pass@k, mean length.",
+        "Score a checkpoint on held-out problems: accuracy with its interval of 95 %, pass@k, mean length.",
         "With --config, data, reward, limits, turns, device and types are that run's; options here win. Several "
         "samples are drawn at temperature 1 where nothing else is said.",
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("data", metavar="DATA", nargs="?", help="file of problems; default: data.eval of --config")
     parser.add_argument("--config", metavar="RUN.toml", help="a run's settings, for example its config.toml")
-    parser.add_argument("--output", metavar="FILE", help="write every response as JSON Lines")
+    parser.add_argument(
+        "--only", metavar="NAME", action="append", default=[], help="of several sets this one; may be repeated"
+    )
+    parser.add_argument(
+        "--against", metavar="MODEL", help="another model, which gets the same problems: the difference is told"
+    )
+    parser.add_argument("--output", metavar="FILE", help="write every response of MODEL as JSON Lines")
+    parser.add_argument(
+        "--json", action="store_true", help="print a line of JSON for each set, and the rest on standard error"
+    )
     add_settings(parser, BASE, *SETTINGS)
     return parser
 
@@ -44,14 +58,55 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     from llamarl.cluster.api import ExecutorError
     from llamarl.controller.supervision import Interrupted, Stalled
-    from llamarl.observability.screen import eval_facts
-    from llamarl.run.evaluate import evaluate_checkpoint, response_rows
+    from llamarl.run.compare import compared
+    from llamarl.run.evaluate import response_rows
+
+    try:
+        results = _evaluated(options, options.model)
+        others = _evaluated(options, options.against) if options.against else []
+    except Interrupted as error:
+        print(f"llamarl eval: {error}", file=sys.stderr)
+        return INTERRUPTED
+    except (ExecutorError, Stalled) as error:
+        print(f"llamarl eval: {type(error).__name__}: {error}", file=sys.stderr)
+        return FAILURE
+    differences = compared(results, others) if others else []
+    if options.json:
+        told = [one.to_json() for one in differences] or [{} for _ in results]
+        rows = [one.metrics.to_json() | difference for one, difference in zip(results, told, strict=True)]
+        print(*map(json.dumps, rows), sep="\n")
+    else:
+        _show(results, options.model if others else "")
+        if others:
+            _show(others, options.against)
+        for one in differences:
+            print(f"{options.model} minus {options.against}: {one}")
+    if options.output:
+        write_output(Path(options.output), "".join(json.dumps(row) + "\n" for row in response_rows(results)))
+    return 0
+
+
+def _show(results: Sequence[EvalResult], model: str) -> None:
+    from llamarl.observability.screen import eval_facts, eval_table
+
+    if model:
+        print(f"{model}:")
+    entries = [one.metrics for one in results]
+    print(eval_facts(entries[0]) if entries[0].name is None else eval_table(entries))
+
+
+def _evaluated(options: argparse.Namespace, model: str) -> list[EvalResult]:
+    """Results of all sets that are asked for. Raises ConfigError, ExecutorError, Interrupted, Stalled."""
+    from llamarl.run.evaluate import evaluate_checkpoint
+    from llamarl.run.held_out import check_names
     from llamarl.run.scored import ready
 
     run = load_config(options.config) if options.config else None
-    config = ready(_config(options, run), run, options.config, "llamarl eval", lambda: told_of_delay("eval"))
+    config = ready(_config(options, model, run), run, options.config, "llamarl eval", lambda: told_of_delay("eval"))
+    check_names(config, options.only)
     columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as bar, ExitStack() as preparing:
+    console = Console(stderr=options.json)
+    with Progress(*columns, console=console) as bar, ExitStack() as preparing:
         preparing.enter_context(told_of_delay("eval"))
         task = bar.add_task("", total=None)
 
@@ -59,27 +114,19 @@ def main(arguments: Sequence[str]) -> int:
             preparing.close()
             bar.update(task, completed=done, total=total)
 
-        try:
-            result = evaluate_checkpoint(config, show, print)
-        except Interrupted as error:
-            print(f"llamarl eval: {error}", file=sys.stderr)
-            return INTERRUPTED
-        except (ExecutorError, Stalled) as error:
-            print(f"llamarl eval: {type(error).__name__}: {error}", file=sys.stderr)
-            return FAILURE
-    print(eval_facts(result.metrics))
-    if options.output:
-        write_output(Path(options.output), "".join(json.dumps(row) + "\n" for row in response_rows(result)))
-    return 0
+        def tell(text: str) -> None:
+            print(text, file=sys.stderr if options.json else sys.stdout)
+
+        return evaluate_checkpoint(config, show, tell, options.only)
 
 
 def _reader(path: str) -> str:
     return "file" if suffix(path) else "jsonl"
 
 
-def _config(options: argparse.Namespace, run: RunConfig | None) -> RunConfig:
+def _config(options: argparse.Namespace, model: str, run: RunConfig | None) -> RunConfig:
     """Settings of the command line over those of the run. Raises ConfigError."""
-    settings = settings_for(options.model, run)
+    settings = settings_for(model, run)
     if options.data:
         settings["data"] = settings["data"] | {"eval": {"name": _reader(options.data), "path": options.data}}
     config = completed(settings, lambda one: settled(one, options.overrides))

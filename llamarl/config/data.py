@@ -163,13 +163,13 @@ class EvalSet(SourceConfig):
         return OF_EVAL + self.label
 
     def settled(self, run: EvalConfig, option: str) -> EvalConfig:
-        """Section `eval` of a run as if this set were its only one. Raises ValueError: all samples would be the same."""
+        """Section `eval` of a run with this set alone. Raises ValueError: all samples would be the same."""
         own = {name: one for name in EvalConfig.model_fields if (one := getattr(self, name)) is not None}
         samples = self.samples or run.samples
         if samples > 1 and self.temperature == 0:
             raise ValueError(
-                f"{option}.temperature = 0 with samples = {samples}: greedy responses are all the same; leave it out for "
-                "1, or take one sample"
+                f"{option}.temperature = 0 with samples = {samples}: greedy responses are all the same; leave it out "
+                "for 1, or take one sample"
             )
         return run.model_copy(update={"temperature": run.temperature or float(samples > 1)} | own)
 
@@ -182,7 +182,8 @@ def _which(value: Any) -> str:
 
 
 Sources = Annotated[
-    Annotated[Ref, Tag(ONE)] | Annotated[list[S], Field(min_length=1, max_length=1 << 10), Tag(SEVERAL)], Discriminator(_which)
+    Annotated[Ref, Tag(ONE)] | Annotated[list[S], Field(min_length=1, max_length=1 << 10), Tag(SEVERAL)],
+    Discriminator(_which),
 ]
 """One source, or a list of sources with settings of their own."""
 
@@ -191,7 +192,7 @@ class DataConfig(Section):
     train: Sources[TrainSource]
     """Prompt source, for example `{name = "jsonl", path = "train.jsonl"}`; or a list of them, which are mixed."""
     eval: Sources[EvalSet] | None = None
-    """Held-out prompt source, or a list of them, which are sets with a curve each; without it there is no evaluation."""
+    """Held-out prompt source, or a list of them, which are sets with names; without it there is no evaluation."""
     filter: FilterConfig | None = None
     """Keeps prompts of `train` by a measured pass rate: `{path = "rates.jsonl", min = 0.05, max = 0.95}`."""
     template: str = "auto"

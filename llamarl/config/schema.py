@@ -16,6 +16,7 @@ from llamarl.config.roles import AgentConfig, CriticConfig, ReferenceConfig, Rew
 from llamarl.config.section import Section
 from llamarl.config.trainer import TrainerConfig
 
+
 class ModelConfig(Section):
     path: str
     """Hugging Face folder (`config.json`, `model.safetensors`, `tokenizer.json`), or a name of the Hub: `owner/name`,

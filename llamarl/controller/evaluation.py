@@ -42,7 +42,7 @@ class HeldOutSet:
 
 
 def due(sets: Iterable[HeldOutSet], version: int, steps: int) -> list[HeldOutSet]:
-    """Sets that are evaluated beside training, after so many of all steps; after the last one the run does it itself."""
+    """Sets to evaluate beside training after `version` of all steps; after the last one the run does it itself."""
     every = ((one, one.settings.every_steps) for one in sets)
     return [one for one, steps_between in every if steps_between and version % steps_between == 0 and version < steps]
 
@@ -112,15 +112,11 @@ class Evaluation:
         return EvalResult(metrics=self._metrics(groups), groups=groups)
 
     def _metrics(self, groups: Sequence[RolloutGroup]) -> EvalMetrics:
-        results = [[result.first_part or result for result in group.results] for group in groups]
-        invalid = [one.reason for group in results for one in group if one.outcome is Outcome.INVALID]
-        counts = [
-            (sum(result.is_right for result in group.results), num_judged)
-            for group, judged in zip(groups, results, strict=True)
-            if (num_judged := sum(one.outcome is not Outcome.INVALID for one in judged))
-        ]
-        right, judged = [one for one, _ in counts], [num for _, num in counts]
-        accuracy, num_effective = sum(right) / sum(judged) if judged else math.nan, effective_num(right, judged)
+        results = [result.first_part or result for group in groups for result in group.results]
+        invalid = [one.reason for one in results if one.outcome is Outcome.INVALID]
+        counts = [found for found in map(judged, groups) if found[1]]
+        right, nums = [one for one, _ in counts], [num for _, num in counts]
+        accuracy, num_effective = sum(right) / sum(nums) if nums else math.nan, effective_num(right, nums)
         low, high = wilson(accuracy, num_effective)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         versions = np.concatenate([rollout.policy_versions_T[rollout.is_sampled_T] for rollout in rollouts])
@@ -145,6 +141,13 @@ class Evaluation:
             pass_at={str(num): one for num, one in pass_at.items()} if k > 1 else {},
             truncated_share=float(np.mean([one.finish_reason is FinishReason.LENGTH for one in rollouts])),
         )
+
+
+def judged(group: RolloutGroup) -> tuple[int, int]:
+    """Right responses of a prompt, and those that the reward could judge."""
+    outcomes = [(result.first_part or result).outcome for result in group.results]
+    num_judged = sum(outcome is not Outcome.INVALID for outcome in outcomes)
+    return sum(result.is_right for result in group.results), num_judged
 
 
 def _pass_at(counts: Sequence[tuple[int, int]], k: int) -> float:

@@ -61,7 +61,9 @@ def settled(
     own = {"template": found}
     both = ("train", config.sources), ("eval", config.eval_sets)
     several = {
-        name: [one.model_copy(update=own) if one.template == AUTO else one for one in found] for name, found in both if found
+        name: [one.model_copy(update=own) if one.template == AUTO else one for one in found]
+        for name, found in both
+        if found
     }
     has_chats = for_agent or CHAT in (template, *(one.template for found in several.values() for one in found))
     if not day and has_chats and tokenizer.tells_date:

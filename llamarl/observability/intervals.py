@@ -25,7 +25,7 @@ def wilson(share: float, num: float, errors: float = ERRORS_95) -> tuple[float, 
         return math.nan, math.nan
     center = (share + errors**2 / (2 * num)) / (1 + errors**2 / num)
     half = _half(share, num, errors)
-    return max(center - half, 0.0), min(center + half, 1.0)
+    return center - half if share > 0 else 0.0, center + half if share < 1 else 1.0
 
 
 def share_error(share: float, num: float) -> float:
@@ -57,12 +57,12 @@ def effective_num(right: Sequence[int], judged: Sequence[int]) -> float:
     num_alike = num_answers**2 / sum(num**2 for num in judged)
     residuals = sum((one - share * num) ** 2 for one, num in zip(right, judged, strict=True))
     num_problems, spread = len(judged), share * (1 - share)
-    if not residuals or num_problems < 2:  # noqa: PLR2004
-        apart = num_alike if not spread or num_problems < 2 else float(num_answers)  # noqa: PLR2004
+    if not residuals or num_problems < 2:
+        apart = num_alike if not spread or num_problems < 2 else float(num_answers)
     else:
         apart = spread * num_answers**2 * (num_problems - 1) / (num_problems * residuals)
     apart, weight = min(max(apart, num_alike), num_answers), _ALIKE / (num_problems + _ALIKE)
-    return 1 / ((1 - weight) / apart + weight / num_alike)
+    return apart / (1 + weight * (apart / num_alike - 1))
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -81,8 +81,8 @@ def chances(samples: int) -> list[int]:
 def paired_difference(after: Sequence[float], before: Sequence[float]) -> tuple[float, float, float]:
     """Mean difference of shares on the same problems, with its interval of 95 %; NaN where there are none.
 
-    What both find hard cancels. Two pairs that differ by all, one each way, are counted with the spread, after Bonett and
-    Price, J. Educ. Behav. Stat. 37 (2012), whose interval this is for one sample each: it has a width where nothing
+    What both find hard cancels. Two pairs that differ by all, one each way, are counted with the spread, after Bonett
+    and Price, J. Educ. Behav. Stat. 37 (2012), whose interval this is for one sample each: it has a width where nothing
     differs.
     """
     num = len(after)

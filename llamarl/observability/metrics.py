@@ -161,7 +161,8 @@ class EvalMetrics:
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> EvalMetrics:
         """Metrics of a row that `to_json` gave, in this version or an older one. Raises TypeError: it is none."""
-        known = {name: math.nan if value is None else value for name, value in row.items() if name != "kind"}
+        known: dict[str, Any] = {name: math.nan if value is None else value for name, value in row.items()}
+        known.pop("kind", None)
         pass_at = {name.removeprefix(_PASS_AT): known.pop(name) for name in row if name.startswith(_PASS_AT)}
         return cls(**known, pass_at=pass_at)
 

@@ -6,7 +6,6 @@ import asyncio
 import fcntl
 import gzip
 import json
-import math
 import os
 import re
 import shutil

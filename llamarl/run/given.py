@@ -23,15 +23,22 @@ MAX_SOURCE_CHARS = 1 << 20
 RewardFunction = Callable[..., Any]
 Rewards = RewardFunction | str | Mapping[Any, float] | Sequence[Any] | None
 Rows = Any
-"""Rows, a DataFrame, a `datasets.Dataset`, or a source as in a TOML file."""
+"""Rows, a DataFrame, a `datasets.Dataset`, a source as in a TOML file, or a table of these by name."""
 
 
-def source_of(rows: Rows, output: Path, option: str) -> dict[str, Any]:
-    """The source of prompts that rows are. Raises ConfigError: they are none."""
-    if isinstance(rows, str):
-        return {"name": rows}
-    if isinstance(rows, Mapping):
-        return dict(rows)
+def source_of(rows: Rows, output: Path, option: str) -> dict[str, Any] | list[dict[str, Any]]:
+    """The source of prompts that rows are; of a table of rows by name, a source for each. Raises ConfigError: they are
+    none."""
+    if isinstance(rows, Mapping) and not isinstance(rows.get("name"), str):
+        several = {str(name): _one_source(one, output, f"{option} ({name})") for name, one in rows.items()}
+        return [{"label": name, "source": source} for name, source in several.items()]
+    return _one_source(rows, output, option)
+
+
+def _one_source(rows: Rows, output: Path, option: str) -> dict[str, Any]:
+    """Raises ConfigError."""
+    if isinstance(rows, str | Mapping):
+        return {"name": rows} if isinstance(rows, str) else dict(rows)
     for name in ("to_list", "to_dict"):  # a Dataset, a DataFrame
         if (convert := getattr(rows, name, None)) and not isinstance(rows, Sequence):
             rows = convert() if name == "to_list" else convert("records")

@@ -35,12 +35,8 @@ def load_held_out(config: RunConfig, context_tokens: int, only: Collection[str] 
         only: names of sets; empty: all.
 
     Raises:
-        ConfigError: a source or a template is wrong, or leaves no prompt; or a name is none.
+        ConfigError: a source or a template is wrong, or leaves no prompt.
     """
-    known = [name for name in config.by_eval_set if name]
-    if unknown := [name for name in only if name not in known]:
-        has = f"it has {', '.join(known)}" if known else "it is no list, so its problems have no name; leave --only out"
-        raise ConfigError(f"--only {unknown[0]}: data.eval has no such set; {has}")
     sets, stops_of, warnings, first_prompts = [], {}, [], []
     for number, (name, run) in enumerate(config.by_eval_set.items()):
         if only and name not in only:
@@ -55,9 +51,15 @@ def load_held_out(config: RunConfig, context_tokens: int, only: Collection[str] 
         sets.append(HeldOutSet(name=name, number=number, settings=run.eval, prompts=prompts))
         warnings += [_of_set(key, text) for text in found.warnings]
         first_prompts.append(_of_set(key, shown))
-    return LoadedSets(
-        sets=tuple(sets), stops_of=stops_of, warnings=tuple(warnings), first_prompts=tuple(first_prompts)
-    )
+    return LoadedSets(sets=tuple(sets), stops_of=stops_of, warnings=tuple(warnings), first_prompts=tuple(first_prompts))
+
+
+def check_names(config: RunConfig, only: Collection[str]) -> None:
+    """Raises ConfigError: a name is no set's."""
+    known = [name for name in config.by_eval_set if name]
+    if unknown := [name for name in only if name not in known]:
+        has = f"it has {', '.join(known)}" if known else "it is no list, so its problems have no name; leave --only out"
+        raise ConfigError(f"--only {unknown[0]}: data.eval has no such set; {has}")
 
 
 def _of_set(key: str, text: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llamarl.algorithms.advantages._base import GroupAdvantage
 from llamarl.config import ConfigError, RunConfig, build, load_config
@@ -32,6 +32,7 @@ from llamarl.run.held_out import learnt_too, load_held_out
 from llamarl.run.memory import check_memory
 from llamarl.run.placement import LocalPlacer, models_in_use
 from llamarl.run.sources import environment_of, of_source
+from llamarl.types import Prompt
 from llamarl.weight_sync.select import check_name
 
 RANK_FILES, GENERATOR_FILES = 8, 3

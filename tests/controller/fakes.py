@@ -16,9 +16,9 @@ import numpy as np
 from llamarl.cluster.api import MeshFailed
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
-from llamarl.controller.evaluation import HeldOutSet
 from llamarl.controller.admission import Problems
 from llamarl.controller.controller import Controller
+from llamarl.controller.evaluation import HeldOutSet
 from llamarl.controller.journal import Journal
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.steps import retake

@@ -35,7 +35,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Finite numbers by name: of a step, or, as `eval.NAME`, of an evaluation; of a named set as `eval.SET/NAME`."""
+        """Finite numbers by name: of a step, or, as `eval.NAME`, of an evaluation; `eval.SET/NAME` of a named set."""
 
     def close(self) -> None:
         """Nothing more comes."""
