@@ -22,7 +22,7 @@ from llamarl.config import ConfigError, RunConfig, load_config, tables
 from llamarl.config.ref import part
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import print_to
-from llamarl.run.given import Rewards, Rows, reward_settings, source_of
+from llamarl.run.given import Rewards, Rows, reward_settings, sources_of
 from llamarl.run.record import RunRecord
 
 Config = str | Path | Mapping[str, Any] | RunConfig
@@ -48,8 +48,9 @@ def train(
         reward: `def reward(prompt, response, answer, **row) -> float | bool`, or `async def`; several in a list, or in
             a table with their weights; or names of rewards. The first decides what is right.
         data: problems to learn: rows with `question` (or `messages`) and `answer`, a DataFrame, a `datasets.Dataset`;
-            or a source as in a TOML file, such as `{"name": "hub", "path": "openai/gsm8k"}`.
-        eval_data: held-out problems, as `data`; a table of rows by name is several sets.
+            or a source as in a TOML file, such as `{"name": "hub", "path": "openai/gsm8k"}`. Several are mixed: a table
+            of them by label, or a list, each by itself or as `{"data": rows, "weight": 2.0, "reward": function}`.
+        eval_data: held-out problems, as `data`; several are sets of their own, as `{"data": rows, "samples": 4}`.
         resume: go on where the run ended.
         overwrite: replace an existing run of the name.
         watch: show the run in a browser meanwhile.
@@ -85,7 +86,7 @@ def evaluate(
 
     Args:
         model: Hugging Face folder, or name of the Hub.
-        data: held-out problems, as for `train`; None: those of `config`. A table of rows by name is several sets.
+        data: held-out problems, as `eval_data` of `train`; None: those of `config`.
         reward: as for `train`; None: those of `config`.
         config: of a run, whose data, reward and limits count.
         settings: as for `train`.
@@ -170,5 +171,5 @@ def _given(
         given |= {f"reward.{name}": value for name, value in reward_settings(reward, output).items()}
     for name, rows in (("train", data), ("eval", eval_data)):
         if rows is not None:
-            given[f"data.{name}"] = source_of(rows, output, f"data.{name}")
+            given[f"data.{name}"] = sources_of(rows, output, f"data.{name}")
     return base, given

@@ -7,8 +7,9 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -23,6 +24,8 @@ from llamarl.run.scored import BASE, completed, settings_for
 if TYPE_CHECKING:
     from llamarl.controller.evaluation import EvalResult
 
+RATE_SAMPLES = 8
+"""Samples for a pass rate, where nothing else is said."""
 SETTINGS = (
     "data.template", "data.system", "data.examples", "data.template_arguments", "data.date", "reward.parts",
     "rollout.max_new_tokens", "eval.samples", "eval.temperature", "eval.max_prompts", "seed", *ENGINE,
@@ -34,7 +37,8 @@ def _parser() -> argparse.ArgumentParser:
         "eval",
         "Score a checkpoint on held-out problems: accuracy with its interval of 95 %, pass@k, mean length.",
         "With --config, data, reward, limits, turns, device and types are that run's; options here win. Several "
-        "samples are drawn at temperature 1 where nothing else is said.",
+        "samples are drawn at temperature 1 where nothing else is said. --rates measures training problems, from which "
+        "data.filter then chooses.",
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("data", metavar="DATA", nargs="?", help="file of problems; default: data.eval of --config")
@@ -49,6 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="print a line of JSON for each set, and the rest on standard error"
     )
+    parser.add_argument(
+        "--rates", metavar="FILE",
+        help="measure DATA, or data.train of --config, and write how often each problem is solved (8 samples each)",
+    )  # fmt: skip
     add_settings(parser, BASE, *SETTINGS)
     return parser
 
@@ -58,55 +66,42 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     from llamarl.cluster.api import ExecutorError
     from llamarl.controller.supervision import Interrupted, Stalled
-    from llamarl.run.compare import compared
     from llamarl.run.evaluate import response_rows
 
+    if options.rates and (unfit := [name for name in ("only", "against") if getattr(options, name)]):
+        raise ConfigError(f"--rates measures all of data.train, by one model; leave --{unfit[0]} out")
     try:
-        results = _evaluated(options, options.model)
-        others = _evaluated(options, options.against) if options.against else []
+        results, rates = _evaluated(options, options.model)
+        others, _ = _evaluated(options, options.against) if options.against else ([], [])
     except Interrupted as error:
         print(f"llamarl eval: {error}", file=sys.stderr)
         return INTERRUPTED
     except (ExecutorError, Stalled) as error:
         print(f"llamarl eval: {type(error).__name__}: {error}", file=sys.stderr)
         return FAILURE
-    differences = compared(results, others) if others else []
-    if options.json:
-        told = [one.to_json() for one in differences] or [{} for _ in results]
-        rows = [one.metrics.to_json() | difference for one, difference in zip(results, told, strict=True)]
-        print(*map(json.dumps, rows), sep="\n")
-    else:
-        _show(results, options.model if others else "")
-        if others:
-            _show(others, options.against)
-        for one in differences:
-            print(f"{options.model} minus {options.against}: {one}")
+    _tell(options, results, others)
     if options.output:
         write_output(Path(options.output), "".join(json.dumps(row) + "\n" for row in response_rows(results)))
+    if options.rates:
+        write_output(Path(options.rates), "".join(rates))
+        print(f"{options.rates}: {_spread(results[0])}", file=sys.stderr if options.json else sys.stdout)
     return 0
 
 
-def _show(results: Sequence[EvalResult], model: str) -> None:
-    from llamarl.observability.screen import eval_facts, eval_table
-
-    if model:
-        print(f"{model}:")
-    entries = [one.metrics for one in results]
-    print(eval_facts(entries[0]) if entries[0].name is None else eval_table(entries))
-
-
-def _evaluated(options: argparse.Namespace, model: str) -> list[EvalResult]:
-    """Results of all sets that are asked for. Raises ConfigError, ExecutorError, Interrupted, Stalled."""
-    from llamarl.run.evaluate import evaluate_checkpoint
+def _evaluated(options: argparse.Namespace, model: str) -> tuple[list[EvalResult], list[str]]:
+    """Results of all sets that are asked for, and lines of pass rates. Raises ConfigError, ExecutorError, Interrupted,
+    Stalled."""
+    from llamarl.run.evaluate import evaluate_checkpoint, measured_rates
     from llamarl.run.held_out import check_names
     from llamarl.run.scored import ready
 
     run = load_config(options.config) if options.config else None
-    config = ready(_config(options, model, run), run, options.config, "llamarl eval", lambda: told_of_delay("eval"))
+    which: Literal["train", "eval"] = "train" if options.rates else "eval"
+    delays = partial(told_of_delay, "eval")
+    config = ready(_config(options, model, run, which), run, options.config, "llamarl eval", delays, which)
     check_names(config, options.only)
     columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=options.json)
-    with Progress(*columns, console=console) as bar, ExitStack() as preparing:
+    with Progress(*columns, console=Console(stderr=options.json)) as bar, ExitStack() as preparing:
         preparing.enter_context(told_of_delay("eval"))
         task = bar.add_task("", total=None)
 
@@ -117,20 +112,59 @@ def _evaluated(options: argparse.Namespace, model: str) -> list[EvalResult]:
         def tell(text: str) -> None:
             print(text, file=sys.stderr if options.json else sys.stdout)
 
-        return evaluate_checkpoint(config, show, tell, options.only)
+        if options.rates:
+            result, rates = measured_rates(config, show, tell)
+            return [result], rates
+        return evaluate_checkpoint(config, show, tell, options.only), []
+
+
+def _tell(options: argparse.Namespace, results: Sequence[EvalResult], others: Sequence[EvalResult]) -> None:
+    """Prints what was found of the model, of another one, and how they differ."""
+    from llamarl.observability.screen import eval_facts, eval_table
+    from llamarl.run.compare import compared
+
+    differences = compared(results, others) if others else []
+    if options.json:
+        told = [one.to_json() for one in differences] or [{} for _ in results]
+        rows = [one.metrics.to_json() | difference for one, difference in zip(results, told, strict=True)]
+        print(*map(json.dumps, rows), sep="\n")
+        return
+    for model, found in ((options.model, results), (options.against, others)):
+        if others:
+            print(f"{model}:")
+        entries = [one.metrics for one in found]
+        if entries:
+            print(eval_table(entries) if entries[0].name else eval_facts(entries[0]))
+    for one in differences:
+        print(f"{options.model} minus {options.against}: {one}")
+
+
+def _spread(result: EvalResult) -> str:
+    """Text: how many problems teach something."""
+    right = [(sum(one.is_right for one in group.results), len(group.results)) for group in result.groups]
+    never, always = sum(not num for num, _ in right), sum(num == of for num, of in right)
+    return (
+        f"{len(right):,} problems, {never:,} never solved, {always:,} always, {len(right) - never - always:,} between"
+    )
 
 
 def _reader(path: str) -> str:
     return "file" if suffix(path) else "jsonl"
 
 
-def _config(options: argparse.Namespace, model: str, run: RunConfig | None) -> RunConfig:
+def _config(
+    options: argparse.Namespace, model: str, run: RunConfig | None, which: Literal["train", "eval"]
+) -> RunConfig:
     """Settings of the command line over those of the run. Raises ConfigError."""
     settings = settings_for(model, run)
+    if which == "train":
+        settings["eval"] = settings["eval"] | {"samples": RATE_SAMPLES}
     if options.data:
-        settings["data"] = settings["data"] | {"eval": {"name": _reader(options.data), "path": options.data}}
+        settings["data"] = settings["data"] | {which: {"name": _reader(options.data), "path": options.data}}
     config = completed(settings, lambda one: settled(one, options.overrides))
-    if config.data.eval is None:
+    if which == "train" and not (run or options.data):
+        raise ConfigError("--rates: DATA is missing; name a file of problems, or a run with --config")
+    if which == "eval" and config.data.eval is None:
         cause = f"{options.config} has no data.eval" if options.config else "DATA is missing"
         raise ConfigError(f"{cause}; name a file of problems, or a run with --config that has some")
     return config

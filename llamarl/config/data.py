@@ -117,6 +117,10 @@ class SourceConfig(Section):
         if not isinstance(value, Mapping):
             return value
         own = dict(value)
+        if "source" in own and "name" in own:
+            raise ValueError(
+                "`name` stands beside `source`: an entry is flat, or has name and options of its source in `source`"
+            )
         if "source" not in own:
             options = {name: own.pop(name) for name in value if name not in cls.model_fields}
             if "name" not in options:

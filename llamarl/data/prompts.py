@@ -41,6 +41,8 @@ class PromptSet:
     """Rows skipped because their prompt has more tokens than allowed."""
     warnings: tuple[str, ...]
     """Sentences about rows and columns that are left out."""
+    note: str = ""
+    """Sentence on what `data.filter` leaves out; empty: nothing."""
 
 
 def open_tokenizer(path: str, config: DataConfig) -> Tokenizer:
@@ -133,11 +135,14 @@ def load_prompts(
     if num_overlong := len(rows) - len(prompts):
         fix = f"data.max_prompt_tokens = {config.max_prompt_tokens}"
         warnings.append(f"data.{which}: {num_overlong} prompts are too long and were skipped ({fix})")
+    note = ""
     if config.filter and which == "train":
         keeps, said = kept(fitting, config.filter)
         prompts, fitting = list(compress(prompts, keeps)), list(compress(fitting, keeps))
-        warnings += [said] if said else []
-    return PromptSet(prompts=tuple(prompts), rows=tuple(fitting), num_overlong=num_overlong, warnings=tuple(warnings))
+        note = said
+    return PromptSet(
+        prompts=tuple(prompts), rows=tuple(fitting), num_overlong=num_overlong, warnings=tuple(warnings), note=note
+    )  # fmt: skip
 
 
 def left_out(source: ProblemSource, option: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ from llamarl.config import RunConfig
 from llamarl.config.ref import part
 from llamarl.controller.admission import Problems
 from llamarl.controller.clock import run_patiently
-from llamarl.controller.evaluation import EvalResult
+from llamarl.controller.evaluation import EvalResult, HeldOutSet, judged
 from llamarl.controller.ports import Executors
 from llamarl.controller.telemetry import Telemetry
 from llamarl.data.prompts import open_tokenizer
+from llamarl.data.rates import digest, rate_rows
+from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import check_vocabulary
 from llamarl.models.folder import load_shape
 from llamarl.observability.screen import NullScreen
@@ -24,6 +26,8 @@ from llamarl.run.assembly import assembled
 from llamarl.run.executors import GeneratorSpecs, reward_spec, spawn_all
 from llamarl.run.held_out import load_held_out
 from llamarl.run.placement import LocalPlacer
+from llamarl.run.prepare import first_prompts, train_prompts
+from llamarl.types import RolloutGroup
 
 
 class _EvalProgress(NullScreen):
@@ -55,23 +59,59 @@ def evaluate_checkpoint(
         ConfigError: model, data or a combination of them cannot work.
         ExecutorError, Interrupted, Stalled: it failed, or was ended.
     """
-    with tempfile.TemporaryDirectory(prefix="llamarl-", ignore_cleanup_errors=True) as logs:
-        return run_patiently(_evaluate(config, progress, tell, only, Path(logs)))
-
-
-async def _evaluate(
-    config: RunConfig,
-    progress: Callable[[int, int], None],
-    tell: Callable[[str], None],
-    only: Collection[str],
-    logs: Path,
-) -> list[EvalResult]:
-    path = config.model.path
-    shape, tokenizer = load_shape(path), open_tokenizer(path, config.data)
-    check_vocabulary(tokenizer, shape.vocab_size)
+    shape, tokenizer = load_shape(config.model.path), open_tokenizer(config.model.path, config.data)
     loaded = load_held_out(config, shape.max_position_embeddings, only)
     ends = tokenizer.eos_token_ids
     problems = Problems(train=(), eval=loaded.sets, stop_token_ids=ends, stops_of=loaded.stops_of)
+    return _scored(config, problems, progress, lambda: [*map(tell, (*loaded.warnings, *loaded.first_prompts))])
+
+
+def measured_rates(
+    config: RunConfig, progress: Callable[[int, int], None], tell: Callable[[str], None]
+) -> tuple[EvalResult, list[str]]:
+    """Answers and scores the problems of `data.train`, each source's by its own settings and none left out by a filter:
+    the result, and lines of the file of pass rates that `data.filter` reads. Takes and raises what
+    `evaluate_checkpoint` does."""
+    config = unfiltered(config)
+    shape, tokenizer = load_shape(config.model.path), open_tokenizer(config.model.path, config.data)
+    train = train_prompts(config, shape.max_position_embeddings)
+    asked, ends = (
+        HeldOutSet(settings=config.eval, prompts=train.prompts[: config.eval.max_prompts]),
+        tokenizer.eos_token_ids,
+    )
+    problems = Problems(train=(), eval=(asked,), stop_token_ids=ends, stops_of=train.stops_of)
+    said = (*train.warnings, first_prompts(config, train.prompts))
+    (result,) = _scored(config, problems, progress, lambda: [*map(tell, said)])
+    header = {"model": config.model.path, "samples": config.eval.samples, "temperature": config.eval.temperature}
+    return result, [*rate_rows(header, _rates(result.groups, train.rows))]
+
+
+def _rates(groups: Sequence[RolloutGroup], rows: Sequence[ProblemRow]) -> Iterator[dict[str, Any]]:
+    """How often each problem was solved; what nobody could judge counts neither way. `rows` may go on after them."""
+    for group, row in zip(groups, rows, strict=False):
+        num_right, num_judged = judged(group)
+        yield {
+            "id": group.prompt.prompt_id,
+            "source": group.prompt.source,
+            "right": num_right,
+            "samples": num_judged,
+            "problem": digest(row),
+        }
+
+
+def _scored(
+    config: RunConfig, problems: Problems, progress: Callable[[int, int], None], begins: Callable[[], object]
+) -> list[EvalResult]:
+    """`begins` is called when executors are up."""
+    check_vocabulary(open_tokenizer(config.model.path, config.data), load_shape(config.model.path).vocab_size)
+    with tempfile.TemporaryDirectory(prefix="llamarl-", ignore_cleanup_errors=True) as logs:
+        return run_patiently(_evaluate(config, problems, progress, begins, Path(logs)))
+
+
+async def _evaluate(
+    config: RunConfig, problems: Problems, progress: Callable[[int, int], None], begins: Callable[[], object],
+    logs: Path,
+) -> list[EvalResult]:  # fmt: skip
     check_cluster(config.cluster)
     placer = LocalPlacer(config, only="generator")
     placer.check()
@@ -88,10 +128,17 @@ async def _evaluate(
 
     telemetry = Telemetry(config, _EvalProgress(progress), MetricsLog(None, print), 0)
     async with assembled(config, problems, telemetry, cluster.shutdown, spawn) as (controller, supervisor):
-        for said in (*loaded.warnings, *loaded.first_prompts):
-            tell(said)
+        begins()
         await supervisor.run(controller.start())
         return await supervisor.run(controller.evaluate())
+
+
+def unfiltered(config: RunConfig) -> RunConfig:
+    """The settings without `data.filter`, of sources too."""
+    data = config.data.model_copy(update={"filter": None})
+    if data.sources:
+        data = data.model_copy(update={"train": [one.model_copy(update={"filter": None}) for one in data.sources]})
+    return config.model_copy(update={"data": data})
 
 
 def response_rows(results: Iterable[EvalResult]) -> Iterator[dict[str, Any]]:
@@ -100,14 +147,14 @@ def response_rows(results: Iterable[EvalResult]) -> Iterator[dict[str, Any]]:
     for result in results:
         of_set = {"set": result.metrics.name} if result.metrics.name else {}
         for group in result.groups:
-            for response, judged in zip(group.responses, group.results, strict=True):
+            for response, said in zip(group.responses, group.results, strict=True):
                 yield of_set | {
                     "prompt_id": group.prompt.prompt_id,
                     "prompt": group.prompt.text,
                     "response": response,
                     "answer": group.prompt.answer,
-                    "outcome": judged.outcome.value,
-                    "right": judged.is_right,
-                    "reward": judged.value,
-                    "reason": judged.reason,
+                    "outcome": said.outcome.value,
+                    "right": said.is_right,
+                    "reward": said.value,
+                    "reason": said.reason,
                 }

@@ -23,22 +23,43 @@ MAX_SOURCE_CHARS = 1 << 20
 RewardFunction = Callable[..., Any]
 Rewards = RewardFunction | str | Mapping[Any, float] | Sequence[Any] | None
 Rows = Any
-"""Rows, a DataFrame, a `datasets.Dataset`, a source as in a TOML file, or a table of these by name."""
+"""Rows, a DataFrame, a `datasets.Dataset`, or a source as in a TOML file; or several of these."""
 
 
-def source_of(rows: Rows, output: Path, option: str) -> dict[str, Any] | list[dict[str, Any]]:
-    """The source of prompts that rows are; of a table of rows by name, a source for each. Raises ConfigError: they are
-    none."""
-    if isinstance(rows, Mapping) and not isinstance(rows.get("name"), str):
-        several = {str(name): _one_source(one, output, f"{option} ({name})") for name, one in rows.items()}
-        return [{"label": name, "source": source} for name, source in several.items()]
-    return _one_source(rows, output, option)
+def sources_of(data: Rows, output: Path, option: str) -> dict[str, Any] | list[dict[str, Any]]:
+    """The source that `data` is, or the sources of a mixture, or several sets: rows, or several of them, in a table by
+    label or in a list, each by itself or as `{"data": rows, "weight": 2.0, "reward": function}`. Raises ConfigError."""
+    if isinstance(data, Mapping) and data and "name" not in data:
+        if not any(isinstance(one, str | int | float | None) for one in data.values()):
+            return [_entry({"label": str(label)}, one, output, f"{option}.{label}") for label, one in data.items()]
+    elif isinstance(data, Sequence) and not isinstance(data, str) and data and all(map(_is_set, data)):
+        return [
+            _entry({"label": f"data-{number}"}, one, output, f"{option}.{number}")
+            for number, one in enumerate(data, start=1)
+        ]
+    return source_of(data, output, option)
 
 
-def _one_source(rows: Rows, output: Path, option: str) -> dict[str, Any]:
-    """Raises ConfigError."""
-    if isinstance(rows, str | Mapping):
-        return {"name": rows} if isinstance(rows, str) else dict(rows)
+def _is_set(one: Any) -> bool:
+    """Whether something in a list is a set of rows, and no row."""
+    return not isinstance(one.get("data") if isinstance(one, Mapping) else one, str | int | float | None)
+
+
+def _entry(label: dict[str, str], one: Any, output: Path, option: str) -> dict[str, Any]:
+    """One source of a mixture. Raises ConfigError."""
+    given = label | (dict(one) if isinstance(one, Mapping) and "data" in one else {"data": one})
+    entry = {"source": source_of(given.pop("data"), output, option)} | given
+    if "reward" in entry:
+        entry["reward"] = reward_settings(entry["reward"], output)
+    return entry
+
+
+def source_of(rows: Rows, output: Path, option: str) -> dict[str, Any]:
+    """The source of prompts that rows are. Raises ConfigError: they are none."""
+    if isinstance(rows, str):
+        return {"name": rows}
+    if isinstance(rows, Mapping):
+        return dict(rows)
     for name in ("to_list", "to_dict"):  # a Dataset, a DataFrame
         if (convert := getattr(rows, name, None)) and not isinstance(rows, Sequence):
             rows = convert() if name == "to_list" else convert("records")

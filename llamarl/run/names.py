@@ -83,7 +83,7 @@ def resolved(
         data: gets commits too.
         run: folder of the run that this is about, which goes on with the commits that it began with.
         command: begins the lines, on standard error, that say which commits these are; empty: there are none.
-        only: options whose names are meant, such as `model.path`, or what is in them; empty: all.
+        only: options whose names are meant, such as `model.path`; empty: all.
 
     Raises:
         ConfigError: a name means nothing, or cannot be fetched.
@@ -91,8 +91,7 @@ def resolved(
     known, pinned = commits_of(run) if run else {}, config
     for one in named(config):
         is_made = one.option == "model.path" and config.model.warm_start  # that folder, when it is needed
-        is_of_only = any(f"{one.option}.".startswith(f"{option}.") for option in only)
-        is_meant = is_of_only if only else data or one.kind != "dataset"
+        is_meant = one.option in only if only else data or one.kind != "dataset"
         if one.name is None or is_made or not is_meant:
             continue
         at = one.name.at(known.get(one.key, one.name.revision))

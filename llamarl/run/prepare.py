@@ -20,6 +20,7 @@ from llamarl.config.roles import CriticConfig
 from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.admission import Problems
 from llamarl.data.prompts import first_prompt, load_prompts, open_tokenizer, settled
+from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import check_vocabulary, ended_after
 from llamarl.hub.names import hub_name
 from llamarl.models.fit import CACHE_BLOCK_TOKENS, kv_width, trainer_load
@@ -50,7 +51,8 @@ class Prepared:
     warnings: tuple[str, ...]
     """Sentences for the user."""
     first_prompt: str
-    """Sentence that shows it as the model sees it."""
+    """Sentences that show the first prompt of each source as the model sees it, after those on what a filter leaves
+    out."""
 
 
 def check_parts(config: RunConfig) -> None:
@@ -124,15 +126,19 @@ class TrainPrompts(NamedTuple):
 
     prompts: list[Prompt]
     """Source by source."""
+    rows: list[ProblemRow]
+    """Row of each prompt."""
     stops_of: dict[str, tuple[str, ...]]
     """Strings that end a turn, by the label of a source."""
     warnings: list[str]
+    notes: list[str]
+    """Sentences on what `data.filter` leaves out."""
 
 
 def train_prompts(config: RunConfig, context_tokens: int, most: int | None = None) -> TrainPrompts:
     """Prompts of `data.train`, each source's with its own template and limits; where there is a `most`, of each source
     the first rows alone. Raises ConfigError."""
-    found, for_agent = TrainPrompts([], {}, []), config.rollout.agent is not None
+    found, for_agent = TrainPrompts([], [], {}, [], []), config.rollout.agent is not None
     for label in [source.label for source in config.data.sources] or [""]:
         one = config.by_source[label]
         with of_source(label):
@@ -141,8 +147,11 @@ def train_prompts(config: RunConfig, context_tokens: int, most: int | None = Non
                 one.data, tokenizer, context_tokens, tools=tools, most=most, for_agent=for_agent, label=label
             )
         found.prompts.extend(loaded.prompts)
+        found.rows.extend(loaded.rows)
         found.stops_of[label] = stops
-        found.warnings.extend(f"source {label!r}: {said}" if label else said for said in loaded.warnings)
+        whose = f"source {label!r}: " if label else ""
+        found.warnings.extend(f"{whose}{said}" for said in loaded.warnings)
+        found.notes.extend(f"{whose}{said}" for said in (loaded.note,) if said)
     return found
 
 
@@ -186,23 +195,15 @@ def prepare(config: RunConfig, *, weights: bool = True) -> Prepared:
         stop_strings=stop_strings,
         stops_of=train.stops_of | held_out.stops_of,
     )
-    for label, one, own in each_source(config, problems.train):
-        with of_source(label):
-            longest = max(len(prompt.token_ids_T) for prompt in own)
-            check_microbatch(one, shape, longest)
-            check_cache(one, shape, longest)
-    for held in held_out.sets:
-        with of_source(held.prompts[0].source):
-            longest = max(len(prompt.token_ids_T) for prompt in held.prompts)
-            check_cache(config.by_source[held.prompts[0].source], shape, longest)
+    check_lengths(config, shape, problems)
     warnings += learnt_too(problems.eval, problems.train)
     return Prepared(
         shape=shape, problems=problems, placer=placer, warnings=tuple(warnings),
-        first_prompt=_first_prompts(config, problems.train),
+        first_prompt="\n".join([*train.notes, first_prompts(config, problems.train)]),
     )  # fmt: skip
 
 
-def _first_prompts(config: RunConfig, prompts: Sequence[Prompt]) -> str:
+def first_prompts(config: RunConfig, prompts: Sequence[Prompt]) -> str:
     """Sentences that show the first prompt of each source."""
     said, for_agent = list[str](), config.rollout.agent is not None
     for label, one, (first, *_) in each_source(config, prompts):
@@ -247,6 +248,19 @@ def check_files(config: RunConfig) -> None:
             f"a process of this run may have {needed} files open, and this shell allows {allowed}: run ulimit -n "
             f"{needed}, here and on the run's other hosts, or lower generator.replicas"
         )
+
+
+def check_lengths(config: RunConfig, shape: ModelShape, problems: Problems) -> None:
+    """Raises ConfigError when the longest sequence that can come of these prompts does not fit into a microbatch, or
+    into the cache."""
+    for label, one, own in each_source(config, problems.train):
+        with of_source(label):
+            longest = max(len(prompt.token_ids_T) for prompt in own)
+            check_microbatch(one, shape, longest)
+            check_cache(one, shape, longest)
+    for held_out in problems.eval:
+        with of_source(label := held_out.prompts[0].source):
+            check_cache(config.by_source[label], shape, max(len(prompt.token_ids_T) for prompt in held_out.prompts))
 
 
 def check_microbatch(config: RunConfig, shape: ModelShape, longest_prompt: int) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llamarl.config import RunConfig
 from llamarl.config.data import EvalConfig
 from llamarl.data.prompts import open_tokenizer, settled
 from llamarl.run.begin import Delays
-from llamarl.run.names import resolved
+from llamarl.run.names import named, resolved
 
 EVERY_PROMPT = 1 << 30
 BASE: dict[str, Any] = {"model": {"path": ""}, "data": {"train": "jsonl"}, "eval": {"max_prompts": EVERY_PROMPT}}
@@ -38,7 +38,7 @@ def completed(settings: Mapping[str, Any], settle: Callable[[dict[str, Any]], Ru
     said = config.eval.model_fields_set - (set() if config.eval.max_prompts < EVERY_PROMPT else {"max_prompts"})
     settings = _without(settings, said | ({"temperature"} if "samples" in said else set()))
     if config.eval.samples > 1:  # greedy ones are all the same
-        settings["eval"] = BASE["eval"] | {"temperature": 1.0}
+        settings["eval"] = {"temperature": 1.0} | settings["eval"]
     if config.generator.replicas * config.generator.tensor_parallel == 1:
         settings["cluster"] = {"kind": "inline"}
     return settle(settings)
@@ -53,8 +53,9 @@ def _without(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, A
 
 
 def ready(
-    config: RunConfig, run: RunConfig | None, place: object, command: str, delays: Delays = nullcontext
-) -> RunConfig:
+    config: RunConfig, run: RunConfig | None, place: object, command: str, delays: Delays = nullcontext,
+    which: Literal["train", "eval"] = "eval",
+) -> RunConfig:  # fmt: skip
     """Settings with commits of the names that an evaluation reads, those on record first, and with the date of the
     run's prompts, where nobody gives one and this model's chat template writes it.
 
@@ -64,12 +65,14 @@ def ready(
         place: path of the run's settings, in its folder; None, or tables: it has none.
         command: begins lines about the Hub's names, on standard error.
         delays: entered while nothing else says how far this is.
+        which: the data that is read.
 
     Raises:
         ConfigError: a name means nothing, or the tokenizer cannot be read.
     """
     folder = Path(place).parent if isinstance(place, str | Path) else None
-    pinned = resolved(config, run=folder, command=command, only=("model.path", "data.eval"))
+    options = [one.option for one in named(config) if one.option.startswith(("model.path", f"data.{which}"))]
+    pinned = resolved(config, run=folder, command=command, only=options)
     with delays():
         tokenizer, for_agent = open_tokenizer(pinned.model.path, pinned.data), pinned.rollout.agent is not None
     data = settled(pinned.data, tokenizer, run.data if run else None, for_agent=for_agent)

@@ -78,6 +78,7 @@ REFUSED = {
         f"critic.{one}": (value, "critic is set and not used")
         for one, value in (("path", "x"), ("threads", 2), ("device", "cuda"))
     },
+    "data.filter": ("{path = 'nowhere'}", "cannot read nowhere"),
     "reward.weights": ("[1.0, 2.0]", "reward.weights has 2 numbers for 1 parts"),
     "reward.model": ("{path = 'nowhere'}", "nowhere"),
     "reward.max_invalid_share": (

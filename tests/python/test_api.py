@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 
 import llamarl
 from llamarl.config import RunConfig, load_config
+from llamarl.config.data import DataConfig
 from llamarl.controller.clock import PatientLoop, run_patiently
+from llamarl.run.given import sources_of
 from llamarl.run.preview import check_functions
 from tests.end_to_end.tiny import ROOT, environment, make_model, write_toml
 
@@ -304,3 +307,40 @@ def test_a_trial_asks_nobody_else(toml: Path) -> None:
 
 def first_word(response: str) -> bool:
     return response.split(maxsplit=1)[0] == "x"
+
+
+def test_several_data_sets_are_mixed(toml: Path) -> None:
+    """By label, each with rewards of its own, functions too."""
+    calm = {"data": ROWS[8:20], "weight": 3, "reward": {brevity: 1.0, ends_right: 0.5}, "max_new_tokens": 5}
+    data = {"sums": pandas_like(ROWS[:8]), "calm": calm}
+    run = llamarl.train(toml, reward=ends_right, data=data, **INLINE | {"steps": 4})
+    rollouts = list(run.rollouts())
+    assert Counter(row["source"] for row in rollouts) == {"sums": 2 * 3, "calm": 6 * 3}
+    assert {row["prompt_id"].partition("/")[0] == row["source"] for row in rollouts} == {True}
+    assert max(len(row["token_ids"]) for row in rollouts if row["source"] == "calm") == 5
+    assert max(len(row["token_ids"]) for row in rollouts if row["source"] == "sums") == 12
+    assert {row["reward"] >= 0 for row in rollouts if row["source"] == "sums"} == {True}
+    assert {row["reward"] < 0 for row in rollouts if row["source"] == "calm" and row["response"]} == {True}
+    assert [source.label for source in run.config.data.sources] == ["sums", "calm"]
+
+
+def pandas_like(rows: list[dict[str, Any]]) -> SimpleNamespace:
+    return SimpleNamespace(to_dict=lambda orient: rows)
+
+
+@pytest.mark.parametrize(
+    ("data", "labels"),
+    [
+        ([ROWS[:2], ROWS[2:4]], ["data-1", "data-2"]),
+        ([{"data": ROWS[:2], "label": "x"}, {"data": {"name": "running_total"}}], ["x", "data-2"]),
+        ({"a": {"name": "running_total", "count": 3}, "b": ROWS[:2]}, ["a", "b"]),
+        ([{"data": "a row of its own", "question": "q", "answer": "a"}], []),
+        ({"name": "running_total", "count": 3}, []),
+        (ROWS[:2], []),
+    ],
+)  # fmt: skip
+def test_what_is_several_data_sets(tmp_path: Path, data: Any, labels: list[str]) -> None:
+    found = sources_of(data, tmp_path, "data.train")
+    sources = DataConfig.model_validate({"train": found}).sources
+    assert [source.label for source in sources] == labels
+    assert isinstance(found, list) == bool(labels)
