@@ -8,6 +8,7 @@ import json
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from llamarl.cluster.api import MeshFailed
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
+from llamarl.config.data import OF_EVAL
 from llamarl.controller.admission import Problems
 from llamarl.controller.controller import Controller
 from llamarl.controller.evaluation import HeldOutSet
@@ -59,11 +61,17 @@ def prompts(count: int, first: str = "p") -> tuple[Prompt, ...]:
 
 def held_out(config: RunConfig, count: int) -> tuple[HeldOutSet, ...]:
     """Sets of `data.eval`, or one without a name, of so many prompts each at most; none where there are none."""
+    runs = (config.by_eval_set or {None: config}) if count else {}
     return tuple(
         HeldOutSet(
-            name=name, number=number, settings=run.eval, prompts=prompts(count, name or "e")[: run.eval.max_prompts]
+            name=name,
+            number=number,
+            settings=run.eval,
+            prompts=[replace(one, source=OF_EVAL + name if name else "") for one in prompts(count, name or "e")][
+                : run.eval.max_prompts
+            ],
         )
-        for number, (name, run) in enumerate((config.by_eval_set or {None: config}).items() if count else ())
+        for number, (name, run) in enumerate(runs.items())
     )
 
 
