@@ -6,12 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
@@ -71,8 +70,9 @@ def main(arguments: Sequence[str]) -> int:
     if options.rates and (unfit := [name for name in ("only", "against") if getattr(options, name)]):
         raise ConfigError(f"--rates measures all of data.train, by one model; leave --{unfit[0]} out")
     try:
-        results, rates = _evaluated(options, options.model)
-        others, _ = _evaluated(options, options.against) if options.against else ([], [])
+        with redirect_stdout(sys.stderr) if options.json else nullcontext():  # which executors write to, too
+            results, rates = _evaluated(options, options.model)
+            others, _ = _evaluated(options, options.against) if options.against else ([], [])
     except Interrupted as error:
         print(f"llamarl eval: {error}", file=sys.stderr)
         return INTERRUPTED
@@ -101,7 +101,7 @@ def _evaluated(options: argparse.Namespace, model: str) -> tuple[list[EvalResult
     config = ready(_config(options, model, run, which), run, options.config, "llamarl eval", delays, which)
     check_names(config, options.only)
     columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=options.json)) as bar, ExitStack() as preparing:
+    with Progress(*columns) as bar, ExitStack() as preparing:
         preparing.enter_context(told_of_delay("eval"))
         task = bar.add_task("", total=None)
 
@@ -109,13 +109,10 @@ def _evaluated(options: argparse.Namespace, model: str) -> tuple[list[EvalResult
             preparing.close()
             bar.update(task, completed=done, total=total)
 
-        def tell(text: str) -> None:
-            print(text, file=sys.stderr if options.json else sys.stdout)
-
         if options.rates:
-            result, rates = measured_rates(config, show, tell)
+            result, rates = measured_rates(config, show, print)
             return [result], rates
-        return evaluate_checkpoint(config, show, tell, options.only), []
+        return evaluate_checkpoint(config, show, print, options.only), []
 
 
 def _tell(options: argparse.Namespace, results: Sequence[EvalResult], others: Sequence[EvalResult]) -> None:
