@@ -1,4 +1,4 @@
-"""How far shares of right answers can be trusted: intervals, and chances of k samples.
+"""Intervals of shares of right answers, and chances of k samples.
 
 The uncertainty is that of the problems: an interval says where the share would lie on all problems of the same kind, of
 which these were drawn.

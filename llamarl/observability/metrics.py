@@ -189,7 +189,7 @@ def accuracy_interval(row: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _num_effective(row: Mapping[str, Any]) -> float:
-    """Of older runs, as if the samples of a problem were one."""
+    """Independent answers that an accuracy is of; in older runs, as if the samples of a problem were one."""
     num_alike = row["num_prompts"] - float(row.get("num_invalid") or 0) / max(float(row.get("k") or 1), 1.0)
     return float(row.get("num_effective") or num_alike)
 

@@ -13,7 +13,7 @@ from llamarl.types import RolloutGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class PairedDifference:
     """Accuracy of one model less that of another, on the same problems."""
 
     name: str | None
@@ -42,7 +42,7 @@ class Difference:
         return {name: finite(value) for name, value in found.items()}
 
 
-def compared(results: Sequence[EvalResult], others: Sequence[EvalResult]) -> list[Difference]:
+def compared(results: Sequence[EvalResult], others: Sequence[EvalResult]) -> list[PairedDifference]:
     """Differences of two models on the same sets of problems, set by set."""
     differences = []
     for one, other in zip(results, others, strict=True):
@@ -50,7 +50,9 @@ def compared(results: Sequence[EvalResult], others: Sequence[EvalResult]) -> lis
         pairs = [(_share(group), theirs.get(group.prompt.prompt_id)) for group in one.groups]
         known = [(mine, of_other) for mine, of_other in pairs if mine is not None and of_other is not None]
         points, low, high = paired_difference([mine for mine, _ in known], [of_other for _, of_other in known])
-        differences.append(Difference(name=one.metrics.name, points=points, low=low, high=high, num_prompts=len(known)))
+        differences.append(
+            PairedDifference(name=one.metrics.name, points=points, low=low, high=high, num_prompts=len(known))
+        )
     return differences
 
 

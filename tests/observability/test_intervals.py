@@ -36,6 +36,17 @@ DIFFICULTIES: dict[str, tuple[float, Difficulty]] = {
 """Mean chance that a sample is right, and chances of so many problems."""
 
 
+def coverage(kind: str, num: int, k: int, *, as_if_independent: bool = False) -> float:
+    """Share of simulated evaluations whose interval holds the mean chance of all problems of the kind."""
+    rng, (mean, draw), num_held = np.random.default_rng([num, k]), DIFFICULTIES[kind], 0
+    for _ in range(SIMULATED):
+        right = rng.binomial(k, draw(rng, num)).tolist()
+        worth = num * k if as_if_independent else effective_num(right, [k] * num)
+        low, high = wilson(sum(right) / (num * k), worth)
+        num_held += low <= mean <= high
+    return num_held / SIMULATED
+
+
 class TestWilson:
     @given(right=st.integers(0, 40), num=st.integers(1, 40))
     def test_its_ends_solve_the_quadratic(self, right: int, num: int) -> None:
@@ -98,21 +109,11 @@ class TestSeveralSamples:
     def test_coverage(self, kind: str, num: int, k: int) -> None:
         """Problems are drawn anew each time, and their samples: 95 % of all intervals hold the mean of all problems. Of
         few answers there are few shares, and Wilson's own interval jumps between 90 and 98 %."""
-        rng, (mean, draw) = np.random.default_rng([num, k]), DIFFICULTIES[kind]
-        right = np.stack([rng.binomial(k, draw(rng, num)) for _ in range(SIMULATED)])
-        held = [
-            low <= mean <= high
-            for one in right.tolist()
-            for low, high in [wilson(sum(one) / (num * k), effective_num(one, [k] * num))]
-        ]
-        assert np.mean(held) > (0.9 if num < 30 else 0.92)
+        assert coverage(kind, num, k) > (0.9 if num < 30 else 0.92)
 
     def test_all_samples_as_if_independent_would_be_wrong(self) -> None:
         """The test above can tell: Wilson's interval of n k answers holds the truth in half of the cases."""
-        rng, (mean, draw) = np.random.default_rng(5), DIFFICULTIES["easy or hard"]
-        shares = [rng.binomial(16, draw(rng, 30)).sum() / 480 for _ in range(SIMULATED)]
-        held = [low <= mean <= high for low, high in (wilson(share, 480) for share in shares)]
-        assert np.mean(held) < 0.7
+        assert coverage("easy or hard", 30, 16, as_if_independent=True) < 0.7
 
 
 class TestPassAtK:
